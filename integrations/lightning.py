@@ -25,6 +25,7 @@ from tensor_dedup.store.checkpoints.errors import BadStepError
 from tensor_dedup.store.checkpoints.policy import Compress
 from tensor_dedup.store.checkpoints.retention import Rules
 from tensor_dedup.store.checkpoints.runs import StepName, parse_step_name, step_name
+from tensor_dedup.store.remote.on_demand import pull_missing, remote_url
 from tensor_dedup.store.store import Store
 
 # Lightning is published under two names, and one does not accept the classes of the other.
@@ -91,15 +92,19 @@ class StoreIO(CheckpointIO):
     ) -> dict[str, Any]:
         """Return the checkpoint of a step, on the CPU, or of a file. Waits for the run's saves.
 
+        A step that no store has is pulled from TENSOR_DEDUP_REMOTE, or else from `remote` of a
+        configuration file, if there is one.
+
         Raises:
-            StoreError: A background save of the run has failed.
-            UnknownStepError: There is no such step in any of the stores.
+            StoreError: A background save of the run has failed, or the remote has no such step.
+            UnknownStepError: There is no such step in any of the stores, and no remote.
         """
         if (step := _step(path)) is None:
             found: dict[str, Any] = self._other.load_checkpoint(path, map_location, weights_only)
             return found
         run = self._of(step)
         run.close()
+        pull_missing(run.store, step_name(step.run, step.step), remote_url())
         loaded: dict[str, Any] = run.load(step.step)
         return loaded
 

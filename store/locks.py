@@ -17,6 +17,8 @@ SESSION_WAIT_S = 120.0
 SWEEP_WAIT_S = 10.0
 # A change of a name is a few operations, so the same holds here.
 _NAMING_WAIT_S = 60.0
+# A pull is as long as the network makes it.
+_PULL_WAIT_S = 24 * 3600.0
 
 
 @contextmanager
@@ -56,6 +58,19 @@ def naming(files: Files, layout: StoreLayout) -> Iterator[None]:
     path, wait_s = layout.names_lock, _NAMING_WAIT_S
     busy = f"whoever changes a name has held it for {wait_s:g} s"
     with _held(files, path, path, busy, exclusive=True, wait_s=wait_s):
+        yield
+
+
+@contextmanager
+def pulling(files: Files, layout: StoreLayout) -> Iterator[None]:
+    """Hold the lock of pulls that were not asked for by name, so that none is done twice.
+
+    Raises:
+        StoreBusyError: another process has held the lock for a day.
+    """
+    busy = f"another process has been pulling for {_PULL_WAIT_S / 3600:g} hours"
+    path = layout.pull_lock
+    with _held(files, path, layout.root, busy, exclusive=True, wait_s=_PULL_WAIT_S):
         yield
 
 

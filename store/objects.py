@@ -491,6 +491,20 @@ def _is_object(path: Path) -> bool:
     return _is_digest(path.name) and path.parent.name == path.name[:2]
 
 
+def remove_folder(files: Files, path: Path) -> None:
+    """Remove a folder and what is in it, if there is one."""
+    status = files.status(path)
+    if status is None or status.kind != "folder":
+        return
+    for name in files.listdir(path):
+        inner = files.status(path / name)
+        if inner is not None and inner.kind == "folder":
+            remove_folder(files, path / name)
+        else:
+            files.unlink(path / name)
+    files.rmdir(path)
+
+
 def make_folders(files: Files, path: Path) -> None:
     """Create a folder and its missing parents, durably."""
     missing = []

@@ -5,8 +5,10 @@ takes the lock, opens the index where it needs one, and calls a module of `writi
 `upkeep`.
 """
 
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace as replace_fields
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -20,7 +22,7 @@ from tensor_dedup.store.format.names import check_name, name_of
 from tensor_dedup.store.index import StoreIndex, open_index
 from tensor_dedup.store.init import default_path, initialise, workers
 from tensor_dedup.store.locks import SWEEP_WAIT_S, session, sweep
-from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.objects import Objects, remove_folder
 from tensor_dedup.store.reading.export import export
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces
 from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS, GcPlan, execute, plan_gc
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from tensor_dedup.store.checkpoints.runs import Difference, Step
     from tensor_dedup.store.checkpoints.sizes import Growth, RunCost, RunStats, TensorChanges
     from tensor_dedup.store.reading.find import TensorPlace
+    from tensor_dedup.store.remote.oci import Artifact
     from tensor_dedup.store.remote.push import Outgoing, TransferListener, TransferResult
     from tensor_dedup.store.remote.remote import Remote
     from tensor_dedup.store.upkeep.usage import StoreUsage
@@ -271,16 +274,17 @@ class Store:
 
     def push(
         self,
-        name: str,
         url: "StrPath | Remote",
+        name: str,
         *,
         replace: bool = False,
         progress: "TransferListener | None" = None,
     ) -> "TransferResult":
         """Push a checkpoint, or all steps of a run, to a remote: only what is missing there.
 
-        `url` is what `Remote.open` takes, or the folder of another store. Nobody sees the name
-        there before everything it leads to. What was cut short goes on when it is done again.
+        `url` is what `Remote.open` takes, the folder of another store, or `oci://` and an artifact:
+        `oci://REGISTRY/REPOSITORY:TAG`, which any client of registries can pull. Nobody sees the
+        name there before everything it leads to. What was cut short goes on when it is done again.
 
         Raises:
             UnknownNameError: no checkpoint and no run is called so.
@@ -289,9 +293,12 @@ class Store:
             RemoteUrlError, RemoteUnreachableError, RemoteAccessError, NotARemoteError: it cannot
                 be reached, or is something else.
         """
+        from tensor_dedup.store.remote.oci import is_artifact
         from tensor_dedup.store.remote.push import SilentTransfer, push, together
         from tensor_dedup.store.remote.remote import Remote
 
+        if is_artifact(url):
+            return self._push_artifact(str(url), name, progress or SilentTransfer(), replace)
         remote = url if isinstance(url, Remote) else Remote.open(url, files=self._files)
         names, listener = self._names_of(check_name(name)), progress or SilentTransfer()
         folder = remote.store_folder()
@@ -318,6 +325,9 @@ class Store:
     ) -> "TransferResult":
         """Pull a checkpoint, or all steps of a run, from a remote: only what is nowhere here.
 
+        `url` is what `push` takes. An artifact (`oci://`) is called `name` here; one that somebody
+        else has made is pulled as whole layers, and imported.
+
         Every byte is compared with its digest before anything refers to it: whoever writes to the
         remote can withhold a checkpoint or name another one, and put no wrong tensor here. What was
         cut short goes on when it is done again.
@@ -330,10 +340,13 @@ class Store:
             RemoteUrlError, RemoteUnreachableError, RemoteAccessError, NotARemoteError: it cannot
                 be reached, or is something else.
         """
+        from tensor_dedup.store.remote.oci import is_artifact
         from tensor_dedup.store.remote.pull import pull
         from tensor_dedup.store.remote.push import SilentTransfer, together
         from tensor_dedup.store.remote.remote import Remote
 
+        if is_artifact(url):
+            return self._pull_artifact(str(url), name, progress or SilentTransfer(), replace)
         remote = url if isinstance(url, Remote) else Remote.open(url, files=self._files)
         listener = progress or SilentTransfer()
         folder = remote.store_folder()
@@ -347,6 +360,67 @@ class Store:
                 here = self._objects, index, hasher
                 results.append(pull(remote.bucket, each, here, listener, replace=replace))
         return together(results)
+
+    def _push_artifact(
+        self, url: str, name: str, progress: "TransferListener", replace: bool
+    ) -> "TransferResult":
+        from tensor_dedup.store.remote import oci
+
+        with self.checkpoint(name) as checkpoint:
+            with self._locked():
+                objects = [*self._outgoing(name).blobs.values()]
+            return oci.push(url, checkpoint, objects, self._files, progress, replace=replace)
+
+    def _pull_artifact(
+        self, url: str, name: str, progress: "TransferListener", replace: bool
+    ) -> "TransferResult":
+        from tensor_dedup.store.remote.oci import Artifact
+        from tensor_dedup.store.remote.pull import pull
+        from tensor_dedup.store.remote.registry import (
+            ArtifactName,
+            NoRangesError,
+            RegistryRepository,
+        )
+
+        with RegistryRepository(ArtifactName.parse(url)) as registry:
+            artifact = Artifact(registry)
+            bucket = artifact.as_bucket(check_name(name))
+            if bucket is not None:
+                with suppress(NoRangesError), self._session() as (index, hasher):
+                    here = self._objects, index, hasher
+                    result = pull(bucket, name, here, progress, replace=replace)
+                    nbytes, calls = bucket.traffic.counts()  # with the manifest and the tables
+                    return replace_fields(result, wire_bytes=nbytes, requests=calls)
+            return self._import_artifact(artifact, name, progress, replace)
+
+    def _import_artifact(
+        self, artifact: "Artifact", name: str, progress: "TransferListener", replace: bool
+    ) -> "TransferResult":
+        """Pull whole layers into a folder of this store's `tmp`, and import that."""
+        from tensor_dedup.store.remote.push import TransferResult
+
+        began, before = time.monotonic(), artifact.registry.traffic.counts()[0]
+        files, folder = self._files, self._objects.layout.tmp / self._files.token()
+        with self._locked():  # so that no gc takes it for what is left of a pull
+            try:
+                files.mkdir(folder)
+                artifact.download(folder, files, progress)
+                result = self.import_(folder, name, replace)
+            finally:
+                remove_folder(files, folder)
+        nbytes, calls = artifact.registry.traffic.counts()
+        return TransferResult(
+            url=artifact.url,
+            names=(name,),
+            pieces=result.tensors,
+            nbytes=result.new_bytes + result.known_bytes,
+            moved_pieces=result.new_tensors,
+            moved_bytes=nbytes - before,
+            wire_bytes=nbytes,
+            requests=calls,
+            seconds=time.monotonic() - began,
+            unchanged=result.unchanged,
+        )
 
     def _names_of(self, name: str) -> Sequence[str]:
         """The name of a checkpoint, or the names of the steps and pins of a run."""

@@ -29,6 +29,7 @@ DEFAULTS = {
     "memory_manager": None,
     "store": None,
     "store_writes": False,
+    "remote": None,
     "frozen_base": None,
     "cpu_weights": None,
     "verify": "hint",
@@ -41,6 +42,7 @@ configs = st.builds(
     hash_algorithm=st.sampled_from(HASH_ALGORITHMS),
     verify_bytes=st.none() | st.booleans(),
     min_tensor_bytes=st.integers(0, 1 << 70),
+    remote=st.sampled_from([None, "s3://bucket/models", Path("/a/folder")]),
     frozen_base=st.none()
     | st.builds(FrozenBase, base=st.text(min_size=1), layers=st.text(min_size=1)),
     cpu_weights=st.sampled_from([None, "packed", "plain"]),
@@ -156,6 +158,7 @@ WRONG: list[tuple[str, object]] = [
     *(("verify", value) for value in (None, True, "never")),
     *(("store", value) for value in (False, "", 1, b"x", ["x"])),
     *(("store_writes", value) for value in (None, 1, "yes", True)),
+    *(("remote", value) for value in (True, "", 3, b"s3://bucket")),
     *(("audit", value) for value in (-0.1, 1.1, float("nan"), float("inf"), True, "1", None)),
 ]
 
@@ -222,6 +225,15 @@ def test_hits_are_compared_by_default_where_the_hash_can_be_forged(
     for asked in (True, False):
         config = TensorDedupConfig(hash_algorithm=algorithm, verify_bytes=asked)
         assert config.verifies_bytes is asked
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://key:hidden@bucket/x", "https://host/x?token=hidden", "https://[hidden/x"]
+)
+def test_a_remote_holds_no_credential(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"^remote: .*environment") as caught:
+        TensorDedupConfig(remote=url)
+    assert "hidden" not in str(caught.value)
 
 
 def test_every_algorithm_can_be_configured_and_computed() -> None:

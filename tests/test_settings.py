@@ -11,12 +11,13 @@ from tensor_dedup.memory_manager.server.main import default_budget, own_budget
 from tensor_dedup.settings import FILE
 from tensor_dedup.sizes import parse_size
 from tensor_dedup.store.init import default_path, own_path
+from tensor_dedup.store.remote.on_demand import remote_url
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("TENSOR_DEDUP_STORE", "TENSOR_DEDUP_SOCKET", "TENSOR_DEDUP_CONFIG"):
-        monkeypatch.delenv(name, raising=False)
+    for name in ("STORE", "SOCKET", "CONFIG", "REMOTE"):
+        monkeypatch.delenv(f"TENSOR_DEDUP_{name}", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "config" / "tensor-dedup").mkdir(parents=True)
@@ -48,6 +49,21 @@ def test_each_source_counts_before_the_next(folder: Path, monkeypatch: pytest.Mo
     assert Store.open(folder / "given").path == folder / "given"
 
 
+def test_the_remote_is_what_is_named_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert remote_url() is None
+    write_own(folder, 'remote = "s3://bucket/models"\n')
+    assert remote_url() == "s3://bucket/models"
+    monkeypatch.setenv("TENSOR_DEDUP_REMOTE", "gs://bucket/models")
+    assert remote_url() == "gs://bucket/models"
+    assert remote_url("az://bucket/models") == "az://bucket/models"
+    monkeypatch.delenv("TENSOR_DEDUP_REMOTE")
+    for wrong in ("3", '"user:secret@host"'):
+        write_own(folder, f"remote = {wrong}\n")
+        with pytest.raises(ConfigError, match="remote is no URL") as caught:
+            remote_url()
+        assert "secret" not in str(caught.value)
+
+
 def test_the_users_own_file_can_be_another_one(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,7 +80,7 @@ def test_the_users_own_file_can_be_another_one(
     ("text", "said"),
     [
         ("stor = 1", "stor is no setting; did you mean 'store'?"),
-        ("colour = 1", "colour is no setting; there are store, socket, budget"),
+        ("colour = 1", "colour is no setting; there are store, socket, remote, budget"),
         ("store = 1", "store is 1; give a path"),
         ('socket = ""', "socket is ''; give a path"),
         ('budget = "much"', "budget is 'much'; give a size"),

@@ -12,6 +12,7 @@ from typing import Any
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.loader.checkpoint_io.stub_folder import SCHEME, check_out
 from tensor_dedup.patches.vllm.load_formats import KEY, split
+from tensor_dedup.store.remote.on_demand import pull_missing, remote_url
 from tensor_dedup.store.store import Store
 
 _Engine = Callable[..., Any]
@@ -25,10 +26,12 @@ def is_url(model: object) -> bool:
 def resolve(arguments: MutableMapping[str, Any]) -> None:
     """Replace `store://NAME` in engine arguments by a folder, and add where its tensors are.
 
-    The arguments are already those of a load of this package.
+    The arguments are already those of a load of this package. What the store does not have is
+    pulled from the remote first, if there is one.
 
     Raises:
-        StoreError: There is no such checkpoint.
+        StoreError: There is no such checkpoint, here or there, or it is damaged.
+        RemoteError: The remote cannot be used.
         UnsupportedError: No engine can load the checkpoint.
     """
     url = arguments["model"]
@@ -36,7 +39,10 @@ def resolve(arguments: MutableMapping[str, Any]) -> None:
     config, _ = split(extra[KEY])
     # The name says that a store is meant: without another it is the user's own.
     entry = {**extra[KEY], "store": True if config.store is None else config.store}
-    checkout = check_out(Store.open(config.store_folder, create=False), url)
+    remote = remote_url(config.remote)
+    store = Store.open(config.store_folder, create=remote is not None)
+    pull_missing(store, url.removeprefix(SCHEME), remote)
+    checkout = check_out(store, url)
     entry["stored"] = checkout.to_dict()
     arguments["model_loader_extra_config"] = {**extra, KEY: entry}
     arguments["model"] = checkout.folder

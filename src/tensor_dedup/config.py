@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from os import PathLike, fspath
 from typing import Any, Literal, Self, cast, get_args
+from urllib.parse import urlsplit
 
 from tensor_dedup.errors import ConfigError
 
@@ -98,6 +99,9 @@ class TensorDedupConfig:
         store: The store that digests and `store://` checkpoints come from: its folder, True for
             your own, None for none.
         store_writes: Whether what was read from files is also put into `store`.
+        remote: The URL of the remote that a `store://` checkpoint is pulled from when it is not in
+            the store. None is TENSOR_DEDUP_REMOTE, or else `remote` of a configuration file, or
+            else none. It holds no credential: those come from the environment.
         frozen_base: Layers that a vLLM model takes from a base in place of its own, as a dict with
             `base` and `layers` or a FrozenBase. This changes what the model computes. None takes
             every layer from the model's checkpoint.
@@ -123,6 +127,7 @@ class TensorDedupConfig:
     memory_manager: str | PathLike[str] | None = None
     store: bool | str | PathLike[str] | None = None
     store_writes: bool = False
+    remote: str | PathLike[str] | None = None
     frozen_base: FrozenBase | Mapping[str, object] | None = None
     cpu_weights: CpuWeights | None = None
     verify: Verify = "hint"
@@ -147,6 +152,7 @@ class TensorDedupConfig:
         if self.frozen_base is not None:
             object.__setattr__(self, "frozen_base", FrozenBase.from_any(self.frozen_base))
         self._check_store()
+        self._check_remote()
         self._check_manager()
 
     def _check_store(self) -> None:
@@ -162,6 +168,20 @@ class TensorDedupConfig:
         if self.store is not None and self.hash_algorithm != "blake3":
             advice = "a store names bytes by blake3: leave hash_algorithm 'blake3', or drop store"
             raise _wrong("hash_algorithm", self.hash_algorithm, advice)
+
+    def _check_remote(self) -> None:
+        if isinstance(self.remote, PathLike):
+            object.__setattr__(self, "remote", fspath(self.remote))
+        if self.remote is None:
+            return
+        if not isinstance(self.remote, str) or not self.remote:
+            raise _wrong("remote", self.remote, "give a URL such as 's3://bucket/models', or None")
+        if _may_hold_secret(self.remote):  # and then no message may show it
+            raise ConfigError(
+                "remote: a user, a password or a query in a URL may be a secret, and a config is "
+                "logged; give the URL without, and put keys into the environment",
+                field="remote",
+            )
 
     def _check_manager(self) -> None:
         if isinstance(self.memory_manager, PathLike):
@@ -272,6 +292,14 @@ def _check_share(name: str, value: object) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0.0 <= (share := cast("float", value)) <= 1.0 or math.isnan(share):
         raise _wrong(name, value, "give a share between 0.0 and 1.0")
+
+
+def _may_hold_secret(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return True  # nobody can say what it holds
+    return "@" in parts.netloc or bool(parts.query or parts.fragment)
 
 
 def _wrong(name: str, value: object, advice: str) -> ConfigError:

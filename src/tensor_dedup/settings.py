@@ -1,6 +1,7 @@
-"""The configuration file `tensor-dedup.toml`: this user's store, socket and budget.
+"""The configuration file `tensor-dedup.toml`: this user's store, remote, socket and budget.
 
     store = "/data/store"         # a path from the file's folder, or with ~
+    remote = "s3://bucket/models" # where `store://NAME` is pulled from; a URL
     socket = "/run/user/1000/tensor-dedup/manager.sock"
     budget = "32GiB"              # of `tensor-dedup serve`
 
@@ -24,7 +25,7 @@ FILE: Final = "tensor-dedup.toml"
 # Names the file to read in place of the user's own.
 ENVIRONMENT: Final = "TENSOR_DEDUP_CONFIG"
 _PATHS: Final = ("store", "socket")
-_KEYS: Final = (*_PATHS, "budget")
+_KEYS: Final = (*_PATHS, "remote", "budget")
 
 
 def files() -> list[Path]:
@@ -67,11 +68,22 @@ def configured_budget() -> int | None:
     Raises:
         ConfigError: a file cannot be read, or has an unknown key or a wrong value.
     """
-    for file in files():
-        value = _read(file).get("budget")
-        if value is not None:
-            return parse_size(str(value))
-    return None
+    value = _value("budget")
+    return None if value is None else parse_size(str(value))
+
+
+def configured_remote() -> str | None:
+    """Return the URL that a file gives for `remote`, or None.
+
+    Raises:
+        ConfigError: a file cannot be read, or has an unknown key or a wrong value.
+    """
+    value: str | None = _value("remote")
+    return value
+
+
+def _value(key: str) -> Any:
+    return next((found[key] for file in files() if key in (found := _read(file))), None)
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -86,6 +98,9 @@ def _read(file: Path) -> dict[str, Any]:
             raise _wrong(file, key, "is no setting", advice)
         if key in _PATHS:
             found[key] = _path(file, key, value)
+        if key == "remote" and (not isinstance(value, str) or "://" not in value):
+            # Not shown: it may hold a credential.
+            raise _wrong(file, key, "is no URL", 'give one, for example "s3://bucket/models"')
         if key == "budget" and (isinstance(value, bool) or not parse_size(str(value))):
             raise _wrong(file, key, f"is {value!r}", 'give a size, for example "32GiB"')
     return found

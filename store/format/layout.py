@@ -7,12 +7,15 @@ from pathlib import Path
 MARKER = "FORMAT"
 LOCK = "lock"
 NAMES_LOCK = "names.lock"
+PULL_LOCK = "pull.lock"
 INDEX = "index.sqlite"
 INDEX_LOCK = "index.lock"
 SEQUENCE = "sequence"
 INDEX_FILES = (INDEX, f"{INDEX}-wal", f"{INDEX}-shm")
 FOLDERS = ("containers", "manifests", "refs", "quarantine", "trash", "tmp")
-KNOWN = frozenset({MARKER, LOCK, NAMES_LOCK, INDEX_LOCK, SEQUENCE, *INDEX_FILES, *FOLDERS})
+KNOWN = frozenset(
+    {MARKER, LOCK, NAMES_LOCK, PULL_LOCK, INDEX_LOCK, SEQUENCE, *INDEX_FILES, *FOLDERS}
+)
 MARKER_LINES = ["tensor-dedup store", "version 1"]
 
 READABLE_KINDS = frozenset({"raw", "slab", "pack", "delta", "external"})
@@ -40,6 +43,11 @@ class StoreLayout:
     def names_lock(self) -> Path:
         """The lock held exclusively while a reference appears, changes or is removed."""
         return self.root / NAMES_LOCK
+
+    @cached_property
+    def pull_lock(self) -> Path:
+        """The lock held exclusively while a checkpoint is pulled because somebody loads it."""
+        return self.root / PULL_LOCK
 
     @cached_property
     def index_lock(self) -> Path:

@@ -153,9 +153,11 @@ def decode_manifest(blob: bytes, name: str, path: PurePath) -> Manifest:
     expected = -(-manifest.pieces // PAGE_ENTRIES)
     if len(manifest.pages) != expected or any(len(p) != DIGEST_BYTES for p in manifest.pages):
         raise DamagedFileError.at(path, f"{len(manifest.pages)} pages, {expected} expected")
-    paths = {check_path(file.path, path) for file in manifest.files}
+    # Texts first: a million paths take half a minute.
+    names = {file.path for file in manifest.files}
+    paths = {check_path(name, path) for name in names} if len(names) == len(manifest.files) else ()
     within = {parent for file in paths for parent in file.parents}
-    if len(paths) != len(manifest.files) or paths & within:
+    if len(paths) != len(manifest.files) or within.intersection(paths):
         raise DamagedFileError.at(path, "two of its files have one path")
     if any(file.pieces < 0 for file in manifest.files):
         raise DamagedFileError.at(path, "one of its files has fewer pieces than none")

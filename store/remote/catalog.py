@@ -185,7 +185,7 @@ def read_table(bucket: Bucket, name: str) -> Table:
         raise MissingRemoteError.at(bucket.at(key), "this table is gone", container=name)
     with remote_damage(bucket.at(key)) as path:
         kind = frames.decode(found[0], tables.KIND, Table, path).kind
-        if kind not in layout.KINDS:
+        if kind not in layout.READABLE:
             raise NewerFormatError.at(path, f"a container of the unknown kind {kind!r}")
         return tables.decode(found[0], name, kind, path)
 

@@ -36,7 +36,8 @@ class RemoteUrlError(RemoteError):
     exit_status = WRONG_USE
     advice = (
         "write s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, file:///FOLDER, "
-        "https://HOST/PREFIX (read only), or the folder of a store; keys belong in the environment"
+        "https://HOST/PREFIX (read only), or the folder of a store; push and pull also take "
+        "oci://REGISTRY/REPOSITORY:TAG; keys belong in the environment"
     )
 
 
@@ -67,7 +68,8 @@ class RemoteAccessError(RemoteError):
     exit_status = NOBODY_THERE
     advice = (
         "set the credentials of this service in the environment (for S3 AWS_ACCESS_KEY_ID, "
-        "AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN), or renew them if they have expired"
+        "AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN; for a registry `docker login` or `oras login`), "
+        "or renew them if they have expired"
     )
 
 

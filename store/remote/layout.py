@@ -20,6 +20,8 @@ HEAD: Final = "catalog/HEAD"
 REFS, MANIFESTS, CONTAINERS, TABLES = "refs/", "manifests/", "containers/", "tables/"
 CATALOG, TRASH, PROBE = "catalog/", "trash/", "probe/"
 KINDS: Final = frozenset({"slab", "pack", "delta"})
+# The layers of an artifact are files as they are.
+READABLE: Final = KINDS | {"raw"}
 # What an object of a kind may hold at most; a larger one is no object of ours.
 TEXT_BYTES: Final = 1 << 12
 PAGE_BYTES: Final = 1 << 26

@@ -8,7 +8,7 @@ from typing import Self
 from tensor_dedup.store.files import Files, RealFiles
 from tensor_dedup.store.remote import layout, upkeep
 from tensor_dedup.store.remote.buckets import Bucket, FolderBucket, open_bucket
-from tensor_dedup.store.remote.errors import UnknownRemoteNameError
+from tensor_dedup.store.remote.errors import NotARemoteError, UnknownRemoteNameError
 from tensor_dedup.store.remote.pull import RemoteManifest, read_manifest, read_ref
 from tensor_dedup.store.remote.push import LEASE_S
 
@@ -114,6 +114,22 @@ class Remote:
             if found is not None and found[0].startswith(layout.STORE_TITLE):
                 return bucket.root
         return None
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a checkpoint of exactly this name, in a store's folder too.
+
+        Raises:
+            NotARemoteError: there is no remote.
+        """
+        try:
+            read_ref(self.bucket, name)
+        except UnknownRemoteNameError:
+            return False
+        except NotARemoteError:
+            if self.store_folder() is None:
+                raise
+            return False  # of a store, whose references are the same
+        return True
 
     def names_of(self, name: str) -> list[str]:
         """Return the name, or the names of the steps and pins of the run that is called so.

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+import registries
 from stores import content, noise, three
 from tensor_dedup.cli import main
 from tensor_dedup.store import Store
@@ -49,6 +50,23 @@ def test_there_and_back(folder: Path) -> None:
     assert "unchanged" in run("pull", url, "tune", "--store", folder / "other").stdout
 
 
+def test_to_a_registry_and_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSOR_DEDUP_CACHE", str(folder / "cache"))
+    pytest.importorskip("oras")
+    with registries.registry(folder / "registry") as proxy:
+        url = f"oci://{registries.host(proxy)}/team/base:v3"
+        assert "on the wire" in run("push", "base", url).stdout
+        assert "unchanged" in run("push", "base", url).stdout
+        assert "--replace" in run("push", "tune", url, status=2).stderr
+        document = json.loads(run("pull", url, "--store", folder / "other", "--json").stdout)
+        assert document["names"] == ["base"]
+        run("pull", url, "another", "--store", folder / "other")
+        nothing = url.replace("v3", "v4")
+        assert "no such artifact" in run("pull", nothing, status=3).stderr
+    run("export", "another", folder / "out", "--store", folder / "other")
+    assert content(folder / "out") == content(folder / "base")
+
+
 def test_deleting(folder: Path) -> None:
     url = f"file://{folder}/remote"
     run("push", "base", url)
@@ -82,6 +100,10 @@ def test_deleting(folder: Path) -> None:
         ("pull OTHER tiny --replace", 0, ""),
         ("push tiny OTHER --replace", 0, ""),
         ("pull s3://bucket/models base", 3, "AWS_ACCESS_KEY_ID"),
+        ("pull URL", 2, "say which checkpoint"),
+        ("push base oci://host/Team:v1", 2, "in lower case"),
+        ("push base oci://key:hidden-word@host/team:v1", 2, "may be a secret"),
+        ("remote list oci://host/team:v1", 2, "push and pull also take"),
     ],
 )
 def test_exit_statuses(
@@ -91,7 +113,7 @@ def test_exit_statuses(
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     other = Store.open(folder / "another")
     other.import_(folder / "base", "tiny")  # another checkpoint of this name
-    other.push("tiny", f"file://{folder}/others")
+    other.push(f"file://{folder}/others", "tiny")
     places = {
         "URL": f"file://{folder}/nothing",
         "OTHER": f"file://{folder}/others",

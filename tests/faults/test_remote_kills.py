@@ -41,7 +41,7 @@ for name in ("get", "get_range", "head", "put", "put_if"):
     setattr(Deadly, name, deadly(name))
 remote = Remote(Deadly(folder, RealFiles()))
 opened = Store.open(store, worker_count=1)
-result = opened.push("m", remote) if verb == "push" else opened.pull(remote, "m")
+result = opened.push(remote, "m") if verb == "push" else opened.pull(remote, "m")
 print(calls)
 """
 

@@ -20,6 +20,7 @@ from tensor_dedup.errors import UnsupportedError  # noqa: E402
 from tensor_dedup.integrations.lightning import StoreCallback, StoreIO  # noqa: E402
 from tensor_dedup.store.checkpoints import CheckpointStore  # noqa: E402
 from tensor_dedup.store.errors import NoSpaceError  # noqa: E402
+from tensor_dedup.store.remote.errors import UnknownRemoteNameError  # noqa: E402
 from tensor_dedup.store.store import Store  # noqa: E402
 
 pytestmark = [
@@ -95,6 +96,22 @@ def test_training_resumes_to_the_same_losses(tmp_path: Path) -> None:
         assert resumed.losses == expected.losses[step:]
         for name, tensor in expected.state_dict().items():
             assert torch.equal(tensor, resumed.state_dict()[name])
+
+
+def test_a_step_of_another_machine_is_pulled_to_resume_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = StoreCallback(tmp_path / "store", "run")
+    expected = fit(tmp_path, first)
+    url = f"file://{tmp_path}/remote"
+    first.run.store.push(url, "run")
+    monkeypatch.setenv("TENSOR_DEDUP_REMOTE", url)
+    again = StoreCallback(tmp_path / "elsewhere", "run")
+    assert again.run.steps() == []
+    assert fit(tmp_path, again, start="store://run@6").losses == expected.losses[6:]
+    assert again.run.steps() == [6, 12, 18]
+    with pytest.raises(UnknownRemoteNameError, match="run@7"):
+        again._io.load_checkpoint("store://run@7")
 
 
 def test_steps_of_the_optimizer_are_models_like_any_other(tmp_path: Path) -> None:

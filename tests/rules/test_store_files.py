@@ -45,7 +45,8 @@ METHODS = {
     "write_bytes",
     "write_text",
 }
-RECEIVERS = {"Remote", "Store", "files", "_files", "self"}
+# An archive is opened from a stream only.
+RECEIVERS = {"Remote", "Store", "files", "_files", "self", "tarfile"}
 
 
 def faults(text: str) -> Iterator[str]:

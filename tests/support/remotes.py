@@ -212,7 +212,7 @@ class Faulty(Bucket):
 class Proxy:
     """Forwards connections to a port of this machine, and counts bytes and requests.
 
-    `limit`, if set, is how many requests are let through; then connections are cut.
+    While it is `blind`, servers do not see that a range is asked for.
     """
 
     _REQUEST = re.compile(rb"^(GET|PUT|HEAD|POST|DELETE) \S+ HTTP/1\.1\r\n")
@@ -222,6 +222,7 @@ class Proxy:
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port = self._server.getsockname()[1]
         self.sent = self.received = self.requests = 0
+        self.blind = False
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
         self._thread = threading.Thread(target=self._accept, daemon=True)
@@ -255,6 +256,8 @@ class Proxy:
                         self.requests += self._REQUEST.match(data) is not None
                     else:
                         self.received += len(data)
+                if out and self.blind:
+                    data = data.replace(b"\r\nRange: ", b"\r\nX-Not: ")
                 target.sendall(data)
         except OSError:
             pass

@@ -27,6 +27,7 @@ from tensor_dedup.store.remote import (
     RemoteVerifyResult,
     TransferResult,
 )
+from tensor_dedup.store.remote.oci import default_name, is_artifact
 from tensor_dedup.store.remote.remote import DEFAULT_LEASE_HOURS
 from tensor_dedup.text_table import human
 
@@ -58,24 +59,34 @@ def push(name: str, url: str, replace: bool, store: str | None, as_json: bool) -
     URL is s3://BUCKET/PREFIX, gs://, az://, file:///FOLDER, or the folder of another store. Only
     tensors that are not there travel, as they are stored. Credentials come from the environment.
     The first push makes the remote, and tries whether the server keeps conditions.
+
+    oci://REGISTRY/REPOSITORY:TAG makes an artifact that any client of registries can pull; layers
+    that are there do not travel.
     """
     with _TransferBar("pushing") as progress:
-        result = existing(store).push(name, url, replace=replace, progress=progress)
+        result = existing(store).push(url, name, replace=replace, progress=progress)
     say(result.to_dict(), as_json, *_lines(name, result, "there"))
 
 
 @click.command(name="pull")
 @click.argument("url", metavar="URL")
-@click.argument("name")
+@click.argument("name", required=False)
 @click.option("--replace", is_flag=True, help="Replace the checkpoint that has this name here.")
 @store_option
 @json_option
-def pull(url: str, name: str, replace: bool, store: str | None, as_json: bool) -> None:
+def pull(url: str, name: str | None, replace: bool, store: str | None, as_json: bool) -> None:
     """Fetch the checkpoint NAME, or all steps of the run NAME, from the remote at URL.
 
     Only tensors that are nowhere in the store travel. Every byte is compared with its digest before
     anything refers to it.
+
+    An artifact, oci://REGISTRY/REPOSITORY:TAG, is called NAME here, or else as its repository is.
+    One that was not pushed by this program travels as a whole, and is stored once all the same.
     """
+    if name is None:
+        if not is_artifact(url):
+            raise WrongUse("say which checkpoint: tensor-dedup pull URL NAME")
+        name = default_name(url)
     with _TransferBar("pulling") as progress:
         result = Store.open(store).pull(url, name, replace=replace, progress=progress)
     say(result.to_dict(), as_json, *_lines(name, result, "here"))

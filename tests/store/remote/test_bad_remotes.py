@@ -7,14 +7,14 @@ import pytest
 
 import remotes
 from remotes import MemoryBucket, Proxy
-from stores import content, noise, open_store, stored, three
+from stores import content, noise, open_store, safetensors, stored, three, write
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import NOBODY_THERE, StoreError, TensorDedupError
 from tensor_dedup.store import Store
 from tensor_dedup.store.errors import EscapingPathError, NewerFormatError, NoSpaceError
 from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.format import frames, manifests
-from tensor_dedup.store.format.manifests import FileEntry, Piece
+from tensor_dedup.store.format.manifests import FileEntry, Manifest, Piece, encode_manifest
 from tensor_dedup.store.remote import Remote, layout
 from tensor_dedup.store.remote.buckets import scrubbed
 from tensor_dedup.store.remote.errors import (
@@ -41,7 +41,7 @@ def bucket(tmp_path: Path, paths: dict[str, Path]) -> MemoryBucket:
     store = open_store(tmp_path / "full")
     for name, path in paths.items():
         store.import_(path, name, compress="auto")
-        store.push(name, Remote(found))
+        store.push(Remote(found), name)
     return found
 
 
@@ -170,7 +170,7 @@ def test_another_kind_of_remote(
     bucket = MemoryBucket()
     bucket.put("FORMAT", [memoryview(text)])
     with pytest.raises(error):
-        store.push("mine", Remote(bucket))
+        store.push(Remote(bucket), "mine")
     with pytest.raises(error):
         store.pull(Remote(bucket), "base")
     assert [*bucket.objects] == ["FORMAT"]
@@ -179,7 +179,7 @@ def test_another_kind_of_remote(
 def test_names_without_a_marker_are_somebody_else_s(store: Store, bucket: MemoryBucket) -> None:
     del bucket.objects["FORMAT"]
     with pytest.raises(NotARemoteError, match="no FORMAT"):
-        store.push("mine", Remote(bucket))
+        store.push(Remote(bucket), "mine")
 
 
 class _Full(RealFiles):
@@ -226,11 +226,41 @@ def proxy() -> Iterator[Proxy]:
         yield found
 
 
+MANY = 10**6
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "says"),
+    [
+        (Manifest([FileEntry("f", 0, 0, "")] * MANY, [], 0, 0, {}), DamagedRemoteError, "one path"),
+        (Manifest([], [bytes(32)] * MANY, 256 * MANY, 0, {}), MissingRemoteError, "is gone"),
+        (Manifest([], [], MANY, 0, {}), DamagedRemoteError, "0 pages, 3907 expected"),
+        (Manifest([FileEntry("f", 0, -1, "")], [], 0, 0, {}), DamagedRemoteError, "than none"),
+    ],
+)
+def test_a_manifest_of_a_million_entries(
+    tmp_path: Path, content: Manifest, error: type[StoreError], says: str
+) -> None:
+    """Whatever it claims: an error that names the object, and a store that is whole."""
+    bucket = MemoryBucket()
+    store = open_store(tmp_path / "store")
+    files = {"model.safetensors": safetensors({"w": ("U8", (9,), noise(1, 9))})}
+    store.import_(write(tmp_path / "m", files), "mine")
+    store.push(Remote(bucket), "mine")
+    name, blob = encode_manifest(content)
+    bucket.put(layout.manifest_key(name), [memoryview(blob)])
+    bucket.put(layout.ref_key("large"), [memoryview(layout.reference("large", name))])
+    with pytest.raises(error, match=f"manifests/.*{says}.*remote verify"):
+        store.pull(Remote(bucket), "large")
+    assert store.names() == ["mine"]
+    assert store.verify(full=True).fine
+
+
 @pytest.mark.usefixtures("proxy")
 def test_a_bucket_that_is_not_there(store: Store) -> None:
-    for work in (store.push, lambda name, url: store.pull(url, name)):
+    for work in (store.push, store.pull):
         with pytest.raises(NotARemoteError, match="no such bucket") as caught:
-            work("mine", "s3://no-bucket-of-this-name/x")
+            work("s3://no-bucket-of-this-name/x", "mine")
         assert caught.value.exit_status == NOBODY_THERE
 
 
@@ -239,7 +269,7 @@ def test_nobody_answers(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(RemoteUnreachableError, match="goes on from there") as caught:
-        store.push("mine", "s3://bucket/x")
+        store.push("s3://bucket/x", "mine")
     assert caught.value.exit_status == NOBODY_THERE
     assert "testing-secret-key" not in str(caught.value)
 
@@ -269,7 +299,7 @@ def test_refused_credentials(store: Store, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
     try:
         with pytest.raises(RemoteAccessError, match="AWS_SESSION_TOKEN"):
-            store.push("mine", "s3://bucket/x")
+            store.push("s3://bucket/x", "mine")
     finally:
         server.shutdown()
         server.server_close()
@@ -278,11 +308,11 @@ def test_refused_credentials(store: Store, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("ranges", [True, False])
 def test_a_plain_web_server_can_be_pulled_from(tmp_path: Path, store: Store, ranges: bool) -> None:
     """What a push to a folder has left, behind a server of files, which may know ranges."""
-    store.push("mine", f"file://{tmp_path}/served")
+    store.push(f"file://{tmp_path}/served", "mine")
     with remotes.web(tmp_path / "served", ranges=ranges) as url:
         other = open_store(tmp_path / "other")
         other.pull(url, "mine")
         assert stored(other, "mine") == content(tmp_path / "tiny")
         store.import_(tmp_path / "base", "base")
         with pytest.raises(ReadOnlyRemoteError):
-            store.push("base", url)
+            store.push(url, "base")

@@ -49,7 +49,7 @@ class Scene:
             self.full.import_(path, name, compress="auto")
         self.start = MemoryBucket()
         for name in ("base", "tune"):
-            self.full.push(name, Remote(self.start))
+            self.full.push(Remote(self.start), name)
         Remote(self.start).delete("tune")
         self.start.clock += 25 * HOUR
         assert Remote(self.start).gc(24).condemn
@@ -67,7 +67,7 @@ class Scene:
 
     def works(self) -> dict[str, Work]:
         return {
-            "push": lambda remote: self.full.push("tune", remote),
+            "push": lambda remote: self.full.push(remote, "tune"),
             "gc": lambda remote: remote.gc(24),
             "delete": lambda remote: remote.delete("base"),
             "pull": lambda remote: self.store().pull(remote, "base"),
@@ -90,7 +90,7 @@ class Scene:
         case, inner = (verb, at, fault, rival, moment), self.bucket()
         rivals: dict[str, Work] = {
             **self.works(),
-            "push of another": lambda remote: self.full.push("tiny", remote),
+            "push of another": lambda remote: self.full.push(remote, "tiny"),
         }
 
         def other() -> None:
@@ -99,8 +99,8 @@ class Scene:
         gate = Delayed(Faulty(inner, moment, meanwhile=other), at, fault)
         tried(partial(self.works()[verb], Remote(gate)))
         self.check(inner, case)
-        self.full.push("tune", Remote(inner)) if self._free(inner) else Remote(inner).gc(24)
-        self.full.push("tune", Remote(inner))
+        self.full.push(Remote(inner), "tune") if self._free(inner) else Remote(inner).gc(24)
+        self.full.push(Remote(inner), "tune")
         if gate.late is not None:
             gate.late()
         inner.clock += 25 * HOUR

@@ -43,7 +43,7 @@ def full(tmp_path: Path, paths: dict[str, Path]) -> Store:
 def based(full: Store) -> MemoryBucket:
     """A remote with the base."""
     bucket = MemoryBucket()
-    full.push("base", Remote(bucket))
+    full.push(Remote(bucket), "base")
     return bucket
 
 
@@ -80,19 +80,19 @@ def test_a_push_is_whole_or_is_not(
     full: Store, based: MemoryBucket, first: bool, faults: tuple[str, ...]
 ) -> None:
     start, name = (MemoryBucket(), "base") if first else (based, "tune")
-    calls = count(start, lambda remote: full.push(name, remote))
+    calls = count(start, lambda remote: full.push(remote, name))
     cut = 0
     for number, fault in cases(calls, faults):
         inner = copied(start)
         gate = Faulty(inner, number, fault)
-        done = survived(partial(full.push, name, Remote(gate)))
+        done = survived(partial(full.push, Remote(gate), name))
         cut += not done
         assert gate.struck
         if "FORMAT" in inner.objects:
             found = Remote(inner).verify(full=True)
             assert found.fine, (number, fault, gate.calls[number], found.faults)
             assert (name in Remote(inner).names()) or not done
-        full.push(name, Remote(inner))
+        full.push(Remote(inner), name)
         assert Remote(inner).verify(full=True).fine, (number, fault)
         assert name in Remote(inner).names()
     assert cut > (3 if faults is ALL else 1) * calls  # what is lost, and who is killed, mostly
@@ -106,18 +106,18 @@ def test_a_push_again_sends_what_the_first_had_not(
     monkeypatch.setattr(layout, "CONTAINER_BYTES", 100_000)
     monkeypatch.setattr(push, "_ASKED_BYTES", 1)
     start = MemoryBucket()
-    calls = count(start, lambda remote: full.push("base", remote))
+    calls = count(start, lambda remote: full.push(remote, "base"))
     whole = start.traffic.sent
     probe = copied(start)
-    full.push("base", Remote(probe))
+    full.push(Remote(probe), "base")
     whole = probe.traffic.sent
     for number in range(calls):
         inner = copied(start)
         with suppress(Killed):
-            full.push("base", Remote(Faulty(inner, number, "killed after")))
+            full.push(Remote(Faulty(inner, number, "killed after")), "base")
         sizes = {k: len(o[0]) for k, o in inner.objects.items() if k.startswith("containers/")}
         before = inner.traffic.sent
-        full.push("base", Remote(inner))
+        full.push(Remote(inner), "base")
         assert inner.traffic.sent - before <= whole - sum(sizes.values()), number
 
 
@@ -129,7 +129,7 @@ def test_a_pull_is_whole_or_is_not(
     paths: dict[str, Path],
     faults: tuple[str, ...],
 ) -> None:
-    full.push("tune", Remote(based))
+    full.push(Remote(based), "tune")
     numbered = iter(range(10**6))
 
     def fresh() -> Store:
@@ -177,7 +177,7 @@ def test_a_pull_again_fetches_what_the_first_had_not(
 def test_deleting_and_collecting_lose_nothing(
     full: Store, based: MemoryBucket, verb: str, faults: tuple[str, ...]
 ) -> None:
-    full.push("tune", Remote(based))
+    full.push(Remote(based), "tune")
     if verb == "gc":
         Remote(based).delete("tune")
         based.clock += 25 * HOUR
@@ -203,18 +203,18 @@ def test_deleting_and_collecting_lose_nothing(
             Remote(inner).gc(24)
         elif done:
             assert Remote(inner).names() == ["base"]
-        full.push("tune", Remote(inner))
+        full.push(Remote(inner), "tune")
         assert Remote(inner).verify(full=True).fine
 
 
 def test_two_pushers_lose_neither(full: Store, based: MemoryBucket) -> None:
     """The second one runs as a whole at each moment of the first."""
-    calls = count(based, lambda remote: full.push("tune", remote))
+    calls = count(based, lambda remote: full.push(remote, "tune"))
     for number in range(calls):
         inner = copied(based)
-        other = partial(full.push, "tiny", Remote(inner))
+        other = partial(full.push, Remote(inner), "tiny")
         gate = Faulty(inner, number, meanwhile=other)
-        full.push("tune", Remote(gate))
+        full.push(Remote(gate), "tune")
         assert gate.struck
         assert Remote(inner).names() == ["base", "tiny", "tune"]
         found = Remote(inner).verify(full=True)
@@ -226,13 +226,13 @@ def test_of_two_pushers_of_one_name_one_is_refused(
 ) -> None:
     other = open_store(tmp_path / "another")
     other.import_(paths["tiny"], "tune")
-    calls = count(based, lambda remote: full.push("tune", remote))
+    calls = count(based, lambda remote: full.push(remote, "tune"))
     refused = 0
     for number in range(calls):
         inner = copied(based)
-        push = partial(other.push, "tune", Remote(inner))
+        push = partial(other.push, Remote(inner), "tune")
         try:
-            full.push("tune", Remote(Faulty(inner, number, meanwhile=push)))
+            full.push(Remote(Faulty(inner, number, meanwhile=push)), "tune")
         except RemoteNameTakenError:
             refused += 1
         manifest = Remote(inner).read("tune").manifest
@@ -242,12 +242,12 @@ def test_of_two_pushers_of_one_name_one_is_refused(
 
 
 def test_a_first_push_at_each_moment_of_another(full: Store) -> None:
-    calls = count(MemoryBucket(), lambda remote: full.push("base", remote))
+    calls = count(MemoryBucket(), lambda remote: full.push(remote, "base"))
     for number in range(calls):
         inner = MemoryBucket()
-        other = partial(full.push, "tiny", Remote(inner))
+        other = partial(full.push, Remote(inner), "tiny")
         gate = Faulty(inner, number, meanwhile=other)
-        full.push("base", Remote(gate))
+        full.push(Remote(gate), "base")
         assert Remote(inner).names() == ["base", "tiny"]
         assert Remote(inner).verify(full=True).fine, (number, gate.calls[number])
 
@@ -257,12 +257,12 @@ def test_a_server_without_conditions_is_refused_and_may_be_read(
 ) -> None:
     gateway = MemoryBucket(conditions=False)
     with pytest.raises(NoConditionsError, match="If-None-Match"):
-        full.push("base", Remote(gateway))
+        full.push(Remote(gateway), "base")
     assert not [key for key in gateway.objects if not key.startswith("probe/")]
     # A remote that was copied to such a server.
     gateway.objects |= based.objects
     with pytest.raises(NoConditionsError):
-        full.push("tune", Remote(gateway))
+        full.push(Remote(gateway), "tune")
     other = open_store(tmp_path / "other")
     other.pull(Remote(gateway), "base")
     assert stored(other, "base") == stored(full, "base")
@@ -273,7 +273,7 @@ def test_a_catalog_that_is_wrong_costs_requests_and_nothing_else(
     tmp_path: Path, full: Store, based: MemoryBucket, paths: dict[str, Path], what: str
 ) -> None:
     old = dict(based.objects)
-    full.push("tune", Remote(based))
+    full.push(Remote(based), "tune")
     objects = based.objects
     head = objects["catalog/HEAD"]
     if what == "lost":
@@ -297,7 +297,7 @@ def test_a_catalog_that_is_wrong_costs_requests_and_nothing_else(
             objects[key.removeprefix("hidden/")] = objects.pop(key)
     other.pull(Remote(based), "tune")
     assert stored(other, "tune") == content(paths["tune"])
-    full.push("tiny", Remote(based))
+    full.push(Remote(based), "tiny")
     assert Remote(based).verify(full=True).fine
     third = open_store(tmp_path / "third")
     third.pull(Remote(based), "tiny")
@@ -308,10 +308,10 @@ def test_a_push_refuses_to_refer_to_what_is_gone(full: Store, based: MemoryBucke
     for key in [k for k in based.objects if k.startswith("containers/")]:
         del based.objects[key]
     with pytest.raises(StoreError, match="the catalog names this container, and it is gone"):
-        full.push("tune", Remote(based))
+        full.push(Remote(based), "tune")
     assert Remote(based).names() == ["base"]
     assert not Remote(based).verify().fine  # which takes it out of the catalog
-    full.push("tune", Remote(based))
+    full.push(Remote(based), "tune")
     assert [f.affected for f in Remote(based).verify(full=True).faults if f.affected] != []
 
 
@@ -334,7 +334,7 @@ def test_a_push_that_takes_too_long_begins_anew(
 
     monkeypatch.setattr(push, "time", Clock())
     gate = Faulty(based)
-    full.push("tune", Remote(gate))
+    full.push(Remote(gate), "tune")
     assert gate.calls.count("get catalog/HEAD") > 2
     assert Remote(based).names() == ["base", "tune"]
     assert Remote(based).verify(full=True).fine

@@ -64,7 +64,7 @@ def test_every_checkpoint_comes_back_byte_for_byte(
     tmp_path: Path, remote: Remote, full: Store
 ) -> None:
     for name in NAMES:
-        full.push(name, remote)
+        full.push(remote, name)
     assert [each.name for each in remote.checkpoints()] == sorted(NAMES)
     other = open_store(tmp_path / "other")
     for name in NAMES:
@@ -79,8 +79,8 @@ def test_every_checkpoint_comes_back_byte_for_byte(
 def test_a_delta_stays_one_where_its_anchor_is_there(
     tmp_path: Path, remote: Remote, full: Store
 ) -> None:
-    full.push("base", remote)
-    pushed = full.push("tune", remote)
+    full.push(remote, "base")
+    pushed = full.push(remote, "tune")
     other = open_store(tmp_path / "other")
     other.pull(remote, "base")
     pulled = other.pull(remote, "tune")
@@ -95,7 +95,7 @@ def test_a_delta_stays_one_where_its_anchor_is_there(
 def test_a_delta_whose_anchor_is_not_there_travels_as_it_decodes(
     tmp_path: Path, remote: Remote, full: Store
 ) -> None:
-    full.push("tune", remote)
+    full.push(remote, "tune")
     other = open_store(tmp_path / "other")
     other.pull(remote, "tune")
     assert stored(other, "tune") == content(tmp_path / "tune")
@@ -106,8 +106,8 @@ def test_a_delta_whose_anchor_is_not_there_travels_as_it_decodes(
 def test_an_anchor_comes_along_where_the_remote_has_a_delta_only(
     tmp_path: Path, remote: Remote, full: Store
 ) -> None:
-    full.push("base", remote)
-    full.push("tune", remote)
+    full.push(remote, "base")
+    full.push(remote, "tune")
     other = open_store(tmp_path / "other")
     other.pull(remote, "tune")
     assert other.names() == ["tune"]
@@ -129,9 +129,9 @@ def test_leaves_in_common_travel_once(
         full.import_(path, name, compress=compress)
     with full.checkpoint("grown") as checkpoint:
         assert checkpoint.stored(checkpoint["embedding"])[0] == LEAVES
-    full.push("base", remote)
+    full.push(remote, "base")
     changed = LEAF_BYTES + len(grown) - 3 * LEAF_BYTES  # the first leaf and the last
-    assert full.push("grown", remote).moved_bytes < changed + 64 * KIB
+    assert full.push(remote, "grown").moved_bytes < changed + 64 * KIB
     if with_base:
         other.pull(remote, "base")
     pulled = other.pull(remote, "grown")
@@ -148,7 +148,7 @@ def test_pushing_and_pulling_again_moves_nothing(
 ) -> None:
     other = open_store(tmp_path / "other")
     for _ in range(2):
-        pushed = full.push("base", remote)
+        pushed = full.push(remote, "base")
         pulled = other.pull(remote, "base")
     for again in (pushed, pulled):
         assert again.unchanged
@@ -163,7 +163,7 @@ def test_a_run_travels_with_its_steps_and_pins(tmp_path: Path, remote: Remote) -
         for step in range(3):
             run.save({"frozen": np.arange(50_000), "w": np.full(9, step)}, step=step, metrics={})
         run.pin(1)
-    store.push("run-001", remote)
+    store.push(remote, "run-001")
     other = open_store(tmp_path / "other")
     other.pull(remote, "run-001@2")
     assert other.names() == ["run-001@2"]
@@ -180,7 +180,7 @@ def test_a_run_travels_with_its_steps_and_pins(tmp_path: Path, remote: Remote) -
 def test_another_store_is_a_remote_too(tmp_path: Path, full: Store) -> None:
     other = open_store(tmp_path / "other")
     other.import_(tmp_path / "base", "base")
-    result = full.push("tune", tmp_path / "other")
+    result = full.push(tmp_path / "other", "tune")
     assert result.moved_bytes < 500 * KIB
     assert stored(other, "tune") == content(tmp_path / "tune")
     third = open_store(tmp_path / "third")
@@ -191,7 +191,7 @@ def test_another_store_is_a_remote_too(tmp_path: Path, full: Store) -> None:
 def test_what_was_lost_here_comes_back_by_a_pull(
     tmp_path: Path, remote: Remote, full: Store
 ) -> None:
-    full.push("base", remote)
+    full.push(remote, "base")
     for path in (full.path / "containers").rglob("*.*"):
         path.unlink()
     assert full.verify().faults
@@ -214,15 +214,15 @@ def test_the_wire_carries_what_is_missing(tmp_path: Path, proxy: Proxy, kind: st
         tune = [noise(1, 256 * KIB), *base[1:]]
     store = open_store(tmp_path / "store")
     store.import_(layered(tmp_path, "base", base), "base")
-    store.push("base", url)
+    store.push(url, "base")
     for number in range(12):
         past = [noise(50 + number, 64 * KIB), *base[1:]]
         store.import_(layered(tmp_path, f"past-{number}", past), f"past-{number}")
-        store.push(f"past-{number}", url)
+        store.push(url, f"past-{number}")
     store.import_(layered(tmp_path, "tune", tune), "tune", compress="auto", base="base")
     assert any(record.codec != PLAIN for record in records(store, "tune")) == (kind != "one layer")
     proxy.reset()
-    pushed = store.push("tune", url)
+    pushed = store.push(url, "tune")
     assert_priced(proxy, pushed.moved_bytes)
     other = open_store(tmp_path / "other")
     other.pull(url, "base")
@@ -256,7 +256,7 @@ def test_many_pieces_need_few_requests(tmp_path: Path) -> None:
     tensors = u8(**{f"t{n:04}": noise(n, 3000 + n) for n in range(700)})
     path = write(tmp_path / "many", {"model.safetensors": safetensors(tensors)})
     store.import_(path, "many")
-    pushed = store.push("many", Remote(bucket))
+    pushed = store.push(Remote(bucket), "many")
     assert pushed.pieces == 701
     other = open_store(tmp_path / "other")
     before = bucket.traffic.calls
@@ -276,7 +276,7 @@ def test_large_pieces_travel_in_parts(tmp_path: Path, monkeypatch: pytest.Monkey
     tensors = u8(large=noise(1, 9 * MIB + 5), b=noise(2, 900 * KIB), c=noise(3, 900 * KIB))
     path = write(tmp_path / "m", {"model.safetensors": safetensors(tensors)})
     store.import_(path, "m")
-    store.push("m", Remote(bucket))
+    store.push(Remote(bucket), "m")
     sizes = [len(o[0]) for key, o in bucket.objects.items() if key.startswith("containers/")]
     assert max(sizes) > 9 * MIB
     assert len(sizes) >= 3

@@ -28,7 +28,7 @@ def full(tmp_path: Path, bucket: MemoryBucket) -> Store:
     store = open_store(tmp_path / "full")
     for name, path in three(tmp_path).items():
         store.import_(path, name, compress="auto")
-        store.push(name, Remote(bucket))
+        store.push(Remote(bucket), name)
     return store
 
 
@@ -79,7 +79,7 @@ def test_what_is_condemned_is_used_again_by_a_push(
     remote.delete("tune")
     bucket.clock += 25 * HOUR
     assert remote.gc(24).condemn
-    full.push("tune", remote)
+    full.push(remote, "tune")
     bucket.clock += 25 * HOUR
     assert all(key.startswith(("catalog/", "trash/")) for key in remote.gc(24).delete)
     pulled(tmp_path, bucket, "tune", "other")
@@ -96,7 +96,7 @@ def test_a_deleted_name_is_unknown_and_may_be_pushed_again(
         full.pull(remote, "base")
     with pytest.raises(UnknownRemoteNameError):
         remote.delete("base")
-    full.push("base", remote)
+    full.push(remote, "base")
     pulled(tmp_path, bucket, "base", "other")
 
 
@@ -145,7 +145,7 @@ def test_what_verify_finds_damaged_is_sent_again(
     remote.gc(24)  # it is needed: it stays, and stays out of the catalog
     for name in users:
         remote.delete(name)
-        full.push(name, remote)
+        full.push(remote, name)
     assert remote.verify(full=True).fine
     for name in users:
         pulled(tmp_path, bucket, name, f"of-{name}")
@@ -180,7 +180,7 @@ def test_a_push_at_any_moment_of_a_gc_loses_nothing(
         def push(inner: MemoryBucket = inner) -> None:
             nonlocal refused
             try:
-                full.push("tune", Remote(inner))
+                full.push(Remote(inner), "tune")
             except RemoteBusyError:
                 refused += 1
 
@@ -189,7 +189,7 @@ def test_a_push_at_any_moment_of_a_gc_loses_nothing(
         assert gate.struck
         found = Remote(inner).verify(full=True)
         assert found.fine, (number, found.faults)
-        full.push("tune", Remote(inner))
+        full.push(Remote(inner), "tune")
         assert "tune" in Remote(inner).names()
         assert Remote(inner).verify(full=True).fine, number
     assert 0 < refused < number

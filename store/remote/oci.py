@@ -1,0 +1,551 @@
+"""Checkpoints in OCI registries: pushed as plain artifacts, pulled by what is missing.
+
+A push makes the artifacts of `artifacts`: blobs first, then what refers to the model, and the
+model's tag last. Nobody sees the tag before its layers. A pull of such an artifact looks at it as
+at a remote (`ArtifactBucket`), so all that `pull` verifies is verified here too. An artifact
+without our tables, or a registry without ranges, costs whole layers, which are then imported.
+"""
+
+import hashlib
+import logging
+import os
+import tarfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+import msgspec
+import platformdirs
+import zstandard
+
+from tensor_dedup.digest import digest, leaf_digests
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.store.errors import NewerFormatError, os_errors
+from tensor_dedup.store.files import Files
+from tensor_dedup.store.format import frames
+from tensor_dedup.store.format.manifests import Piece
+from tensor_dedup.store.format.names import check_path
+from tensor_dedup.store.objects import ContainerId, make_folders
+from tensor_dedup.store.reading.reader import StoredCheckpoint
+from tensor_dedup.store.remote import artifacts, layout
+from tensor_dedup.store.remote.artifacts import (
+    EMPTY,
+    EMPTY_BLOB,
+    FILE_PATH,
+    MODEL,
+    MODEL_CONFIG,
+    OUR_MANIFEST,
+    OUR_TABLES,
+    RAW,
+    TABLES,
+    TITLE,
+    ArtifactLayer,
+    ArtifactTables,
+    Descriptor,
+    ManifestDocument,
+)
+from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus, too_large
+from tensor_dedup.store.remote.errors import (
+    DamagedRemoteError,
+    NotARemoteError,
+    ReadOnlyRemoteError,
+    RemoteNameTakenError,
+    RemoteUrlError,
+    remote_damage,
+)
+from tensor_dedup.store.remote.push import TransferListener, TransferResult
+from tensor_dedup.store.remote.registry import (
+    INDEX,
+    MANIFEST,
+    MANIFEST_BYTES,
+    SCHEME,
+    ArtifactName,
+    RegistryManifest,
+    RegistryRepository,
+)
+
+_log = logging.getLogger(__name__)
+# Whole leaves, so that verifying a piece reads nothing twice.
+_STEP: Final = 32 << 20
+_AT_ONCE: Final = 3
+_CACHE: Final = "TENSOR_DEDUP_CACHE"
+_REMEMBERED: Final = 20_000
+_ORAS_FOLDER: Final = "io.deis.oras.content.unpack"
+
+
+def is_artifact(url: object) -> bool:
+    """Return whether a URL is that of an artifact in a registry."""
+    return isinstance(url, str) and url.startswith(SCHEME)
+
+
+def default_name(url: str) -> str:
+    """Return the name that a checkpoint gets by default: the last part of the repository's."""
+    return ArtifactName.parse(url).repository.rpartition("/")[2]
+
+
+# --- push
+
+
+class _Blob:
+    """The bytes of a layer, from a store; each read compares them with their digests."""
+
+    def __init__(
+        self, checkpoint: StoredCheckpoint, layer: ArtifactLayer, advance: Callable[[int], None]
+    ) -> None:
+        self._checkpoint, self._layer, self._advance = checkpoint, layer, advance
+
+    def __len__(self) -> int:
+        return self._layer.nbytes
+
+    def __iter__(self) -> Iterator[bytes]:
+        for part in self._layer.parts:
+            if isinstance(part, bytes):
+                self._advance(len(part))
+                yield part
+                continue
+            for start in range(0, part.nbytes, _STEP):
+                stop = min(start + _STEP, part.nbytes)
+                data = self._checkpoint.read_piece(part.digest, start, stop, part.nbytes)
+                self._advance(len(data))
+                yield bytes(data)
+
+
+def push(
+    url: str,
+    checkpoint: StoredCheckpoint,
+    objects: Sequence[bytes],
+    files: Files,
+    progress: TransferListener,
+    *,
+    replace: bool = False,
+) -> TransferResult:
+    """Push an open checkpoint, whose pages and manifest are `objects`, under a tag.
+
+    A layer is sent only if neither the repository has it nor the registry can mount it from where
+    this user has pushed it before.
+
+    Raises:
+        RemoteUrlError: a digest names the artifact, and no tag.
+        RemoteNameTakenError: the tag stands for another artifact, and `replace` is off.
+    """
+    name = ArtifactName.parse(url)
+    if name.is_pinned:
+        raise RemoteUrlError.at(name.url, "a push needs a tag, and this is a digest")
+    with RegistryRepository(name) as registry:
+        return _Push(registry, checkpoint, files, progress).run(objects, replace=replace)
+
+
+class _Push:
+    def __init__(
+        self,
+        registry: RegistryRepository,
+        checkpoint: StoredCheckpoint,
+        files: Files,
+        progress: TransferListener,
+    ) -> None:
+        self._registry, self._name = registry, registry.name
+        self._checkpoint, self._progress = checkpoint, progress
+        self._known = _KnownBlobs(files, registry.name.host)
+        self._began = time.monotonic()
+        self._moved: dict[str, int] = {}
+
+    def run(self, objects: Sequence[bytes], *, replace: bool) -> TransferResult:
+        checkpoint, registry = self._checkpoint, self._registry
+        held = registry.manifest(self._name.reference)
+        if held is not None:
+            document = artifacts.decode_document(held.blob, self._name.url)
+            if (document.annotations or {}).get(OUR_MANIFEST) == checkpoint.manifest:
+                return self._result(0, unchanged=True)
+            if not replace:
+                what = f"the tag {self._name.reference!r} stands for another artifact there"
+                raise RemoteNameTakenError.at(self._name.url, what, name=self._name.reference)
+        layers = artifacts.layers_of(checkpoint.files)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            digests = [*pool.map(self._hash, layers)]
+        tables = [artifacts.table_of(layer, self._leaves) for layer in layers]
+        blob = artifacts.encode_tables(
+            checkpoint.manifest, objects, [*zip(digests, tables, strict=True)]
+        )
+        descriptors = [
+            Descriptor(layer.media_type, digest, layer.nbytes, _annotations(layer))
+            for layer, digest in zip(layers, digests, strict=True)
+        ]
+        config = artifacts.model_config(checkpoint.name, descriptors)
+        self._send(dict(zip(digests, layers, strict=True)), [config, blob, EMPTY_BLOB])
+        self._publish(config, descriptors, blob)
+        self._known.remember(digests, self._name.repository)
+        return self._result(len(layers), unchanged=False)
+
+    def _hash(self, layer: ArtifactLayer) -> str:
+        hasher = hashlib.sha256()
+        for chunk in _Blob(self._checkpoint, layer, lambda _: None):
+            hasher.update(chunk)
+        return f"sha256:{hasher.hexdigest()}"
+
+    def _leaves(self, piece: Piece) -> bytes:
+        records = self._checkpoint.records(piece.digest)
+        if records:
+            return records[0].leaves
+        # The header of a file that an export makes: it is in no container.
+        made = self._checkpoint.read_piece(piece.digest, 0, piece.nbytes, piece.nbytes)
+        return b"".join(leaf_digests(memoryview(made)))
+
+    def _send(self, layers: Mapping[str, ArtifactLayer], others: Sequence[bytes]) -> None:
+        registry = self._registry
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            there = dict(zip(layers, pool.map(registry.has_blob, layers), strict=True))
+            missing = {each: layers[each] for each in layers if not there[each]}
+            self._progress.saved(sum(layers[each].nbytes for each in layers if there[each]))
+            self._progress.start(sum(layer.nbytes for layer in missing.values()))
+            origins = self._known.repositories(missing, self._name.repository)
+
+            def send(digest: str) -> None:
+                layer = missing[digest]
+                content = _Blob(self._checkpoint, layer, self._progress.advance)
+                if registry.upload(digest, content, origins.get(digest)):
+                    self._moved[digest] = layer.nbytes
+                else:
+                    self._progress.saved(layer.nbytes)
+
+            try:
+                for _ in pool.map(send, missing):
+                    pass
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        for blob in others:
+            name = _sha256(blob)
+            if not registry.has_blob(name):
+                registry.upload(name, _Bytes(blob))
+
+    def _publish(self, config: bytes, layers: Sequence[Descriptor], blob: bytes) -> None:
+        """Write what refers to the model, and then the model under its tag: now it is there.
+
+        A registry that answers without `OCI-Subject` keeps no list of what refers to a manifest.
+        The distribution specification then wants an index whose tag is that manifest's digest.
+        """
+        registry, tables = self._registry, _sha256(blob)
+        model = artifacts.manifest_blob(
+            MODEL,
+            Descriptor(MODEL_CONFIG, _sha256(config), len(config)),
+            layers,
+            annotations={OUR_MANIFEST: self._checkpoint.manifest, OUR_TABLES: tables},
+        )
+        if len(model) > MANIFEST_BYTES:
+            raise too_large(self._name.url, len(model), MANIFEST_BYTES)
+        subject = Descriptor(MANIFEST, _sha256(model), len(model))
+        empty = Descriptor(EMPTY, _sha256(EMPTY_BLOB), len(EMPTY_BLOB))
+        referrer = artifacts.manifest_blob(
+            TABLES, empty, [Descriptor(TABLES, tables, len(blob))], subject=subject
+        )
+        named = _sha256(referrer)
+        if not registry.put_manifest(named, MANIFEST, referrer):
+            tag = subject.digest.replace(":", "-", 1)
+            listed = [Descriptor(MANIFEST, named, len(referrer), None, TABLES)]
+            held = registry.manifest(tag)
+            if held is not None:
+                found = artifacts.decode_document(held.blob, registry.at(tag)).manifests
+                listed = [each for each in found if each.digest != named] + listed
+            registry.put_manifest(tag, INDEX, artifacts.index_blob(listed))
+        registry.put_manifest(self._name.reference, MANIFEST, model)
+
+    def _result(self, layers: int, *, unchanged: bool) -> TransferResult:
+        nbytes, calls = self._registry.traffic.counts()
+        return TransferResult(
+            url=self._name.url,
+            names=(self._checkpoint.name,),
+            pieces=layers,
+            nbytes=self._checkpoint.nbytes,
+            moved_pieces=len(self._moved),
+            moved_bytes=sum(self._moved.values()),
+            wire_bytes=nbytes,
+            requests=calls,
+            seconds=time.monotonic() - self._began,
+            unchanged=unchanged,
+        )
+
+
+class _Bytes:
+    """Content that is in memory."""
+
+    def __init__(self, blob: bytes) -> None:
+        self._blob = blob
+
+    def __len__(self) -> int:
+        return len(self._blob)
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield self._blob
+
+
+def _annotations(layer: ArtifactLayer) -> dict[str, str] | None:
+    # ModelPack's clients go by the one, ORAS by the other.
+    return None if layer.path is None else {FILE_PATH: layer.path, TITLE: layer.path}
+
+
+def _sha256(blob: bytes) -> str:
+    return f"sha256:{hashlib.sha256(blob).hexdigest()}"
+
+
+class _KnownBlobs:
+    """In which repository of a registry this user has pushed a blob: a cache, for mounts."""
+
+    def __init__(self, files: Files, host: str) -> None:
+        named = os.environ.get(_CACHE)
+        root = Path(named) if named else platformdirs.user_cache_path("tensor-dedup")
+        self._files, self._path = files, root.absolute() / "registries" / f"{quote(host, '')}.json"
+
+    def _read(self) -> dict[str, str]:
+        files = self._files
+        try:
+            handle = files.open(self._path, "read")
+        except OSError:
+            return {}
+        try:
+            view = memoryview(bytearray(files.status_of(handle).size))
+            found = view[: files.pread(handle, view, 0)]
+            return msgspec.json.decode(found, type=dict[str, str])
+        except (OSError, msgspec.DecodeError):
+            return {}
+        finally:
+            files.close(handle)
+
+    def repositories(self, digests: Mapping[str, object], but: str) -> dict[str, str]:
+        """Return where blobs are, other than in the repository `but`."""
+        held = self._read()
+        return {each: held[each] for each in digests if held.get(each, but) != but}
+
+    def remember(self, digests: Sequence[str], repository: str) -> None:
+        """Take note of where blobs are; a cache that cannot be written is left alone."""
+        files, held = self._files, self._read()
+        new = dict.fromkeys(digests, repository)
+        kept = [*({k: v for k, v in held.items() if k not in new} | new).items()][-_REMEMBERED:]
+        tmp = self._path.with_name(f".{files.token()}")
+        try:
+            make_folders(files, self._path.parent)
+            handle = files.open(tmp, "create")
+            try:
+                files.pwrite(handle, msgspec.json.encode(dict(kept)), 0)
+            finally:
+                files.close(handle)
+            files.rename(tmp, self._path)
+        except OSError as error:
+            _log.debug("%s is not kept: %s", self._path, str(error))
+
+
+# --- pull
+
+
+class ArtifactBucket(Bucket):
+    """An artifact with our tables, as a remote that holds one checkpoint and can only be read."""
+
+    def __init__(self, registry: RegistryRepository, name: str, tables: ArtifactTables) -> None:
+        super().__init__(registry.name.url)
+        self.traffic, self._registry = registry.traffic, registry
+        self._objects = {
+            layout.MARKER: frames.encode_text(layout.MARKER_LINES),
+            layout.ref_key(name): layout.reference(name, tables.manifest.hex()),
+        }
+        self._layers: dict[str, str] = {}
+        for blob in tables.objects:
+            self._objects[layout.manifest_key(digest(blob))] = blob
+        for layer in tables.layers:
+            container = ContainerId(digest(layer.table), RAW)
+            self._objects[layout.table_key(container.name)] = layer.table
+            self._layers[layout.container_key(container)] = f"sha256:{layer.sha256.hex()}"
+
+    def at(self, key: str) -> str:
+        # docstring inherited
+        layer = self._layers.get(key)
+        return f"{self.url}: {key}" if layer is None else self._registry.at(layer)
+
+    def get(self, key: str, limit: int) -> tuple[bytes, str] | None:
+        # docstring inherited
+        blob = self._objects.get(key)
+        return None if blob is None else (blob, "")
+
+    def get_range(self, key: str, start: int, stop: int) -> memoryview:
+        # docstring inherited
+        return self._registry.blob_range(self._layers[key], start, stop)
+
+    def head(self, key: str) -> ObjectStatus | None:
+        # docstring inherited
+        blob = self._objects.get(key)
+        return None if blob is None else ObjectStatus(key, len(blob), "", 0.0)
+
+    def list(self, prefix: str) -> Iterator[ObjectStatus]:
+        # docstring inherited
+        for key, blob in self._objects.items():
+            if key.startswith(prefix):
+                yield ObjectStatus(key, len(blob), "", 0.0)
+
+    def put(self, key: str, chunks: Sequence[memoryview] | Iterator[memoryview]) -> None:
+        # docstring inherited
+        raise self._read_only()
+
+    def put_if(self, key: str, data: bytes, tag: str | None) -> bool:
+        # docstring inherited
+        raise self._read_only()
+
+    def delete(self, key: str) -> None:
+        # docstring inherited
+        raise self._read_only()
+
+    def _read_only(self) -> ReadOnlyRemoteError:
+        return ReadOnlyRemoteError.at(self.url, "what an artifact holds does not change")
+
+
+class Artifact:
+    """An artifact of a registry, of anybody's making, opened to be pulled."""
+
+    def __init__(self, registry: RegistryRepository) -> None:
+        """Read its manifest.
+
+        Raises:
+            NotARemoteError: there is none.
+            UnsupportedError: it is an index of several.
+        """
+        self.registry, self._name = registry, registry.name
+        held: RegistryManifest | None = self.registry.manifest(self._name.reference)
+        if held is None:
+            raise NotARemoteError.at(self._name.url, "there is no such artifact")
+        self._document: ManifestDocument = artifacts.decode_document(held.blob, self._name.url)
+        if self._document.manifests:
+            what = "it is an index of several artifacts; pull one of them by its digest"
+            raise UnsupportedError(f"{self._name.url}: {what}", url=self._name.url)
+
+    @property
+    def url(self) -> str:
+        """Its URL."""
+        return self._name.url
+
+    def as_bucket(self, name: str) -> ArtifactBucket | None:
+        """Return the artifact as a remote with one checkpoint, or None if it has no tables of ours.
+
+        The manifest names the tables by their digest: so they say of the layers what whoever
+        made the manifest said. Tables that are gone or damaged are none, which is logged.
+        """
+        named = (self._document.annotations or {}).get(OUR_TABLES)
+        if named is None:
+            return None
+        try:
+            blob = self.registry.blob(named, layout.FRAME_BYTES)
+            if blob is not None:
+                tables = artifacts.decode_tables(blob, self.registry.at(named))
+                return ArtifactBucket(self.registry, name, tables)
+            why = f"{self.registry.at(named)} is gone"
+        except (DamagedRemoteError, NewerFormatError) as error:
+            why = str(error)
+        _log.warning("whole layers are pulled: %s", why)
+        return None
+
+    def download(self, folder: Path, files: Files, progress: TransferListener) -> int:
+        """Write the files of all layers into a folder, each compared with its layer's digest.
+
+        Returns the bytes of the layers.
+
+        Raises:
+            UnsupportedError: a layer is of a kind that is not known, or has no file's name.
+            EscapingPathError: a file's name leads out of the folder.
+            DamagedRemoteError: a layer does not have its digest.
+        """
+        layers = [each for each in self._document.layers if each.digest != _sha256(EMPTY_BLOB)]
+        if not layers:
+            what = "it has no layers; pull one that holds a model"
+            raise UnsupportedError(f"{self.url}: {what}", url=self.url)
+        progress.start(sum(layer.size for layer in layers))
+        for layer in layers:
+            stream = _Stream(self._chunks(layer, progress))
+            path = _path_of(layer)
+            with os_errors(folder):
+                if path is not None:
+                    self._write(folder, path, stream, files)
+                else:
+                    self._unpack(folder, layer, stream, files)
+            stream.drain()
+        return sum(layer.size for layer in layers)
+
+    def _chunks(self, layer: Descriptor, progress: TransferListener) -> Iterator[bytes]:
+        for chunk in self.registry.chunks(layer.digest):
+            progress.advance(len(chunk))
+            yield chunk
+
+    def _write(self, folder: Path, path: str, stream: Any, files: Files) -> None:
+        with remote_damage(self.url) as where:
+            target = folder / check_path(path, where)
+        make_folders(files, target.parent)
+        handle, at = files.open(target, "create"), 0
+        try:
+            while chunk := stream.read(1 << 20):
+                files.pwrite(handle, chunk, at)
+                at += len(chunk)
+        finally:
+            files.close(handle)
+
+    def _unpack(self, folder: Path, layer: Descriptor, stream: "_Stream", files: Files) -> None:
+        packing = _packing_of(layer)
+        if packing is None:
+            what = f"a layer of the type {layer.media_type!r} without a file's name"
+            raise UnsupportedError(f"{self.url}: {what}; pull it with its own client", url=self.url)
+        source: Any = stream
+        if packing == "zst":
+            source = zstandard.ZstdDecompressor().stream_reader(source)
+        mode: Any = "r|gz" if packing == "gz" else "r|"
+        try:
+            with tarfile.open(fileobj=source, mode=mode) as archive:
+                for entry in archive:
+                    data = archive.extractfile(entry) if entry.isfile() else None
+                    if data is not None:
+                        self._write(folder, entry.name.removeprefix("./"), data, files)
+        except (tarfile.TarError, zstandard.ZstdError, EOFError) as error:
+            what = f"it is no archive ({error})"
+            raise DamagedRemoteError.at(self.registry.at(layer.digest), what) from error
+
+
+class _Stream:
+    """Chunks, to be read as a file is."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks, self._held = chunks, b""
+
+    def read(self, size: int = -1) -> bytes:
+        """Return up to `size` bytes; none at the end."""
+        if size < 0:
+            return self._held + b"".join(self._chunks)
+        while len(self._held) < size:
+            chunk = next(self._chunks, b"")
+            if not chunk:
+                break
+            self._held += chunk
+        found, self._held = self._held[:size], self._held[size:]
+        return found
+
+    def drain(self) -> None:
+        """Read to the end, where the digest is compared."""
+        while self.read(1 << 20):
+            pass
+
+
+def _path_of(layer: Descriptor) -> str | None:
+    """The file that a layer is, or None of one that holds several."""
+    if _packing_of(layer) is not None:
+        return None
+    notes = layer.annotations or {}
+    return notes.get(FILE_PATH) or notes.get(TITLE)
+
+
+def _packing_of(layer: Descriptor) -> str | None:
+    """How a layer packs files: "" in a tar, "gz" or "zst" in a compressed one; None: not."""
+    media, notes = layer.media_type, layer.annotations or {}
+    model = (
+        media.startswith(artifacts.MODEL_LAYERS) or "image.layer" in media or ".rootfs." in media
+    )
+    if not model and notes.get(_ORAS_FOLDER) != "true":
+        return None
+    for ending, packing in (("gzip", "gz"), ("zstd", "zst"), (".tar", "")):
+        if media.endswith(ending):
+            return packing
+    return None

@@ -1,0 +1,389 @@
+"""A repository of an OCI registry: manifests, blobs, and what refers to a manifest.
+
+Credentials are those that oras finds: in Docker's configuration file and through its helpers, as
+`docker login` and `oras login` leave them; the file that DOCKER_CONFIG or REGISTRY_AUTH_FILE names
+counts too. A registry on this machine (localhost) is spoken to by http, any other one by https.
+"""
+
+import errno
+import hashlib
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, Self
+from urllib.parse import quote, urlencode, urljoin, urlsplit
+
+import msgspec
+
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.store.remote.buckets import Traffic, scrubbed, too_large
+from tensor_dedup.store.remote.errors import (
+    DamagedRemoteError,
+    RemoteAccessError,
+    RemoteUnreachableError,
+    RemoteUrlError,
+)
+
+SCHEME: Final = "oci://"
+MANIFEST: Final = "application/vnd.oci.image.manifest.v1+json"
+INDEX: Final = "application/vnd.oci.image.index.v1+json"
+_ACCEPTED: Final = f"{MANIFEST}, {INDEX}"
+# What every registry takes at least.
+MANIFEST_BYTES: Final = 4 << 20
+_HOST: Final = re.compile(r"[A-Za-z0-9.-]+(:[0-9]+)?|\[[0-9A-Fa-f:]+\](:[0-9]+)?")
+_PART: Final = r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*"
+_REPOSITORY: Final = re.compile(f"{_PART}(/{_PART})*")
+_TAG: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
+_HERE: Final = re.compile(r"(localhost|127\.[0-9.]+|\[::1\])(:[0-9]+)?")
+_TIMEOUT_S: Final = (10.0, 600.0)
+_ATTEMPTS: Final = 5
+_PAUSE_S: Final = 0.2
+_LONGEST_PAUSE_S: Final = 20.0
+_AGAIN: Final = frozenset({429, 500, 502, 503, 504})
+_REFUSED: Final = frozenset({401, 403})
+
+
+class NoRangesError(RemoteUnreachableError):
+    """The registry answers a range of a blob with the whole blob."""
+
+    advice = "pull from a registry that knows ranges"
+
+
+class Content(Protocol):
+    """The bytes of a blob, which may be iterated over again when a request is repeated."""
+
+    def __len__(self) -> int:
+        """Return their number."""
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Iterate over them, in chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactName:
+    """`oci://HOST/REPOSITORY:TAG`, or `@sha256:...` in place of the tag."""
+
+    host: str
+    repository: str
+    reference: str
+
+    @classmethod
+    def parse(cls, url: str) -> "ArtifactName":
+        """Return what a URL names; the tag is `latest` where none is given.
+
+        Raises:
+            RemoteUrlError: it names no artifact, or holds a credential.
+        """
+        host, _, path = url.removeprefix(SCHEME).partition("/")
+        if "@" in host:
+            what = "a user or a password in it may be a secret"
+            raise RemoteUrlError.at(f"{SCHEME}{host.rpartition('@')[2]}/{path}", what)
+        named, _, digest = path.partition("@")
+        repository, _, tag = named.partition(":")
+        reference = digest or tag or "latest"
+        form = _DIGEST if digest else _TAG
+        fits = _HOST.fullmatch(host) and _REPOSITORY.fullmatch(repository)
+        if not fits or not form.fullmatch(reference):
+            what = "it is no artifact; write oci://REGISTRY/REPOSITORY:TAG, in lower case"
+            raise RemoteUrlError.at(url, what)
+        return cls(host, repository, reference)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a digest names it, and no tag, which may change."""
+        return ":" in self.reference
+
+    @property
+    def url(self) -> str:
+        """The URL."""
+        mark = "@" if self.is_pinned else ":"
+        return f"{SCHEME}{self.host}/{self.repository}{mark}{self.reference}"
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryManifest:
+    """The bytes of a manifest or an index, and the digest of them, `sha256:...`."""
+
+    blob: bytes
+    digest: str
+
+
+def _credential_files() -> list[str]:
+    docker, other = os.environ.get("DOCKER_CONFIG"), os.environ.get("REGISTRY_AUTH_FILE")
+    return [*([f"{docker}/config.json"] if docker else []), *([other] if other else [])]
+
+
+class RegistryRepository:
+    """One repository, with connections to it; a context manager. Safe from any thread.
+
+    Raises:
+        RemoteUnreachableError: the registry does not answer, or answers nothing that can be used.
+        RemoteAccessError: it refuses the credentials, or there are none.
+    """
+
+    def __init__(self, name: ArtifactName) -> None:
+        """Open a repository; nothing is asked yet.
+
+        Raises:
+            UnsupportedError: oras, of the extra `oci`, is not installed.
+        """
+        try:
+            from oras.container import Container
+            from oras.provider import Registry as Client
+        except ImportError as error:
+            what = "needs oras, which is not installed; install the extra `oci`"
+            raise UnsupportedError(f"{name.url}: {what}", url=name.url) from error
+        plain = _HERE.fullmatch(name.host) is not None
+        # Of oras we use what it knows of credentials. Its requests wait for seconds before they
+        # try again, know no ranges and no mounts, and send a token that lacks a scope for ever.
+        self._client: Any = Client(hostname=name.host, insecure=plain)
+        container = Container(f"{name.host}/{name.repository}")
+        self._client.auth.load_configs(container, _credential_files())
+        self._root = f"{'http' if plain else 'https'}://{name.host}/v2/{name.repository}/"
+        self._header: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self.name = name
+        self.traffic = Traffic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the connections."""
+        self._client.session.close()
+
+    def at(self, reference: str) -> str:
+        """Return how a manifest or a blob is called in messages."""
+        mark = "@" if ":" in reference else ":"
+        return f"{SCHEME}{self.name.host}/{self.name.repository}{mark}{reference}"
+
+    # --- manifests
+
+    def manifest(self, reference: str) -> RegistryManifest | None:
+        """Return the manifest or index of a tag or a digest, or None if there is none.
+
+        Raises:
+            DamagedRemoteError: it does not have the digest that it was asked for by.
+        """
+        accept = {"Accept": _ACCEPTED}
+        blob = self._small(f"manifests/{reference}", accept, reference, 4 * MANIFEST_BYTES)
+        if blob is None:
+            return None
+        digest = f"sha256:{hashlib.sha256(blob).hexdigest()}"
+        if ":" in reference and digest != reference:
+            raise DamagedRemoteError.at(self.at(reference), f"its bytes have the digest {digest}")
+        return RegistryManifest(blob, digest)
+
+    def put_manifest(self, reference: str, media_type: str, blob: bytes) -> bool:
+        """Write a manifest; return whether the registry lists it as what refers to its subject."""
+        self.traffic.add(sent=len(blob))
+        found = self._request("PUT", f"manifests/{reference}", {"Content-Type": media_type}, blob)
+        self._check(found, reference, 201)
+        return "OCI-Subject" in found.headers
+
+    # --- blobs
+
+    def has_blob(self, digest: str) -> bool:
+        """Return whether the repository has a blob."""
+        self.traffic.add()
+        found = self._request("HEAD", f"blobs/{digest}")
+        if found.status_code == 404:
+            return False
+        self._check(found, digest, 200)
+        return True
+
+    def blob(self, digest: str, limit: int) -> bytes | None:
+        """Return a small blob, or None if there is none.
+
+        Raises:
+            DamagedRemoteError: it does not have its digest, or more than `limit` bytes.
+        """
+        blob = self._small(f"blobs/{digest}", {}, digest, limit)
+        if blob is None:
+            return None
+        if digest != f"sha256:{hashlib.sha256(blob).hexdigest()}":
+            raise DamagedRemoteError.at(self.at(digest), "its bytes do not have this digest")
+        return blob
+
+    def _small(
+        self, path: str, headers: Mapping[str, str], reference: str, limit: int
+    ) -> bytes | None:
+        """What is at a path, which is read no further than to its limit; None: nothing."""
+        with self._request("GET", path, headers, stream=True) as found:
+            if found.status_code == 404:
+                return None
+            self._check(found, reference, 200)
+            blob = bytearray()
+            for chunk in self._streamed(found, reference):
+                blob += chunk
+                if len(blob) > limit:
+                    raise too_large(self.at(reference), len(blob), limit)
+        self.traffic.add(received=len(blob))
+        return bytes(blob)
+
+    def blob_range(self, digest: str, start: int, stop: int) -> memoryview:
+        """Return bytes of a blob, fewer where it is shorter; nothing is verified.
+
+        Raises:
+            FileNotFoundError: there is no such blob.
+            NoRangesError: the registry sends whole blobs only.
+        """
+        wanted = {"Range": f"bytes={start}-{stop - 1}"}
+        found = self._request("GET", f"blobs/{digest}", wanted, stream=True)
+        with found:
+            if found.status_code == 404:
+                raise FileNotFoundError(errno.ENOENT, "no such blob", self.at(digest))
+            if found.status_code == 200:
+                raise NoRangesError.at(self.at(digest), "a range was answered with all of it")
+            if found.status_code == 416:
+                return memoryview(b"")
+            self._check(found, digest, 206)
+            data = memoryview(self._body(found, digest))
+        self.traffic.add(received=data.nbytes)
+        return data
+
+    def chunks(self, digest: str) -> Iterator[bytes]:
+        """Iterate over the bytes of a blob, which are compared with its digest at their end.
+
+        Raises:
+            DamagedRemoteError: they do not have it, or there is no such blob.
+        """
+        hasher, size = hashlib.sha256(), 0
+        with self._request("GET", f"blobs/{digest}", stream=True) as found:
+            if found.status_code == 404:
+                raise DamagedRemoteError.at(self.at(digest), "this layer is gone")
+            self._check(found, digest, 200)
+            for chunk in self._streamed(found, digest):
+                hasher.update(chunk)
+                size += len(chunk)
+                yield chunk
+        self.traffic.add(received=size)
+        if digest != f"sha256:{hasher.hexdigest()}":
+            raise DamagedRemoteError.at(self.at(digest), "its bytes do not have this digest")
+
+    def upload(self, digest: str, content: Content, mount_from: str | None = None) -> bool:
+        """Make a blob be there that is not; return whether it had to be sent.
+
+        It is not sent where the registry mounts it from another repository.
+        """
+        wanted = {"mount": digest} | ({"from": mount_from} if mount_from else {})
+        for attempt in range(_ATTEMPTS):
+            self.traffic.add()
+            begun = self._request("POST", f"blobs/uploads/?{urlencode(wanted)}")
+            if begun.status_code == 201:
+                return False
+            self._check(begun, digest, 202)
+            place = urljoin(self._root, begun.headers.get("Location", ""))
+            mark = "&" if urlsplit(place).query else "?"
+            try:
+                done = self._request(
+                    "PUT",
+                    f"{place}{mark}digest={quote(digest)}",
+                    {"Content-Type": "application/octet-stream"},
+                    content,
+                    attempts=1,
+                )
+            except RemoteUnreachableError:
+                if attempt == _ATTEMPTS - 1:
+                    raise
+                if self.has_blob(digest):  # and the answer was lost
+                    return True
+                continue
+            self.traffic.add(sent=len(content))
+            self._check(done, digest, 201)
+            return True
+        raise AssertionError
+
+    # --- requests
+
+    def _request(
+        self,
+        verb: str,
+        path: str,
+        headers: Mapping[str, str] | None = None,
+        body: "bytes | Content | None" = None,
+        *,
+        stream: bool = False,
+        attempts: int = _ATTEMPTS,
+    ) -> Any:
+        import requests
+
+        url, asked, pause = urljoin(self._root, path), False, _PAUSE_S
+        failure = ""
+        while attempts:
+            sent = {**(headers or {}), **self._header}
+            try:
+                found: Any = self._client.session.request(
+                    verb,
+                    url,
+                    headers=sent,
+                    data=body,
+                    stream=stream,
+                    timeout=_TIMEOUT_S,
+                )
+            except requests.RequestException as error:
+                failure = scrubbed(str(error))
+            else:
+                if found.status_code in _REFUSED and not asked:
+                    asked = True
+                    if self._authenticate(found, sent):
+                        continue
+                if found.status_code not in _AGAIN:
+                    return found
+                failure = f"it answers {found.status_code}"
+                with suppress(ValueError):
+                    pause = max(pause, float(found.headers.get("Retry-After", "")))
+            attempts -= 1
+            if attempts:
+                time.sleep(min(pause, _LONGEST_PAUSE_S))
+                pause *= 2
+        raise RemoteUnreachableError.at(self.name.url, failure)
+
+    def _authenticate(self, refused: Any, sent: Mapping[str, str]) -> bool:
+        """Get what the registry asks for, once for all threads; whether there is anything new."""
+        import requests
+
+        with self._lock:
+            if sent.get("Authorization") != self._header.get("Authorization"):
+                return True  # another thread was first
+            auth, asked = self._client.auth, refused.headers.get("Www-Authenticate", "")
+            if asked[:6].lower() == "basic ":
+                basic = getattr(auth, "_basic_auth", None)
+                new = {"Authorization": f"Basic {basic}"} if basic else {}
+            else:
+                try:
+                    # Anew: a token that was good for reading is not one for writing.
+                    got, changed = auth.authenticate_request(refused, {}, refresh=True)
+                except (requests.RequestException, ValueError, AttributeError):
+                    return False
+                new = dict(got) if changed else {}
+            fresh = bool(new) and new != self._header
+            self._header = new or self._header
+            return fresh
+
+    def _check(self, found: Any, reference: str, expected: int) -> None:
+        status = found.status_code
+        if status == expected:
+            return
+        what = f"it answers {status}"
+        with suppress(msgspec.DecodeError, AttributeError, KeyError, IndexError, TypeError):
+            said = msgspec.json.decode(found.content)["errors"][0]
+            what += f" ({said['code']}: {said.get('message', '')})"
+        kind = RemoteAccessError if status in _REFUSED else RemoteUnreachableError
+        raise kind.at(self.at(reference), scrubbed(what))
+
+    def _body(self, found: Any, reference: str) -> bytes:
+        return b"".join(self._streamed(found, reference))
+
+    def _streamed(self, found: Any, reference: str) -> Iterator[bytes]:
+        import requests
+
+        try:
+            yield from found.iter_content(1 << 20)
+        except requests.RequestException as error:
+            raise RemoteUnreachableError.at(self.at(reference), scrubbed(str(error))) from None

@@ -1,0 +1,27 @@
+"""The benchmark of remotes runs, and prints its figures."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import package_source
+
+pytest.importorskip("obstore")
+
+
+def test_the_benchmark_of_remotes_runs(tmp_path: Path) -> None:
+    script = str(package_source.ROOT / "scripts" / "bench" / "remote.py")
+    options = ["--mb", "2", "--tensors", "20", "--pairs", "1"]
+    done = subprocess.run(
+        [sys.executable, script, *options],
+        env={**os.environ, "PYTHONPATH": str(package_source.SOURCE), "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for line in ("20 tensors, 2 MB", "pull into an empty store", "throughput of the pull"):
+        assert line in done.stdout
