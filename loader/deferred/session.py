@@ -31,6 +31,7 @@ from tensor_dedup.loader.residents.manager import ResidentQuery, ResidentRequest
 from tensor_dedup.loader.residents.provider import HostProvider
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.residents.resident import (
+    Resident,
     key_anywhere,
     read_into_slab,
     sharable,
@@ -320,19 +321,20 @@ class LoadSession:
         parameter = each.parameter
         shape, stride = tuple(parameter.shape), tuple(parameter.stride())
         geometry = ResidentKey(dtype_name(parameter.dtype), shape, stride, "")
+        assert isinstance(self.provider, HostProvider)  # no other is local
         try:
             resident = read_into_slab(
                 geometry, each.nbytes, partial(self.reader.read_pieces, source)
             )
+            first, made = self.provider.enter(resident)
         except SharedMemoryError as error:
             self.keep_private(each, str(error))
             return
         self.ahead.begin(self._must_be_read)
-        first = registry.register(resident)
-        if first is not resident and not self.agrees(first, tensor := resident.map()):
+        if not made and not self.agrees(first, tensor := resident.map()):
             self.keep_private(each, NotShared.COLLISION, ScratchTensor(tensor, tensor))
             return
-        self._install(each, first, made=first is resident)
+        self._install(each, first, made=made)
         registry.register_record(self._recipe_key(each), first)
 
     def _give_back_own(self, here: ScratchTensor, lent: ScratchTensor | None) -> None:
@@ -401,6 +403,8 @@ class LoadSession:
         """Account for a final tensor that is, or is part of, `used`, a resident or a record."""
         shared = not made and used is not None and used not in self.own
         self.ledger.add(name, nbytes, shared=shared, made=made, sources=sources)
+        if made and isinstance(used, Resident):
+            self.ledger.note_leaves(used.leaf_shared_bytes)
 
     def place(self, each: DeferredParameter, tensor: torch.Tensor) -> None:
         """Give the parameter its memory."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
+from weakref import WeakSet
 
+from tensor_dedup.loader.residents.leaves import build_from_leaves, relink
 from tensor_dedup.loader.residents.manager import (
     HostResidents,
     ManagerResidents,
@@ -123,6 +125,7 @@ class HostProvider:
     keep_alignment: bool = False
     own_slab_bytes: int = _OWN_SLAB_BYTES
     batch_bytes: int = 1 << 62  # all that a call wants
+    _built: WeakSet[Resident] = field(default_factory=WeakSet)
 
     @property
     def local(self) -> bool:
@@ -183,8 +186,7 @@ class HostProvider:
         """
         lent = self.manager.put(requests)
         rest = [each for each, found in zip(requests, lent, strict=True) if found is None]
-        items = [(each.tensor, each.digest) for each in rest]
-        local = pack(items, keep_alignment=self.keep_alignment) if items else []
+        local = self._build(rest)
         if check is not None:
             check(zip((each.tensor for each in rest), local, strict=True))
         packed = iter(local)
@@ -195,6 +197,29 @@ class HostProvider:
             self.manager.announce_to_next_manager(each.recipe, first)
             built.append((first, new and first is resident))
         return built
+
+    def _build(self, requests: Sequence[ResidentRequest]) -> list[Resident]:
+        parts = [build_from_leaves(each.tensor, each.digest, self._built) for each in requests]
+        items = [
+            (each.tensor, each.digest)
+            for each, part in zip(requests, parts, strict=True)
+            if part is None
+        ]
+        whole = iter(pack(items, keep_alignment=self.keep_alignment) if items else ())
+        made = [next(whole) if part is None else part for part in parts]
+        self._built.update(made)
+        return made
+
+    def enter(self, resident: Resident) -> tuple[Resident, bool]:
+        """Enter a resident that was read straight into a slab, as one that `get_or_build` built.
+
+        Raises:
+            SharedMemoryError: There is no memory for what it has in common with others.
+        """
+        made = relink(resident, self._built)
+        self._built.add(made)
+        first = registry.register(made)
+        return first, first is made
 
     def map(self, resident: AnyResident) -> torch.Tensor:
         """Return a copy-on-write mapping of a resident."""

@@ -18,17 +18,20 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import Final, Protocol
+from itertools import pairwise
+from typing import Final, NamedTuple, Protocol
 
 from tensor_dedup import libc
 from tensor_dedup.errors import TensorDedupError
-from tensor_dedup.loader.residents.mappings import MAPPINGS, MappingSpan
+from tensor_dedup.loader.residents.mappings import BUDGET, MAPPINGS, MappingSpan, SlabRange
 from tensor_dedup.memory_manager.protocol.layout import PAGE, next_offset, offsets_of, round_up
 
 SLAB_NAME: Final = "tensor-dedup"
 _SEALS: Final = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+# NORESERVE: or the kernel would count every mapping as if all of it were to be copied.
+_SHARED: Final = mmap.MAP_PRIVATE | libc.MAP_NORESERVE
 ByteArray = ctypes.Array[ctypes.c_char]
 
 
@@ -75,9 +78,11 @@ def bytes_at(address: int, nbytes: int, owner: object) -> ByteArray:
     return array
 
 
-def _map(fd: int, offset: int, nbytes: int, protection: int, flags: int) -> int:
+def _map(
+    fd: int, offset: int, nbytes: int, protection: int, flags: int = _SHARED, at: int = 0
+) -> int:
     try:
-        return libc.mmap(0, nbytes, protection, flags, fd, offset)
+        return libc.mmap(at, nbytes, protection, flags, fd, offset)
     except OSError as error:
         raise _refused("mmap", nbytes, error.errno or 0) from error
 
@@ -185,37 +190,91 @@ class Slab:
         return self._descriptor.fileno
 
     def map(self, offset: int, nbytes: int, owner: object, *, writable: bool = True) -> ByteArray:
-        """Map a range privately: reads are shared, writes are this mapping's own.
+        """Map a range privately, as `map_extents` does."""
+        return map_extents((SlabExtent(self, offset, nbytes),), owner, writable=writable)
 
-        The buffer holds `owner` and this slab; the range is unmapped with it. With `writable=False`
-        a write ends the process with SIGSEGV.
 
-        Raises:
-            OutOfMemoryError: The kernel refused the mapping.
-            SlabUsageError: The range is outside the slab.
-        """
-        if nbytes <= 0 or offset < 0 or offset + nbytes > self.nbytes:
-            raise SlabUsageError(
-                f"bytes {offset} to {offset + nbytes} of a slab of {self.nbytes}; "
-                "map what was written",
-                offset=offset,
-                nbytes=nbytes,
-                slab_bytes=self.nbytes,
-            )
-        inside = offset % PAGE
-        length = round_up(inside + nbytes)
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        # NORESERVE: or the kernel would count every mapping as if all of it were to be copied.
-        flags = mmap.MAP_PRIVATE | libc.MAP_NORESERVE
-        address = _map(self.fileno, offset - inside, length, protection, flags)
-        with ExitStack() as undo:
+class SlabExtent(NamedTuple):
+    """A range of bytes of a slab, which it holds."""
+
+    slab: Slab
+    offset: int
+    nbytes: int
+
+
+def map_extents(
+    extents: Sequence[SlabExtent], owner: object, *, writable: bool = True
+) -> ByteArray:
+    """Map ranges of slabs side by side, privately: reads are shared, writes are this mapping's own.
+
+    Between two extents lies a boundary of pages, in memory and in both slabs. The buffer holds
+    `owner` and the slabs; everything is unmapped with it. With `writable=False` a write ends the
+    process with SIGSEGV.
+
+    Raises:
+        OutOfMemoryError: The kernel refused the mapping, or would soon refuse any.
+        SlabUsageError: An extent is outside its slab, or does not begin or end with a page.
+    """
+    first = extents[0]
+    pieces = (_pages(first),) if len(extents) == 1 else _side_by_side(extents)
+    length = pieces[0].nbytes if len(pieces) == 1 else sum(piece.nbytes for piece in pieces)
+    nbytes = first.nbytes if len(pieces) == 1 else sum(extent.nbytes for extent in extents)
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    with ExitStack() as undo:
+        if len(pieces) == 1:
+            address = _map(first.slab.fileno, pieces[0].offset, length, protection)
             undo.callback(_unmap, address, length)
-            MAPPINGS.add(address, MappingSpan(length, self.serial, offset - inside, writable))
-            array = bytes_at(address + inside, nbytes, (self, owner))
-            weakref.finalize(array, _unmap, address, length).atexit = False
-            undo.pop_all()
-        _mapped[address] = array
-        return array
+        else:
+            why_not = BUDGET.take(len(pieces))
+            if why_not is not None:
+                raise OutOfMemoryError(f"{why_not}; raise it to share parts of tensors")
+            address = at = _map(-1, 0, length, libc.PROT_NONE, _SHARED | mmap.MAP_ANONYMOUS)
+            undo.callback(_unmap, address, length)
+            for (slab, *_), piece in zip(extents, pieces, strict=True):
+                flags = _SHARED | libc.MAP_FIXED
+                _map(slab.fileno, piece.offset, piece.nbytes, protection, flags, at)
+                at += piece.nbytes
+        MAPPINGS.add(address, MappingSpan(length, pieces, writable))
+        array = bytes_at(address + first.offset % PAGE, nbytes, (extents, owner))
+        weakref.finalize(array, _unmap, address, length).atexit = False
+        undo.pop_all()
+    _mapped[address] = array
+    return array
+
+
+def _pages(extent: SlabExtent) -> SlabRange:
+    """Return the whole pages that an extent lies in.
+
+    Raises:
+        SlabUsageError: The extent is outside its slab.
+    """
+    slab, offset, nbytes = extent
+    if nbytes <= 0 or offset < 0 or offset + nbytes > slab.nbytes:
+        raise SlabUsageError(
+            f"bytes {offset} to {offset + nbytes} of a slab of {slab.nbytes}; map what was written",
+            offset=offset,
+            nbytes=nbytes,
+            slab_bytes=slab.nbytes,
+        )
+    inside = offset % PAGE
+    return SlabRange(slab.serial, offset - inside, round_up(inside + nbytes))
+
+
+def _side_by_side(extents: Sequence[SlabExtent]) -> tuple[SlabRange, ...]:
+    """Return the whole pages that extents lie in, each beginning where the one before ends.
+
+    Raises:
+        SlabUsageError: An extent is outside its slab, or does not begin or end with a page.
+    """
+    for before, after in pairwise(extents):
+        if after.offset % PAGE or (before.offset + before.nbytes) % PAGE:
+            raise SlabUsageError(
+                f"an extent that ends at {before.offset + before.nbytes} of its slab and one that "
+                f"begins at {after.offset} do not meet at a page; copy what lies between",
+                end=before.offset + before.nbytes,
+                offset=after.offset,
+            )
+    return tuple(map(_pages, extents))
 
 
 class SlabWriter:

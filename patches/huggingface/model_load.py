@@ -54,6 +54,7 @@ _SUMS: Final = (
     "total_bytes",
     "shared_bytes",
     "private_bytes",
+    "leaf_shared_bytes",
     "bytes_materialised",
     "tensors_total",
     "tensors_shared",

@@ -31,6 +31,7 @@ PUBLIC = {
     "load_tensors",
     "move",
     "report",
+    "shared_bytes",
     "shares_memory",
     "sweep",
     "unshare",
