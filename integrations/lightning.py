@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
 
 from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.integrations.freezing import Frozen, check_frozen, freeze
 from tensor_dedup.store.checkpoints import CheckpointStore, HostPool, PendingSave
 from tensor_dedup.store.checkpoints.background import Hook
 from tensor_dedup.store.checkpoints.errors import BadStepError
@@ -36,7 +37,7 @@ else:
     from lightning.pytorch import Callback
     from lightning.pytorch.strategies import Strategy
 
-__all__ = ["StoreCallback", "StoreIO"]
+__all__ = ["FreezeCallback", "StoreCallback", "StoreIO"]
 
 StrPath = str | PathLike[str]
 SCHEME: Final = "store://"
@@ -245,6 +246,41 @@ class StoreCallback(Callback):
         self._io.note(self.run.run_id, metrics)
         name = step_name(self.run.run_id, trainer.global_step)
         trainer.save_checkpoint(f"{SCHEME}{name}", weights_only=False)
+
+
+class FreezeCallback(Callback):
+    """A callback that keeps layers bit-identical, as `tensor_dedup.integrations.freeze` does.
+
+    `layers` names blocks and patterns of the LightningModule's `state_dict`:
+    `FreezeCallback("0-5,*embed*")`. A tensor that changes all the same ends the training with a
+    `FrozenLayerError`, at the next save or at the end.
+    """
+
+    def __init__(self, layers: str) -> None:
+        self._layers = layers
+        self._frozen: Frozen | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Freeze, before the optimizers are made.
+
+        Raises:
+            ConfigError: the module has no such layer.
+        """
+        if stage == "fit" and self._frozen is None:
+            self._frozen = freeze(pl_module, self._layers)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Note what the layers are now: a resumed training has loaded them since."""
+        if self._frozen is not None:
+            self._frozen.note()
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        """Raise `FrozenLayerError` if a frozen tensor has changed."""
+        check_frozen(pl_module)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Raise `FrozenLayerError` if a frozen tensor has changed."""
+        check_frozen(pl_module)
 
 
 def _step(path: str | Path) -> StepName | None:

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.integrations.freezing import Frozen, check_frozen, freeze
 from tensor_dedup.store.checkpoints import CheckpointStore, HostPool
 from tensor_dedup.store.checkpoints.errors import UnknownStepError
 from tensor_dedup.store.checkpoints.policy import Compress
@@ -36,7 +37,7 @@ from tensor_dedup.store.store import Store
 if TYPE_CHECKING:
     from tensor_dedup.store.checkpoints.background import Hook
 
-__all__ = ["StoreCallback"]
+__all__ = ["FreezeCallback", "StoreCallback"]
 
 StrPath = str | PathLike[str]
 _MODEL: Final = "model"
@@ -207,6 +208,7 @@ class StoreCallback(TrainerCallback):
         due, self._due = self._due, False
         if not (due and state.is_world_process_zero):
             return
+        check_frozen(given["model"])
         parts = {
             _MODEL: given["model"].state_dict(),
             "optimizer": given["optimizer"].state_dict(),
@@ -223,6 +225,50 @@ class StoreCallback(TrainerCallback):
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+
+
+class FreezeCallback(TrainerCallback):
+    """A callback that keeps layers bit-identical, as `tensor_dedup.integrations.freeze` does.
+
+    `layers` names blocks and patterns: `FreezeCallback("0-5,*embed*")`. A tensor that changes all
+    the same ends the training with a `FrozenLayerError`, at the next save of Trainer or of
+    `StoreCallback`, or at the end.
+    """
+
+    def __init__(self, layers: str) -> None:
+        self._layers = layers
+        self._frozen: Frozen | None = None
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Freeze, before Trainer makes its optimizer and wraps the model.
+
+        Raises:
+            ConfigError: the model has no such layer.
+        """
+        self._frozen = freeze(given["model"], self._layers)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Note what the layers are now: a resumed training has loaded them since."""
+        if self._frozen is not None:
+            self._frozen.note()
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Raise `FrozenLayerError` if a frozen tensor has changed."""
+        if self._frozen is not None:
+            self._frozen.check()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Raise `FrozenLayerError` if a frozen tensor has changed."""
+        if self._frozen is not None:
+            self._frozen.check()
 
 
 def _check_whole(args: TrainingArguments, model: Any) -> None:

@@ -1,10 +1,13 @@
 """A hook of MkDocs: fills the parts of pages that are generated from the code.
 
 A page says `<!-- generated: metrics -->` where a table is to stand; each name is a function below.
+`<!-- chart: load -->` is a chart of `site_charts`.
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import msgspec
@@ -13,7 +16,11 @@ from tensor_dedup import errors
 from tensor_dedup.memory_manager.protocol.tables import Totals
 from tensor_dedup.memory_manager.server.metrics import TotalsCollector
 
+sys.path.append(str(Path(__file__).parent))  # a hook is loaded by its path
+import site_charts
+
 _MARK: Final = re.compile(r"<!-- generated: ([a-z-]+) -->")
+_CHART: Final = re.compile(r"<!-- chart: ([a-z-]+) -->")
 
 
 class _Idle:
@@ -69,6 +76,7 @@ _PARTS: Final[dict[str, Callable[[], str]]] = {
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Return the page's text with its generated parts filled in; an unknown name is a KeyError."""
+    markdown = _CHART.sub(lambda mark: site_charts.svg(mark[1]), markdown)
     return _MARK.sub(lambda mark: _PARTS[mark[1]](), markdown)
 
 

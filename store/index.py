@@ -8,7 +8,7 @@ When the SQLite file cannot be used, the index of that session is in memory.
 import contextlib
 import re
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import msgspec
 from blake3 import blake3
 
+from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.sqlite import transaction
 from tensor_dedup.store.errors import (
     DamagedFileError,
@@ -24,19 +25,22 @@ from tensor_dedup.store.errors import (
     unreadable_as_damage,
 )
 from tensor_dedup.store.format.external import EXTERNAL, ExternalFile
-from tensor_dedup.store.format.tables import Table
+from tensor_dedup.store.format.tables import DIGEST_BYTES, Table
 from tensor_dedup.store.objects import ContainerId, Objects
 
 if TYPE_CHECKING:
     from tensor_dedup.store.files import Handle
 
-_SCHEMA_VERSION = 2
+_SCHEMA_VERSION, _WITHOUT_LEAVES = 3, 2
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS container (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, kind TEXT NOT NULL, state TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS place (
     digest BLOB NOT NULL, container INTEGER NOT NULL, offset INTEGER NOT NULL,
     nbytes INTEGER NOT NULL, base BLOB, PRIMARY KEY (digest, container, offset)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS leaf (
+    digest BLOB NOT NULL, number INTEGER NOT NULL, container INTEGER NOT NULL,
+    offset INTEGER NOT NULL, PRIMARY KEY (digest, number, container, offset)) WITHOUT ROWID;
 """
 # A delta can be read only with its base, and only from a place that is no delta itself, nor in a
 # file that others may change.
@@ -44,6 +48,10 @@ _READABLE = (
     "(p.base IS NULL OR EXISTS (SELECT 1 FROM place b JOIN container d ON d.id = b.container "
     f"WHERE b.digest = p.base AND b.base IS NULL AND d.kind != '{EXTERNAL}'))"
 )
+# A digest stands in the index by so many bytes where what it finds is compared anyway.
+_LEAF_BYTES_KEPT = 16
+# So many pieces that have a leaf in common with another one are looked at.
+_MOST_ALIKE = 8
 _MEMORY = Path(":memory:")
 _BATCH = 500
 _SIZE = re.compile("[: ]")  # what ends the size of the file, with which every state begins
@@ -84,6 +92,14 @@ class PieceLocation:
     file_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class PieceAlike:
+    """The location of a piece that has leaves in common with another one."""
+
+    container: ContainerId
+    offset: int
+
+
 Entry: TypeAlias = tuple[bytes, int, int, bytes | None]
 """A digest, its offset and size, and what it is stored against."""
 
@@ -106,15 +122,19 @@ class StoreIndex:
         with contextlib.suppress(sqlite3.DatabaseError):
             self._db.execute("PRAGMA synchronous = NORMAL")
 
-    def refresh(self) -> None:
-        """Bring the index up to date with the containers that exist, in memory if need be."""
+    def refresh(self, written: Collection[ContainerId] = ()) -> None:
+        """Bring the index up to date with the containers that exist, in memory if need be.
+
+        The tables of those that were just `written` are read even if the index knows them: who
+        writes what is there already has not found it here, so the index may be damaged.
+        """
         try:
-            self.update()
+            self.update(written)
         except sqlite3.DatabaseError:
             self._fall_back()
 
-    def update(self) -> None:
-        """Bring the index up to date; errors of SQLite are raised as they are."""
+    def update(self, written: Collection[ContainerId] = ()) -> None:
+        """Bring the index up to date as `refresh`; errors of SQLite are raised as they are."""
         rows = self._rows("SELECT name, kind, state FROM container")
         known = {_container(name, kind): str(state) for name, kind, state in rows}
         bad = set(self._objects.bad_containers())
@@ -123,7 +143,7 @@ class StoreIndex:
             state = self._state(container, bad, known.get(container))
             if state is not None:
                 there.add(container)
-                if known.get(container) != state:
+                if known.get(container) != state or container in written:
                     self._take(container, state)
         with transaction(self._db):
             for container in known.keys() - there:
@@ -207,6 +227,31 @@ class StoreIndex:
                 place = PieceLocation(_container(name, kind), at, length, under, size)
                 found.setdefault(key, []).append(place)
         return found
+
+    def find_alike(self, leaves: bytes) -> list[PieceAlike]:
+        """Return anchors that seem to have leaves in common with these, at the same offsets.
+
+        `leaves` are concatenated leaf digests. Not all of them are looked at: the caller compares
+        all with those in the tables of what is found. The likeliest anchors come first.
+        """
+        try:
+            return self._find_alike(leaves)
+        except sqlite3.DatabaseError:
+            self._fall_back()
+            return self._find_alike(leaves)
+
+    def _find_alike(self, leaves: bytes) -> list[PieceAlike]:
+        wanted = _leaf_samples(leaves)
+        rows = self._rows(
+            f"WITH wanted(digest, number) AS (VALUES {','.join(['(?, ?)'] * len(wanted))}) "
+            "SELECT c.name, c.kind, l.offset FROM wanted w "
+            "JOIN leaf l ON l.digest = w.digest AND l.number = w.number "
+            "JOIN container c ON c.id = l.container GROUP BY c.id, l.offset "
+            f"ORDER BY count(*) DESC, c.kind, c.name, l.offset LIMIT {_MOST_ALIKE}",
+            [value for sample in wanted for value in sample],
+        )
+        with _malformed():
+            return [PieceAlike(_container(name, kind), int(at)) for name, kind, at in rows]
 
     def places(self, container: ContainerId) -> set[Entry]:
         """Return the entries of one container."""
@@ -305,10 +350,23 @@ class StoreIndex:
                 if record.offset not in bad
             ],
         )
+        if container.kind == EXTERNAL:
+            return  # nothing is stored against what others may change
+        self._db.executemany(
+            "INSERT OR IGNORE INTO leaf VALUES (?, ?, ?, ?)",
+            [
+                (leaf, number, row, record.offset)
+                for record in table.records
+                if record.offset not in bad and record.base is None
+                if record.nbytes >= LEAF_BYTES
+                for leaf, number in _leaf_samples(record.leaves)
+            ],
+        )
 
     def _delete(self, container: ContainerId) -> None:
         found = "(SELECT id FROM container WHERE name = ?)"
         self._db.execute(f"DELETE FROM place WHERE container IN {found}", (container.name,))
+        self._db.execute(f"DELETE FROM leaf WHERE container IN {found}", (container.name,))
         self._db.execute("DELETE FROM container WHERE name = ?", (container.name,))
 
 
@@ -339,6 +397,21 @@ def _entry(digest: object, offset: object, nbytes: object, base: object) -> Entr
         if not (base is None or isinstance(base, bytes)):
             raise TypeError("an entry has a base of another type")
     return digest, offset, nbytes, base
+
+
+def _leaf_samples(leaves: bytes) -> list[tuple[bytes, int]]:
+    """Return the leaves by which a piece is found, with their numbers: 0, 1, 2, 4, 8 and so on.
+
+    Of pieces with some leaves in common these are likely to be some, and a large one takes few
+    entries.
+    """
+    count = len(leaves) // DIGEST_BYTES
+    numbers = [0, *(1 << power for power in range(max(0, count - 1).bit_length()))]
+    return [
+        (leaves[at * DIGEST_BYTES : at * DIGEST_BYTES + _LEAF_BYTES_KEPT], at)
+        for at in numbers
+        if at < count
+    ]
 
 
 class _IndexFile:
@@ -449,6 +522,9 @@ def drop_index(objects: Objects) -> None:
 
 def _prepare(db: sqlite3.Connection) -> None:
     version = db.execute("PRAGMA user_version").fetchone()[0]
+    if version == _WITHOUT_LEAVES:
+        _forget(db)
+        version = _SCHEMA_VERSION
     if version not in (0, _SCHEMA_VERSION):
         error = sqlite3.DatabaseError(f"the schema is version {version}")
         error.sqlite_errorcode = sqlite3.SQLITE_NOTADB
@@ -459,3 +535,13 @@ def _prepare(db: sqlite3.Connection) -> None:
     if version == 0:
         db.executescript(_SCHEMA)
         db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+
+
+def _forget(db: sqlite3.Connection) -> None:
+    """Make an index of an earlier version one that knows nothing yet: containers know it all."""
+    with transaction(db):
+        if db.execute("PRAGMA user_version").fetchone()[0] == _WITHOUT_LEAVES:
+            db.execute("DELETE FROM place")
+            db.execute("DELETE FROM container")
+            db.execute(_SCHEMA[_SCHEMA.rindex("CREATE") :])
+            db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from tensor_dedup.store.checkpoints.runs import Difference, Step
     from tensor_dedup.store.checkpoints.sizes import Growth, RunCost, RunStats, TensorChanges
     from tensor_dedup.store.reading.find import TensorPlace
+    from tensor_dedup.store.remote.push import Outgoing, TransferListener, TransferResult
+    from tensor_dedup.store.remote.remote import Remote
     from tensor_dedup.store.upkeep.usage import StoreUsage
     from tensor_dedup.store.writing.encoder import Encoder
 
@@ -137,9 +139,11 @@ class Store:
         read and hashed, even of files whose digests are
         remembered; `hints` receives the digests.
 
-        With `compress`, new tensors are stored encoded where samples show that this saves a tenth:
-        by themselves, or as the difference from a tensor of the checkpoint `base`, by default the
-        most similar one in the store. `base` implies `compress`. With `external` the weights stay
+        Leaves (2 MiB) that a new tensor has in common with a stored one, at the same offset, are
+        not stored again, where that saves a tenth: a vocabulary that grew costs its new rows. With
+        `compress`, new tensors are stored encoded where samples show that this saves a tenth: by
+        themselves, or as the difference from a tensor of the checkpoint `base`, by default the most
+        similar one in the store. `base` implies `compress`. With `external` the weights stay
         where they are and are indexed there: there is no second copy, and no guarantee except that
         changes to them are noticed.
 
@@ -173,7 +177,7 @@ class Store:
                 )
             encoder = None
             if compress is not None or base is not None:
-                encoder = self._encoder(index, hasher, source, base)
+                encoder = self._encoder(index, source, base)
             return import_source(
                 self._objects,
                 index,
@@ -193,12 +197,10 @@ class Store:
         if self._objects.ref(name) != manifest:
             raise NameTakenError.at(self.path, f"{name!r} is there already", name=name)
 
-    def _encoder(
-        self, index: StoreIndex, hasher: Hasher, source: ImportSource, base: str | None
-    ) -> "Encoder":
+    def _encoder(self, index: StoreIndex, source: ImportSource, base: str | None) -> "Encoder":
         from tensor_dedup.store.writing.encoder import Encoder  # and with it numpy
 
-        encoder = Encoder(self._objects, index, hasher)
+        encoder = Encoder(self._objects, index)
         if base is not None:
             encoder.open_base(check_name(base))
         else:
@@ -265,6 +267,118 @@ class Store:
         """
         with self.checkpoint(name) as checkpoint, os_errors(Path(directory)):
             return export(self._files, checkpoint, Path(directory), progress or SilentListener())
+
+    def push(
+        self,
+        name: str,
+        url: "StrPath | Remote",
+        *,
+        replace: bool = False,
+        progress: "TransferListener | None" = None,
+    ) -> "TransferResult":
+        """Push a checkpoint, or all steps of a run, to a remote: only what is missing there.
+
+        `url` is what `Remote.open` takes, or the folder of another store. Nobody sees the name
+        there before everything it leads to. What was cut short goes on when it is done again.
+
+        Raises:
+            UnknownNameError: no checkpoint and no run is called so.
+            RemoteNameTakenError: the name stands for another one there, and `replace` is off.
+            NoConditionsError: the server could lose names; nothing that counts was written.
+            RemoteUrlError, RemoteUnreachableError, RemoteAccessError, NotARemoteError: it cannot
+                be reached, or is something else.
+        """
+        from tensor_dedup.store.remote.push import SilentTransfer, push, together
+        from tensor_dedup.store.remote.remote import Remote
+
+        remote = url if isinstance(url, Remote) else Remote.open(url, files=self._files)
+        names, listener = self._names_of(check_name(name)), progress or SilentTransfer()
+        folder = remote.store_folder()
+        if folder is not None:
+            other = Store.open(folder, create=False, files=self._files)
+            return together([self._copy_to(other, each, listener, replace) for each in names])
+        with self._locked():
+            outgoing = [self._outgoing(each) for each in names]
+
+        def open_pieces(digests: set[bytes]) -> StoredPieces:
+            with self._session(update=False) as (index, _):
+                return StoredPieces(self._objects, index, digests, name)
+
+        with self._translated():
+            return push(remote.bucket, outgoing, open_pieces, listener, replace=replace)
+
+    def pull(
+        self,
+        url: "StrPath | Remote",
+        name: str,
+        *,
+        replace: bool = False,
+        progress: "TransferListener | None" = None,
+    ) -> "TransferResult":
+        """Pull a checkpoint, or all steps of a run, from a remote: only what is nowhere here.
+
+        Every byte is compared with its digest before anything refers to it: whoever writes to the
+        remote can withhold a checkpoint or name another one, and put no wrong tensor here. What was
+        cut short goes on when it is done again.
+
+        Raises:
+            UnknownRemoteNameError: the remote has neither a checkpoint nor a run of this name.
+            RemoteNameTakenError: the name stands for another one here, and `replace` is off.
+            MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError: objects of the remote
+                are gone or damaged; nothing was committed.
+            RemoteUrlError, RemoteUnreachableError, RemoteAccessError, NotARemoteError: it cannot
+                be reached, or is something else.
+        """
+        from tensor_dedup.store.remote.pull import pull
+        from tensor_dedup.store.remote.push import SilentTransfer, together
+        from tensor_dedup.store.remote.remote import Remote
+
+        remote = url if isinstance(url, Remote) else Remote.open(url, files=self._files)
+        listener = progress or SilentTransfer()
+        folder = remote.store_folder()
+        if folder is not None:
+            other = Store.open(folder, create=False, files=self._files)
+            names = other._names_of(check_name(name))
+            return together([other._copy_to(self, each, listener, replace) for each in names])
+        results = []
+        for each in remote.names_of(check_name(name)):
+            with self._session() as (index, hasher):
+                here = self._objects, index, hasher
+                results.append(pull(remote.bucket, each, here, listener, replace=replace))
+        return together(results)
+
+    def _names_of(self, name: str) -> Sequence[str]:
+        """The name of a checkpoint, or the names of the steps and pins of a run."""
+        with self._locked(), self._saying_near(name):
+            names = self._objects.names()
+            found = [name] if name in names else [n for n in names if n.startswith(f"{name}@")]
+            if not found:
+                raise UnknownNameError.at(self.path, f"no checkpoint {name!r}", name=name)
+            return found
+
+    def _outgoing(self, name: str) -> "Outgoing":
+        from tensor_dedup.store.remote.push import Outgoing
+
+        objects = self._objects
+        manifest = objects.ref(name)
+        content = objects.manifest(manifest)
+        wanted = {piece.digest: piece.nbytes for piece in objects.pieces(manifest, content)}
+        parts = [*dict.fromkeys(page.hex() for page in content.pages), manifest]
+        blobs = {part: objects.read(objects.layout.manifest(part)) for part in parts}
+        return Outgoing(name, manifest, wanted, blobs, content.nbytes)
+
+    def _copy_to(
+        self, other: "Store", name: str, progress: "TransferListener", replace: bool
+    ) -> "TransferResult":
+        from tensor_dedup.store.remote.neighbour import copy_checkpoint
+
+        return copy_checkpoint(
+            (self._objects, partial(self._session, update=False)),
+            (other._objects, other._session),
+            name,
+            progress,
+            replace=replace,
+        )
 
     def names(self) -> "list[str]":
         """Return the names of all checkpoints, sorted; nothing else is read."""
@@ -390,9 +504,27 @@ class Store:
             self._objects.move_ref(*names, check_name=check)
 
     def delete(self, name: str) -> None:
-        """Remove a checkpoint's name. Its bytes stay until gc finds that nothing else uses them."""
+        """Remove a checkpoint's name. Its bytes stay until gc finds that nothing else uses them.
+
+        Raises:
+            UnknownNameError: no checkpoint has this name.
+            PinnedStepError: it is a step of a run, and pinned.
+        """
+        from tensor_dedup.store.checkpoints.runs import check_no_kept_step
+
+        def check() -> None:
+            check_no_kept_step(self._objects, name)
+
         with self._locked(), self._saying_near(name):
-            self._objects.drop_ref(check_name(name))
+            self._objects.drop_ref(check_name(name), check_name=check)
+
+    def check_deletable(self, name: str) -> None:
+        """Raise the error that `delete` would raise now."""
+        from tensor_dedup.store.checkpoints.runs import check_no_kept_step
+
+        self.check_exists(name)
+        with self._locked():
+            check_no_kept_step(self._objects, name)
 
     def check_exists(self, name: str) -> None:
         """Raise UnknownNameError, which suggests the nearest name, unless the checkpoint exists."""

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 import reads
-from tensor_dedup.analyze import analyze, digests, fusion, layers
+from tensor_dedup.analyze import analyze, digests, fusion
 from tensor_dedup.analyze.analysis import compare
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.errors import (
@@ -26,6 +26,7 @@ from tensor_dedup.errors import (
     FormatError,
     StoreError,
 )
+from tensor_dedup.layer_names import split
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.types import Fingerprint, TensorSpec
 
@@ -54,6 +55,7 @@ def test_by_hand(tmp_path: Path) -> None:
         [(la["name"], la["bytes"], la["shared_bytes"]) for la in c.pop("layers")]
         for c in found["checkpoints"]
     ]
+    assert [c.pop("leaf_shared_bytes") for c in found["checkpoints"]] == [0, 0]
     assert found["checkpoints"] == [
         {"path": a, "tensors": 3, "bytes": 12, "adds_bytes": 8, "changes": []},
         {"path": b, "tensors": 4, "bytes": 16, "adds_bytes": 4, "changes": ["added: y"]},
@@ -198,7 +200,7 @@ def _qwen2(minimum: int) -> Measured:
     ],
 )
 def test_the_layer_of_a_tensor(name: str, layer: str) -> None:
-    assert layers.split(name)[0] == layer
+    assert split(name)[0] == layer
 
 
 def test_a_layer_moved_to_another_number_is_still_shared_whole(tmp_path: Path) -> None:

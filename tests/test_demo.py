@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 import package_source
 import tiny_checkpoints as checkpoints
 from demonstration import __main__ as demo
-from demonstration import gallery, models, pictures, run, show
+from demonstration import gallery, models, pictures, process, resident, run, show
 from tensor_dedup.analyze import analyze
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.report import ModelReport
@@ -59,6 +59,21 @@ def test_own_checkpoints_answer_as_plain_vllm_and_share(tmp_path: Path) -> None:
             # All of it is cleared when it is made; vLLM rounds down to whole blocks.
             assert 500 << 20 < model["kv_cache"] <= 512 << 20
             assert model["added_pss"] > model["kv_cache"]
+
+
+def test_pages_that_were_written_through_a_descriptor_count_once_they_are_read(
+    tmp_path: Path,
+) -> None:
+    size = 8 << 20
+    file = tmp_path / "weights"
+    file.write_bytes(bytes(size))
+    module = torch.nn.Module()
+    flat = torch.from_file(str(file), shared=True, size=size // 4)
+    module.weight = torch.nn.Parameter(flat, requires_grad=False)
+    before = process.memory()["pss"]
+    assert file.stat().st_size == size
+    resident.read_pages(module)
+    assert process.memory()["pss"] - before >= size - (1 << 20)
 
 
 def side(*tokens: int) -> run.Side:

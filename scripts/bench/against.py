@@ -9,7 +9,7 @@ Diffusers loads two pipelines (multiples of a plain load in that process); *call
 Python and of C, that it makes for them. *checkpoints*: a run saves steps of which all, a tenth and
 nothing changed, and loads one. Each process measures its part once, with modules compiled before.
 Both trees alternate (A B, B A, ...), and ratios are of one pair. Prints a section of Markdown;
-`--write` puts it into docs/benchmarks.md.
+`--write` puts it into docs/benchmarks/tables.md.
 """
 
 import sys
@@ -69,7 +69,7 @@ def measured(part: str, tree: Path, inputs: Path) -> dict[str, float]:
 @click.option("--pairs", default=12, show_default=True)
 @click.option("--only", multiple=True, type=click.Choice(journeys.PARTS))
 @click.option("--work", type=click.Path(path_type=Path), help="Where inputs are made.")
-@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks.md.")
+@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks/tables.md.")
 def main(commit: str, pairs: int, only: tuple[str, ...], work: Path | None, write: bool) -> None:
     """Measure this tree against COMMIT."""
     rows = ["| | before | now | ratio | aim |", "| --- | --- | --- | --- | --- |"]

@@ -8,7 +8,7 @@
 `safetensors.torch.load_file` of a cached and of a cold file, and its copy into private memory.
 *requests*: look-ups a second under several clients. *plain*: tokens a second of real engines whose
 weights are in the form that processes can share. Prints a section of Markdown; `--write` puts it
-into docs/benchmarks.md.
+into docs/benchmarks/tables.md.
 """
 
 import sys
@@ -274,7 +274,7 @@ def decoding_plainly(work: Path, pairs: int) -> list[str]:
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder for the checkpoints [default: in the user's cache directory].",
 )
-@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks.md.")
+@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks/tables.md.")
 def main(
     size: int,
     tensors: int,

@@ -6,7 +6,8 @@
 One process, one run, the same models for all; in every round each method saves once, in an order
 drawn anew. TensorCAS's method is a small implementation of what its article describes
 (tensorcas_method.py), not their program. DVC runs when `--dvc` names its program, from an
-environment of its own. Prints a section of Markdown; `--write` puts it into docs/benchmarks.md.
+environment of its own. Prints a section of Markdown; `--write` puts it into
+docs/benchmarks/tables.md.
 What `--long` adds is a section of its own: `--only gpt2 --write` leaves the other as it is.
 """
 
@@ -66,7 +67,7 @@ _NOTES: Final = """\
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder for 3 GB, 15 with --long [default: in the user's cache directory].",
 )
-@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks.md.")
+@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks/tables.md.")
 def main(
     rounds: int,
     quick: bool,

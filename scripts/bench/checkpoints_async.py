@@ -5,7 +5,7 @@
 Trains ResNet-18 (122 tensors) on made images with its backbone frozen, and all of it, and saves
 model and optimizer after every step. In each round every way to save has its turn, in an order
 drawn anew. `--quick` shows that everything runs: its numbers say little. `--write` puts the section
-into docs/benchmarks.md instead of the one there.
+into docs/benchmarks/tables.md instead of the one there.
 """
 
 import sys
@@ -324,7 +324,7 @@ def _swept(bench: Bench, rounds: int, steps: int) -> Iterator[str]:
 @click.option("--steps", default=10, show_default=True, type=click.IntRange(min=1))
 @click.option("--quick", is_flag=True, help="Two rounds of few steps.")
 @click.option("--work", type=click.Path(path_type=Path, file_okay=False), help="Where to save.")
-@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks.md.")
+@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks/tables.md.")
 def main(rounds: int, steps: int, quick: bool, work: Path | None, write: bool) -> None:
     """Measure what saving takes from a training."""
     rounds, steps = (2, 2) if quick else (rounds, steps)

@@ -7,7 +7,7 @@ Two runs in one store: a network of which one layer changes with every step, and
 grows by two trees a step. The same number of tensors is loaded at every size of the store: of the
 network the latest step, of the ensemble the first, which has a hundred trees from the beginning.
 Each load is a new handle, as a new process would have; loads of all sizes take turns. Prints a
-section of Markdown; `--write` puts it into docs/benchmarks.md.
+section of Markdown; `--write` puts it into docs/benchmarks/tables.md.
 """
 
 import sys
@@ -84,7 +84,7 @@ def load(folder: Path, run: str, step: int) -> float:
 @click.option("--loads", default=15, show_default=True, type=click.IntRange(min=1))
 @click.option("--steps", default=(1, 100, 1000), show_default=True, multiple=True, type=int)
 @click.option("--work", type=click.Path(path_type=Path, file_okay=False), help="Where stores go.")
-@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks.md.")
+@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks/tables.md.")
 def main(loads: int, steps: tuple[int, ...], work: Path | None, write: bool) -> None:
     """Measure loads at several sizes of the store."""
     root = Path(tempfile.mkdtemp(prefix="checkpoints-load-", dir=work))

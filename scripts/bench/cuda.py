@@ -7,7 +7,7 @@
 file that is in no cache to the GPU, beside safetensors, fastsafetensors and the Run:ai streamer
 where they are installed, and the limits: reading the file, and copying pinned memory. *attach*: a
 resident model of 1, 4 and 14 GB. *forward*: products with shared and with private weights.
-Prints a section of Markdown, and names the GPU; `--write` puts it into docs/benchmarks.md.
+Prints a section of Markdown, and names the GPU; `--write` puts it into docs/benchmarks/tables.md.
 `--rehearse`: over the fake driver and tiny, to see that it runs; its figures mean nothing.
 """
 
@@ -300,7 +300,7 @@ def gpu_name(*, rehearsal: bool) -> str:
 @click.option("--only", type=click.Choice(PARTS), multiple=True)
 @click.option("--size", type=float, default=8.0, show_default=True, help="GiB of the file.")
 @click.option("--work", type=click.Path(file_okay=False, path_type=Path), default=None)
-@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks.md.")
+@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks/tables.md.")
 @click.option("--rehearse", is_flag=True, help="Over the fake driver, tiny.")
 def main(
     only: tuple[str, ...], size: float, work: Path | None, write: bool, rehearse: bool

@@ -4,7 +4,7 @@
 
 By the size of a step, by how often one is saved, by ranks; what a save consists of; what a write
 costs by a tensor's size; when each of the largest tensors is written. `--out` gets the raw results,
-`--write` puts the section into docs/benchmarks.md, the raw results beside it, and the headlines
+`--write` puts the section into docs/benchmarks/tables.md, the raw results beside it, the headlines
 into docs/seeds.md. torchsnapshot and DeepSpeed take part where they are installed.
 """
 
@@ -49,7 +49,7 @@ from bench.stats import DOCUMENT, Estimate, Section, estimate, machine, verdict,
 
 PACKAGES: Final = ("torch", "torchsnapshot", "deepspeed", "numpy", "xxhash", "blake3")
 RAW: Final = DOCUMENT.with_name("datastates.json")
-SEEDS: Final = DOCUMENT.with_name("seeds.md")
+SEEDS: Final = DOCUMENT.parents[1] / "seeds.md"
 ALL: Final = (
     NOTHING,
     TORCH,

@@ -3,7 +3,7 @@
     python scripts/bench/load.py [--pairs N | --quick] [--only NAME] [--work DIR] [--write]
 
 One process, one run. Both sides alternate (A B, B A, A B, ...) after the same preparation. Prints
-a section of Markdown; `--write` puts it into docs/benchmarks.md instead of the one there.
+a section of Markdown; `--write` puts it into docs/benchmarks/tables.md instead of the one there.
 """
 
 import sys
@@ -63,7 +63,7 @@ _NOTES = """\
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder for the checkpoints, 4 GB [default: in the user's cache directory].",
 )
-@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks.md.")
+@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks/tables.md.")
 def main(pairs: int, quick: bool, only: tuple[str, ...], work: Path | None, write: bool) -> None:
     """Measure loads against plain vLLM."""
     pairs = QUICK_PAIRS if quick else pairs

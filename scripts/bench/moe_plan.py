@@ -4,7 +4,7 @@
 
 As many layers and experts as large models have, of a few thousand numbers each: what counts here
 is how many tensors there are. Both sides alternate. Prints a section of Markdown; `--write` puts it
-into docs/benchmarks.md instead of the one there.
+into docs/benchmarks/tables.md instead of the one there.
 """
 
 import sys
@@ -120,7 +120,7 @@ def _again(path: Path) -> None:
     help="Folder for the checkpoints, 0.5 GB [default: in the user's cache directory].",
 )
 @click.option("--profile", is_flag=True, help="Profile instead, on the other stream.")
-@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks.md.")
+@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks/tables.md.")
 def main(pairs: int, only: tuple[str, ...], work: Path | None, profile: bool, write: bool) -> None:
     """Measure planning of large mixtures of experts."""
     folder = work or models.default_folder()

@@ -5,7 +5,7 @@
 One process, one run; both sides alternate (A B, B A, ...) after the same preparation. Two pipelines
 with the text encoder and VAE of Stable Diffusion 1.5 in true size and different tiny UNets, in
 float16, of random weights, each in files of its own. Prints a section of Markdown; `--write` puts
-it into docs/benchmarks.md instead of the one there.
+it into docs/benchmarks/tables.md instead of the one there.
 """
 
 import sys
@@ -58,7 +58,7 @@ _NOTES = """\
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder for the pipelines, 0.9 GB [default: in the user's cache directory].",
 )
-@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks.md.")
+@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks/tables.md.")
 def main(pairs: int, quick: bool, tiny: bool, work: Path | None, write: bool) -> None:
     """Measure two pipelines that have most of their weights in common."""
     pairs = QUICK_PAIRS if quick else pairs

@@ -30,6 +30,7 @@ import torch
 from safetensors.torch import save_file
 
 from tensor_dedup.analyze import Analysis, analyze
+from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.text_table import human
 
 Tensors = dict[str, torch.Tensor]
@@ -72,11 +73,15 @@ class Row:
 
     def cells(self) -> list[str]:
         source = _range([a.saving for a in self.analyses])
+        leaves = _range(
+            [(a.shared_bytes + a.leaf_shared_bytes) / a.total_bytes for a in self.analyses]
+        )
         final = _range([a.vllm.shared_bytes / a.total_bytes for a in self.analyses])
         return [
             self.workload,
             self.article,
             source,
+            leaves,
             final if self.language_model else "-",
             self.exact or "-",
             self.note,
@@ -128,12 +133,32 @@ def merged(base: Tensors, seed: int, change: Callable[[str], bool], rank: int = 
     }
 
 
+def grown(base: Tensors, seed: int, rows: int = 256) -> Tensors:
+    """The same model with more rows at the end of its embedding and head."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def more(tensor: torch.Tensor) -> torch.Tensor:
+        new = torch.randn(rows, tensor.shape[1], generator=generator) * 0.02
+        return torch.cat([tensor, new.to(tensor.dtype)])
+
+    longer = ("model.embed_tokens.weight", "lm_head.weight")
+    return {name: more(tensor) if name in longer else tensor for name, tensor in base.items()}
+
+
 def block_number(name: str) -> int:
     """The block of a tensor; after the last for norm and head, -1 for the embedding."""
     parts = name.split(".")
     if "layers" in parts:
         return int(parts[2])
     return -1 if "embed" in name else LAYERS
+
+
+def _grown_exactly(rows: int, vocabulary: int = 32000, hidden: int = 4096) -> str:
+    """What embedding and head of Llama-2-7B's size take with more rows: all of it, or by leaf."""
+    before, after = vocabulary * hidden * 2, (vocabulary + rows) * hidden * 2
+    own = after - before // LEAF_BYTES * LEAF_BYTES
+    mib = 1 << 20
+    return f"by leaf + {2 * own / mib:.0f} of {2 * after / mib:.0f} MiB"
 
 
 def _from_block(first: int) -> Callable[[str], bool]:
@@ -170,6 +195,13 @@ def language_rows(measure: Callable[[Tensors, Tensors], Analysis]) -> Iterator[R
         "not in it",
         [measure(base, merged(base, 3, _q_and_v))],
         "all blocks; k is equal and lost to the fused qkv",
+    )
+    yield Row(
+        "LLM: 256 new rows of vocabulary",
+        "not in it",
+        [measure(base, grown(base, 6))],
+        "all else equal; at this width embedding and head are smaller than a leaf",
+        exact=_grown_exactly(256),
     )
     yield Row(
         "LLM: full fine-tuning",
@@ -389,6 +421,7 @@ def main(real: bool, work: Path | None) -> None:
             "workload",
             "the article",
             "source tensors",
+            "by leaf",
             "in vLLM, fused",
             "true sizes",
             "what",

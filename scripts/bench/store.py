@@ -6,7 +6,7 @@
 One process, one run; in every round each method loads once, in an order drawn anew. Peers that are
 not installed are left out with the reason: pip install tensorfs fastsafetensors
 runai-model-streamer tensorizer. Prints a section of Markdown; `--write` puts it into
-docs/benchmarks.md instead of the one there.
+docs/benchmarks/tables.md instead of the one there.
 """
 
 import sys
@@ -55,7 +55,7 @@ _NOTES = """\
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder for six times the checkpoint [default: in the user's cache directory].",
 )
-@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks.md.")
+@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks/tables.md.")
 def main(
     pairs: int, quick: bool, only: tuple[str, ...], gb: float, work: Path | None, write: bool
 ) -> None:

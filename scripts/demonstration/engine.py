@@ -1,11 +1,11 @@
 """vLLM's part of a process of the demonstration. Imports this package only where it shares."""
 
-import ctypes
 import json
-import mmap
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from demonstration.resident import read_pages, resident
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -41,7 +41,11 @@ def load(path: str, config: dict[str, Any] | None, options: dict[str, Any]) -> "
 
 
 def facts(model: "LLM") -> dict[str, Any]:
-    """Measure the engine's KV cache, which its load has added too."""
+    """Read every page of every parameter: the kernel counts only pages that were used.
+
+    Then measure the engine's KV cache, which its load has added too.
+    """
+    model.apply_model(read_pages)
     return {"kv_cache": kv_cache(model)}
 
 
@@ -89,16 +93,4 @@ def kv_cache(engine: "LLM") -> int:
                     storages[storage.data_ptr()] = storage.nbytes()
 
     engine.apply_model(look)
-    return sum(_resident(address, nbytes) for address, nbytes in storages.items() if nbytes)
-
-
-def _resident(address: int, nbytes: int) -> int:
-    """Bytes of the pages of this range that are in memory."""
-    page = mmap.PAGESIZE
-    start = address // page * page
-    pages = -(-(address + nbytes - start) // page)
-    flags = ctypes.create_string_buffer(pages)
-    libc = ctypes.CDLL("libc.so.6", use_errno=True)
-    if libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * page), flags):
-        return 0
-    return page * sum(byte & 1 for byte in flags.raw[:pages])
+    return sum(resident(address, nbytes) for address, nbytes in storages.items() if nbytes)

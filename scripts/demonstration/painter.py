@@ -4,6 +4,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from demonstration.resident import read_pages
+
 PROMPT = "a cat in a hat"
 STEPS = 4
 
@@ -39,11 +41,8 @@ def facts(model: Any) -> dict[str, Any]:
     import torch
 
     for component in model.components.values():
-        for parameter in component.parameters() if isinstance(component, torch.nn.Module) else ():
-            flat = torch.empty(0, dtype=torch.uint8).set_(
-                parameter.untyped_storage(), 0, (parameter.untyped_storage().nbytes(),), (1,)
-            )
-            flat[:: 1 << 12].sum()
+        if isinstance(component, torch.nn.Module):
+            read_pages(component)
     return {}
 
 

@@ -21,10 +21,10 @@ def show(
     """Print what each load did, what both sides cost, and whether they said the same."""
     console.print(_loads_table(names, shared))
     console.print(_beside_table(names, plain, shared))
-    console.print(
-        "Memory: what a load added (PSS) beside its KV cache; the first has what engines need once."
-    )
+    console.print("Memory: what a load added (PSS) beside its KV cache, every page of it read.")
+    console.print("The first model's row also has what engines need once.")
     console.print(_costs_table(plain, shared))
+    console.print("PSS counts a page once, RSS once for each model of the process that maps it.")
     verdicts = equal_tokens(plain, shared)
     tokens = sum(len(answer) for side in plain.answers for answer in side["tokens"])
     if all(verdicts):

@@ -117,6 +117,33 @@ def combine(nbytes: int, leaves: Sequence[bytes]) -> str:
     return tree.hexdigest()
 
 
+def leaf_places(start: int, nbytes: int) -> list[tuple[int, int]]:
+    """Return where the leaves of `nbytes` bytes at `start` are, and their sizes.
+
+    One leaf alone is no leaf of anything: for up to LEAF_BYTES the result is empty.
+    """
+    if nbytes <= LEAF_BYTES:
+        return []
+    return [(start + at, min(LEAF_BYTES, nbytes - at)) for at in range(0, nbytes, LEAF_BYTES)]
+
+
+def digests_by_place(
+    start: int, nbytes: int, leaves: Sequence[bytes]
+) -> dict[tuple[int, int], str]:
+    """Return the digest of `nbytes` bytes at `start` and, of more than one leaf, of each of these.
+
+    A leaf's is the digest that its bytes have by themselves: who remembers the digests of ranges
+    remembers leaves as any other range.
+
+    Raises:
+        IntegrityError: as `combine`.
+    """
+    found = {(start, nbytes): combine(nbytes, leaves)}
+    for place, leaf in zip(leaf_places(start, nbytes), leaves, strict=False):
+        found[place] = combine(place[1], [leaf])
+    return found
+
+
 class StreamDigest:
     """The digest of bytes that arrive in pieces of any size. One thread at a time.
 
@@ -171,8 +198,11 @@ class StreamDigest:
             )
         if self._flat is not None:
             return f"{self._algorithm}:{self._flat.hexdigest()}"
-        partial = [self._leaf.digest()] if self._seen % LEAF_BYTES else []
-        return combine(self._seen, self._leaves + partial)
+        return combine(self._seen, self.leaves())
+
+    def leaves(self) -> list[bytes]:
+        """Return the leaf digests of all bytes so far, with blake3; more may follow."""
+        return self._leaves + ([self._leaf.digest()] if self._seen % LEAF_BYTES else [])
 
 
 class _Hasher(Protocol):

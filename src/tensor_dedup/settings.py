@@ -10,6 +10,7 @@ The option of a verb and the environment count before both.
 
 import os
 import tomllib
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
@@ -27,10 +28,23 @@ _KEYS: Final = (*_PATHS, "budget")
 
 
 def files() -> list[Path]:
-    """Return the configuration files that are there, the one that counts first before the other."""
+    """Return the configuration files that are there, the one that counts first before the other.
+
+    Raises:
+        ConfigError: the environment names a file that is not there.
+    """
     named = os.environ.get(ENVIRONMENT)
+    if named and not Path(named).exists():
+        what = f"{ENVIRONMENT} names it, and it is not there; correct or unset the variable"
+        raise ConfigError(f"{named}: {what}", file=named)
     own = Path(named) if named else platformdirs.user_config_path("tensor-dedup") / FILE
-    return [path for path in (Path(FILE).absolute(), own) if path.is_file()]
+    found = []
+    for path in (Path(FILE), own):
+        # A working folder that is gone, or that another user may not enter, holds none for us.
+        with suppress(PermissionError, FileNotFoundError):
+            if path.is_file():
+                found.append(path.absolute())
+    return found
 
 
 def configured_path(key: str) -> Path | None:
@@ -42,7 +56,8 @@ def configured_path(key: str) -> Path | None:
     for file in files():
         value = _read(file).get(key)
         if value is not None:
-            return file.parent / Path(value).expanduser()
+            path: Path = file.parent / value
+            return path
     return None
 
 
@@ -69,11 +84,21 @@ def _read(file: Path) -> dict[str, Any]:
             near = get_close_matches(key, _KEYS, 1)
             advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(_KEYS)}"
             raise _wrong(file, key, "is no setting", advice)
-        if key in _PATHS and (not isinstance(value, str) or not value):
-            raise _wrong(file, key, f"is {value!r}", 'give a path as text, as in "/data/store"')
-        if key == "budget" and (isinstance(value, bool) or parse_size(str(value)) is None):
+        if key in _PATHS:
+            found[key] = _path(file, key, value)
+        if key == "budget" and (isinstance(value, bool) or not parse_size(str(value))):
             raise _wrong(file, key, f"is {value!r}", 'give a size, for example "32GiB"')
     return found
+
+
+def _path(file: Path, key: str, value: object) -> Path:
+    if not isinstance(value, str) or not value:
+        raise _wrong(file, key, f"is {value!r}", 'give a path as text, as in "/data/store"')
+    try:
+        return Path(value).expanduser()
+    except RuntimeError as error:  # of a user who is none, or has no home
+        advice = "there is no such home; write the path in full"
+        raise _wrong(file, key, f"is {value!r}", advice) from error
 
 
 def _wrong(file: Path, key: str, what: str, advice: str) -> ConfigError:

@@ -43,8 +43,8 @@ from tensor_dedup.store.locks import sweep
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.reading.reader import StoredPieces
 from tensor_dedup.store.writing.containers import ContainerWriter, NewPiece
-from tensor_dedup.store.writing.encoder import EncodedWriter, Plan
-from tensor_dedup.store.writing.hashing import Hasher
+from tensor_dedup.store.writing.deltas import EncodedWriter, LeafSharing, Plan
+from tensor_dedup.store.writing.hashing import Hashed, Hasher
 from tensor_dedup.store.writing.transaction import BatchTransaction, SyncedFolders
 
 if TYPE_CHECKING:
@@ -386,6 +386,10 @@ class _InFile:
     def nbytes(self) -> int:
         return self.record.nbytes
 
+    @property
+    def leaves(self) -> bytes:
+        return self.record.leaves
+
     def read(self, start: int, stop: int) -> memoryview:
         view = memoryview(bytearray(stop - start))
         self.files.pread(self.source, view, self.record.offset + start)
@@ -422,8 +426,11 @@ class _Rewriting:
             near = job.first.bases(self.objects, self.index, tensors)
             tensors = [self._in_file(each.left.against(near.get(each.name))) for each in tensors]
         bases = {base for base in (self._before(each.left) for each in tensors) if base is not None}
+        # What they are stored against must stay, and nothing of this container does.
+        without = self.records.keys() | {d for each in self.superseded for d in each.deltas}
         with (
             closing(StoredPieces(self.objects, self.index, bases)) as pieces,
+            closing(LeafSharing(self.objects, self.index, without)) as sharing,
             BatchTransaction(self.objects, self.index, self.hasher, SyncedFolders()) as changes,
         ):
             encoded = changes.own(EncodedWriter(self.objects, self.hasher))
@@ -432,7 +439,7 @@ class _Rewriting:
             for tensor in tensors:
                 if tensor.left.digest not in done:
                     stand_still()
-                    if self._encode(tensor, encoded, deltas, pieces, stand_still):
+                    if self._encode(tensor, encoded, deltas, pieces, sharing, stand_still):
                         done.add(tensor.left.digest)
             if not done:
                 return None
@@ -456,10 +463,15 @@ class _Rewriting:
         encoded: EncodedWriter,
         deltas: Deltas,
         pieces: StoredPieces,
+        sharing: LeafSharing,
         stand_still: Callable[[], None],
     ) -> bool:
-        record, before = tensor.record, self._before(tensor.left)
-        anchor, stored = deltas.anchor(record.digest, record.nbytes, before, pieces)
+        record, before, alike = tensor.record, self._before(tensor.left), None
+        if record.digest not in self.needed:
+            hashed = Hashed(record.digest, record.leaves)
+            found = sharing.find([(hashed, record.nbytes)], readable=True)
+            alike = found.get(record.digest)
+        anchor, stored = deltas.anchor(tensor, record.digest, before, pieces, alike)
         if anchor is not None and not self._stays(anchor.digest):
             anchor, stored = None, 0
         plan: Plan | None = deltas.plan(tensor, anchor, stored)

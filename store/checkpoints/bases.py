@@ -40,6 +40,10 @@ class Candidate(Protocol):
     def nbytes(self) -> int:
         """Its size in bytes."""
 
+    @property
+    def leaves(self) -> bytes:
+        """Its concatenated leaf digests."""
+
     def read(self, start: int, stop: int) -> memoryview:
         """Return some of its bytes, which need not be verified."""
 

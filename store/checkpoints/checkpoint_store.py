@@ -139,8 +139,8 @@ class CheckpointStore:
         After each save, steps that no rule keeps are deleted. The rules keep the `keep_last` steps
         that were saved last, the multiples of `keep_every`, and by `keep_best=(metric, count, "min"
         or "max")` the best ones by a metric. Pinned steps and the one just saved stay, and without
-        a rule all do. So they do while no step has the metric of `keep_best`; the first save
-        without it logs a warning, since its name may be misspelt.
+        a rule all do. So they do while no step has the metric of `keep_best`, or all have NaN; the
+        first save without it logs a warning, since its name may be misspelt.
 
         `config` (a folder, or texts by path) is kept with each step, so that engines can load
         `store://RUN@STEP`. When the model is only a part of what is saved, as in `{"model": ...,
@@ -149,7 +149,9 @@ class CheckpointStore:
         New tensors are stored encoded where that saves a tenth. With `compress="auto"` a save
         leaves what takes long to a thread that works while no save runs; `close` and `gc` wait for
         it, and what is not encoded when a program ends without `close` stays as it was saved. With
-        "always" each save encodes everything, with None nothing is encoded.
+        "always" each save encodes everything, with None nothing is encoded. In any case, leaves
+        (2 MiB) that a tensor has in common with a stored one, at the same offset, are not stored
+        again where that saves a tenth.
 
         The first step of a run is stored against the checkpoint of the store called `base`, an
         import or a step of another run; without one, the nearest is found by comparing samples.

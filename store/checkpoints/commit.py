@@ -64,7 +64,7 @@ from tensor_dedup.store.writing.containers import (
     hash_pieces,
     kind_for,
 )
-from tensor_dedup.store.writing.encoder import EncodedWriter
+from tensor_dedup.store.writing.deltas import EncodedWriter, LeafSharing
 from tensor_dedup.store.writing.hashing import Hasher, change_hashes
 from tensor_dedup.store.writing.transaction import BatchTransaction, SyncedFolders
 
@@ -85,8 +85,11 @@ class PieceWriter:
         hasher: Hasher,
         transaction: BatchTransaction,
         encoding: Encoding | None,
+        sharing: LeafSharing,
+        deltas: Deltas,
     ) -> None:
         self._objects, self._index = objects, index
+        self._sharing, self._deltas = sharing, deltas
         self._hasher, self._transaction, self._encoding = hasher, transaction, encoding
         self._writers = {
             kind: transaction.own(ContainerWriter(objects, hasher, kind))
@@ -128,8 +131,24 @@ class PieceWriter:
     def _write(self, pieces: list[Fresh]) -> None:
         if self._encoding is not None:
             pieces = self._encoding.encode(self._encoder, pieces)
+        else:
+            pieces = self._write_by_leaf(pieces)
         for piece in pieces:
             self._writers[kind_for(piece.view.nbytes)].put(piece)
+
+    def _write_by_leaf(self, pieces: list[Fresh]) -> list[Fresh]:
+        """Store the pieces of which most is stored already; return the others."""
+        alike = self._sharing.find((piece.hashed, piece.nbytes) for piece in pieces)
+        others = []
+        for piece in pieces:
+            anchor = alike.get(piece.hashed.digest)
+            plan = None if anchor is None else self._deltas.plan_by_leaf(piece, anchor)
+            if plan is None:
+                others.append(piece)
+            else:
+                stored = self._encoder.put_by_leaf(piece, plan)
+                self._deltas.stored(piece, plan, stored)
+        return others
 
     def find(self, elsewhere: Mapping[bytes, StoredPiece]) -> dict[bytes, StoredPiece]:
         """Return the places of pieces whose bytes are not in memory.
@@ -452,12 +471,16 @@ class Saver:
             last, self._last = self._last, LastStep()  # an error leaves none: the next save asks
             with self._cache.session() as (index, hasher):
                 order = self._order_of(step.notes.run)
-                encoding = self._encoding(index, last, order, step.notes)
+                sharing = LeafSharing(self._objects, index, self._encoder.superseded().keys())
+                encoding = self._encoding(index, last, order, step.notes, sharing)
                 with (
+                    closing(sharing),
                     closing(encoding) if encoding is not None else nullcontext(),
                     BatchTransaction(self._objects, index, hasher, self._synced) as transaction,
                 ):
-                    writer = PieceWriter(self._objects, index, hasher, transaction, encoding)
+                    writer = PieceWriter(
+                        self._objects, index, hasher, transaction, encoding, sharing, self._deltas
+                    )
                     work = _Commit(self._objects, hasher, writer, transaction, last, order)
                     manifest = work.run(step)
             self._last = self._shown = work.next
@@ -482,7 +505,12 @@ class Saver:
         return self._order if run == self._order.run else StepOrder(self._objects, run)
 
     def _encoding(
-        self, index: StoreIndex, last: LastStep, order: StepOrder, notes: Notes
+        self,
+        index: StoreIndex,
+        last: LastStep,
+        order: StepOrder,
+        notes: Notes,
+        sharing: LeafSharing,
     ) -> Encoding | None:
         if self._compress is None:
             return None
@@ -498,7 +526,7 @@ class Saver:
 
         defer = self._compress == "auto"
         first = FirstStep(notes.run, notes.part, self._base)
-        return Encoding(self._objects, index, self._deltas, before, first, defer=defer)
+        return Encoding(self._objects, index, self._deltas, before, first, sharing, defer=defer)
 
 
 class _Commit:

@@ -11,9 +11,13 @@ while.
 
 A save encodes what takes no time: small tensors, a little of large ones, and those of which samples
 have said that few numbers change. The rest it stores as it is and leaves to `BackgroundEncoder`.
+
+Leaves that an anchor has at the same place take no space, encoded or not. Where nothing is encoded
+this is all that is saved, and the same rule says when a tensor is stored as a whole again.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, TypeAlias
@@ -28,12 +32,20 @@ from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading.reader import StoredPieces
 from tensor_dedup.store.writing.containers import PACK_BELOW, Fresh
-from tensor_dedup.store.writing.encoder import (
-    ENCODE_FROM,
+from tensor_dedup.store.writing.deltas import (
     Anchor,
     EncodedWriter,
+    LeafSharing,
     Plan,
+    anchor_of,
+    own_bytes,
+    plan_of,
+)
+from tensor_dedup.store.writing.encoder import (
+    ENCODE_FROM,
     element_width,
+    is_mostly,
+    samples_by_leaf,
 )
 
 Compress: TypeAlias = Literal["auto", "always"] | None
@@ -163,29 +175,52 @@ class Deltas:
         """Return how to encode a tensor, or None; `anchor_bytes` is the stored anchor's size."""
         made = self._decisions.get(piece.name)
         against = anchor.digest if anchor is not None else None
+        begin = made is not None and made.left < 0
         if made is None or made.left <= 0 or made.anchored != (against is not None):
             made = self._decide(piece, anchor, made)
         made.left -= 1
-        choice = made.choice
-        if choice is None:
-            return None
-        if choice.codec.against_base and made.anchor != against:
+        plan = plan_of(made.choice, None if begin else anchor, piece.nbytes, piece.leaves)
+        if plan is not None and plan.anchor is not None and made.anchor != against:
             made.anchor, made.spent, made.steps = against, anchor_bytes, 1
-        return Plan(choice, anchor if choice.codec.against_base else None)
+        return plan
+
+    def plan_by_leaf(self, piece: Candidate, anchor: Anchor) -> Plan | None:
+        """Return how to store a tensor without encoding it, or None to store all of it."""
+        made = self._decisions.get(piece.name)
+        if made is not None and made.left < 0:
+            del self._decisions[piece.name]  # another anchor begins
+            return None
+        plan = plan_of(None, anchor, piece.nbytes, piece.leaves)
+        if plan is not None and (made is None or made.anchor != anchor.digest):
+            made = _Decision(None, 1, 1, True, anchor.digest, anchor.nbytes, 1)
+            self._decisions[piece.name] = made
+        return plan
 
     def anchor(
-        self, digest: bytes, nbytes: int, before: bytes | None, pieces: StoredPieces
+        self,
+        piece: Candidate,
+        digest: bytes,
+        before: bytes | None,
+        pieces: StoredPieces,
+        alike: Anchor | None,
     ) -> tuple[Anchor | None, int]:
-        """Return what a tensor may be stored against, and the bytes that takes on disk."""
-        found = None if before is None else pieces.anchor(before)
+        """Return what a tensor may be stored against, and the bytes that takes on disk.
+
+        That is the anchor of the tensor `before`, if it has the same size, or what is `alike`: an
+        anchor that has leaves in common with it. The latter comes first where it has most leaves.
+        """
+        found = None if before is None else anchor_of(pieces, before)
         # Somebody else may have saved the same since it was looked up: nothing is against itself.
-        if found is None or found == digest:
+        if found is not None and (found.digest == digest or found.nbytes != piece.nbytes):
+            found = None
+        if alike is not None and (found is None or is_mostly(alike, piece.leaves)):
+            found = alike
+        if found is None or found.pieces is None:
             return None, 0
-        records = [record for record in pieces.records(found) if record.base is None]
-        if not records or records[0].nbytes != nbytes:
-            return None, 0
-        stored = min(record.stored for record in records)
-        return KeptAnchor(found, nbytes, pieces, self.anchors), stored
+        records = [each for each in found.pieces.records(found.digest) if each.base is None]
+        stored = min((record.stored for record in records), default=found.nbytes)
+        kept = KeptAnchor(found.digest, found.nbytes, found.leaves, found.pieces, self.anchors)
+        return kept, stored
 
     def pays(self, name: str) -> bool:
         """Return whether encoding a tensor of this name is known to be worth a wait."""
@@ -224,7 +259,18 @@ def _quick(choice: CodecChoice) -> bool:
 
 
 def _samples(piece: Candidate, anchor: Anchor | None) -> Iterator[Sample]:
-    """Two samples of the leaf in the middle: only one leaf of the anchor has to be read."""
+    """Two samples of the leaf in the middle: only one leaf of the anchor has to be read.
+
+    Where leaves are the anchor's, the samples are of others.
+    """
+    if anchor is not None and any(anchor.in_common(piece.leaves)):
+        with suppress(CorruptTensorError, MissingObjectError):
+
+            def read(start: int, stop: int) -> memoryview:
+                return memoryview(bytes(piece.read(start, stop)))
+
+            yield from samples_by_leaf(read, piece.nbytes, piece.leaves, anchor, _SAMPLE_BYTES)
+            return
     nbytes, width = piece.nbytes, element_width(piece.dtype)
     first = nbytes // LEAF_BYTES // 2 * LEAF_BYTES
     last = min(first + LEAF_BYTES, nbytes)
@@ -255,10 +301,11 @@ class Encoding:
         deltas: Deltas,
         before: Callable[[], Mapping[str, bytes]],
         first: FirstStep,
+        sharing: LeafSharing,
         *,
         defer: bool,
     ) -> None:
-        self._objects, self._index = objects, index
+        self._objects, self._index, self._sharing = objects, index, sharing
         self._deltas, self._defer = deltas, defer
         self._before = cache(before)
         self.first = first
@@ -273,22 +320,33 @@ class Encoding:
         """Encode and store the pieces that get smaller; return the others."""
         done = self._encode_small(writer, fresh)
         fit = [p for p in fresh if p.dtype is not None and p.nbytes >= ENCODE_FROM]
-        now = self._chosen(fit) if self._defer else fit
+        wanted = ((piece.hashed, piece.nbytes) for piece in fit)
+        alike = self._sharing.find(wanted, readable=True)
+        now = self._chosen(fit, alike) if self._defer else fit
         if now:
-            done |= self._encode_large(writer, now)
+            done |= self._encode_large(writer, now, alike)
         later = {piece.change_hash for piece in fit} - {piece.change_hash for piece in now}
         self.left += [self._left(piece) for piece in fit if piece.change_hash in later]
         return [piece for piece in fresh if piece.change_hash not in done]
 
-    def _chosen(self, fit: Sequence[Fresh]) -> list[Fresh]:
+    def _chosen(self, fit: Sequence[Fresh], alike: Mapping[bytes, Anchor]) -> list[Fresh]:
         """What is encoded by the save itself."""
-        now = [piece for piece in fit if self._deltas.pays(piece.name)]
+        now = [piece for piece in fit if self._deltas.pays(piece.name) or self._few(piece, alike)]
         others = sum(piece.nbytes for piece in fit) - sum(piece.nbytes for piece in now)
         if others > self._budget:
             self._budget = 0
             return now
         self._budget -= others
         return list(fit)
+
+    def _few(self, piece: Fresh, alike: Mapping[bytes, Anchor]) -> bool:
+        """Whether few leaves of a tensor are new; the budget is then less by these."""
+        anchor = alike.get(piece.hashed.digest)
+        plan = plan_of(None, anchor, piece.nbytes, piece.leaves)
+        new = piece.nbytes if plan is None else own_bytes(plan, piece.nbytes)
+        few = plan is not None and new <= self._budget
+        self._budget -= new if few else 0
+        return few
 
     @property
     def is_first(self) -> bool:
@@ -308,14 +366,16 @@ class Encoding:
                 done.add(piece.change_hash)
         return done
 
-    def _encode_large(self, writer: EncodedWriter, fit: Sequence[Fresh]) -> set[bytes]:
+    def _encode_large(
+        self, writer: EncodedWriter, fit: Sequence[Fresh], alike: Mapping[bytes, Anchor]
+    ) -> set[bytes]:
         if self._bases is None:
             found = self.first.bases(self._objects, self._index, fit) if self.is_first else {}
             self._bases = found or self._before()
         pieces, planned, done = self._opened(), [], set()
         for piece in fit:
-            before = self._bases.get(piece.name)
-            anchor, nbytes = self._deltas.anchor(piece.hashed.digest, piece.nbytes, before, pieces)
+            before, digest = self._bases.get(piece.name), piece.hashed.digest
+            anchor, nbytes = self._deltas.anchor(piece, digest, before, pieces, alike.get(digest))
             plan = self._deltas.plan(piece, anchor, nbytes)
             if plan is not None:
                 planned.append((piece, plan))

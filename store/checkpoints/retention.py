@@ -78,22 +78,22 @@ class Retention:
         """Return the steps to delete when `saved` has just been saved.
 
         That one stays, and so do the `kept` ones. `order` is the order of saving; `last` keeps the
-        last steps of it that are in `metrics`. While no step has the metric of `best`, all stay:
-        its name may be misspelt, and then the other rules delete what was to be kept.
+        last steps of it that are in `metrics`. While no step has a number as the metric of `best`,
+        all stay: its name may be misspelt, and the other rules would delete what was to be kept.
         """
         if not self.any:
             return []
-        if self.best is not None and not any(self.best[0] in found for found in metrics.values()):
-            return []
         steps = sorted(metrics)
         staying = {saved, *kept}
+        if self.best is not None:
+            metric, count, mode = self.best
+            if not (best := ranked(metrics, metric, mode)[:count]):
+                return []
+            staying.update(best)
         if self.last is not None:
             staying.update([step for step in order if step in metrics][-self.last :])
         if self.every is not None:
             staying.update(step for step in steps if step % self.every == 0)
-        if self.best is not None:
-            metric, count, mode = self.best
-            staying.update(ranked(metrics, metric, mode)[:count])
         return [step for step in steps if step not in staying]
 
 

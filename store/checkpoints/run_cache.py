@@ -29,7 +29,7 @@ from tensor_dedup.store.index import StoreIndex, open_index
 from tensor_dedup.store.locks import session
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.writing.containers import PACK_BELOW
-from tensor_dedup.store.writing.encoder import Anchor
+from tensor_dedup.store.writing.deltas import Anchor
 from tensor_dedup.store.writing.hashing import Hasher
 
 Row: TypeAlias = tuple[bytes, str | None, str | None, tuple[int, ...] | None]
@@ -212,7 +212,7 @@ class AnchorMemory:
             known = self._leaves.get(key)
         if known is not None and len(known) == stop - start:
             return known
-        data = anchor.pieces.read_piece(anchor.digest, start, stop, anchor.nbytes)
+        data = Anchor.read(anchor, start, stop)
         with self._lock:
             if key not in self._leaves and self._nbytes + len(data) <= self._most:
                 self._leaves[key] = data
@@ -224,7 +224,7 @@ class AnchorMemory:
 class KeptAnchor(Anchor):
     """An anchor whose decoded leaves are kept in memory. Raises the errors of Anchor."""
 
-    memory: AnchorMemory
+    memory: AnchorMemory = field(default_factory=AnchorMemory)
 
     def read(self, start: int, stop: int) -> bytearray:
         """Return a verified leaf of the anchor."""

@@ -288,6 +288,13 @@ def check_not_kept(objects: Objects, run: str, step: int) -> None:
         raise PinnedStepError.at(objects.layout.root, what, run=run, step=step)
 
 
+def check_no_kept_step(objects: Objects, name: str) -> None:
+    """Raise PinnedStepError if this is the name of a step that is pinned; as `check_not_kept`."""
+    found = parse_step_name(name)
+    if found is not None and not found.kept:
+        check_not_kept(objects, found.run, found.step)
+
+
 def run_names(objects: Objects) -> list[str]:
     """Return the names of the runs in a store. An import under a step's name makes no run.
 

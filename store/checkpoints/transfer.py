@@ -12,7 +12,8 @@ read, encoded ones as they can be read from the copy.
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import Self
+from functools import partial
+from typing import Protocol, Self
 
 import msgspec
 
@@ -23,14 +24,11 @@ from tensor_dedup.store.errors import (
     CorruptTensorError,
     LostHitError,
     MissingObjectError,
-    is_unreadable,
 )
-from tensor_dedup.store.files import Handle
 from tensor_dedup.store.format.tables import ENCODED, PLAIN, Record
 from tensor_dedup.store.index import PieceLocation, StoreIndex
 from tensor_dedup.store.objects import ContainerId, Objects
-from tensor_dedup.store.reading.decoding import read_chunk, read_head
-from tensor_dedup.store.reading.reader import StoredPieces
+from tensor_dedup.store.reading.decoding import decode_leaf, read_chunk, read_head
 from tensor_dedup.store.writing.containers import (
     PACK_BELOW,
     ContainerWriter,
@@ -46,6 +44,25 @@ _BLOCK_BYTES = 4 * LEAF_BYTES
 _CONTAINER_BYTES = 256 << 20
 
 
+class PieceSource(Protocol):
+    """Where pieces are copied from: a store (`StoredPieces`), or a remote. Any thread may read."""
+
+    def own_places(self, digest: bytes) -> list[tuple[ContainerId, Record]]:
+        """Return the copies of a piece, unread."""
+
+    def records(self, digest: bytes) -> list[Record]:
+        """Return the records of a piece; none where it is not there."""
+
+    def read_stored(self, container: ContainerId, offset: int, view: memoryview) -> bool:
+        """Fill `view` with bytes of a container as they are stored; False where that fails."""
+
+    def read_leaf(self, digest: bytes, start: int, view: memoryview) -> bytes:
+        """Fill `view` with the verified leaf at `start` of a piece, and return its digest."""
+
+    def read_piece_into(self, digest: bytes, start: int, view: memoryview, nbytes: int) -> bytes:
+        """Fill `view` with verified whole leaves of a piece, and return their digests."""
+
+
 class Transfer:
     """One checkpoint on its way into a store, in a session of it. One thread.
 
@@ -54,15 +71,25 @@ class Transfer:
     """
 
     def __init__(
-        self, objects: Objects, index: StoreIndex, hasher: Hasher, settled: set[ContainerId]
+        self,
+        objects: Objects,
+        index: StoreIndex,
+        hasher: Hasher,
+        settled: set[ContainerId],
+        container_bytes: int = _CONTAINER_BYTES,
     ) -> None:
-        """Begin to copy; `settled` has the containers whose names are durable, and gets more."""
+        """Begin to copy; `settled` has the containers whose names are durable, and gets more.
+
+        A container is complete when it has `container_bytes`.
+        """
+        self._container_bytes = container_bytes
         self._objects, self._index, self._hasher = objects, index, hasher
         self._settled = settled
         self._undo = ExitStack()
         self._transaction = self._undo.enter_context(OrderedTransaction(objects, index))
         self._writers: dict[str, _CopyWriter] = {}
         self._wanted: Mapping[bytes, int] = {}
+        self._sizes: Mapping[bytes, int] = {}
         self._sent: dict[bytes, bool] = {}  # and whether as what a delta may be against
         self.sent_bytes = 0
 
@@ -72,17 +99,33 @@ class Transfer:
     def __exit__(self, *_: object) -> None:
         self._undo.close()
 
-    def missing(self, wanted: Mapping[bytes, int]) -> list[bytes]:
+    def missing(self, wanted: Mapping[bytes, int], *, gather: bool = True) -> list[bytes]:
         """Return which of these pieces (their sizes by digest) have to be sent, in their order.
 
-        Small ones that lie in too many containers are sent again, together, as a save does it.
+        With `gather`, small ones that lie in too many containers are sent again, together, as a
+        save does it.
         """
         self._wanted = {digest: nbytes for digest, nbytes in wanted.items() if nbytes}
         held = self._index.find(self._wanted)
+        if not gather:
+            return [digest for digest in self._wanted if digest not in held]
         scattered = _scattered({d: held[d] for d, n in self._wanted.items() if d in held}, wanted)
         return [digest for digest in self._wanted if digest not in held or digest in scattered]
 
-    def send(self, source: StoredPieces, digests: Collection[bytes]) -> None:
+    def expect(self, sizes: Mapping[bytes, int]) -> None:
+        """Take note of the sizes of pieces to send beside those of the checkpoint: anchors."""
+        self._sizes = {**sizes}
+
+    def complete(self) -> None:
+        """Make what was sent so far durable and known to the index; no name refers to it yet."""
+        for writer in self._writers.values():
+            container = writer.finish()
+            if container is not None:
+                self._transaction.add_container(container)
+        self._writers.clear()
+        self._index.refresh()
+
+    def send(self, source: PieceSource, digests: Collection[bytes]) -> None:
         """Copy pieces of another store, which `source` has open.
 
         Raises:
@@ -90,7 +133,7 @@ class Transfer:
         """
         for digest in digests:
             if digest not in self._sent:
-                self._send(source, digest, self._wanted[digest])
+                self._send(source, digest, self._sizes.get(digest) or self._wanted[digest])
 
     def publish(
         self,
@@ -98,6 +141,8 @@ class Transfer:
         manifest: str,
         blobs: Mapping[str, bytes],
         check_name: Callable[[], None],
+        *,
+        replace: bool = True,
     ) -> None:
         """Make it all durable and commit it as `name`; `blobs` are pages and manifest, by name.
 
@@ -105,10 +150,13 @@ class Transfer:
 
         Raises:
             LostHitError: a piece that was there is gone.
+            NameTakenError: the name exists, and `replace` is off.
         """
         for part, blob in blobs.items():
             self._transaction.add_object(part, blob)
-        self._transaction.commit(name, manifest, check_hits=self._check_hits, check_name=check_name)
+        self._transaction.commit(
+            name, manifest, replace=replace, check_hits=self._check_hits, check_name=check_name
+        )
 
     def _check_hits(self) -> None:
         held = self._index.find(self._wanted)
@@ -123,7 +171,7 @@ class Transfer:
         self._settled |= containers
 
     def _send(
-        self, source: StoredPieces, digest: bytes, nbytes: int, *, as_anchor: bool = False
+        self, source: PieceSource, digest: bytes, nbytes: int, *, as_anchor: bool = False
     ) -> None:
         encoded = [
             place
@@ -133,7 +181,7 @@ class Transfer:
         for container, record in sorted(encoded, key=lambda place: place[1].stored)[:1]:
             with suppress(CorruptTensorError, MissingObjectError):  # then any other copy will do
                 if record.base is not None:
-                    self._bring_anchor(source, record.base, nbytes)
+                    self._bring_anchor(source, record.base)
                 if self._writer(ENCODED).copy_encoded(source, container, record):
                     self._sent[digest] = record.base is None
                     self.sent_bytes += record.stored
@@ -142,14 +190,18 @@ class Transfer:
         self._sent[digest] = True
         self.sent_bytes += nbytes
 
-    def _bring_anchor(self, source: StoredPieces, digest: bytes, nbytes: int) -> None:
+    def _bring_anchor(self, source: PieceSource, digest: bytes) -> None:
         there = any(place.base is None for place in self._index.find({digest}).get(digest, ()))
         if not there and not self._sent.get(digest):
-            self._send(source, digest, nbytes, as_anchor=True)
+            sizes = [record.nbytes for record in source.records(digest)]
+            if not sizes:
+                what = f"no container holds {digest.hex()}, which others are stored against"
+                raise MissingObjectError.at(self._objects.layout.root, what)
+            self._send(source, digest, sizes[0], as_anchor=True)
 
     def _writer(self, kind: str) -> "_CopyWriter":
         writer = self._writers.get(kind)
-        if writer is not None and writer.data_bytes >= _CONTAINER_BYTES:
+        if writer is not None and writer.data_bytes >= self._container_bytes:
             container = writer.finish()
             if container is not None:
                 self._transaction.add_container(container)
@@ -168,7 +220,7 @@ class _CopyWriter(ContainerWriter):
         """The bytes that were written."""
         return self._end
 
-    def copy(self, source: StoredPieces, digest: bytes, nbytes: int) -> None:
+    def copy(self, source: PieceSource, digest: bytes, nbytes: int) -> None:
         """Copy a piece as it is, verified block by block as it is read."""
         start, handle = self._reserve(nbytes), self._opened()
 
@@ -181,10 +233,12 @@ class _CopyWriter(ContainerWriter):
                     self._write(bytes(view), start)
             return leaves
 
-        leaves = b"".join(self._hasher.each(work, range(0, nbytes, _BLOCK_BYTES)))
+        blocks = range(0, nbytes, _BLOCK_BYTES)
+        # To hand a single one to a thread takes longer than hashing it.
+        leaves = b"".join(self._hasher.each(work, blocks) if len(blocks) > 1 else map(work, blocks))
         self._records.append(record_of(start, nbytes, Hashed(digest, leaves)))
 
-    def copy_encoded(self, source: StoredPieces, container: ContainerId, record: Record) -> bool:
+    def copy_encoded(self, source: PieceSource, container: ContainerId, record: Record) -> bool:
         """Copy a piece as it is encoded; return False, and copy nothing, where it is damaged.
 
         Raises:
@@ -194,12 +248,11 @@ class _CopyWriter(ContainerWriter):
         handle, copied = self._opened(), msgspec.structs.replace(record, offset=start)
         intact = False
         try:
-            with source.container(container) as original:
-                for at in range(0, record.stored, _BLOCK_BYTES):
-                    view = memoryview(bytearray(min(_BLOCK_BYTES, record.stored - at)))
-                    if not _filled(source, original, view, record.offset + at):
-                        return False
-                    files.pwrite(handle, view, start + at)
+            for at in range(0, record.stored, _BLOCK_BYTES):
+                view = memoryview(bytearray(min(_BLOCK_BYTES, record.stored - at)))
+                if not source.read_stored(container, record.offset + at, view):
+                    return False
+                files.pwrite(handle, view, start + at)
             intact = self._is_right(source, copied)
         finally:
             if not intact:
@@ -209,11 +262,9 @@ class _CopyWriter(ContainerWriter):
             self._end = start + record.stored
         return intact
 
-    def _is_right(self, source: StoredPieces, record: Record) -> bool:
+    def _is_right(self, source: PieceSource, record: Record) -> bool:
         """Whether a copy is what its digest says, leaf by leaf."""
-        from tensor_dedup.store.codecs.choice import CODECS  # and with it numpy
-
-        files, handle, codec = self._objects.files, self._opened(), CODECS[record.codec]
+        files, handle = self._objects.files, self._opened()
         leaves = record.leaf_list
         try:
             chunks = read_head(files, handle, record)
@@ -223,27 +274,16 @@ class _CopyWriter(ContainerWriter):
         def work(number: int) -> bool:
             at = number * LEAF_BYTES
             stop = min(at + LEAF_BYTES, record.nbytes)
-            base = record.base
-            under = None if base is None else source.read_piece(base, at, stop, record.nbytes)
+            base = partial(source.read_leaf, record.base or b"")
             leaf = memoryview(bytearray(stop - at))
             try:
                 chunk = read_chunk(files, handle, record, chunks[number])
-                codec.decode(chunk, None if under is None else memoryview(under), leaf)
+                known = decode_leaf(record.codec, chunk, at, leaf, base)
             except CorruptFrameError:
                 return False
-            return leaf_digests(leaf) == [leaves[number]]
+            return [known or leaf_digests(leaf)[0]] == [leaves[number]]
 
         return all(self._hasher.each(work, range(len(chunks))))
-
-
-def _filled(source: StoredPieces, handle: Handle, view: memoryview, offset: int) -> bool:
-    """Fill `view`; return False where the disk cannot read that."""
-    try:
-        return source.door.pread(handle, view, offset) == view.nbytes
-    except OSError as error:
-        if not is_unreadable(error):
-            raise
-        return False
 
 
 def _scattered(

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from tensor_dedup.store.codecs.byte_delta import ByteDelta
-from tensor_dedup.store.codecs.interface import FAMILIES, Codec, Effort
+from tensor_dedup.store.codecs.interface import FAMILIES, WORTH, Codec, Effort
 from tensor_dedup.store.codecs.planes import Planes
 from tensor_dedup.store.codecs.sparse import Sparse
 
-# What is encoded at all must save a tenth: else it is not worth being decoded.
-WORTH = 0.9
 SAMPLE_BYTES = 128 << 10
 _SAMPLES = 3
 _MATCHES_COST = 1.03
@@ -62,6 +60,8 @@ def places(nbytes: int, width: int) -> list[tuple[int, int]]:
 def choose(samples: Sequence[Sample], width: int) -> CodecChoice | None:
     """Return the best codec for elements of `width` bytes; None when none saves enough."""
     total = sum(sample.data.nbytes for sample in samples)
+    if not total:
+        return None
     against = all(sample.base is not None for sample in samples)
     found = [
         CodecChoice(codec, effort, _size(codec, effort, samples) / total)

@@ -9,6 +9,8 @@ from tensor_dedup.digest import LEAF_BYTES
 
 # What is encoded at once: a leaf, so that a range costs the leaves it touches.
 CHUNK_BYTES = LEAF_BYTES
+# What is encoded at all must save a tenth: else it is not worth being decoded.
+WORTH = 0.9
 Effort: TypeAlias = Literal["entropy", "matches"]
 """What an encoder looks for: how often bytes occur, or also what repeats. Decoders do not care."""
 
@@ -63,11 +65,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "sparse": Family(against_base=True),
     }
 )
+LEAVES = "leaves"
+"""The codec of `tensor_dedup.store.codecs.leaves`, which keeps each leaf in a way of its own."""
 AGAINST_BASE: Mapping[str, bool] = MappingProxyType(
     {
         f"{name}{width}": family.against_base
         for name, family in FAMILIES.items()
         for width in family.widths
     }
+    | {LEAVES: True}
 )
 """Every name a record may have, and whether its base is needed."""

@@ -5,6 +5,7 @@ status for the path, the table's records can be read from it, verified like any 
 they count as absent.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Self
@@ -49,9 +50,12 @@ class ExternalFile:
         )
 
     def to_texts(self) -> list[str]:
-        """Return its form in a table: numbers in decimal, since an inode may need 64 bits."""
+        """Return its form in a table: numbers in decimal, since an inode may need 64 bits.
+
+        The path is text in UTF-8 whatever the locale is, so that every locale finds the file.
+        """
         numbers = (self.size, self.device, self.inode, self.mtime_ns, self.ctime_ns)
-        return [str(self.path), *map(str, numbers)]
+        return [os.fsencode(self.path).decode("utf-8", "surrogateescape"), *map(str, numbers)]
 
     @classmethod
     def from_texts(cls, texts: list[str] | None, data_bytes: int, table: PurePath) -> Self:
@@ -65,7 +69,11 @@ class ExternalFile:
         short = all(len(text) <= _MAX_DIGITS for text in numbers)
         if len(numbers) != _FIELDS - 1 or not fit or not short or "\0" in path:
             raise DamagedFileError.at(table, "its origin has another form")
-        found = cls(Path(path), *map(int, numbers))
+        try:
+            native = os.fsdecode(path.encode("utf-8", "surrogateescape"))
+        except UnicodeEncodeError as error:
+            raise DamagedFileError.at(table, "its origin is no path", origin=path) from error
+        found = cls(Path(native), *map(int, numbers))
         if not found.path.is_absolute() or found.size != data_bytes:
             raise DamagedFileError.at(table, "its origin contradicts it", origin=path)
         return found

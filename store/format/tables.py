@@ -13,7 +13,7 @@ import msgspec
 
 from tensor_dedup.digest import combine, digest
 from tensor_dedup.errors import IntegrityError
-from tensor_dedup.store.codecs.interface import AGAINST_BASE
+from tensor_dedup.store.codecs.interface import AGAINST_BASE, LEAVES
 from tensor_dedup.store.codecs.records import head_bytes
 from tensor_dedup.store.errors import DamagedFileError, NewerFormatError
 from tensor_dedup.store.format import frames
@@ -148,7 +148,9 @@ def _encoded_fits(record: Record) -> bool | None:
     if base is not None and (len(base) != DIGEST_BYTES or base == record.digest):
         return False
     # What is not smaller would have been stored as it is: no reader need take more than `nbytes`.
-    return head_bytes(record.nbytes) < record.stored < record.nbytes
+    # Nothing follows the head where all leaves are those of the base, the beginning of which it is.
+    least = head_bytes(record.nbytes) + (record.codec != LEAVES)
+    return least <= record.stored < record.nbytes
 
 
 def _check_places(table: Table, path: PurePath) -> None:

@@ -4,13 +4,21 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests, submit
+from tensor_dedup.store.codecs.interface import LEAVES
+from tensor_dedup.store.codecs.leaves import AS_IT_IS, unwrap
 from tensor_dedup.store.codecs.records import Chunk, chunks, head_bytes
 from tensor_dedup.store.errors import CorruptFrameError
 from tensor_dedup.store.files import Files, Handle
 from tensor_dedup.store.format.tables import DIGEST_BYTES, PLAIN, Record
 
-Base: TypeAlias = Callable[[int, int], bytearray]
-"""Verified bytes of what a delta is against: from where, how many. Called from several threads."""
+Base: TypeAlias = Callable[[int, memoryview], bytes]
+"""Fills memory with the leaf of the base that begins at an offset, and returns its digest.
+
+The bytes have been compared with that digest. It is called from several threads.
+
+Raises:
+    CorruptFrameError: the base has no leaf of that size there.
+"""
 
 
 def fill_leaves(
@@ -27,6 +35,12 @@ def fill_leaves(
     if files.pread(handle, view, record.offset + start) != view.nbytes:
         return False
     return b"".join(leaf_digests(view)) == leaves_of(record, start, view.nbytes)
+
+
+def are_leaves(nbytes: int, start: int, stop: int) -> bool:
+    """Return whether a range of a piece of `nbytes` consists of whole leaves of it."""
+    inside = 0 <= start < stop <= nbytes
+    return inside and not start % LEAF_BYTES and (not stop % LEAF_BYTES or stop == nbytes)
 
 
 def read_range(
@@ -62,26 +76,55 @@ def read_chunk(files: Files, handle: Handle, record: Record, chunk: Chunk) -> me
     return blob
 
 
+def decode_leaf(
+    codec: str, chunk: memoryview, start: int, view: memoryview, base: Base
+) -> bytes | None:
+    """Decode the chunk of the leaf at `start` into `view`.
+
+    Returns the digest of the leaf where its bytes were compared with it already.
+
+    Raises:
+        CorruptFrameError: no encoder made this chunk.
+    """
+    if codec == LEAVES and not chunk:
+        return base(start, view)
+    if codec == LEAVES:
+        codec, chunk = unwrap(chunk)
+    if codec == AS_IT_IS:
+        if len(chunk) != len(view):
+            what = f"{len(chunk)} bytes for a leaf of {len(view)}"
+            raise CorruptFrameError.at(f"codec {LEAVES}", what, codec=LEAVES)
+        view[:] = chunk
+        return None
+    from tensor_dedup.store.codecs.choice import CODECS  # and with it numpy
+
+    under = None
+    if CODECS[codec].against_base:
+        under = memoryview(bytearray(len(view)))
+        base(start, under)
+    CODECS[codec].decode(chunk, under, view)
+    return None
+
+
 def _decode(
     files: Files, handle: Handle, record: Record, start: int, view: memoryview, base: Base
 ) -> bool:
-    from tensor_dedup.store.codecs.choice import CODECS  # and with it numpy
-
-    codec = CODECS[record.codec]
     refused: list[str] = []
     failed: list[tuple[int | None, str | None]] = []
 
-    def fill(piece: memoryview, offset: int) -> None:
+    def fill(piece: memoryview, offset: int) -> bytes | None:
         at = start + offset
-        under = None if record.base is None else memoryview(base(at, piece.nbytes))
         # Neither is raised: it would hold on to the caller's memory.
         try:
             chunk = read_chunk(files, handle, record, found[at // LEAF_BYTES])
-            codec.decode(chunk, under, piece)
-        except CorruptFrameError as error:
-            refused.append(str(error))
         except OSError as error:
             failed.append((error.errno, error.strerror))
+            return None
+        try:
+            return decode_leaf(record.codec, chunk, at, piece, base)
+        except CorruptFrameError as error:
+            refused.append(str(error))
+        return None
 
     try:
         found = read_head(files, handle, record)
@@ -98,6 +141,7 @@ def _decode(
 
 
 def leaves_of(record: Record, start: int, nbytes: int) -> bytes:
+    """Return the concatenated digests of the leaves from `start`, which begins one."""
     first = start // LEAF_BYTES
     count = -(-nbytes // LEAF_BYTES)
     return record.leaves[first * DIGEST_BYTES : (first + count) * DIGEST_BYTES]

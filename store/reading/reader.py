@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
-from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.errors import (
     BadRangeError,
     ChangedExternalError,
     ClosedCheckpointError,
+    CorruptFrameError,
     CorruptTensorError,
     DamagedFileError,
     MissingObjectError,
@@ -39,7 +39,13 @@ from tensor_dedup.store.format.tables import PLAIN, Record, Table
 from tensor_dedup.store.index import PieceLocation, StoreIndex
 from tensor_dedup.store.locks import session
 from tensor_dedup.store.objects import ContainerId, Objects
-from tensor_dedup.store.reading.decoding import Base, fill_leaves, leaves_of, read_range
+from tensor_dedup.store.reading.decoding import (
+    Base,
+    are_leaves,
+    fill_leaves,
+    leaves_of,
+    read_range,
+)
 from tensor_dedup.store.reading.handle_cache import HandleCache, spare_handles
 
 # Up to so many containers are opened although fewer hold all that is wanted: for what they have
@@ -268,6 +274,19 @@ class StoredPieces:
                 if spot.container.kind != EXTERNAL
             ]
 
+    def read_stored(self, container: ContainerId, offset: int, view: memoryview) -> bool:
+        """Fill `view` with bytes of a container of `own_places` as they are stored, unverified.
+
+        Return False where the disk cannot read them.
+        """
+        try:
+            with self.container(container) as handle:
+                return self.door.pread(handle, view, offset) == view.nbytes
+        except OSError as error:
+            if not is_unreadable(error):
+                raise
+            return False
+
     def read_piece(self, digest: bytes, start: int, stop: int, nbytes: int) -> bytearray:
         """Return a verified range of the piece of `nbytes` with this digest."""
         if start == stop:
@@ -280,22 +299,43 @@ class StoredPieces:
         return self._from_any(digest, nbytes, read)
 
     def _base(self, spot: _Spot) -> Base:
-        """What gives the bytes that a record is stored against."""
+        """What gives the leaves that a record is stored against."""
 
-        def read(start: int, nbytes: int) -> bytearray:
+        def fill(start: int, view: memoryview) -> bytes:
             digest = spot.record.base or b""
+            self._check_leaf(digest, start, view.nbytes)
             try:
-                return self._from_any(
-                    digest, nbytes, partial(anchored, start, start + nbytes), True
-                )
+                return self._from_any(digest, view.nbytes, partial(anchored, start, view), True)
             except (CorruptTensorError, MissingObjectError) as error:
                 raise _BaseLostError from error
 
-        def anchored(start: int, stop: int, at: _Spot, handle: Handle) -> bytearray | None:
+        def anchored(start: int, view: memoryview, at: _Spot, handle: Handle) -> bytes | None:
             # No delta: it has no base of its own.
-            return read_range(self.door, handle, at.record, start, stop, read)
+            right = fill_leaves(self.door, handle, at.record, start, view, fill)
+            return leaves_of(at.record, start, view.nbytes) if right else None
 
-        return read
+        return fill
+
+    def read_leaf(self, digest: bytes, start: int, view: memoryview) -> bytes:
+        """Fill `view` with the leaf at `start` of the piece with this digest; return its digest.
+
+        Raises:
+            CorruptFrameError: the piece has no leaf of that size there.
+            CorruptTensorError, MissingObjectError: no intact copy of the bytes is in the store.
+        """
+        nbytes = self._check_leaf(digest, start, view.nbytes)
+        return self.read_piece_into(digest, start, view, nbytes)
+
+    def _check_leaf(self, digest: bytes, start: int, leaf_bytes: int) -> int:
+        """Return the size of a piece, 0 if it is not here, once it is sure to have this leaf.
+
+        To read what it does not have would have the piece listed as damaged, instead of who asks.
+        """
+        nbytes = next((record.nbytes for record in self.records(digest)), 0)
+        if nbytes and not are_leaves(nbytes, start, start + leaf_bytes):
+            what = f"a leaf of {leaf_bytes} bytes at {start} of a base of {nbytes}"
+            raise CorruptFrameError.at(str(self._objects.layout.root), what)
+        return nbytes
 
     def read_piece_into(self, digest: bytes, start: int, view: memoryview, nbytes: int) -> bytes:
         """Fill `view` with verified bytes, from `start` of the piece of `nbytes` with this digest.
@@ -308,7 +348,7 @@ class StoredPieces:
             CorruptTensorError, MissingObjectError: no intact copy of the bytes is in the store.
         """
         stop = start + view.nbytes
-        whole_leaves = not start % LEAF_BYTES and (not stop % LEAF_BYTES or stop == nbytes)
+        whole_leaves = are_leaves(nbytes, start, stop)
 
         def read(spot: _Spot, handle: Handle) -> bytes | None:
             base = self._base(spot)

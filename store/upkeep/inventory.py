@@ -108,14 +108,14 @@ class Inventory:
         records = (r for container in self.tables for r in self.good(container))
         return [r.digest for r in records if r.base == digest]
 
-    def lost_anchors(self) -> dict[bytes, int]:
-        """Return the missing bases that would make lost pieces readable again, with their sizes.
+    def lost_anchors(self) -> set[bytes]:
+        """Return the missing bases that would make lost pieces readable again.
 
         No manifest refers to them.
         """
         lost = self.lost()
         return {
-            r.base: r.nbytes
+            r.base
             for container in self.tables
             for r in self.good(container)
             if r.base is not None and r.digest in lost

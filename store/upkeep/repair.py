@@ -174,7 +174,7 @@ class Repair:
             before = self._result.from_trash
             for container, paths in list(self._trashed()):
                 found = take_inventory(self._objects)
-                wanted = found.lost().keys() | found.lost_anchors().keys()
+                wanted = found.lost().keys() | found.lost_anchors()
                 with suppress(StoreError):
                     table = self._objects.table(container, at=paths[-1])
                     held = any(record.digest in wanted for record in table.records)
@@ -241,7 +241,7 @@ class Repair:
         if self._publish(source.files, hashed, found.absent):
             found = take_inventory(self._objects)  # what came back leads to more
         # A delta that was lost with its base comes back with it.
-        lost = {**found.lost(), **found.lost_anchors(), **found.exposed()}
+        lost = found.lost().keys() | found.lost_anchors() | found.exposed().keys()
         with ExitStack() as undo:
             writers = {kind: ContainerWriter(self._objects, self._hasher, kind) for kind in _KINDS}
             for writer in writers.values():
@@ -296,14 +296,14 @@ class Repair:
         self,
         file: ImportFile,
         hashed: Sequence[Hashed | None],
-        lost: dict[bytes, int],
+        lost: set[bytes],
         writers: dict[str, ContainerWriter],
     ) -> None:
-        news = [
-            NewPiece(part.start, part.nbytes, found.digest)
-            for part, found in zip(file.segments, hashed, strict=True)
-            if found is not None and lost.pop(found.digest, None) is not None
-        ]
+        news = []
+        for part, found in zip(file.segments, hashed, strict=True):
+            if found is not None and found.digest in lost:
+                lost.remove(found.digest)
+                news.append(NewPiece(part.start, part.nbytes, found.digest))
         handle = file.open_with(self._objects.files)
         try:
             for kind, writer in writers.items():

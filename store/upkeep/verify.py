@@ -79,9 +79,7 @@ class Scrubber:
             return False
 
     def _leaves_right(self, handle: Handle, pieces: StoredPieces, record: Record) -> bool:
-        def base(start: int, nbytes: int) -> bytearray:
-            return pieces.read_piece(record.base or b"", start, start + nbytes, record.nbytes)
-
+        base = partial(pieces.read_leaf, record.base or b"")
         memory = memoryview(bytearray(min(LEAF_BYTES, record.nbytes)))
         for start in range(0, record.nbytes, LEAF_BYTES):
             view = memory[: record.nbytes - start]

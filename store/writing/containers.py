@@ -104,6 +104,11 @@ class Fresh:
         """The size in bytes."""
         return self.view.nbytes
 
+    @property
+    def leaves(self) -> bytes:
+        """Its concatenated leaf digests."""
+        return self.hashed.leaves
+
     def read(self, start: int, stop: int) -> memoryview:
         """Return some of its bytes."""
         return self.view[start:stop]

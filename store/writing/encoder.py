@@ -1,34 +1,24 @@
-"""Storing tensors encoded: the choice of tensors, codecs and bases, and the writing.
+"""Storing imported tensors encoded: the choice of tensors, codecs and bases.
 
 `--compress auto` decides everything by measurement on samples. Bases of tensors come from one
 checkpoint: the one that the caller names, or else the stored one whose tensors differ in the fewest
-bits from the largest new ones. Encoded tensors go to a container of the kind `delta`, leaf by leaf,
-on all threads.
+bits from the largest new ones, or where most leaves of a tensor are stored already, what has them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 
-from tensor_dedup.digest import LEAF_BYTES, leaf_digests
+from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import StoreError
 from tensor_dedup.formats.safetensors import DTYPE_BITS
-from tensor_dedup.store.codecs.choice import WORTH, CodecChoice, Sample, choose, distance, places
-from tensor_dedup.store.codecs.records import entry, head_bytes
-from tensor_dedup.store.errors import CorruptTensorError, MissingObjectError
+from tensor_dedup.store.codecs.choice import SAMPLE_BYTES, Sample, choose, distance, places
 from tensor_dedup.store.files import Handle
-from tensor_dedup.store.format.tables import DIGEST_BYTES, ENCODED, Record
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import Objects
-from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces, StoredTensor
-from tensor_dedup.store.writing.containers import (
-    PACK_BELOW,
-    ContainerWriter,
-    Fresh,
-    NewPiece,
-    changed_in_memory,
-)
-from tensor_dedup.store.writing.hashing import Hashed, Hasher, changed
+from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
+from tensor_dedup.store.writing.containers import PACK_BELOW
+from tensor_dedup.store.writing.deltas import Anchor, Plan, anchor_of, plan_of
+from tensor_dedup.store.writing.hashing import Hashed
 from tensor_dedup.store.writing.sources import ImportFile, ImportSource, Segment
 
 # Smaller ones share packs; all of them together are a small part of any model.
@@ -38,184 +28,17 @@ RELATED = 0.3
 # Bounds on what is looked at to find a base: tensors of the new one, checkpoints, tensors alike.
 _LARGEST, _CHECKPOINTS, _ALIKE = 4, 64, 8
 _WIDTHS = {8: 1, 16: 2, 32: 4, 64: 8}
-
-
-def _nothing() -> None:
-    """Do nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Anchor:
-    """A stored piece that is not a delta, and the reader of its bytes."""
-
-    digest: bytes
-    nbytes: int
-    pieces: StoredPieces
-
-    def read(self, start: int, stop: int) -> bytearray:
-        """Return a verified range of the piece.
-
-        Raises:
-            CorruptTensorError, MissingObjectError: no intact copy of it is in the store.
-        """
-        return self.pieces.read_piece(self.digest, start, stop, self.nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How to store a new piece: by which codec, and against which base."""
-
-    choice: CodecChoice
-    anchor: Anchor | None
-
-
-class EncodedWriter(ContainerWriter):
-    """A delta container that is being written, from files and from memory.
-
-    Its end and its threads are those of a ContainerWriter. `tensors` and `saved_bytes` count the
-    tensors encoded from files, and the bytes that this saved.
-    """
-
-    def __init__(self, objects: Objects, hasher: Hasher) -> None:
-        super().__init__(objects, hasher, ENCODED)
-        self.saved_bytes = 0
-        self.tensors = 0
-
-    def encode(
-        self,
-        source: Handle,
-        piece: NewPiece,
-        leaves: bytes,
-        plan: Plan,
-        *,
-        before_leaf: Callable[[], None] = _nothing,
-    ) -> int | None:
-        """Encode and store a piece of an open file; return its size, or None if that saves nothing.
-
-        Nothing is stored then. `leaves` are its concatenated leaf digests. One leaf per thread is
-        in memory at a time. `before_leaf` is called by each thread before it begins one, and may
-        raise to end it all.
-
-        Raises:
-            ChangedFileError: the piece no longer has its leaf digests.
-        """
-        if plan.anchor is not None and plan.anchor.digest == piece.digest:
-            return None  # somebody else has stored it meanwhile: nothing is against itself
-        codec, start = plan.choice.codec, self._reserve(0)
-        limit, at = start + int(piece.nbytes * WORTH), start + head_bytes(piece.nbytes)
-        handle, head = self._opened(), bytearray()
-
-        def work(first: int) -> bytes | None:
-            before_leaf()
-            return encoded_leaf(self._read(source, piece, leaves, first), first, plan)
-
-        try:
-            for chunk in self._hasher.each(work, range(0, piece.nbytes, LEAF_BYTES)):
-                if chunk is None or at + len(chunk) > limit:
-                    self._take_back(handle, start)
-                    return None
-                self._objects.files.pwrite(handle, chunk, at)
-                head += entry(chunk)
-                at += len(chunk)
-        except (CorruptTensorError, MissingObjectError):
-            self._take_back(handle, start)  # the anchor is not what it should be
-            return None
-        self._objects.files.pwrite(handle, bytes(head), start)
-        base = plan.anchor.digest if plan.anchor is not None and codec.against_base else None
-        self._records.append(
-            Record(piece.digest, start, at - start, piece.nbytes, codec.name, base, leaves)
-        )
-        self._end = at
-        self.tensors += 1
-        self.saved_bytes += piece.nbytes - (at - start)
-        return at - start
-
-    def encode_all(self, planned: Sequence[tuple[Fresh, Plan]]) -> Iterator[int | None]:
-        """Encode and store pieces in memory on all threads; yield the size of each, or None.
-
-        None means that encoding saved nothing. All encoded leaves of a piece are in memory at once.
-
-        Raises:
-            ChangedModelError: a piece was written to.
-        """
-
-        work = [(piece, plan, at) for piece, plan in planned for at in _leaves(piece)]
-        # Waking threads for little takes longer than it saves.
-        large = sum(piece.view.nbytes for piece, _ in planned) > LEAF_BYTES
-        each = self._hasher.each if large else map
-        chunks = iter(each(lambda one: _encoded_in_memory(*one), work))
-        for piece, plan in planned:
-            yield self._put_encoded(piece, plan, [next(chunks) for _ in _leaves(piece)])
-
-    def encode_small(self, piece: Fresh, plan: Plan) -> int | None:
-        """Store a piece in memory of one leaf, in this thread; as `encode_all` otherwise."""
-        return self._put_encoded(piece, plan, [_encoded_in_memory(piece, plan, 0)])
-
-    def _put_encoded(self, piece: Fresh, plan: Plan, chunks: Sequence[bytes | None]) -> int | None:
-        whole = [chunk for chunk in chunks if chunk is not None]
-        stored = head_bytes(piece.view.nbytes) + sum(map(len, whole))
-        if len(whole) < len(chunks) or stored > piece.view.nbytes * WORTH:
-            return None
-        at = start = self._reserve(stored)
-        for part in (b"".join(map(entry, whole)), *whole):
-            self._write(part, at)
-            at += len(part)
-        base = None if plan.anchor is None else plan.anchor.digest
-        hashed, codec = piece.hashed, plan.choice.codec.name
-        self._records.append(
-            Record(hashed.digest, start, stored, piece.view.nbytes, codec, base, hashed.leaves)
-        )
-        return stored
-
-    def _take_back(self, handle: Handle, start: int) -> None:
-        self._objects.files.truncate(handle, start)
-        self._end = start
-
-    def _read(self, source: Handle, piece: NewPiece, leaves: bytes, first: int) -> memoryview:
-        data = memoryview(bytearray(min(LEAF_BYTES, piece.nbytes - first)))
-        count = self._objects.files.pread(source, data, piece.start + first)
-        number = first // LEAF_BYTES * DIGEST_BYTES
-        if count != len(data) or leaf_digests(data) != [leaves[number : number + DIGEST_BYTES]]:
-            raise changed(source, f"its bytes at {piece.start} were written while it was read")
-        return data
-
-
-def _leaves(piece: Fresh) -> range:
-    return range(0, piece.view.nbytes, LEAF_BYTES)
-
-
-def _encoded_in_memory(piece: Fresh, plan: Plan, at: int) -> bytes | None:
-    data = bytes(piece.view[at : at + LEAF_BYTES])
-    number = at // LEAF_BYTES * DIGEST_BYTES
-    if leaf_digests(data) != [piece.hashed.leaves[number : number + DIGEST_BYTES]]:
-        raise changed_in_memory(piece.name)
-    try:
-        return encoded_leaf(memoryview(data), at, plan)
-    except (CorruptTensorError, MissingObjectError):
-        return None  # the anchor is not what it should be
-
-
-def encoded_leaf(data: memoryview, first: int, plan: Plan) -> bytes | None:
-    """Encode a leaf; return None if it does not decode to the same bytes."""
-    codec, base = plan.choice.codec, None
-    if plan.anchor is not None and codec.against_base:
-        base = memoryview(plan.anchor.read(first, first + len(data)))
-    blob = codec.encode(data, base, plan.choice.effort)
-    back = bytearray(len(data))
-    codec.decode(memoryview(blob), base, memoryview(back))
-    # A bytearray compares memory; two memoryviews compare number by number, and let no thread run.
-    return blob if back == data else None
+_WIDEST = 8
 
 
 class Encoder:
     """The encoder of one import, used in a session; close it."""
 
-    def __init__(self, objects: Objects, index: StoreIndex, hasher: Hasher) -> None:
+    def __init__(self, objects: Objects, index: StoreIndex) -> None:
         self._objects = objects
         self._index = index
         self._undo = ExitStack()
         self._base: _Base | None = None
-        self.writer = EncodedWriter(objects, hasher)
 
     def close(self) -> None:
         """Close the base checkpoint."""
@@ -279,21 +102,31 @@ class Encoder:
             shares.append(min((_mean(samples) for _, samples in options), default=0.5))
         return sum(shares) / len(shares)
 
-    def plan(self, handle: Handle, part: Segment, prefix: str) -> Plan | None:
-        """Return how to encode a tensor of an open file, or None to store it unencoded."""
+    def plan(
+        self, handle: Handle, part: Segment, prefix: str, hashed: Hashed, alike: Anchor | None
+    ) -> Plan | None:
+        """Return how to encode a tensor of an open file, or None to store it unencoded.
+
+        `alike` is an anchor that has many leaves in common with it.
+        """
         if part.dtype is None or part.nbytes < ENCODE_FROM:
             return None
-        anchor, samples = None, self._samples(handle, part, None)
-        if self._base is not None:
+        width, anchor = element_width(part.dtype), alike
+        samples = self._samples(handle, part, None)
+        if self._base is not None and (alike is None or not is_mostly(alike, hashed.leaves)):
             options = list(self._sampled(self._base, handle, part, prefix))
             if options:
                 anchor, samples = min(options, key=lambda option: _mean(option[1]))
-        choice = choose(samples, element_width(part.dtype))
-        return None if choice is None else Plan(choice, anchor)
-
-    def write(self, handle: Handle, new: NewPiece, hashed: Hashed, plan: Plan) -> bool:
-        """Encode and store a piece by this plan; return False if that saves nothing."""
-        return self.writer.encode(handle, new, hashed.leaves, plan) is not None
+        if anchor is not None and any(anchor.in_common(hashed.leaves)):
+            with suppress(StoreError):  # damaged: it will be found so again, and not used
+                samples = samples_by_leaf(
+                    lambda start, stop: self._read(handle, part, start, stop),
+                    part.nbytes,
+                    hashed.leaves,
+                    anchor,
+                    SAMPLE_BYTES,
+                )
+        return plan_of(choose(samples, width), anchor, part.nbytes, hashed.leaves)
 
     def _sampled(
         self, base: "_Base", handle: Handle, part: Segment, prefix: str
@@ -307,11 +140,14 @@ class Encoder:
         cache: dict[int, bytearray] = {}
         for start, stop in places(part.nbytes, element_width(part.dtype)):
             stop = min(stop, (start // LEAF_BYTES + 1) * LEAF_BYTES)
-            data = memoryview(bytearray(stop - start))
-            self._objects.files.pread(handle, data, part.start + start)
             base = None if anchor is None else _cut(anchor, start, stop, cache)
-            found.append(Sample(data, base))
+            found.append(Sample(self._read(handle, part, start, stop), base))
         return found
+
+    def _read(self, handle: Handle, part: Segment, start: int, stop: int) -> memoryview:
+        data = memoryview(bytearray(stop - start))
+        self._objects.files.pread(handle, data, part.start + start)
+        return data
 
 
 class _Base:
@@ -331,9 +167,30 @@ class _Base:
         if named is not None and (named.dtype, named.nbytes) == (part.dtype, part.nbytes):
             alike = [named]
         for tensor in alike[:_ALIKE]:
-            digest = self.checkpoint.anchor(bytes.fromhex(tensor.digest))
-            if digest is not None:
-                yield Anchor(digest, tensor.nbytes, self.checkpoint)
+            anchor = anchor_of(self.checkpoint, bytes.fromhex(tensor.digest))
+            if anchor is not None and anchor.nbytes == part.nbytes:
+                yield anchor
+
+
+def samples_by_leaf(
+    read: Callable[[int, int], memoryview], nbytes: int, leaves: bytes, anchor: Anchor, size: int
+) -> list[Sample]:
+    """Return samples of a piece that has leaves in common with an anchor: of its other leaves.
+
+    `read` returns bytes of the piece, `size` is that of a sample. What a leaf of the anchor stands
+    beside is preferred: where there is none, codecs have nothing to compare a leaf with.
+    """
+    own = [at * LEAF_BYTES for at, common in enumerate(anchor.in_common(leaves)) if not common]
+    beside = [at for at in own if anchor.has_leaf(at, min(LEAF_BYTES, nbytes - at))]
+    chosen = beside or own
+    found = []
+    for first in sorted({*chosen[:1], *chosen[len(chosen) // 2 :][:1], *chosen[-1:]}):
+        stop = min(first + LEAF_BYTES, nbytes)
+        start = first + max(0, stop - first - size) // 2 // _WIDEST * _WIDEST
+        under = memoryview(anchor.read(first, stop)) if beside else None
+        base = None if under is None else under[start - first : start - first + size]
+        found.append(Sample(read(start, min(start + size, stop)), base))
+    return found
 
 
 def element_width(dtype: str | None) -> int:
@@ -342,6 +199,12 @@ def element_width(dtype: str | None) -> int:
         return 4
     name = (dtype or "").rpartition(":")[2]
     return _WIDTHS.get(DTYPE_BITS.get(name, 8), 1)
+
+
+def is_mostly(anchor: Anchor, leaves: bytes) -> bool:
+    """Return whether an anchor has so many of these leaves that no other need be looked for."""
+    common = anchor.in_common(leaves)
+    return 2 * sum(common) >= len(common)
 
 
 def _tensors(source: ImportSource) -> Iterator[tuple[ImportFile, Segment]]:

@@ -77,6 +77,11 @@ class Hashed:
     digest: bytes
     leaves: bytes
 
+    @property
+    def leaf_list(self) -> list[bytes]:
+        """The leaf digests as a list."""
+        return [self.leaves[at : at + 32] for at in range(0, len(self.leaves), 32)]
+
 
 class Hasher:
     """Hashes ranges of open files. One caller at a time; `close` ends its threads."""

@@ -5,6 +5,7 @@ begins. All of it happens under the session's lock, and everything that the refe
 is looked up once more before the reference is written.
 """
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
+from tensor_dedup.digest import digests_by_place
 from tensor_dedup.errors import StoreError
 from tensor_dedup.formats.checkpoint import check_text
 from tensor_dedup.formats.weights import read_header
@@ -28,6 +30,14 @@ from tensor_dedup.store.writing.containers import (
     hash_copy,
     index_in_place,
     kind_for,
+)
+from tensor_dedup.store.writing.deltas import (
+    Anchor,
+    EncodedWriter,
+    LeafSharing,
+    Plan,
+    own_bytes,
+    plan_of,
 )
 from tensor_dedup.store.writing.hashing import (
     Hashed,
@@ -66,7 +76,7 @@ class ImportListener(Protocol):
     def imported(
         self, fd: int, before: FileStatus, began_ns: int, digests: Mapping[tuple[int, int], str]
     ) -> None:
-        """Receive the digests of one file, by (start, nbytes). Must not raise.
+        """Receive the digests of tensors and their leaves, by (start, nbytes). Must not raise.
 
         The open file `fd` had the status `before` when hashing began at `began_ns` (ns since 1970),
         and still has it.
@@ -86,11 +96,12 @@ class NullListener:
 class ImportResult:
     """The result of an import. Sizes in bytes count headers, tensors and small files.
 
-    `known_bytes` were in the store already (or occurred twice); `stored_bytes` is what the import
-    added to the disk, bookkeeping included. `saved_bytes` is what encoding saved on the
-    `encoded_tensors` new tensors; `base` is the checkpoint they were compared with.
-    `external_bytes` are those of files that were indexed in place. With `unchanged`, the name held
-    the same before, and nothing was written.
+    `known_bytes` were in the store already (or occurred twice); of the `new_bytes`,
+    `leaf_shared_bytes` are leaves that new tensors have in common with stored ones, and take no
+    space; `stored_bytes` is what the import added to the disk, bookkeeping included. `saved_bytes`
+    is what encoding saved on the `encoded_tensors` new tensors; `base` is the checkpoint they were
+    compared with. `external_bytes` are those of files that were indexed in place. With `unchanged`,
+    the name held the same before, and nothing was written.
     """
 
     name: str
@@ -106,6 +117,7 @@ class ImportResult:
     encoded_tensors: int = 0
     saved_bytes: int = 0
     external_bytes: int = 0
+    leaf_shared_bytes: int = 0
     base: str | None = None
     unchanged: bool = False
 
@@ -142,8 +154,8 @@ class Import:
             kind: transaction.own(ContainerWriter(objects, hasher, kind))
             for kind in ("slab", "pack")
         }
-        if encoder is not None:
-            transaction.own(encoder.writer)
+        self.encoded = transaction.own(EncodedWriter(objects, hasher))
+        self._sharing = LeafSharing(objects, index)
         self.files: list[FileEntry] = []
         self.pieces: list[Piece] = []
         self.new_tensors = 0
@@ -187,11 +199,10 @@ class Import:
         began_ns: int,
         hashed: Sequence[Hashed],
     ) -> None:
-        digests = {
-            (part.start, part.nbytes): found.digest.hex()
-            for part, found in zip(file.segments, hashed, strict=True)
-            if part.name is not None
-        }
+        digests: dict[tuple[int, int], str] = {}
+        for part, found in zip(file.segments, hashed, strict=True):
+            if part.name is not None:
+                digests |= digests_by_place(part.start, part.nbytes, found.leaf_list)
         if digests:
             self._hints.imported(handle.fd, before, began_ns, digests)
 
@@ -211,7 +222,8 @@ class Import:
         if self._may_stay_whole(handle, file):
             return self._copy_whole(handle, file.segments)
         hashed = hash_copy(self._hasher, handle, file.segments, self._progress)
-        self._write(handle, self._news(file.segments, hashed))
+        news = self._news(file.segments, hashed)
+        self._write(handle, news, self._by_leaf(news))
         return hashed
 
     def _may_stay_whole(self, handle: Handle, file: ImportFile) -> bool:
@@ -223,33 +235,54 @@ class Import:
         # Progress is that of encoding, which takes several times as long as hashing.
         hashed = hash_copy(self._hasher, handle, file.segments, SilentListener())
         known = self._index.find({found.digest for found in hashed})
-        plans = {
-            found.digest: (plan, found)
+        new = [
+            (part, found)
             for part, found in zip(file.segments, hashed, strict=True)
             if found.digest not in known
-            and (plan := encoder.plan(handle, part, file.prefix)) is not None
-        }
+        ]
+        alike = self._alike(new, readable=True)
+        plans = {}
+        for part, found in new:
+            plan = encoder.plan(handle, part, file.prefix, found, alike.get(found.digest))
+            if plan is not None:
+                plans[found.digest] = plan
         if not plans and self._may_stay_whole(handle, file):
             return self._copy_whole(handle, file.segments)
-        plain, news = [], self._news(file.segments, hashed)
-        self._progress.advance(file.nbytes - sum(new.nbytes for new in news))
-        for new in news:
-            plan, found = plans.get(new.digest, (None, None))
-            if plan is None or found is None or not encoder.write(handle, new, found, plan):
-                plain.append(new)
-            self._progress.advance(new.nbytes)
-        self._write(handle, plain)
+        news = self._news(file.segments, hashed)
+        self._progress.advance(file.nbytes - sum(new.nbytes for new, _ in news))
+        self._write(handle, news, plans, self._progress)
         return hashed
 
+    def _alike(
+        self, pieces: Sequence[tuple[Segment | NewPiece, Hashed]], *, readable: bool = False
+    ) -> dict[bytes, Anchor]:
+        """The anchors that have leaves in common with new pieces, by the digests of these."""
+        return self._sharing.find(
+            ((found, part.nbytes) for part, found in pieces), readable=readable
+        )
+
+    def _by_leaf(self, news: Sequence[tuple[NewPiece, Hashed]]) -> dict[bytes, Plan]:
+        """How to store the pieces that have leaves in common with what is stored."""
+        alike = self._alike(news)
+        plans = {
+            found.digest: plan_of(None, alike[found.digest], new.nbytes, found.leaves)
+            for new, found in news
+            if found.digest in alike
+        }
+        return {digest: plan for digest, plan in plans.items() if plan is not None}
+
     def _looks_new(self, handle: Handle, segments: Sequence[Segment]) -> bool:
-        """Whether none of the largest tensors is known: copying the file is then not in vain."""
+        """Whether nothing of the largest tensors is known: copying the file is then not in vain."""
         enough = sum(part.nbytes for part in segments) * _SAMPLE_SHARE
         sample: list[Segment] = []
         for part in sorted(segments, key=lambda part: -part.nbytes)[:_SAMPLE_TENSORS]:
             if sum(chosen.nbytes for chosen in sample) < enough:
                 sample.append(part)
-        digests = {h.digest for h in hash_copy(self._hasher, handle, sample, None)}
-        return not (self._index.find(digests) or digests & self._fresh)
+        hashed = hash_copy(self._hasher, handle, sample, None)
+        digests = {found.digest for found in hashed}
+        if self._index.find(digests) or digests & self._fresh:
+            return False
+        return not self._alike(list(zip(sample, hashed, strict=True)))
 
     def _copy_whole(self, handle: Handle, segments: Sequence[Segment]) -> list[Hashed]:
         nbytes = sum(part.nbytes for part in segments)
@@ -259,8 +292,13 @@ class Import:
             # container holds what its table says.
             hashed = hash_copy(self._hasher, copy.handle, segments, self._progress)
             news = self._news(segments, hashed)
-            if nbytes - sum(new.nbytes for new in news) > nbytes * KNOWN_SHARE:
-                self._write(copy.handle, news)
+            plans = self._by_leaf(news)
+            new_bytes = sum(
+                own_bytes(plans[new.digest], new.nbytes) if new.digest in plans else new.nbytes
+                for new, _ in news
+            )
+            if nbytes - new_bytes > nbytes * KNOWN_SHARE:
+                self._write(copy.handle, news, plans)
                 copy.discard()
             else:
                 self._transaction.add_container(copy.keep(segments, hashed))
@@ -269,7 +307,9 @@ class Import:
             raise
         return hashed
 
-    def _news(self, segments: Sequence[Segment], hashed: Sequence[Hashed]) -> list[NewPiece]:
+    def _news(
+        self, segments: Sequence[Segment], hashed: Sequence[Hashed]
+    ) -> list[tuple[NewPiece, Hashed]]:
         """The pieces that are nowhere yet, each digest once; from now on they count as known."""
         known = self._index.find({found.digest for found in hashed} - self._fresh)
         news = []
@@ -278,12 +318,30 @@ class Import:
                 self._fresh.add(found.digest)
                 self.new_tensors += part.name is not None
                 self.new_bytes += part.nbytes
-                news.append(NewPiece(part.start, part.nbytes, found.digest))
+                news.append((NewPiece(part.start, part.nbytes, found.digest), found))
         return news
 
-    def _write(self, handle: Handle, news: Sequence[NewPiece]) -> None:
+    def _write(
+        self,
+        handle: Handle,
+        news: Sequence[tuple[NewPiece, Hashed]],
+        plans: Mapping[bytes, Plan],
+        progress: ProgressListener | None = None,
+    ) -> None:
+        """Store pieces of an open file by their plans, and as they are where there is none."""
+        plain = []
+        for new, found in news:
+            plan = plans.get(new.digest)
+            if plan is None or self.encoded.encode(handle, new, found.leaves, plan) is None:
+                plain.append(new)
+            if progress is not None:
+                progress.advance(new.nbytes)
         for kind, writer in self._writers.items():
-            writer.add(handle, [new for new in news if kind_for(new.nbytes) == kind])
+            writer.add(handle, [new for new in plain if kind_for(new.nbytes) == kind])
+
+    def close(self) -> None:
+        """Close what was opened to find leaves that are stored already."""
+        self._sharing.close()
 
     def check_hits(self) -> None:
         """Look up again everything in the store that the manifest refers to.
@@ -329,13 +387,16 @@ def import_source(
     space; the encoder is closed.
     """
     for file in source.files if in_place else ():
-        check_text(str(file.path.absolute()), file.path)  # where the weights are is written down
+        # Where the weights are is written down, as text that is not of this locale.
+        text = os.fsencode(file.path.absolute()).decode("utf-8", "surrogateescape")
+        check_text(text, file.path)
     progress.start(source.nbytes)
     with ExitStack() as undo:
         if encoder is not None:
             undo.callback(encoder.close)
         transaction = undo.enter_context(OrderedTransaction(objects, index))
         work = Import(objects, index, hasher, transaction, progress, hints, encoder, in_place)
+        undo.callback(work.close)
         for file in source.files:
             work.add(file)  # hash it, look its pieces up, encode and write what is new
         manifest, blobs = manifests.build(work.files, work.pieces, aliases_of(source.files))
@@ -358,9 +419,10 @@ def import_source(
         stored_bytes=stored + transaction.object_bytes,
         containers=tuple(f"{c.name}.{c.kind}" for c in containers),
         skipped=source.skipped,
-        encoded_tensors=encoder.writer.tensors if encoder is not None else 0,
-        saved_bytes=encoder.writer.saved_bytes if encoder is not None else 0,
-        base=encoder.base_name if encoder is not None and encoder.writer.tensors else None,
+        encoded_tensors=work.encoded.tensors,
+        saved_bytes=work.encoded.saved_bytes,
+        leaf_shared_bytes=work.encoded.leaf_shared_bytes,
+        base=encoder.base_name if encoder is not None and work.encoded.tensors else None,
     )
 
 

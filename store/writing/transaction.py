@@ -167,7 +167,7 @@ class OrderedTransaction(Transaction):
             for container in self.containers:
                 # One that had bad places may just have come back whole, under its old name.
                 objects.set_bad_offsets(container.name, ())
-            self._index.refresh()
+            self._index.refresh(self.containers)
         check_hits()
         paths = {part: objects.layout.manifest(part) for part in self._pending}
         new = [part for part, path in paths.items() if objects.files.status(path) is None]

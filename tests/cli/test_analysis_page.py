@@ -1,12 +1,15 @@
 """The page of `analyze --html`: its structure, and what a browser and axe-core make of it."""
 
+import os
 import re
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy
 import pytest
+import safetensors.numpy
 
 import chromium
 import gallery
@@ -140,3 +143,20 @@ def test_axe_finds_what_is_wrong() -> None:
     with chromium.browser() as shown:
         shown.show("data:text/html,<p style='color:%23ddd;background:white'>pale</p>", 400)
         assert any(finding.startswith("color-contrast") for finding in shown.accessibility())
+
+
+def test_it_has_every_character_whatever_the_terminal_has(tmp_path: Path) -> None:
+    tensors = {"gewächs": numpy.ones(4), "<img src=x>\x1b[31m": numpy.zeros(4)}
+    safetensors.numpy.save_file(tensors, tmp_path / "a.safetensors")
+    done = subprocess.run(
+        [COMMAND, "analyze", "a.safetensors", "a.safetensors", "--html", "a.html"],
+        cwd=tmp_path,
+        capture_output=True,
+        check=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert done.stdout.isascii()
+    drawn = (tmp_path / "a.html").read_text()
+    assert "gewächs" in drawn
+    assert "\x1b" not in drawn
+    assert Structure(drawn).all("img") == []

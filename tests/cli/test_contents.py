@@ -50,7 +50,8 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
 
 def narrowed(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     narrow = Console(width=width, force_terminal=True, color_system=None)
-    monkeypatch.setattr("tensor_dedup.cli.store.console", lambda: narrow)
+    for module in ("store", "output"):
+        monkeypatch.setattr(f"tensor_dedup.cli.{module}.console", lambda: narrow)
 
 
 def cells(table: str, column: int = 1) -> list[str]:
@@ -77,11 +78,43 @@ def test_tables_fit_and_break_no_word(
         shown = said(*verb.split())
         assert max(map(len, shown.splitlines()[1:])) <= width, shown
         assert "…" not in shown
-        if verb in ("list", "du") and width > 60:  # there is no room for a whole revision there
-            assert unbroken(cells(shown), LONG), shown
+        if verb in ("list", "du"):  # there is no room for a whole revision
+            assert unbroken(cells(shown), LONG[:-28]), shown
         found = [cell for row in shown.splitlines() for cell in row.split("│") if SIZE.search(cell)]
         assert found or verb.startswith("find"), shown
         assert all(cell.endswith("B ") for cell in found), shown
+
+
+def test_the_beginning_of_a_revision_is_enough(store: Store, tmp_path: Path) -> None:
+    begun = LONG[:-28]
+    assert document("show", begun)["name"] == LONG
+    assert document("du", f"store://{begun}")["name"] == LONG
+    assert document("diff", "base", begun)["unchanged"]["tensors"] == 1
+    said("export", begun, str(tmp_path / "out"))
+    assert document("delete", begun, "--yes")["deleted"] == LONG
+    assert "no checkpoint" in said("show", begun, status=2)
+
+
+def test_the_beginning_of_two_revisions_is_of_none(store: Store) -> None:
+    store.rename("base", LONG[:-1] + "0")
+    assert "no checkpoint" in said("show", LONG[:-28], status=2)
+    assert document("show", LONG)["name"] == LONG
+
+
+def test_du_of_a_folder_says_what_importing_it_would_add(store: Store, tmp_path: Path) -> None:
+    tensors = u8(**{"embed": noise(1, 90 * KIB), "new": noise(7, 10 * KIB)})
+    folder = write(tmp_path / "other", {"model.safetensors": safetensors(tensors)})
+    found = document("du", str(folder))
+    assert (found["nbytes"], found["shared_bytes"], found["unique_bytes"]) == (
+        *(100 * KIB, 90 * KIB, 10 * KIB),
+    )
+    before = store.usage()
+    store.import_(folder)
+    after = store.usage()
+    stored = [each.unique_bytes + each.shared_bytes for each in (before, after)]
+    added = stored[1] - stored[0]
+    assert found["unique_bytes"] <= added < found["unique_bytes"] + KIB  # and its header
+    assert document("du", str(folder))["unique_bytes"] == 0
 
 
 def store_digest(store: Store) -> str:
@@ -129,6 +162,80 @@ def test_a_thousand_steps_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         assert re.search(rf"│ run +│ +{STEPS} │", row)
         found = {each.name: each for each in store.usage().checkpoints}
         assert found["run"].steps == STEPS
+
+
+REVISIONS = ["a" * 40, "b" * 40]
+
+
+def of_files(folder: Path) -> int:
+    """What the files below a folder take, each once."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def of_objects(store: Path) -> int:
+    """The same without the index, which is remade from the others and grows as it likes."""
+    return of_files(store) - sum(path.stat().st_size for path in store.glob("index*"))
+
+
+def test_of_a_hub_cache_all_numbers_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, snapshots = tmp_path / "store", tmp_path / "hub/models--org--name/snapshots"
+    monkeypatch.setenv("TENSOR_DEDUP_STORE", str(root))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    common, sizes = noise(1, 300 * KIB), {}
+    for number, revision in enumerate(REVISIONS):
+        tensors = u8(embed=common, head=noise(9 + number, (100 + number) * KIB))
+        write(snapshots / revision, {"model.safetensors": safetensors(tensors)})
+        sizes[f"org/name@{revision}"] = of_files(snapshots / revision)
+    found = document("import", "--hub-cache")
+    first, second = (each["name"] for each in found["imported"])
+    assert [first, second] == list(sizes)
+    with Store.open(root).checkpoint(first) as held:
+        assert held.nbytes == sizes[first]
+
+    # What lies in the cache is in no number of what the store takes itself.
+    listed = {each["name"]: each for each in document("list")["usage"]}
+    usage, stats = document("du"), document("stats")
+    in_place = (300 + 100 + 101) * KIB
+    assert {name: each["nbytes"] for name, each in listed.items()} == sizes
+    assert usage["checkpoints"] == document("list")["usage"]
+    assert [each["external_bytes"] for each in usage["checkpoints"]] == [
+        *(each["external_bytes"] for each in listed.values()),
+    ]
+    headers = usage["external_bytes"] - in_place
+    assert 0 < headers < KIB
+    assert stats["unique_bytes"] == usage["external_bytes"]
+    assert stats["logical_bytes"] == sum(sizes.values())
+    assert usage["disk_bytes"] == stats["disk_bytes"] == of_files(root)
+    difference = document("diff", first[:20], second[:20])
+    assert difference["unchanged"] == {"tensors": 1, "bytes": 300 * KIB}
+    assert [each["name"] for each in difference["changed"]] == ["head"]
+
+    # A run beside them: its own bytes, and those that others have, are in the same sums.
+    run = CheckpointStore(root, "run")
+    for step in range(3):
+        run.save({"w": np.arange(50_000 + step)}, step=step, metrics={})
+    of_run = document("runs", "stats", "run")
+    usage, stats = document("du"), document("stats")
+    [as_usage] = [each for each in usage["checkpoints"] if each["name"] == "run"]
+    assert of_run["logical_bytes"] == as_usage["nbytes"]
+    for key in ("unique_bytes", "shared_bytes", "reclaimable_bytes"):
+        assert of_run[key] == as_usage[key], key
+    disk = of_files(root)
+    assert usage["disk_bytes"] == stats["disk_bytes"] == of_run["store_bytes"] == disk
+
+    # What du promises of a deletion is what gc gives back, and the cache is left alone.
+    for name in (first, "run"):
+        [promised] = [e for e in document("du")["checkpoints"] if e["name"] == name]
+        before = of_objects(root)
+        if name == "run":
+            document("runs", "delete", name, "--all", "--yes")
+        else:
+            document("delete", name, "--yes")
+        document("gc", "--grace", "0", "--yes")
+        assert before - of_objects(root) == promised["reclaimable_bytes"], name
+    assert document("verify", "--full")["faults"] == []
+    assert document("list")["usage"][0]["name"] == second
+    assert of_files(snapshots) == sum(sizes.values())
 
 
 def test_list_says_what_each_is_and_whether_it_is_there(store: Store, tmp_path: Path) -> None:

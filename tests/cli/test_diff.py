@@ -8,6 +8,7 @@ from pathlib import Path
 import jsonschema
 import numpy
 import pytest
+from safetensors.numpy import save_file
 
 import gallery
 from tensor_dedup.store.checkpoints import CheckpointStore
@@ -66,11 +67,13 @@ def test_steps_differ_in_numbers_and_in_state(tmp_path: Path) -> None:
     assert found["unchanged"]["tensors"] == 1
     assert found["state_differs"]
     assert "plain values or structure" in run("run@1", "run@2", *where).stdout
+    save_file({"model.w": numpy.arange(64)}, tmp_path / "w.safetensors")
+    exported = run(tmp_path / "w.safetensors", "run@1", *where).stdout  # of which one is a step
+    assert "added  model.b" in exported
+    assert "plain values or structure" not in exported
 
 
 def test_many_names_that_change_alike_are_one_line(tmp_path: Path, models: list[Path]) -> None:
-    from safetensors.numpy import save_file
-
     arrays = {f"h.{n}.w": numpy.full(4, n) for n in range(12)}
     save_file(arrays, tmp_path / "a.safetensors")
     wrapped = {f"model.{name}": array for name, array in arrays.items()}

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 import managers
 from stores import KIB, noise, safetensors, u8, write
+from tensor_dedup.cli import doctor as doctor_module
 from tensor_dedup.cli import main
 from tensor_dedup.store import Store
 
@@ -44,6 +45,17 @@ def test_all_is_looked_at_and_nothing_is_made(here: Path) -> None:
     assert sorted(here.iterdir()) == before
     shown = CliRunner().invoke(main, ["doctor", "--quick"]).stdout
     assert len(shown.splitlines()) == sum(map(len, found.values()))
+
+
+def test_no_package_for_gpus_is_asked_for_where_there_is_no_driver(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_module, "_DRIVERS", (here / "nvidia",))
+    [without] = doctor("--quick")["GPU"]
+    assert (without["verdict"], "no NVIDIA driver" in without["what"]) == ("note", True)
+    (here / "nvidia").mkdir()
+    [found] = doctor("--quick")["GPU"]
+    assert "no NVIDIA driver" not in found["what"]
 
 
 def test_a_manager_is_found(here: Path) -> None:

@@ -1,9 +1,11 @@
 """The exit status of every verb of the store and of the manager, as the documentation has them."""
 
+import json
 import re
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -12,6 +14,8 @@ import package_source
 import prompts
 from stores import KIB, noise, safetensors, u8, write
 from tensor_dedup.cli import GROUPS, VERBS, main
+from tensor_dedup.store import Store
+from tensor_dedup.store.checkpoints import CheckpointStore
 
 PAGE = package_source.ROOT / "docs" / "reference" / "exit-codes.md"
 # Arguments; `store` and `socket` are appended. A store with the checkpoint m, and none.
@@ -54,6 +58,11 @@ WITH_STORE = [
     ("repair", 0),
     ("repair --from nowhere", 2),
     ("doctor --quick", 0),
+    ("substitute m m --layers * --output made", 0),
+    ("substitute m m --layers nope --output made", 2),
+    ("substitute m m --output made", 2),
+    ("substitute m nowhere --layers * --output made", 2),
+    ("substitute m no-weights --layers * --output made", 1),
     ("completion bash", 0),
     ("completion tcsh", 2),
 ]
@@ -164,7 +173,8 @@ def test_every_verb_is_tried() -> None:
     tables = (*WITH_STORE, *WITHOUT_STORE, *WITHOUT_MANAGER, *WITH_MANAGER)
     tried = {arguments.split()[0] for arguments, _ in tables}
     groups = (GROUPS[title] for title in ("Store", "Memory", "Other"))
-    assert tried == {verb for group in groups for verb in group} & VERBS.keys()
+    listed = {verb for group in groups for verb in group} & VERBS.keys()
+    assert tried == listed | {"substitute"}
 
 
 def test_the_documentation_and_the_help_have_the_table() -> None:
@@ -172,3 +182,20 @@ def test_the_documentation_and_the_help_have_the_table() -> None:
     assert table == {0, 1, 2, 3, 4, 130}
     text = CliRunner().invoke(main, ["--help"]).stdout
     assert all(re.search(rf"\b{code}\b", text) for code in table)
+
+
+@pytest.mark.parametrize(
+    "verb", ["list", "stats", "gc", "gc --dry-run", "du", "runs list", "runs stats"]
+)
+def test_a_document_has_the_same_keys_where_there_is_no_store_yet(here: Path, verb: str) -> None:
+    found = []
+    for path in ("no-store", "empty-store", "full-store"):
+        if path != "no-store":
+            Store.open(here / path)
+        if path == "full-store":
+            CheckpointStore(here / path, "run").save({"w": np.zeros(3)}, 1)
+        arguments = [*verb.split(), "--json", "--store", str(here / path)]
+        found.append(json.loads(CliRunner().invoke(main, arguments).stdout))
+        assert found[-1].get("store", str(here / path)) == str(here / path)
+    none, empty, full = (set(each) for each in found)
+    assert none == empty == full

@@ -98,7 +98,7 @@ def test_what_sharing_saves_is_said(manager: managers.Manager) -> None:
         del kept
     assert len({row["pid"] for row in document["clients"]}) == 2
     assert document["saved_bytes"] == SIZE
-    assert "1.0 MiB of 2.0 MiB by sharing (50%)" in text
+    assert "1.0 MiB of 2.0 MiB by sharing (50 %)" in text
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])
@@ -134,7 +134,7 @@ def test_a_budget_that_nobody_has_is_warned_of(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     with managers.running(tmp_path, "--budget", str(1 << 50)) as running:
         managers.until(lambda: running.lines("serving"))
-        assert f"budget={1 << 50} is more than" in running.log.read_text()
+        assert f"budget={1 << 50} (1048576.0 GiB) is more than the" in running.log.read_text()
     (tmp_path / "small").mkdir(mode=0o700)
     with managers.running(tmp_path / "small") as running:
         managers.until(lambda: running.lines("serving"))
@@ -213,6 +213,24 @@ def test_serve_says_when_it_is_ready_and_refuses_a_second(tmp_path: Path) -> Non
 @pytest.mark.parametrize("budget", ["much", "-1", "1K", "12X"])
 def test_a_wrong_budget_is_wrong_use(budget: str) -> None:
     run("serve", "--budget", budget, status=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--metrics", "0", "--metrics-address", ""), "'' is not an address"),  # $UNSET: to all
+        (("--metrics", "0", "--metrics-address", "here"), "'here' is not an address"),
+        (("--metrics-address", "0.0.0.0"), "give one of them"),
+    ],
+)
+def test_metrics_are_served_where_they_were_meant_or_not_at_all(
+    tmp_path: Path, options: tuple[str, ...], said: str
+) -> None:
+    tmp_path.chmod(0o700)
+    socket = str(tmp_path / "m.sock")
+    found = run("serve", *options, "--idle-exit", "0", "--socket", socket, status=2)
+    assert said in found
+    assert not (tmp_path / "m.sock").exists()
 
 
 @pytest.mark.parametrize(

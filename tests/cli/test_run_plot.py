@@ -3,11 +3,13 @@
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import chromium
 from tensor_dedup.cli.run_plot import PlottedRun, labels, page, ticks
 from tensor_dedup.store.checkpoints.runs import Step
 from tensor_dedup.store.checkpoints.sizes import Growth
@@ -61,7 +63,11 @@ class Nesting(HTMLParser):
 
 
 @pytest.mark.parametrize(
-    "values", [[3.068e6, 3.069e6], [1e-9, 2e-9], [-5.0, 7.0], [2.0], [0.0, 0.0], [1e300, 1e301]]
+    "values",
+    [
+        *([3.068e6, 3.069e6], [1e-9, 2e-9], [-5.0, 7.0], [2.0], [0.0, 0.0], [1e300, 1e301]),
+        *([0.0, 5e-324], [-9e303, 9e303], [1.0, 1e308, -1e308, 2.0]),
+    ],
 )
 def test_no_label_is_cut_at_the_left(values: list[float]) -> None:
     found = page([a_run("run", values)])
@@ -138,3 +144,22 @@ def test_what_is_not_finite_is_left_out_of_charts() -> None:
     assert Nesting(text).open == []
     assert not re.search(r'(points|x|y|cx|cy)="[^"]*(nan|inf)', text)
     assert "no finite values" in page([a_run("run", [float("nan")])])
+
+
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [400, 1600])
+def test_a_browser_shows_it_and_axe_finds_nothing_serious(
+    tmp_path: Path, width: int, dark: bool
+) -> None:
+    target = tmp_path / "page.html"
+    runs = [a_run("a", [3.0, 1.0, 2.0], kept=0), a_run("b", [2.0, 1.5])]
+    target.write_text(page(runs), encoding="utf-8")
+    with chromium.browser() as shown:
+        shown.show(target.as_uri(), width, dark=dark)
+        assert shown.ask("getComputedStyle(document.body).backgroundColor") == (
+            "rgb(13, 17, 23)" if dark else "rgb(255, 255, 255)"
+        )
+        assert shown.ask("document.documentElement.scrollWidth") <= width
+        assert shown.requested == [target.as_uri()]
+        assert shown.said == []
+        assert shown.accessibility() == []

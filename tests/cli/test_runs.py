@@ -65,7 +65,9 @@ def test_runs_and_steps_are_listed(kept: Runs) -> None:
     shown = kept.document("show", "a/one")["steps"]
     assert [step["metrics"]["loss"] for step in shown] == [1.0, 0.5, 1 / 3, 0.25]
     assert shown[0]["metrics"]["bad"] is None
-    assert "loss 0.25" in kept.text("show", "a/one")
+    table = kept.text("show", "a/one")
+    assert re.search(r" loss .*\n.*\n", table)
+    assert re.search(r"^│ +30 │.* 0\.25 │", table, re.MULTILINE)
 
 
 def test_a_run_is_drained_to_another_store(runs: Runs, tmp_path: Path) -> None:

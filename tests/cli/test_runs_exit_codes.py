@@ -12,6 +12,7 @@ from tensor_dedup.cli import main
 from tensor_dedup.cli.runs import command as runs_command
 from tensor_dedup.cli.tensorcas import main as tensorcas
 from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.checkpoints.errors import PinnedStepError
 
 # Arguments behind `runs`: a store has the run r with the steps 4, 5 and 6, of which 4 is kept.
 WITH_RUN = [
@@ -103,6 +104,19 @@ def test_with_a_run(run: CheckpointStore, arguments: str, expected: int) -> None
     assert invoked(arguments).exit_code == expected
     if expected:
         assert run.steps() == before
+
+
+@pytest.mark.parametrize("arguments", ["delete r@4", "delete r@4 --yes"])
+def test_a_kept_step_is_not_deleted_as_a_checkpoint(run: CheckpointStore, arguments: str) -> None:
+    done = CliRunner().invoke(main, arguments.split())
+    assert done.exit_code == 2
+    assert "runs keep RUN STEP --remove" in done.stderr
+    assert run.steps() == [4, 5, 6]
+    with pytest.raises(PinnedStepError):
+        run.store.delete("r@4")
+    run.unpin(4)
+    run.store.delete("r@4")
+    assert run.steps() == [5, 6]
 
 
 @pytest.mark.parametrize(("arguments", "expected"), WITHOUT_STORE)

@@ -147,7 +147,7 @@ def test_what_deleting_gives_back_and_when_is_said(shell: Shell) -> None:
         said(main, "import", shell.root / "m", "--name", name, *here)
     assert "no space to give back" in said(main, "delete", "m", "--yes", *here)
     text = said(main, "delete", "twin", "--yes", *here)
-    assert re.search(r"can give back \d{2}\.\d KiB in all.*24 hours later.*--grace 0", text)
+    assert re.search(r"gc` moves \d{2}\.\d KiB .* to the trash.*24 hours later.*--grace 0", text)
     assert "a gc 24 hours later deletes" in said(main, "gc", "--yes", *here)
     text = said(main, "gc", "--grace", "0", "--dry-run", *here)
     assert re.search(r"To delete: [1-9]\d* files, \d{2}\.\d KiB", text)
@@ -175,7 +175,8 @@ def test_a_narrow_terminal_shows_whole_names_and_numbers(
     write(shell.root / "long", {"model.safetensors": safetensors(u8(**{name: noise(1, 300)}))})
     said(main, "import", shell.root / "long", "--store", shell.store)
     narrow = Console(width=width, force_terminal=True, color_system=None)
-    monkeypatch.setattr("tensor_dedup.cli.store.console", lambda: narrow)
+    for module in ("store", "output"):
+        monkeypatch.setattr(f"tensor_dedup.cli.{module}.console", lambda: narrow)
     shown = said(main, "show", "long", "--store", shell.store)
     table = shown[shown.index("tensor ") :]
     cells = [line.split("│")[1].strip() for line in table.splitlines() if line.startswith("│")]
@@ -193,7 +194,7 @@ def test_what_stays_in_containers_of_others_is_said(shell: Shell) -> None:
     for name in ("both", "one"):
         said(main, "import", shell.root / name, *here)
     text = said(main, "delete", "both", "--yes", *here)
-    assert "in all, 4.1 KiB that nobody uses lie in what others need" in text
+    assert "; 4.1 KiB that nobody uses lie in files that others need" in text
     assert "4.1 KiB in containers" in said(main, "stats", *here)
 
 

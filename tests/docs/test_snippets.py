@@ -22,7 +22,7 @@ DOCS = ROOT / "docs"
 # Pages whose blocks are tried elsewhere or are no instructions.
 NOT_HERE = {
     "compatibility.md": "a log of what was tried",
-    "benchmarks.md": "written by the benchmarks",
+    "benchmarks/tables.md": "written by the benchmarks",
     "decisions.md": "reasons",
     "releasing.md": "for who releases",
     "seeds.md": "tests/test_seeds.py runs its examples",

@@ -35,6 +35,7 @@ from stores import (
     weights,
     write,
 )
+from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store import Store
 from tensor_dedup.store.errors import (
@@ -226,6 +227,19 @@ def test_delete(world: World, folder: Path) -> None:
         assert_clean(store, _either(store, world.committed, left))
 
 
+def test_rename(world: World, folder: Path) -> None:
+    """It has one of its names or, when that is interrupted, both."""
+    scene = Scene(world, folder, _nothing)
+    both = {**world.committed, "new-name": world.content["tune"]}
+    states = world.committed, both, {n: held for n, held in both.items() if n != "tune"}
+    seen = set()
+    for store in scene.deaths(lambda store: store.rename("tune", "new-name"), True):
+        state = _either(store, *states)
+        seen.add(states.index(state))
+        assert_clean(store, state)
+    assert seen == {0, 1, 2}
+
+
 @pytest.mark.parametrize("grace", [0, 24])
 def test_gc(world: World, folder: Path, grace: int, every: bool) -> None:
     def before(store: Store) -> None:
@@ -242,6 +256,48 @@ def test_gc_of_a_base_whose_deltas_live_on(world: World, folder: Path) -> None:
     scene = Scene(world, folder, lambda store: store.delete("base"))
     for store in scene.deaths(lambda store: store.gc(0), False):
         assert_clean(store, world.only("tune", "tiny"))
+
+
+@pytest.fixture
+def by_leaf(folder: Path) -> World:
+    """A store with a tensor of two leaves and a bit, what that grew to, and one that it may get."""
+    data = noise(50, 2 * LEAF_BYTES + 9 * KIB)
+    tensors = {
+        "base": data,
+        "grown": data + noise(51, 3 * KIB),
+        "new": data[:LEAF_BYTES] + noise(52, KIB) + data[LEAF_BYTES + KIB : 2 * LEAF_BYTES],
+    }
+    root = folder / "by leaf"
+    paths = {
+        name: write(root / name, {"m.safetensors": safetensors(u8(embedding=data))})
+        for name, data in tensors.items()
+    }
+    store = open_store(root / "store")
+    store.import_(paths["base"])
+    result = store.import_(paths["grown"])
+    assert result.leaf_shared_bytes == 2 * LEAF_BYTES
+    return World(root, root / "store", paths, {n: content(p) for n, p in paths.items()})
+
+
+def test_import_of_what_shares_leaves(by_leaf: World, folder: Path) -> None:
+    scene = Scene(by_leaf, folder, _nothing)
+    before = {name: by_leaf.content[name] for name in ("base", "grown")}
+    after = {**before, "new": by_leaf.content["new"]}
+    seen = set()
+    for store in scene.deaths(lambda store: store.import_(by_leaf.paths["new"]), False):
+        state = _either(store, before, after)
+        seen.add(len(state))
+        assert_clean(store, state)
+        store.import_(by_leaf.paths["new"], replace=True)
+        assert {"leaves", "raw"} == set(store.stats().codecs)
+        assert_clean(store, after)
+    assert seen == {2, 3}
+
+
+def test_gc_of_a_base_whose_leaves_live_on(by_leaf: World, folder: Path) -> None:
+    scene = Scene(by_leaf, folder, lambda store: store.delete("base"))
+    for store in scene.deaths(lambda store: store.gc(0), False):
+        assert_clean(store, {"grown": by_leaf.content["grown"]})
 
 
 def test_an_import_refers_to_no_container_that_a_power_cut_takes(tmp_path: Path) -> None:
@@ -349,6 +405,7 @@ def _states(world: World) -> dict[str, Expected]:
         "import": world.only("base", "tune", "tiny", "new"),
         "replace": {**world.committed, "tiny": world.content["new"]},
         "delete": world.only("base", "tiny"),
+        "rename": {**world.only("base", "tiny"), "new-name": world.content["tune"]},
         "gc": world.committed,
     }
 
@@ -357,6 +414,7 @@ ACTS: dict[str, Callable[[World, Store], object]] = {
     "import": lambda world, store: store.import_(world.paths["new"], base="base"),
     "replace": lambda world, store: store.import_(world.paths["new"], "tiny", True, base="base"),
     "delete": lambda world, store: store.delete("tune"),
+    "rename": lambda world, store: store.rename("tune", "new-name"),
     "gc": lambda world, store: store.gc(0),
 }
 

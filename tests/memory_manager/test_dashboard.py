@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+import chromium
 import managers
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.server.dashboard import PAGE
@@ -72,8 +73,8 @@ class Shown(HTMLParser):
 
 @pytest.mark.parametrize("in_a_browser", [False, True], ids=["as data", "in a browser"])
 def test_with_two_clients_it_says_what_status_says(folder: Path, in_a_browser: bool) -> None:
-    chromium = shutil.which("chromium")
-    if in_a_browser and chromium is None:
+    program = shutil.which("chromium")
+    if in_a_browser and program is None:
         pytest.skip("no chromium; `apt-get install chromium` brings it")
     with managers.running(folder, "--dashboard") as manager:
         url = dashboard(manager)
@@ -99,8 +100,8 @@ def test_with_two_clients_it_says_what_status_says(folder: Path, in_a_browser: b
                     k: v for k, v in other.items() if k not in without
                 }
             if in_a_browser:
-                assert chromium is not None
-                shown = Shown(drawn(chromium, url, folder))
+                assert program is not None
+                shown = Shown(drawn(program, url, folder))
                 assert shown.nbytes["saved"] == SIZE
                 assert shown.nbytes["leased"] == status.totals.leased_bytes == 2 * SIZE
                 assert shown.nbytes["budget"] == status.totals.budget
@@ -111,12 +112,29 @@ def test_with_two_clients_it_says_what_status_says(folder: Path, in_a_browser: b
             del kept
 
 
-def drawn(chromium: str, url: str, folder: Path) -> str:
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("width", [400, 1600])
+def test_axe_finds_nothing_serious_and_nothing_else_is_asked(
+    folder: Path, width: int, dark: bool
+) -> None:
+    with chromium.browser() as shown, managers.running(folder, "--dashboard") as manager:
+        url = dashboard(manager)
+        with manager.client(NAME) as client:
+            kept = managers.build(client, "layer", managers.pattern(1, SIZE))
+            shown.show(url, width, dark=dark)
+            managers.until(lambda: shown.ask("document.body.innerText.includes('an engine')"))
+            assert shown.ask("document.documentElement.scrollWidth") <= width
+            assert {urlsplit(each).netloc for each in shown.requested} == {urlsplit(url).netloc}
+            assert shown.accessibility() == []
+            del kept
+
+
+def drawn(program: str, url: str, folder: Path) -> str:
     """The page as a browser has it after a while."""
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
     done = subprocess.run(
         [
-            chromium,
+            program,
             *options,
             f"--user-data-dir={folder / 'profile'}",
             "--virtual-time-budget=5000",

@@ -1,4 +1,4 @@
-"""What README.md and docs/results.md say was measured is in docs/benchmarks.md."""
+"""What README.md and docs/results.md say was measured is in docs/benchmarks/tables.md."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ def measured() -> list[list[str]]:
 
 
 def load_rows() -> list[list[str]]:
-    text = (ROOT / "docs/benchmarks.md").read_text()
+    text = (ROOT / "docs/benchmarks/tables.md").read_text()
     return rows(text.split("<!-- load: begin -->")[1].split("<!-- load: end -->")[0])
 
 
@@ -37,7 +37,7 @@ def test_the_readme_is_short_and_its_figures_are_measured() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.split()) <= 900
     assert len(text.splitlines()) <= 150
-    known = (ROOT / "docs/benchmarks.md").read_text()
+    known = (ROOT / "docs/benchmarks/tables.md").read_text()
     said = re.findall(r"\d[\d.,]* \[[\d.]+, [\d.]+\]", text)
     assert len(said) >= 4
     assert [each for each in said if each not in known] == []

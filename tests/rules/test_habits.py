@@ -105,6 +105,7 @@ def test_an_error_that_is_logged_is_found() -> None:
 # Public classes that two modules may call by one name, with the reason.
 SEVERAL_HOMES = {
     "StoreCallback": "the callback that users of Trainer and of Lightning each look for",
+    "FreezeCallback": "the callback that users of Trainer and of Lightning each look for",
 }
 
 
@@ -126,6 +127,7 @@ def test_a_class_name_has_one_home() -> None:
 # Names of modules that end like a gerund, with the reason.
 GERUNDS = {
     "decoding": "a term of the field",
+    "freezing": "a term of the field",
     "hashing": "a term of the field",
     "lightning": "a library",
     "naming": "which files of a folder are weights, and what tensors are called",

@@ -20,6 +20,7 @@ PUBLIC = {
     "CheckpointStore",
     "ConfigError",
     "FormatError",
+    "Remote",
     "Report",
     "Store",
     "StoreError",

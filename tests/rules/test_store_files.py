@@ -13,12 +13,15 @@ FORBIDDEN = {"shutil", "io", "tempfile", "mmap", "fcntl", "subprocess", "glob", 
 HARMLESS = {
     "PathLike",
     "environ",
+    "fsdecode",
+    "fsencode",
     "getpid",
     "register_at_fork",
     "sched_getaffinity",
     "sysconf",
 }
-# What a Path can do to a disk; `files.open(...)` is the door itself, `Store.open` goes through it.
+# What a Path can do to a disk; `files.open(...)` is the door itself, `Store.open` and `Remote.open`
+# go through it.
 METHODS = {
     "chmod",
     "exists",
@@ -42,7 +45,7 @@ METHODS = {
     "write_bytes",
     "write_text",
 }
-RECEIVERS = {"Store", "files", "_files", "self"}
+RECEIVERS = {"Remote", "Store", "files", "_files", "self"}
 
 
 def faults(text: str) -> Iterator[str]:

@@ -7,10 +7,10 @@ import pytest
 
 from contracts import CodecTests
 from tensor_dedup.store.codecs.choice import CODECS, CodecChoice, Sample, choose, distance, places
-from tensor_dedup.store.codecs.interface import AGAINST_BASE, CHUNK_BYTES, Codec, Effort
+from tensor_dedup.store.codecs.interface import AGAINST_BASE, CHUNK_BYTES, LEAVES, Codec, Effort
 from tensor_dedup.store.codecs.records import chunks, entry, head_bytes
 from tensor_dedup.store.errors import CorruptFrameError
-from tensor_dedup.store.writing.encoder import Plan, encoded_leaf
+from tensor_dedup.store.writing.deltas import Plan, encoded_leaf
 
 
 class TestCodecs(CodecTests):
@@ -39,7 +39,8 @@ def _chosen(data: bytes, base: bytes | None, width: int) -> str | None:
 
 
 def test_each_name_a_record_may_have_is_that_of_its_codec() -> None:
-    assert {c.name: c.against_base for c in CODECS.values()} == dict(AGAINST_BASE)
+    own = {codec.name: codec.against_base for codec in CODECS.values()}
+    assert own | {LEAVES: True} == dict(AGAINST_BASE)
     assert list(CODECS) == [codec.name for codec in CODECS.values()]
 
 

@@ -24,6 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "sqlite",
             "libc",
             "formats",
+            "layer_names",
             "suggestions",
             "seams",
             "text_table",
@@ -34,7 +35,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"patches", "integrations"}),
 )
 # The top may import every layer, and no layer imports the top.
-TOP = frozenset({"", "__main__", "analyze", "cli"})
+TOP = frozenset({"", "__main__", "analyze", "cli", "substitution"})
 # A second name for parts of the package, which nothing in the package itself uses.
 SECOND_NAME = "tensorcas"
 # The module that DeepSpeed imports in place of DataStates' own; nothing in the package uses it.
@@ -48,6 +49,7 @@ FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
         "tensor_dedup.store.checkpoints",
         "tensor_dedup.store.interchange",
         "tensor_dedup.store.reading.tensors",
+        "tensor_dedup.substitution",
         "tensor_dedup.store.store",  # for type checkers: what `Store.load` returns
     ),
     "vllm": ("tensor_dedup.patches.vllm",),
@@ -55,6 +57,7 @@ FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
     "transformers": (
         "tensor_dedup.patches.huggingface",
         "tensor_dedup.integrations",
+        "tensor_dedup.substitution.samples",
     ),
 }
 

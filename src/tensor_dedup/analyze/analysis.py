@@ -12,19 +12,26 @@ from tensor_dedup.analyze.changes import Reasons, reasons
 from tensor_dedup.analyze.contributions import Contribution, contributions
 from tensor_dedup.analyze.digests import Digests, read_digests
 from tensor_dedup.analyze.fusion import Fused, survives
-from tensor_dedup.analyze.layers import SharedLayer, shared_layers, split
+from tensor_dedup.analyze.layers import SharedLayer, shared_layers
 from tensor_dedup.analyze.natural import natural
-from tensor_dedup.analyze.stored import StrPath, find, measure_stored, open_store
+from tensor_dedup.analyze.stored import (
+    StrPath,
+    find,
+    looks_like_step,
+    measure_stored,
+    open_store,
+)
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
-from tensor_dedup.digest import ALGORITHMS
+from tensor_dedup.digest import ALGORITHMS, leaf_places
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.formats.checkpoint import Checkpoint, open_checkpoint
+from tensor_dedup.layer_names import split
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.store.writing.hashing import ProgressListener, SilentListener
 from tensor_dedup.types import Fingerprint, TensorSpec
 
 # Of the JSON document; docs/analyze.schema.json describes it.
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +82,11 @@ class Analysis:
         return self.total_bytes - self.unique_bytes
 
     @property
+    def leaf_shared_bytes(self) -> int:
+        """What sharing leaves (2 MiB) saves beyond `shared_bytes`, as far as they are known."""
+        return sum(each.leaf_shared_bytes for each in self.contributions)
+
+    @property
     def saving(self) -> float:
         """The share of all bytes that loading all these checkpoints together saves, 0.0 to 1.0."""
         return self.shared_bytes / self.total_bytes if self.total_bytes else 0.0
@@ -92,6 +104,7 @@ class Analysis:
                     "tensors": len(checkpoint.tensors),
                     "bytes": checkpoint.nbytes,
                     "adds_bytes": added.adds_bytes,
+                    "leaf_shared_bytes": added.leaf_shared_bytes,
                     "changes": list(why.changes),
                     "layers": [
                         {
@@ -109,6 +122,7 @@ class Analysis:
             "total_bytes": self.total_bytes,
             "unique_bytes": self.unique_bytes,
             "shared_bytes": self.shared_bytes,
+            "leaf_shared_bytes": self.leaf_shared_bytes,
             "saving": self.saving,
             "pairs": [
                 {
@@ -168,7 +182,9 @@ def analyze(
             files[file.path] = [s for s in file.header.tensors if s.nbytes >= min_tensor_bytes]
     links = {file.path: each.links for each in opened.values() for file in each.files}
     held = {
-        number: measure_stored(each, given[number], where, min_tensor_bytes)
+        number: measure_stored(
+            each, given[number] if looks_like_step(given[number]) else each, where, min_tensor_bytes
+        )
         for number, each in enumerate(found)
         if isinstance(each, str) and where is not None
     }
@@ -222,10 +238,13 @@ def _measure(
         if spec.nbytes < min_tensor_bytes:
             small.append(name)
             continue
-        digest = digests.by_file[file.path][spec.start, spec.nbytes]
-        tensors.append(
-            AnalyzedTensor(name, Fingerprint(spec.shape, spec.dtype, digest), spec.nbytes)
-        )
+        known = digests.by_file[file.path]
+        found = Fingerprint(spec.shape, spec.dtype, known[spec.start, spec.nbytes])
+        places = leaf_places(spec.start, spec.nbytes)
+        leaves = tuple(known[place] for place in places if place in known)
+        if len(leaves) < len(places):
+            leaves = ()
+        tensors.append(AnalyzedTensor(name, found, spec.nbytes, leaves))
     return Measured(path, tensors, small)
 
 

@@ -7,10 +7,11 @@ from pathlib import PurePath
 
 from tensor_dedup.analyze.contributions import Contribution
 from tensor_dedup.analyze.fusion import LostPart
-from tensor_dedup.analyze.layers import split
 from tensor_dedup.analyze.natural import natural
 from tensor_dedup.analyze.picture import unwrapped
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
+from tensor_dedup.layer_names import split
+from tensor_dedup.text_table import human
 
 _KINDS_SHOWN = 3
 _GROUPS_SHOWN = 2
@@ -90,7 +91,16 @@ def _reasons(
     resized = [t for t in changed if _form(t) != _form(there[unwrapped(t.name)])]
     found = [_resized(resized, there), _places("changed", alike, checkpoint)]
     found += [_places("added", new, checkpoint), *_lost(lost)]
+    found.append(_by_leaf(added))
     return Reasons(nearest, tuple(filter(None, found)))
+
+
+def _by_leaf(added: Contribution) -> str:
+    """What sharing by leaf leaves of the tensors that have leaves in common with others."""
+    if not added.leaf_shared_bytes:
+        return ""
+    rest = added.adds_bytes - added.leaf_shared_bytes
+    return f"by leaf + {human(rest)} of {human(added.adds_bytes)}"
 
 
 def name_shown(path: str) -> str:

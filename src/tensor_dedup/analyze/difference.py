@@ -10,7 +10,7 @@ from typing import Any, Final
 from tensor_dedup.analyze.analysis import analyze
 from tensor_dedup.analyze.natural import natural
 from tensor_dedup.analyze.picture import unwrapped
-from tensor_dedup.analyze.stored import SCHEME, StrPath, find
+from tensor_dedup.analyze.stored import StrPath, find, full_name
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.dtypes import BITS
 from tensor_dedup.formats.checkpoint import open_checkpoint
@@ -113,7 +113,7 @@ def diff(
     pairs, unchanged, renamed, removed, added = _match(held_a, held_b)
     changed = [_change(old, new) for old, new in pairs]
     if count and changed:
-        with _reading(a, store, follow_links) as read_a, _reading(b, store, follow_links) as read_b:
+        with reading(a, store, follow_links) as read_a, reading(b, store, follow_links) as read_b:
             changed = [_counted(each, read_a, read_b) for each in changed]
     return CheckpointDiff(
         one.path,
@@ -125,7 +125,7 @@ def diff(
         tuple(changed),
         tuple((tensor.name, tensor.nbytes) for tensor in added),
         tuple((tensor.name, tensor.nbytes) for tensor in removed),
-        state_a != state_b,
+        bool(state_a and state_b) and state_a != state_b,
     )
 
 
@@ -165,13 +165,15 @@ def _match(
     gone = {before.name for before, _ in renamed}
     taken = {after.name for _, after in renamed}
     left = {name: tensor for name, tensor in old.items() if name not in gone}
+    # All of one name, before a guess at another's old name takes one of them.
+    kept = {name: left.pop(name) for name in names & left.keys()}
     by_name = _renaming(renamed, left)
     pairs: _Pairs = []
     added: _Tensors = []
     for new in rest:
         if new.name in taken:
             continue
-        before = left.pop(by_name(new.name), None)
+        before = kept.get(new.name) or left.pop(by_name(new.name), None)
         if before is None:
             added.append(new)
         else:
@@ -194,16 +196,14 @@ def prefixes_of(old: str, new: str) -> tuple[str, str]:
 
 
 def _renaming(renamed: _Pairs, left: dict[str, AnalyzedTensor]) -> Callable[[str], str]:
-    """What the second checkpoint's names were in the first: itself, or as most others changed."""
+    """What names that only the second checkpoint has were in the first: as most others changed."""
     prefixes = Counter(prefixes_of(old.name, new.name) for old, new in renamed)
     plain = {unwrapped(name): name for name in left}
 
     def old_name(name: str) -> str:
-        if name in left:
-            return name
         for (old, new), _ in prefixes.most_common(1):
-            if name.startswith(new):
-                return old + name.removeprefix(new)
+            if name.startswith(new) and (found := old + name.removeprefix(new)) in left:
+                return found
         return plain.get(unwrapped(name), name)
 
     return old_name
@@ -249,13 +249,15 @@ def _counted(change: TensorChange, read_a: ReadRange, read_b: ReadRange) -> Tens
 
 
 @contextmanager
-def _reading(path: StrPath, store: StrPath | None, follow_links: bool) -> Iterator[ReadRange]:
+def reading(
+    path: StrPath, store: StrPath | None = None, follow_links: bool = False
+) -> Iterator[ReadRange]:
     """What reads a range of a tensor of this checkpoint, by its name."""
     found = find(path, store)
     with ExitStack() as stack:
         if not isinstance(found, Path):
-            name = found.removeprefix(SCHEME)
-            held = stack.enter_context(Store.open(store, create=False).checkpoint(name))
+            where = Store.open(store, create=False)
+            held = stack.enter_context(where.checkpoint(full_name(where, found)))
             yield lambda tensor, start, stop: bytes(held.read_range(tensor, start, stop))
             return
         checkpoint = open_checkpoint(found, follow_links=follow_links)

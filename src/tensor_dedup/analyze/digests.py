@@ -15,7 +15,7 @@ from pathlib import Path
 from time import time_ns
 from types import MappingProxyType
 
-from tensor_dedup.digest import StreamDigest
+from tensor_dedup.digest import StreamDigest, digests_by_place, leaf_places
 from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
 from tensor_dedup.formats.links import ANYWHERE, LinkBoundary
 from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
@@ -35,7 +35,11 @@ Place = tuple[int, int]  # where a tensor begins in its file, and its size, in b
 
 @dataclass
 class Digests:
-    """The digest of every requested tensor, by file and place, and the bytes read and hashed."""
+    """The digest of every requested tensor, by file and place, and the bytes read and hashed.
+
+    Of a tensor of several leaves (2 MiB) those of its leaves are there too, by their places, unless
+    only the digest of the whole was remembered.
+    """
 
     by_file: dict[Path, dict[Place, str]] = field(default_factory=dict)
     bytes_read: int = 0
@@ -153,7 +157,9 @@ class _File:
         if self._hints is not None and fresh:
             self._hints.record(self._fd, self.before, self._began_ns, self._algorithm, fresh)
         known = {**twin, **self._known, **fresh}
-        return {(s.start, s.nbytes): known[s.start, s.nbytes] for s in self._wanted}
+        found = {(s.start, s.nbytes): known[s.start, s.nbytes] for s in self._wanted}
+        places = (place for s in self._wanted for place in leaf_places(s.start, s.nbytes))
+        return found | {place: known[place] for place in places if place in known}
 
     def close(self) -> None:
         for run in self._runs:
@@ -167,22 +173,30 @@ class _File:
             os.close(fd)
 
     def _hash(self, run: Sequence[TensorSpec]) -> dict[Place, str]:
-        digests = {}
+        digests: dict[Place, str] = {}
         if run[-1].start + run[-1].nbytes - run[0].start <= _PIECE_BYTES:
             view = self._read(run[0].start, run[-1].start + run[-1].nbytes - run[0].start)
             for spec in run:
                 at = spec.start - run[0].start
-                stream = StreamDigest(self._algorithm, spec.nbytes)
-                stream.update(view[at : at + spec.nbytes])
-                digests[spec.start, spec.nbytes] = stream.hexdigest()
+                digests |= self._digests(spec, [view[at : at + spec.nbytes]])
             self._progress.advance(sum(spec.nbytes for spec in run))
             return digests
         (spec,) = run
-        stream = StreamDigest(self._algorithm, spec.nbytes)
+        return self._digests(spec, self._pieces(spec))
+
+    def _pieces(self, spec: TensorSpec) -> Iterator[memoryview]:
         for start in range(spec.start, spec.start + spec.nbytes, _PIECE_BYTES):
             stop = min(start + _PIECE_BYTES, spec.start + spec.nbytes)
-            stream.update(self._read(start, stop - start))
+            yield self._read(start, stop - start)
             self._progress.advance(stop - start)
+
+    def _digests(self, spec: TensorSpec, pieces: Iterable[memoryview]) -> dict[Place, str]:
+        """The digest of a tensor, given in pieces, and those of its leaves."""
+        stream = StreamDigest(self._algorithm, spec.nbytes)
+        for piece in pieces:
+            stream.update(piece)
+        if self._algorithm == "blake3":
+            return digests_by_place(spec.start, spec.nbytes, stream.leaves())
         return {(spec.start, spec.nbytes): stream.hexdigest()}
 
     def _read(self, start: int, nbytes: int) -> memoryview:

@@ -1,15 +1,13 @@
 """Layers that checkpoints share as a whole: all tensors of one numbered block, or one module."""
 
 import hashlib
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tensor_dedup.analyze.natural import natural
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
-
-_BLOCK = re.compile(r"^(.*?\.\d+)\.(.+)$")
+from tensor_dedup.layer_names import split
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +21,6 @@ class SharedLayer:
     tensors: int
     nbytes: int
     places: tuple[tuple[str, str], ...]
-
-
-def split(name: str) -> tuple[str, str]:
-    """Return a tensor's layer and its name within: `model.layers.7` and `mlp.up_proj.weight`.
-
-    Outside numbered blocks a layer is a module: `lm_head` and `weight`.
-    """
-    block = _BLOCK.match(name)
-    if block:
-        return block[1], block[2]
-    module, dot, last = name.rpartition(".")
-    return (module, last) if dot else (name, "")
 
 
 def shared_layers(checkpoints: Sequence[Measured]) -> list[SharedLayer]:

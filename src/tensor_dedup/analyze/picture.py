@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from tensor_dedup.analyze.layers import split
 from tensor_dedup.analyze.natural import natural
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
+from tensor_dedup.layer_names import split
 
 # What wraps the modules of one model and not of another with the same weights.
 _WRAPPER = re.compile(r"^(?:(?:model|module|transformer)\.)+(?=.)")

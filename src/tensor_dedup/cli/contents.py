@@ -1,50 +1,68 @@
 """The verbs that look into a store: du, find, cat."""
 
+import os
+import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 import click
 
+from tensor_dedup.analyze import analyze
+from tensor_dedup.analyze.stored import SCHEME, full_name
 from tensor_dedup.cli import WrongUse
-from tensor_dedup.cli.output import counted, json_option, say
+from tensor_dedup.cli.output import ByteBar, counted, json_option, say
 from tensor_dedup.cli.store import (
     damage_lines,
     empty,
     existing,
     existing_or_said,
+    follow_links_option,
     known,
     name_argument,
     print_fitted,
     store_option,
     stored_names,
 )
+from tensor_dedup.errors import StoreError
+from tensor_dedup.formats.hub_cache import locate
+from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.store.checkpoints.runs import parse_step_name
+from tensor_dedup.store.errors import NoStoreError
 from tensor_dedup.store.reading.find import TensorPlace
 from tensor_dedup.store.store import Store
 from tensor_dedup.store.upkeep.usage import StoreUsage, Usage
 from tensor_dedup.text_table import human
 
-_SCHEME = "store://"
 _CHUNK = 64 << 20
 
 
 @click.command(name="du")
 @click.argument("name", required=False, shell_complete=stored_names)
+@follow_links_option
 @store_option
 @json_option
 @click.pass_context
-def du(ctx: click.Context, name: str | None, store: str | None, as_json: bool) -> None:
+def du(
+    ctx: click.Context, name: str | None, follow_links: bool, store: str | None, as_json: bool
+) -> None:
     """Say what each checkpoint and each run takes on disk, and what deleting it gives back.
 
     NAME is one of them, or a step RUN@STEP. `unique` is what it alone needs, `shared` what others
     need too. What deleting gives back counts whole files: small tensors that lie in one container
     with those of others stay there. Exit status 1 when something of it cannot be read.
+
+    NAME can also be a file, a folder or a name in your Hugging Face cache: of such a checkpoint,
+    `shared` is what the store holds already, and `unique` what importing it would add.
     """
+    if name is not None and _is_outside(name, store):
+        _say_outside(name, store, follow_links, as_json)
+        return
     nothing = StoreUsage((), 0, 0, 0, 0)
     opened = existing_or_said(store, as_json, nothing.to_dict())
     if opened is None:
         return
-    name = name.removeprefix(_SCHEME) if name is not None else None
+    name = full_name(opened, name) if name is not None else None
     found = opened.usage(name)
     shown = [each for each in found.checkpoints if name in (None, each.name)]
     if name is not None and not shown:
@@ -59,6 +77,39 @@ def du(ctx: click.Context, name: str | None, store: str | None, as_json: bool) -
         say({}, as_json, *([] if name is not None else _totals(found)), *damage_lines(damaged))
     if damaged:
         ctx.exit(1)
+
+
+def _is_outside(name: str, store: str | None) -> bool:
+    """Is it a path, or a name in the Hugging Face cache, and nothing that a store has?"""
+    if name.startswith(SCHEME):
+        return False
+    with suppress(StoreError):
+        opened = existing(store)
+        if full_name(opened, name) in {*opened.names(), *opened.runs()}:
+            return False
+    return os.path.lexists(locate(name))
+
+
+def _say_outside(name: str, store: str | None, follow_links: bool, as_json: bool) -> None:
+    with ByteBar("hashing") as progress:
+        found = analyze(
+            [locate(name)], hints=HintIndex(), progress=progress, follow_links=follow_links
+        )
+    [checkpoint] = found.checkpoints
+    sizes = {tensor.fingerprint.digest: tensor.nbytes for tensor in checkpoint.tensors}
+    held = set[str]()
+    with suppress(NoStoreError), existing(store).open_pieces(sizes) as pieces:
+        held = {digest for digest in sizes if pieces.records(bytes.fromhex(digest))}
+    shared = sum(sizes[digest] for digest in held)
+    unique = found.unique_bytes - shared
+    document = {"name": name, "kind": "outside", "nbytes": checkpoint.nbytes}
+    say(
+        {**document, "unique_bytes": unique, "shared_bytes": shared},
+        as_json,
+        f"size    {human(checkpoint.nbytes)} in {counted(len(checkpoint.tensors), 'tensor')}",
+        f"shared  {human(shared)} that the store holds already",
+        f"unique  {human(unique)} that `tensor-dedup import {shlex.quote(name)}` would add",
+    )
 
 
 def _print(store: Store, found: Sequence[Usage]) -> None:
@@ -155,7 +206,8 @@ def cat(name: str, tensor: str, store: str | None, as_json: bool) -> None:
     They are those of the file: contiguous, little-endian, without a header; --json says what they
     are instead.
     """
-    with existing(store).checkpoint(name.removeprefix(_SCHEME)) as checkpoint:
+    opened = existing(store)
+    with opened.checkpoint(full_name(opened, name)) as checkpoint:
         found = checkpoint[tensor]
         if as_json:
             document = {"name": checkpoint.name, "tensor": found.name, "dtype": found.dtype}

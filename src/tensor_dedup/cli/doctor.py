@@ -9,7 +9,9 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Final, Literal
 
 import click
@@ -17,7 +19,7 @@ import psutil
 
 from tensor_dedup import settings
 from tensor_dedup.cli.manager import socket_option
-from tensor_dedup.cli.output import cell, console, counted, json_option, say, short
+from tensor_dedup.cli.output import counted, json_option, say, say_lines, short
 from tensor_dedup.cli.store import existing, store_option
 from tensor_dedup.errors import TensorDedupError
 from tensor_dedup.memory_manager.backends.memfd import MemfdBackend
@@ -33,6 +35,8 @@ Verdict = Literal["ok", "note", "no", "damaged"]
 
 _PIDFD: Final = (6, 5)  # before, a client in another pid namespace cannot be held by a pidfd
 _FEW_DESCRIPTORS: Final = 4096
+# What the driver's kernel module shows, and Windows' to a Linux below it.
+_DRIVERS: Final = (Path("/proc/driver/nvidia"), Path("/dev/dxg"))
 _PATIENCE_S: Final = 180
 _GROUPS: Final = ("vllm.general_plugins", "vllm.platform_plugins")
 # In a process of its own: it imports the framework, which prints, and takes its time and memory.
@@ -89,12 +93,13 @@ def command(
         ("store", lambda: _store(store)),
     ]
     width = max(len(about) for about, _ in checks)
-    found, out = list[Finding](), console()
+    found = list[Finding]()
     for about, check in checks:
         for each in _guarded(about, check):
             found.append(each)
             if not as_json:  # at once: to import an engine takes its time
-                out.print(cell(f"{each.verdict:<9}{each.about:<{width}}  {each.what}"))
+                line = f"{each.verdict:<9}{each.about:<{width}}  {each.what}"
+                say_lines(line, indent=width + 11)
     damaged = any(each.verdict == "damaged" for each in found)
     if as_json:
         say({"healthy": not damaged, "checks": [asdict(each) for each in found]}, as_json)
@@ -145,13 +150,13 @@ def _memory() -> Iterator[Finding]:
 def _descriptors() -> Iterator[Finding]:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard >= _FEW_DESCRIPTORS:
-        yield Finding("descriptors", "ok", f"{hard} a process")
+        yield Finding("descriptors", "ok", f"{hard} open files a process")
     else:
         yield Finding(
             "descriptors",
             "note",
-            f"{hard} a process: each piece of shared memory is one; raise `ulimit -Hn` to "
-            f"{_FEW_DESCRIPTORS} or more",
+            f"{hard} open files a process: each piece of shared memory is one; raise "
+            f"`ulimit -Hn` to {_FEW_DESCRIPTORS} or more",
         )
 
 
@@ -171,11 +176,10 @@ def _engine(name: str, quick: bool) -> Callable[[], Iterator[Finding]]:
 def _version(name: str) -> str | None:
     if importlib.util.find_spec(name) is None:
         return None
-    owners = importlib.metadata.packages_distributions().get(name, [name])
-    try:
-        return " ".join([owners[0], importlib.metadata.version(owners[0])])
-    except importlib.metadata.PackageNotFoundError:
-        return "of unknown version"
+    for owner in (name, f"{name}-cpu"):  # to look through all distributions takes seconds
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return f"{owner} {importlib.metadata.version(owner)}"
+    return "of unknown version"
 
 
 def _compared(name: str, version: str) -> Finding:
@@ -238,6 +242,9 @@ def _manager(socket: str | None) -> Iterator[Finding]:
 
 
 def _gpu() -> Iterator[Finding]:
+    if not any(path.exists() for path in _DRIVERS):
+        yield Finding("GPU", "note", "none: this machine has no NVIDIA driver")
+        return
     try:
         driver = NvidiaDriver()
         driver.init()

@@ -134,7 +134,7 @@ def _saving(overview: Overview) -> str:
     if not saved:
         return f"{human(0)}: no two processes use the same tensor"
     share = saved / (saved + leased)
-    return f"{human(saved)} of {human(saved + leased)} by sharing ({share:.0%})"
+    return f"{human(saved)} of {human(saved + leased)} by sharing ({100 * share:.0f} %)"
 
 
 def _processes(overview: Overview) -> str:

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import click
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -39,9 +39,16 @@ _WORDS: Final = frozenset(
 )
 # What a table adds to each of its columns, and once.
 _BORDER: Final = 3
-# Of a name this much stays on a line, if it is that long, and a revision of a repository does.
+# Of a name this much stays on a line, if it is that long, and a revision that is shortened does.
 _NAME: Final = 32
-_REVISION: Final = 40
+_DIGITS: Final = 12
+_DIGEST: Final = re.compile(rf"\b([0-9a-f]{{{_DIGITS}}})(?:[0-9a-f]{{28}}|[0-9a-f]{{52}})\b")
+# What no line breaks if it can be helped: a command, a number and its unit, a symbol
+# and what it means, a word.
+_UNBROKEN: Final = re.compile(
+    r"[■▣□#+.] \S+|`[^`]+`\S*|\S+?(?: (?:%|B|[KMG]iB)(?![\w%])\S*|(?=\s|$))"
+)
+_LABEL: Final = re.compile(r" *(?:\S+ )*?\S+ {2,}| *")
 
 
 def cell(name: str) -> Text:
@@ -70,15 +77,55 @@ class Dotted:
         yield Text("\n".join([*lines, line]), overflow="fold")
 
     def _parts(self, width: int) -> list[str]:
-        """What no line breaks: between spaces, then dots, then words where one is too long."""
-        parts = [self._name]
-        for finer in (_TOKEN, _PART, _WORD):
-            parts = [
-                each
-                for part in parts
-                for each in ([part] if len(part) <= width else finer.findall(part))
-            ]
-        return parts
+        return _divided([self._name], width)
+
+
+def _divided(parts: list[str], width: int) -> list[str]:
+    """What no line breaks: between spaces, then dots, then words where one is too long."""
+    for finer in (_TOKEN, _PART, _WORD):
+        parts = [
+            each
+            for part in parts
+            for each in ([part] if len(part) <= width else finer.findall(part))
+        ]
+    return parts
+
+
+def wrapped(text: str, width: int, indent: int | None = None) -> list[str]:
+    """Return a text in lines that end between words, each but the first one indented.
+
+    By default they are so by the text's label, which two spaces end, or its own indent. A word that
+    is longer than a line ends after a dot or a slash; numbers stay with their units, and commands
+    in one line, where that is wide enough.
+    """
+    if len(text) <= width:
+        return [text]
+    if indent is None:
+        label = _LABEL.match(text)
+        indent = label.end() if label is not None and label.end() <= _NAME else 0
+    head, room = text[:indent], max(_DIGITS, width - indent)
+    words = [word for found in _UNBROKEN.findall(text[indent:]) for word in _pieces(found, room)]
+    lines = [head]
+    for word, follows in words:
+        space = " " * (not follows and len(lines[-1]) > indent)
+        if len(lines[-1]) > indent and len(lines[-1]) + len(space) + len(word) > width:
+            lines.append(" " * indent)
+            space = ""
+        lines[-1] += space + word
+    return lines
+
+
+def _pieces(found: str, room: int) -> list[tuple[str, bool]]:
+    """A word, or what it falls into where it is too long; whether each follows without a space."""
+    words = [found] if len(found) <= room else found.split(" ")
+    return [
+        (piece, number > 0) for word in words for number, piece in enumerate(_divided([word], room))
+    ]
+
+
+def shortened(name: str) -> str:
+    """Return a name or a path with the first twelve digits of revisions and digests in it."""
+    return _DIGEST.sub(r"\1", name)
 
 
 def counted(count: int, noun: str) -> str:
@@ -103,12 +150,19 @@ def fitted(
 ) -> tuple[Table, str]:
     """Return a table of names and columns, and a line about those for which there is no room.
 
-    Where a terminal is narrow the columns in `least` go, one by one, so that names are readable.
+    Where a terminal is narrow, revisions in names are shortened, and then the columns in `least`
+    go, one by one, so that names are readable.
     """
+    names = [printable(name) for name in names]
     widths = {c: max(map(len, [c, *cells]), default=0) for c, cells in columns.items()}
     longest = max(map(len, [heading, *names]))
+    room = out.width - 1 - _BORDER - longest
+    if sum(widths.values()) + _BORDER * len(widths) > room:
+        short_names = [shortened(name) for name in names]
+        if len(set(short_names)) == len(set(names)):
+            names, longest = short_names, max(map(len, [heading, *short_names]))
     word = max((len(word) for name in names for word in _WORD.findall(name)), default=0)
-    room = out.width - 1 - _BORDER - max(min(_NAME, longest), min(_REVISION, word))
+    room = out.width - 1 - _BORDER - max(min(_NAME, longest), word)
     left_out = list[str]()
     for column in (each for each in least if each in columns):
         if sum(width + _BORDER for c, width in widths.items() if c not in left_out) > room:
@@ -134,6 +188,15 @@ def console() -> Console:
     """Return the console for tables. When piped, a line is neither wrapped nor cut."""
     found = Console()
     return found if found.is_terminal else Console(width=_WIDE)
+
+
+def error_lines(message: str) -> str:
+    """Return an error's message as a terminal shows it after `Error: `; elsewhere as it is."""
+    err = Console(stderr=True)
+    if not err.is_terminal:
+        return message
+    before = "Error: "
+    return "\n".join(wrapped(before + message, err.width, 0)).removeprefix(before)
 
 
 _Verb = TypeVar("_Verb", bound=Callable[..., Any])
@@ -170,8 +233,15 @@ def say(document: Mapping[str, object], as_json: bool, *lines: str) -> None:
     if as_json:
         click.echo(json.dumps(document, indent=2))
     else:
-        for line in lines:
-            click.echo(printable(line))
+        say_lines(*lines)
+
+
+def say_lines(*lines: str, indent: int | None = None) -> None:
+    """Print lines on stdout; at a terminal, each in as many as it needs, as `wrapped` does."""
+    width = console().width
+    for line in lines:
+        for part in wrapped(printable(line), width, indent):
+            click.echo(part)
 
 
 def ask(question: str, yes: bool) -> None:
@@ -180,8 +250,9 @@ def ask(question: str, yes: bool) -> None:
         return
     if not sys.stdin.isatty():
         raise WrongUse(f"{question} Refusing without confirmation; pass --yes.")
+    lines = wrapped(question, Console(stderr=True).width - len(" [y/N]: "))
     try:
-        agreed = click.confirm(question, err=True)
+        agreed = click.confirm("\n".join(lines), err=True)
     except click.Abort:  # which is what click makes of Ctrl-C
         raise KeyboardInterrupt from None
     if not agreed:
@@ -196,25 +267,37 @@ class _Rate(ProgressColumn):
         return Text("" if rate is None else f"{human(int(rate))}/s")
 
 
+# What a size of so many, and what need not travel, take of a line; and the least of a bar.
+_DOWNLOAD: Final = 36
+_BAR: Final = 12
+
+
 class ByteBar:
     """A bar on stderr with bytes, rate and time left; nothing where stderr is no terminal."""
 
     def __init__(self, label: str) -> None:
         console = Console(stderr=True)
-        self._label = label
-        self.bar = Bar(
-            TextColumn(label),
-            BarColumn(),
+        self._label = label = shortened(printable(label))
+        columns: list[ProgressColumn] = [
+            TextColumn("{task.description}", markup=False),
             DownloadColumn(binary_units=True),
-            _Rate(),
-            TimeRemainingColumn(),
+        ]
+        # As much of the rest as there is room for; a cut bar says nothing.
+        room = console.width - len(label) - _DOWNLOAD
+        for width, column in ((12, _Rate()), (8, TimeRemainingColumn())):
+            if (room := room - width) > 0:
+                columns.append(column)
+        if room > _BAR:
+            columns.insert(1, BarColumn())
+        self.bar = Bar(
+            *columns,
             console=console,
             disable=not console.is_terminal,
             transient=True,
         )
         self._task = self.bar.add_task(label, total=None)
 
-    def __enter__(self) -> "ByteBar":
+    def __enter__(self) -> Self:
         self.bar.start()
         return self
 
@@ -224,6 +307,10 @@ class ByteBar:
     def start(self, total_bytes: int) -> None:
         """`total_bytes` will be handled."""
         self.bar.update(self._task, total=total_bytes)
+
+    def describe(self, label: str) -> None:
+        """Put another text in front of the bar."""
+        self.bar.update(self._task, description=label)
 
     def advance(self, nbytes: int) -> None:
         """So many more bytes are done."""

@@ -25,6 +25,8 @@ _DIGIT: Final = 0.62
 _FONT: Final = 12
 _TICKS: Final = 5
 _COLOURS: Final = 6
+# Ranges that are narrower, and values that are greater, are beyond what floats can divide.
+_LEAST, _MOST = 1e-300, 1e304
 
 _STYLE: Final = """
 :root{color-scheme:light dark;--page:#fff;--text:#1b1f24;--muted:#57606a;--line:#d0d7de;
@@ -127,7 +129,7 @@ class _Chart:
     marks: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.high <= self.low:
+        if self.high - self.low < _LEAST:
             pad = abs(self.low) * 0.05 or 1.0
             self.low, self.high = self.low - pad, self.high + pad
         self.ticks = ticks(self.low, self.high)
@@ -314,7 +316,7 @@ def _metric(name: str, runs: Sequence[PlottedRun]) -> str:
         for number, each in enumerate(runs)
     ]
     drawn = [
-        (number, each, [(step, value) for step, value in points if math.isfinite(value)])
+        (number, each, [(step, value) for step, value in points if abs(value) < _MOST])
         for number, each, points in lines
     ]
     values = [value for _, _, points in drawn for _, value in points]

@@ -6,23 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import click
 from rich.table import Table
-from rich.text import Text
 
 from tensor_dedup.analyze.natural import natural
-from tensor_dedup.cli import Verbs, WrongUse
+from tensor_dedup.cli import Verbs, WrongUse, printable
 from tensor_dedup.cli.output import (
     Dotted,
     ask,
-    cell,
     console,
     counted,
+    fitted,
     json_option,
-    listing,
     say,
+    say_lines,
     yes_option,
 )
 from tensor_dedup.cli.run_plot import PlottedRun, page
@@ -31,7 +30,8 @@ from tensor_dedup.cli.store import (
     empty,
     existing,
     existing_or_said,
-    print_table,
+    known,
+    print_fitted,
     space_after,
     store_option,
 )
@@ -43,13 +43,14 @@ from tensor_dedup.store.checkpoints.notes import shown
 from tensor_dedup.store.checkpoints.retention import Mode, goal, ranked
 from tensor_dedup.store.checkpoints.retention import best as best_step
 from tensor_dedup.store.checkpoints.runs import Step, parse_step_name
-from tensor_dedup.store.checkpoints.sizes import RunStats, TensorChanges
+from tensor_dedup.store.checkpoints.sizes import RunCost, RunStats, TensorChanges
 from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, NotAStoreError
 from tensor_dedup.store.format.manifests import STATE_MARK
 from tensor_dedup.suggestions import perhaps
 from tensor_dedup.text_table import human
 
 _SHOWN_NAMES = 20
+_NO_COST = RunCost(0, 0, 0, 0, 0)
 
 
 _Verb = TypeVar("_Verb", bound=Callable[..., Any])
@@ -120,13 +121,14 @@ def list_(ctx: click.Context, store: str | None, as_json: bool) -> None:
 
 
 def _print_runs(opened: Store, runs: Mapping[str, Sequence[Step]]) -> None:
-    table = listing("run", "steps", "first", "latest", "saved")
-    for run, steps in runs.items():
-        last = _latest(opened, run, steps)
-        table.add_row(
-            Dotted(run), str(len(steps)), str(steps[0].step), str(last.step), when(last.saved_at)
-        )
-    print_table(opened, table)
+    last = {run: _latest(opened, run, steps) for run, steps in runs.items()}
+    columns = {
+        "steps": [str(len(steps)) for steps in runs.values()],
+        "first": [str(steps[0].step) for steps in runs.values()],
+        "latest": [str(step.step) for step in last.values()],
+        "saved": [when(step.saved_at) for step in last.values()],
+    }
+    print_fitted(opened, "run", list(runs), columns, ["saved", "first"])
 
 
 def steps_of(store: Store, run: str) -> list[Step]:
@@ -165,18 +167,27 @@ def show(run: str, store: str | None, as_json: bool) -> None:
     if as_json:
         say({"run": run, "steps": [step.to_dict() for step in steps]}, as_json)
         return
-    table = Table()
-    for heading in ("step", "saved", "size", "metrics", "kept", "adapter"):
-        number = heading in ("step", "size")
-        side: Literal["left", "right"] = "right" if number else "left"
-        table.add_column(heading, justify=side, no_wrap=number, overflow="fold")
-    for step in steps:
-        # One a line: a table breaks lines where it likes.
-        metrics = Text("\n").join(cell(f"{n} {value:g}") for n, value in step.metrics.items())
-        kept = "yes" if step.pinned else ""
-        size = human(step.nbytes)
-        table.add_row(str(step.step), when(step.saved_at), size, metrics, kept, cell(step.adapter))
-    console().print(table)
+    names = sorted({name for step in steps for name in step.metrics}, key=natural)
+    headings = {name: _heading(name) for name in names}
+    columns = {
+        "size": [human(step.nbytes) for step in steps],
+        **{headings[name]: [_number(step.metrics.get(name)) for step in steps] for name in names},
+        "saved": [when(step.saved_at) for step in steps],
+        "kept": ["yes" if step.pinned else "" for step in steps],
+        "adapter": [printable(step.adapter) for step in steps],
+    }
+    least = ["adapter", "saved", "kept", *reversed(headings.values()), "size"]
+    widest = max(len(str(text)) for text in ("step", *(step.step for step in steps)))
+    out = console()
+    table, left_out = fitted(out, "step", [f"{s.step:>{widest}}" for s in steps], columns, least)
+    out.print(table)
+    say_lines(*[left_out] * bool(left_out))
+
+
+def _heading(metric: str) -> str:
+    shown_name = printable(metric)
+    taken = shown_name in ("step", "size", "saved", "kept", "adapter")
+    return f"{shown_name} (metric)" if taken else shown_name
 
 
 @command.command(name="stats")
@@ -188,7 +199,7 @@ def stats_(run: str | None, tensors: bool, store: str | None, as_json: bool) -> 
     """Say what RUN, or all runs together, hold, and what they cost beside the rest of the store."""
     if tensors and run is None:
         raise WrongUse("say which run's tensors: runs stats RUN --tensors")
-    nothing = RunStats(None, 0, 0, 0, 1.0, 0).to_dict()
+    nothing = RunStats(None, 0, 0, 0, 1.0, 0).to_dict() | {"logical_bytes": 0} | _NO_COST.to_dict()
     opened = existing_or_said(store, as_json, nothing) if run is None else existing(store)
     if opened is None:
         return
@@ -207,7 +218,8 @@ def stats_(run: str | None, tensors: bool, store: str | None, as_json: bool) -> 
         document["identical_percent"] = overall.percent
     say(document, as_json, f"run           {run or 'all'}", *lines)
     if changes is not None and not as_json:
-        console().print(_changes_table(changes, overall))
+        table, _ = _changes_table(changes, overall)
+        console().print(table)
 
 
 def _cost(
@@ -218,7 +230,8 @@ def _cost(
     try:
         cost = store.run_cost(run)
     except StoreError as error:
-        return {"reclaimable_bytes": None}, [saved, f"on disk       not known: {error}"]
+        unknown = dict.fromkeys(_NO_COST.to_dict())
+        return unknown, [saved, f"on disk       not known: {error}"]
     logical, kept = sum(sizes), cost.disk_bytes
     if kept <= logical:
         share = f"{(logical - kept) / logical if logical else 0:.0%}".replace("%", " %")
@@ -245,16 +258,16 @@ def _total(sizes: Sequence[int]) -> str:
     return f"{len(sizes)} x {each} = {human(sum(sizes))}"
 
 
-def _changes_table(changes: Sequence[TensorChanges], overall: TensorChanges) -> Table:
+def _changes_table(changes: Sequence[TensorChanges], overall: TensorChanges) -> tuple[Table, str]:
     """How often tensors changed between a step and the one before; last, all of them together."""
-    table = listing("tensor", "identical", "changed", "identical %")
-    for each in (*changes, overall):
-        if each is overall:
-            table.add_section()
-        share = "-" if each.percent is None else f"{each.percent:.1f}"
-        name = Dotted(each.name) if each is not overall else "all tensors, all steps"
-        table.add_row(name, str(each.identical), str(each.changed), share)
-    return table
+    rows = [*changes, overall]
+    names = [each.name for each in changes] + ["all tensors, all steps"]
+    columns = {
+        "identical": [str(each.identical) for each in rows],
+        "changed": [str(each.changed) for each in rows],
+        "identical %": ["-" if each.percent is None else f"{each.percent:.1f}" for each in rows],
+    }
+    return fitted(console(), "tensor", names, columns, [])
 
 
 @command.command()
@@ -333,7 +346,7 @@ def diff(one: str, two: str, store: str | None, as_json: bool) -> None:
     if any(name.startswith(STATE_MARK) for name in (*found.changed, *found.added)):
         lines.append("other         plain values or the structure")
     for name, (old, new) in found.metrics.items():
-        lines.append(f"{name:<14}{_number(old)} -> {_number(new)}")
+        lines.append(f"{name:<12}  {_number(old)} -> {_number(new)}")
     say(found.to_dict(), as_json, *lines)
 
 
@@ -508,18 +521,23 @@ def compare(runs: tuple[str, ...], store: str | None, as_json: bool) -> None:
     if as_json:
         say({"store": str(opened.path), "runs": found}, as_json)
         return
-    sizes = listing("run", "steps", "latest", "a step", "on disk", "alone")
+    columns = {
+        "steps": [str(each["steps"]) for each in found],
+        "latest": [str(each["latest"]) for each in found],
+        "a step": [human(each["nbytes"]) for each in found],
+        "on disk": [known(each["disk_bytes"]) for each in found],
+        "alone": [known(each["unique_bytes"]) for each in found],
+    }
+    print_fitted(opened, "run", [each["run"] for each in found], columns, ["latest", "steps"])
+    names = sorted({name for each in found for name in each["metrics"]}, key=natural)
+    if names:
+        console().print(_metrics_table(names, found))
+
+
+def _metrics_table(names: Sequence[str], found: Sequence[Mapping[str, Any]]) -> Table:
     metrics = Table("metric", "run")
     for heading in ("best", "at step", "latest"):
         metrics.add_column(heading, justify="right", no_wrap=True)
-    for each in found:
-        disk, alone = (
-            "not known" if each[key] is None else human(each[key])
-            for key in ("disk_bytes", "unique_bytes")
-        )
-        row = str(each["steps"]), str(each["latest"]), human(each["nbytes"]), disk, alone
-        sizes.add_row(Dotted(each["run"]), *row)
-    names = sorted({name for each in found for name in each["metrics"]}, key=natural)
     for name in names:
         for each in found:
             values = each["metrics"].get(name, {"best": None, "step": None, "latest": None})
@@ -527,9 +545,7 @@ def compare(runs: tuple[str, ...], store: str | None, as_json: bool) -> None:
             shown_values = _number(values["best"]), step, _number(values["latest"])
             metrics.add_row(Dotted(name), Dotted(each["run"]), *shown_values)
         metrics.add_section()
-    print_table(opened, sizes)
-    if names:
-        console().print(metrics)
+    return metrics
 
 
 def _compared(store: Store, run: str) -> dict[str, Any]:

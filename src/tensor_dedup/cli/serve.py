@@ -2,6 +2,7 @@
 
 import json
 import os
+from ipaddress import ip_address
 
 import click
 
@@ -33,6 +34,17 @@ def _json_object(_context: click.Context, _parameter: click.Parameter, value: st
     return value
 
 
+def _address(_context: click.Context, _parameter: click.Parameter, value: str) -> str:
+    """An address; nothing at all would mean all of this machine's."""
+    if value != "localhost":
+        try:
+            ip_address(value)
+        except ValueError as error:
+            what = f"{value!r} is not an address; write for example {LOOPBACK}, 0.0.0.0 or ::"
+            raise click.BadParameter(what) from error
+    return value
+
+
 @click.command(name="serve")
 @click.option(
     "--budget",
@@ -52,7 +64,8 @@ def _json_object(_context: click.Context, _parameter: click.Parameter, value: st
     default=LOOPBACK,
     show_default=True,
     metavar="ADDRESS",
-    help="The address that --metrics listens on; 0.0.0.0 or :: lets other machines ask.",
+    callback=_address,
+    help="The address of --metrics and --dashboard; 0.0.0.0 or :: lets other machines ask.",
 )
 @click.option(
     "--dashboard",
@@ -145,6 +158,9 @@ def command(
         raise click.UsageError("--preload fills the machine's memory, not that of a --device")
     if handle and (not device or backend != "vmm"):
         raise click.UsageError("--handle is for the memory of a --device, with the backend vmm")
+    if metrics_address != LOOPBACK and metrics is None and not dashboard:
+        what = "--metrics-address is where --metrics or --dashboard listens; give one of them"
+        raise click.UsageError(what)
     start = Start(
         socket_path(socket),
         budget,

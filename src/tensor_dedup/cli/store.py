@@ -10,19 +10,21 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from tensor_dedup.analyze.stored import full_name
 from tensor_dedup.cli import Failure, WrongUse, printable
 from tensor_dedup.cli.output import (
     ByteBar,
     Dotted,
     ask,
-    cell,
     console,
     counted,
     fitted,
     json_option,
     listing,
     say,
+    say_lines,
     short,
+    shortened,
     yes_option,
 )
 from tensor_dedup.errors import (
@@ -107,12 +109,20 @@ def existing(store: str | None) -> Store:
 def existing_or_said(
     store: str | None, as_json: bool, document: Mapping[str, object]
 ) -> Store | None:
-    """The store that is there; None once it is said that there is none yet, or `document` is."""
+    """The store that is there; None once it is said that there is none yet, or `document` is.
+
+    Where the document has a `store`, that is the path.
+    """
     try:
         return existing(store)
     except NoStoreError as error:
         path = error.facts["path"]
-        say(document, as_json, f"no store yet at {path}; `tensor-dedup import` makes one")
+        where = {"store": str(path)} if "store" in document else {}
+        say(
+            {**document, **where},
+            as_json,
+            f"no store yet at {path}; `tensor-dedup import` makes one",
+        )
         return None
 
 
@@ -133,14 +143,13 @@ def print_fitted(
     table, left_out = fitted(out, heading, names, columns, least)
     print_table(store, table)
     if left_out:
-        out.print(left_out)
+        say_lines(left_out)
 
 
 def print_table(store: Store, table: Table) -> None:
     """A table of what a store has, under the store's path."""
-    out = console()
-    out.print(cell(f"store {store.path}"), soft_wrap=True)
-    out.print(table)
+    say_lines(f"store {store.path}")
+    console().print(table)
 
 
 @click.command(name="import")
@@ -178,6 +187,9 @@ def import_(
     PATH is a file (safetensors, GGUF, torch.save), an index, a folder, or a name in your Hugging
     Face cache (ORG/NAME or ORG/NAME@REVISION); a folder's other files (config, tokenizer) are kept
     too, so that an export works anywhere.
+
+    A new tensor that has leaves (2 MiB) in common with a stored one, at the same offset, costs the
+    others: a vocabulary that grew costs its new rows.
 
     With --compress auto, new tensors are stored encoded where samples of them say that it saves a
     tenth: by themselves, or as differences from a tensor of the stored checkpoint --base, by
@@ -225,6 +237,8 @@ def _import_lines(result: ImportResult) -> list[str]:
         f"new {human(result.new_bytes)} in {counted(result.new_tensors, 'tensor')}, "
         f"known {human(result.known_bytes)}; {human(result.stored_bytes)} written",
     ]
+    if result.leaf_shared_bytes:
+        lines.append(f"{human(result.leaf_shared_bytes)} of the new were there, in other tensors")
     if result.encoded_tensors:
         against = f", against {result.base}" if result.base is not None else ""
         encoded = counted(result.encoded_tensors, "tensor")
@@ -316,7 +330,9 @@ def export(name: str, directory: Path, store: str | None, as_json: bool) -> None
     if str(directory) == "-":
         raise WrongUse("an export is a folder of files: name one; `cat` writes a tensor to stdout")
     with ByteBar("exporting") as progress:
-        paths = existing(store).export(name, directory, progress=progress)
+        opened = existing(store)
+        name = full_name(opened, name)
+        paths = opened.export(name, directory, progress=progress)
     document = {"name": name, "files": [str(path) for path in paths]}
     say(document, as_json, f"{name}: {counted(len(paths), 'file')} in {directory}")
 
@@ -331,7 +347,8 @@ def list_(ctx: click.Context, store: str | None, as_json: bool) -> None:
     `unique` is what deleting one gives back, once `gc` has run. Exit status 1 when one of them
     cannot be read, such as an external one whose files were moved.
     """
-    opened = existing_or_said(store, as_json, {"checkpoints": [], "damaged": [], "usage": []})
+    nothing: dict[str, object] = {"store": store, "checkpoints": [], "damaged": [], "usage": []}
+    opened = existing_or_said(store, as_json, nothing)
     if opened is None:
         return
     found, usage = opened.list(), opened.usage().checkpoints
@@ -392,16 +409,18 @@ _DIGITS: Final = 12  # of a digest; `find` takes the beginning of one, too
 @json_option
 def show(name: str, digests: bool, store: str | None, as_json: bool) -> None:
     """Show the files and tensors of the checkpoint NAME; digests are those `analyze` shows."""
-    with existing(store).checkpoint(name) as checkpoint:
+    opened = existing(store)
+    with opened.checkpoint(full_name(opened, name)) as checkpoint:
         if as_json:
             say(_document(checkpoint), as_json)
             return
         out = console()
+        say_lines(checkpoint.name)
         out.print(_file_table(checkpoint))
         table, left_out = _tensor_table(checkpoint, out, None if digests else _DIGITS)
         out.print(table)
         if left_out:
-            out.print(left_out)
+            say_lines(left_out)
 
 
 def _document(checkpoint: StoredCheckpoint) -> dict[str, object]:
@@ -431,7 +450,6 @@ def _document(checkpoint: StoredCheckpoint) -> dict[str, object]:
 
 def _file_table(checkpoint: StoredCheckpoint) -> Table:
     table = listing("file", "size")
-    table.title, table.title_justify = printable(checkpoint.name), "left"
     for file in checkpoint.files:
         table.add_row(Dotted(file.path), human(file.nbytes))
     return table
@@ -469,7 +487,7 @@ def stats(store: str | None, as_json: bool) -> None:
         as_json,
         f"checkpoints   {found.checkpoints} with {counted(found.tensors, 'tensor')}",
         f"their size    {human(found.logical_bytes)}",
-        f"distinct      {human(found.unique_bytes)} ({found.dedup_ratio:.1%})",
+        f"distinct      {human(found.unique_bytes)} ({100 * found.dedup_ratio:.1f} %)",
         f"on disk       {human(found.disk_bytes)} in containers: {kinds or 'none'}",
         *_encoded(found),
         f"unused        {human(found.reclaimable_bytes)} that gc takes, "
@@ -487,7 +505,7 @@ def _encoded(found: Stats) -> list[str]:
     nbytes = sum(coded.nbytes for coded in encoded.values())
     stored = sum(coded.stored_bytes for coded in encoded.values())
     return [
-        f"encoded       {human(nbytes)} as {human(stored)} ({stored / nbytes:.1%})",
+        f"encoded       {human(nbytes)} as {human(stored)} ({100 * stored / nbytes:.1f} %)",
         *(
             f"  {codec:<12}{counted(coded.pieces, 'piece')}, {human(coded.nbytes)} as "
             f"{human(coded.stored_bytes)}"
@@ -514,6 +532,8 @@ def gc(grace: float, dry_run: bool, yes: bool, store: str | None, as_json: bool)
             ask(f"{'. '.join(gc_lines(plan, grace))}. Do it?", yes)
         plan = opened.gc(grace)
     files = [str(item.path) for item in (*plan.trash, *plan.delete, *plan.unfinished)]
+    if console().is_terminal:
+        files = [shortened(file) for file in files]
     say(plan.to_dict(), as_json, *(files if dry_run else []), *gc_lines(plan, grace))
 
 
@@ -554,13 +574,13 @@ def space_after(store: Store) -> tuple[dict[str, object], str]:
     if nbytes:
         later = _later(DEFAULT_GRACE_HOURS)
         text = (
-            f"`tensor-dedup gc` can give back {human(nbytes)} in all: it moves them to the trash, "
-            f"and deletes them when it runs {later} (`gc --grace 0`: at once)"
+            f"`tensor-dedup gc` moves {human(nbytes)} that nobody uses any more to the trash, and "
+            f"frees them when it runs again {later} (`gc --grace 0`: at once)"
         )
     else:
         text = "there is no space to give back: other checkpoints need the files that it lies in"
     if 100 * plan.dead_bytes > nbytes:  # less is not worth a word
-        text += f"; in all, {human(plan.dead_bytes)} that nobody uses lie in what others need"
+        text += f"; {human(plan.dead_bytes)} that nobody uses lie in files that others need"
     return known, text
 
 
@@ -572,7 +592,8 @@ def space_after(store: Store) -> tuple[dict[str, object], str]:
 def delete(name: str, yes: bool, store: str | None, as_json: bool) -> None:
     """Forget the checkpoint NAME. Its bytes stay until `gc` finds that nobody else uses them."""
     opened = existing(store)
-    opened.check_exists(name)
+    name = full_name(opened, name)
+    opened.check_deletable(name)
     ask(f"Delete {name} from {opened.path}?", yes)
     opened.delete(name)
     reclaimable, space = space_after(opened)
@@ -668,5 +689,7 @@ def repair(
 @json_option
 def rename(name: str, new_name: str, store: str | None, as_json: bool) -> None:
     """Give the checkpoint NAME the name NEW_NAME, which no other has."""
-    existing(store).rename(name, new_name)
+    opened = existing(store)
+    name = full_name(opened, name)
+    opened.rename(name, new_name)
     say({"renamed": name, "name": new_name}, as_json, f"{name} is now {new_name}")

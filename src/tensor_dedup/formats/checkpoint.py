@@ -24,6 +24,7 @@ from typing import NoReturn
 from tensor_dedup.errors import CheckpointNotFoundError, NoSuchPathError, UnsupportedError
 from tensor_dedup.formats.errors import CheckpointFault, CheckpointFilesError, shorten
 from tensor_dedup.formats.files import opened
+from tensor_dedup.formats.hub_cache import cache_path, may_name
 from tensor_dedup.formats.json import decode_object
 from tensor_dedup.formats.links import ANYWHERE, LinkBoundary
 from tensor_dedup.formats.naming import (
@@ -49,6 +50,7 @@ from tensor_dedup.formats.weights import (
 from tensor_dedup.types import TensorSpec
 
 _PIPELINE = "model_index.json"
+_CONFIGURATION = "config.json"
 _SECOND_COPY = "original"
 _UNREAD = (".h5", ".msgpack", ".onnx", ".npz", ".tflite")
 _FOREIGN = (*PYTORCH_SUFFIXES, GGUF_SUFFIX, *_UNREAD)
@@ -114,12 +116,19 @@ def open_checkpoint(path: str | os.PathLike[str], *, follow_links: bool = False)
 
 def _open_file(path: Path, links: LinkBoundary) -> list[CheckpointFile]:
     if not path.exists():
+        cached = f", and no model of that name in {cache_path()}" if may_name(path) else ""
         raise NoSuchPathError(
-            f"{path}: no such file or folder; give the path of a local checkpoint", path=str(path)
+            f"{path}: no such file or folder{cached}; give the path of a local checkpoint",
+            path=str(path),
         )
     if path.suffix in _UNREAD:
         raise _unsupported(path, [path.name])
     found = _OpenFiles(links)
+    if path.name == _CONFIGURATION:
+        raise CheckpointNotFoundError(
+            f"{path}: a model's configuration, which holds no weights; give its folder",
+            path=str(path),
+        )
     if is_index(path.name):
         found.add_index(path, "", _read_json(path, ANYWHERE))
     else:

@@ -63,6 +63,12 @@ def locate(path: str | os.PathLike[str]) -> Path:
     )
 
 
+def may_name(path: str | os.PathLike[str]) -> bool:
+    """Whether this may be `ORG/NAME` of the Hub, with a revision or without one, and no path."""
+    named = _REPOSITORY.fullmatch(os.fspath(path))
+    return named is not None and "/" in named["name"]
+
+
 def _revisions(repository: Path, revision: str | None, held: Sequence[str]) -> Sequence[str]:
     """The snapshots that a revision may mean: one if it is the name of one or of a branch."""
     if revision is not None and revision in held:

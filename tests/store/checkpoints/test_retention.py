@@ -126,6 +126,16 @@ def test_a_metric_that_comes_late_lets_go_from_then_on(tmp_path: Path) -> None:
         assert run.steps() == [3]
 
 
+def test_a_metric_that_was_never_a_number_deletes_nothing(tmp_path: Path) -> None:
+    with handle(tmp_path, keep_best=("loss", 1, "min"), keep_last=1) as run:
+        for step in range(3):
+            run.save(network(step), step, {"loss": math.nan})
+        assert run.steps() == [0, 1, 2]
+        run.save(network(3), 3, {"loss": 1.0})
+        run.save(network(4), 4, {"loss": math.nan})
+        assert run.steps() == [3, 4]
+
+
 def test_nan_is_warned_of_once_and_never_best(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

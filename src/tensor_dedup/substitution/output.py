@@ -1,0 +1,142 @@
+"""The new checkpoint: the fine-tune's files, in which some tensors have the base's bytes."""
+
+import json
+import os
+import struct
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, Final
+
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.formats.checkpoint import Checkpoint, CheckpointFile
+from tensor_dedup.formats.files import OpenFile, opened
+from tensor_dedup.formats.safetensors import SafetensorsHeader
+
+_COPY_BYTES: Final = 8 << 20
+_ALIGNMENT: Final = 8
+# Weights in another form would be those of the fine-tune, without anything taken from the base.
+_WEIGHTS: Final = frozenset(
+    (
+        *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"),
+        *(".npz", ".tflite", ".ot", ".pdparams"),
+    )
+)
+_INDEX: Final = ".index.json"
+
+# Yields the bytes of a tensor of the base, in order.
+Taken = Callable[[], Iterator[bytes]]
+
+
+def write_files(
+    checkpoint: Checkpoint,
+    target: Path,
+    taken: Mapping[str, Taken],
+    metadata: Callable[[Sequence[str]], Mapping[str, str]],
+) -> list[str]:
+    """Write a checkpoint's files below `target`, with the bytes of `taken` in place of its own.
+
+    `taken` is by the full names of tensors; `metadata` gives what is added to the metadata of a
+    file with such tensors, by their names. Files that are no weights are copied. Returns the files
+    that were left out: weights in other forms, and their indexes.
+
+    Raises:
+        UnsupportedError: a file of weights is no safetensors file.
+        FormatError: a link leads out of the checkpoint.
+    """
+    root = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    weights = {file.path: file for file in checkpoint.files}
+    for file in checkpoint.files:
+        if not isinstance(file.header, SafetensorsHeader):
+            raise UnsupportedError(
+                f"{file.path}: is no safetensors file; save the fine-tune as safetensors first",
+                path=str(file.path),
+            )
+        place = target / file.path.relative_to(root)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with _reading(checkpoint, file.path) as source, place.open("xb") as out:
+            _write(file, source, out, taken, metadata)
+            _sync(out)
+    left_out = []
+    for path in _others(checkpoint, root):
+        name = path.relative_to(root)
+        if path in weights:
+            continue
+        if _is_weights(path, weights):
+            left_out.append(str(name))
+            continue
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        with _reading(checkpoint, path) as source, (target / name).open("xb") as out:
+            out.writelines(_pieces(source, 0, source.size))
+            _sync(out)
+    return left_out
+
+
+def _write(
+    file: CheckpointFile,
+    source: OpenFile,
+    out: IO[bytes],
+    taken: Mapping[str, Taken],
+    metadata: Callable[[Sequence[str]], Mapping[str, str]],
+) -> None:
+    header = file.header
+    assert isinstance(header, SafetensorsHeader)
+    replaced = [file.prefix + s.name for s in header.tensors if file.prefix + s.name in taken]
+    more = metadata(replaced) if replaced else {}
+    out.write(_head(header, more))
+    for spec in header.tensors:
+        name = file.prefix + spec.name
+        if name in taken:
+            out.writelines(taken[name]())
+        else:
+            out.writelines(_pieces(source, spec.start, spec.nbytes))
+
+
+def _head(header: SafetensorsHeader, more: Mapping[str, str]) -> bytes:
+    entries: dict[str, Any] = {}
+    if header.metadata or more:
+        entries["__metadata__"] = {**header.metadata, **more}
+    at = 0
+    for spec in header.tensors:
+        end = at + spec.nbytes
+        entries[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+@contextmanager
+def _reading(checkpoint: Checkpoint, path: Path) -> Iterator[OpenFile]:
+    with opened(path) as source:
+        checkpoint.links.check_open(path, source.fd)
+        yield source
+
+
+def _sync(out: IO[bytes]) -> None:
+    out.flush()
+    os.fsync(out.fileno())
+
+
+def _others(checkpoint: Checkpoint, root: Path) -> Iterator[Path]:
+    if not checkpoint.path.is_dir():
+        return
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+
+
+def _is_weights(path: Path, written: Collection[Path]) -> bool:
+    if path.suffix in _WEIGHTS:
+        return True
+    if not path.name.endswith(_INDEX):
+        return False
+    stem = path.name.removesuffix(_INDEX)
+    return not any(
+        other.parent == path.parent and other.suffix == Path(stem).suffix for other in written
+    )
+
+
+def _pieces(source: OpenFile, start: int, nbytes: int) -> Iterator[bytes]:
+    for at in range(start, start + nbytes, _COPY_BYTES):
+        yield source.read(at, min(_COPY_BYTES, start + nbytes - at))

@@ -1,0 +1,277 @@
+"""Write a fine-tune with chosen layers of its base."""
+
+import math
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from tensor_dedup.analyze.analysis import analyze
+from tensor_dedup.analyze.contributions import contributions
+from tensor_dedup.analyze.difference import ReadRange, reading
+from tensor_dedup.analyze.stored import SCHEME, StrPath, find
+from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
+from tensor_dedup.errors import ChangedFileError, ConfigError, UnsupportedError
+from tensor_dedup.formats.checkpoint import open_checkpoint
+from tensor_dedup.loader.checkpoint_io.hints import HintIndex
+from tensor_dedup.store.writing.hashing import ProgressListener
+from tensor_dedup.substitution.choice import Layer, chosen, layers_of
+from tensor_dedup.substitution.distance import distance
+from tensor_dedup.substitution.markers import KEY, base_digest, marker
+from tensor_dedup.substitution.output import write_files
+from tensor_dedup.substitution.samples import Movement, Samples
+from tensor_dedup.text_table import human
+
+# Of the JSON document.
+SCHEMA: Final = 1
+_COPY_BYTES: Final = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SubstitutedLayer:
+    """A layer, or some tensors of it, that the base's bytes stand for.
+
+    `distance` is |tune - base| / |base| over these tensors; None if that is infinite, or the
+    numbers are packed. `output_distance` is how far the outputs on samples move
+    with this layer alone, or None.
+    """
+
+    name: str
+    tensors: tuple[str, ...]
+    nbytes: int
+    distance: float | None
+    output_distance: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Substitution:
+    """What was written: `output` is `tune` with `layers` of `base`.
+
+    `adds_bytes` are the bytes that the output adds beside the base, each distinct tensor once;
+    `tune_adds_bytes` those that the fine-tune added. `left_out` are files of the fine-tune that
+    hold weights in other forms, and were not copied. `outputs` says how far the outputs on samples
+    move, or is None without samples.
+    """
+
+    base: str
+    tune: str
+    output: str
+    layers: tuple[SubstitutedLayer, ...]
+    total_bytes: int
+    tune_adds_bytes: int
+    adds_bytes: int
+    left_out: tuple[str, ...]
+    outputs: Movement | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        document = {"schema": SCHEMA, **asdict(self)}
+        for layer in document["layers"]:
+            layer["bytes"] = layer.pop("nbytes")
+        return document
+
+
+def substitute(
+    base: StrPath,
+    tune: StrPath,
+    output: StrPath,
+    *,
+    layers: str | None = None,
+    budget: int | None = None,
+    samples: Sequence[str] = (),
+    hints: HintIndex | None = None,
+    store: StrPath | None = None,
+    progress: ProgressListener | None = None,
+) -> Substitution:
+    """Write the checkpoint `tune` to the folder `output`, with layers of `base` byte for byte.
+
+    Either `layers` says which (`choice.chosen` has the grammar), or `budget` says how many bytes
+    the output may add beside the base: then layers are taken, those first whose numbers have moved
+    least for each byte, until it fits. With `samples`, texts, those come first that move the
+    model's outputs least for each byte, each taken alone, and the result says how far outputs move;
+    transformers then loads both checkpoints.
+
+    `base` and `tune` are given as for `analyze`; the fine-tune is a folder or a file of
+    safetensors. Nothing of either is changed, and `output` appears when it is complete and its
+    bytes have been read again and compared.
+
+    Raises:
+        ConfigError: neither or both of `layers` and `budget`, a layer that is not there, a budget
+            that cannot be kept, or an output that is there already.
+        UnsupportedError: a layer cannot be taken from the base, or the fine-tune is in another
+            format; the message says why.
+        CheckpointError, StoreError: those of `analyze`.
+    """
+    if (layers is None) == (budget is None):
+        raise ConfigError("give either layers or a budget")
+    target = Path(output)
+    found, origin = find(tune, store), find(base, store)
+    if not isinstance(found, Path):
+        raise UnsupportedError(f"{found}: export it first, and give the folder", path=str(found))
+    _check_target(target, [each for each in (found, origin) if isinstance(each, Path)])
+    if samples and not isinstance(origin, Path):
+        raise UnsupportedError(f"{origin}: export it first: samples need its folder", path=origin)
+    runs = Samples(found, origin, samples) if samples and isinstance(origin, Path) else None
+    compared = analyze([base, tune], hints=hints, store=store, progress=progress)
+    one, two = compared.checkpoints
+    every = layers_of(two.tensors, one.tensors)
+    with reading(base, store) as read_base, reading(tune, store) as read_tune:
+        if layers is not None:
+            taken = {layer.name: layer for layer in chosen(every, layers)}
+        else:
+            assert budget is not None
+            able = [each for each in every.values() if each.differs and each.obstacle is None]
+            costs = {
+                layer.name: runs.moved([layer]).distance
+                if runs is not None
+                else distance(layer.pairs, read_tune, read_base)
+                for layer in able
+            }
+            taken = _within(budget, every, costs, one, two)
+        said = [
+            SubstitutedLayer(
+                layer.name,
+                tuple(tensor.name for tensor, _ in layer.pairs),
+                layer.nbytes,
+                _moved(layer, read_tune, read_base),
+                runs.moved([layer]).distance if runs is not None else None,
+            )
+            for layer in taken.values()
+        ]
+        new = _with(two, taken)
+        left_out = _write(target, found, base, one, new, taken, read_base)
+    return Substitution(
+        base=one.path,
+        tune=two.path,
+        output=str(target),
+        layers=tuple(said),
+        total_bytes=new.nbytes,
+        tune_adds_bytes=_added(one, two),
+        adds_bytes=_added(one, new),
+        left_out=tuple(left_out),
+        outputs=runs.moved([*taken.values()]) if runs is not None else None,
+    )
+
+
+def _check_target(target: Path, sources: Sequence[Path]) -> None:
+    for source in sources:
+        if target.resolve().is_relative_to(source.resolve()):
+            raise ConfigError(
+                f"{target}: lies in {source}; name a folder outside", path=str(target)
+            )
+    if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(
+            f"{target}: is there already; name a folder that is empty or not there",
+            path=str(target),
+        )
+
+
+def _moved(layer: Layer, read_tune: ReadRange, read_base: ReadRange) -> float | None:
+    try:
+        found = distance(layer.pairs, read_tune, read_base)
+    except UnsupportedError:
+        return None
+    return found if math.isfinite(found) else None
+
+
+def _added(base: Measured, tune: Measured) -> int:
+    return contributions([base, tune])[1].adds_bytes
+
+
+def _with(tune: Measured, taken: Mapping[str, Layer]) -> Measured:
+    """The fine-tune with the content of these layers' counterparts."""
+    instead = {
+        tensor.name: AnalyzedTensor(tensor.name, old.fingerprint, old.nbytes)
+        for layer in taken.values()
+        for tensor, old in layer.pairs
+    }
+    return Measured(tune.path, [instead.get(tensor.name, tensor) for tensor in tune.tensors])
+
+
+def _within(
+    budget: int,
+    every: Mapping[str, Layer],
+    costs: Mapping[str, float],
+    base: Measured,
+    tune: Measured,
+) -> dict[str, Layer]:
+    """The layers to take so that the rest fits; greedy, as for a knapsack.
+
+    Those that cost least for each byte come first; then those are given back, the dearest
+    first, without which it fits, too.
+    """
+    saves = {
+        name: sum(t.nbytes for t, old in every[name].pairs if t.fingerprint != old.fingerprint)
+        for name in costs
+    }
+    taken: dict[str, Layer] = {}
+    for name in sorted(costs, key=lambda name: costs[name] / saves[name]):
+        if _added(base, _with(tune, taken)) <= budget:
+            break
+        taken[name] = every[name]
+    least = _added(base, _with(tune, taken))
+    if least > budget:
+        raise ConfigError(
+            f"with every layer that can be taken from the base, the fine-tune still adds "
+            f"{human(least)} ({least} bytes); the budget is {budget} bytes: give a larger one",
+            budget=budget,
+            least=least,
+        )
+    for name in sorted(taken, key=lambda name: -costs[name]):
+        fewer = {other: layer for other, layer in taken.items() if other != name}
+        if _added(base, _with(tune, fewer)) <= budget:
+            taken = fewer
+    return {name: taken[name] for name in every if name in taken}
+
+
+def _write(
+    target: Path,
+    found: Path,
+    base: StrPath,
+    one: Measured,
+    new: Measured,
+    taken: Mapping[str, Layer],
+    read_base: ReadRange,
+) -> list[str]:
+    pairs = {tensor.name: old for layer in taken.values() for tensor, old in layer.pairs}
+    content = base_digest(one.tensors)
+    given = os.fspath(base).removeprefix(SCHEME)
+    called = Path(given).name if os.path.lexists(given) else given
+
+    def metadata(names: Sequence[str]) -> dict[str, str]:
+        return {KEY: marker(called, content, {name: pairs[name].name for name in names})}
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
+    work.mkdir()
+    try:
+        bytes_of = {name: partial(_pieces, read_base, old) for name, old in pairs.items()}
+        left_out = write_files(open_checkpoint(found), work, bytes_of, metadata)
+        _check(work, new)
+        work.rename(target)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    return left_out
+
+
+def _pieces(read: ReadRange, tensor: AnalyzedTensor) -> Iterator[bytes]:
+    for start in range(0, tensor.nbytes, _COPY_BYTES):
+        yield read(tensor.name, start, min(start + _COPY_BYTES, tensor.nbytes))
+
+
+def _check(written: Path, wanted: Measured) -> None:
+    """Read what was written: a checkpoint may have changed since its digests were noted."""
+    (found,) = analyze([written]).checkpoints
+    there = {tensor.name: tensor.fingerprint for tensor in found.tensors}
+    for tensor in wanted.tensors:
+        if there.get(tensor.name) != tensor.fingerprint:
+            raise ChangedFileError(
+                f"{tensor.name}: a checkpoint changed while it was being read; try again when "
+                "nobody writes it",
+                tensor=tensor.name,
+            )

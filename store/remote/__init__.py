@@ -1,0 +1,19 @@
+"""Remotes: checkpoints in object storage, pushed and pulled at the price of what is missing."""
+
+from tensor_dedup.store.remote.push import TransferResult
+from tensor_dedup.store.remote.remote import Remote
+from tensor_dedup.store.remote.upkeep import (
+    RemoteCheckpoint,
+    RemoteGcPlan,
+    RemoteUsage,
+    RemoteVerifyResult,
+)
+
+__all__ = [
+    "Remote",
+    "RemoteCheckpoint",
+    "RemoteGcPlan",
+    "RemoteUsage",
+    "RemoteVerifyResult",
+    "TransferResult",
+]

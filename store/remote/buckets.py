@@ -1,0 +1,528 @@
+"""Objects under keys: a folder, object storage, or a plain web server.
+
+No other module of the store talks to a server. Credentials come from the environment alone, as
+obstore reads it; a URL that holds one is refused, and no text of a server is passed on unscrubbed.
+"""
+
+import errno
+import json
+import os
+import re
+import secrets
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from blake3 import blake3
+
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.store.errors import os_errors
+from tensor_dedup.store.files import Files
+from tensor_dedup.store.objects import make_folders
+from tensor_dedup.store.remote.errors import (
+    DamagedRemoteError,
+    NotARemoteError,
+    ReadOnlyRemoteError,
+    RemoteAccessError,
+    RemoteBusyError,
+    RemoteUnreachableError,
+    RemoteUrlError,
+)
+from tensor_dedup.store.remote.layout import CONTAINER_BYTES, PROBE
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+_SERVERS: Final = ("s3", "gs", "az")
+_WEB: Final = ("http", "https")
+_THREADS: Final = 8
+_LOCK_WAIT_S: Final = 60.0
+_PART_BYTES: Final = 16 << 20
+_SINGLE_BYTES: Final = 80 << 20
+_QUERY: Final = re.compile(r"\?[^\s\"'>)]*")
+_USER: Final = re.compile(r"//[^/\s@]*@")
+_SHOWN: Final = 240
+# What obstore says of a server that answers a range with the whole object.
+_NO_RANGES: Final = ("non-partial response", "Range request not supported")
+_SECRETS: Final = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS", re.IGNORECASE)
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStatus:
+    """What a server says of an object: its size, a tag that changes with it, when it was written.
+
+    `modified` is in seconds of the server's clock.
+    """
+
+    key: str
+    size: int
+    tag: str
+    modified: float
+
+
+class Traffic:
+    """Counts of what was sent and received through a bucket: payload bytes and calls."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.sent = self.received = self.calls = 0
+
+    def add(self, sent: int = 0, received: int = 0) -> None:
+        """Count one call."""
+        with self._lock:
+            self.sent += sent
+            self.received += received
+            self.calls += 1
+
+    def counts(self) -> tuple[int, int]:
+        """Return the bytes sent and received so far, and the calls."""
+        with self._lock:
+            return self.sent + self.received, self.calls
+
+
+class Bucket(ABC):
+    """Objects under keys, of which readers see the old or the new, whole. Safe from any thread.
+
+    Raises:
+        RemoteUnreachableError, RemoteAccessError: the server does not answer, or refuses.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.traffic = Traffic()
+
+    def at(self, key: str) -> str:
+        """Return how an object is called in messages."""
+        return f"{self.url}/{key}"
+
+    @abstractmethod
+    def get(self, key: str, limit: int) -> tuple[bytes, str] | None:
+        """Return an object and the tag for `put_if`, or None if there is none.
+
+        Raises:
+            DamagedRemoteError: it is larger than `limit` bytes.
+        """
+
+    @abstractmethod
+    def get_range(self, key: str, start: int, stop: int) -> memoryview:
+        """Return bytes of an object, fewer where it is shorter.
+
+        Raises FileNotFoundError where there is no such object.
+        """
+
+    @abstractmethod
+    def head(self, key: str) -> ObjectStatus | None:
+        """Return what is at a key, or None. Its tag is comparable to those of `list` only."""
+
+    @abstractmethod
+    def put(self, key: str, chunks: Sequence[memoryview] | Iterator[memoryview]) -> None:
+        """Write an object, in place of what was there."""
+
+    @abstractmethod
+    def put_if(self, key: str, data: bytes, tag: str | None) -> bool:
+        """Write an object if it still has the tag of `get`; None: if there is none.
+
+        False says to look: a response that was lost may have been of a write that took place.
+        """
+
+    @abstractmethod
+    def list(self, prefix: str) -> Iterator[ObjectStatus]:
+        """Iterate over the objects whose keys begin so."""
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Delete an object; nothing happens where there is none."""
+
+    def now(self) -> float:
+        """Return the server's time in seconds: that of an object which was written just now."""
+        key = f"{PROBE}{secrets.token_hex(8)}"
+        self.put(key, [memoryview(b"now")])
+        status = self.head(key)
+        self.delete(key)
+        if status is None:
+            raise RemoteUnreachableError.at(self.at(key), "it was written and is not there")
+        return status.modified
+
+    def each(self, call: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
+        """Call a function for each of some items on several threads; results in order."""
+        waiting = [*items]
+        if len(waiting) < 2:
+            yield from map(call, waiting)
+            return
+        with ThreadPoolExecutor(_THREADS) as pool:
+            try:
+                yield from pool.map(call, waiting)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+
+class FolderBucket(Bucket):
+    """A folder as a bucket; conditions hold between all processes of this machine."""
+
+    def __init__(self, root: Path, files: Files) -> None:
+        super().__init__(f"file://{root}")
+        self._root, self._files = root, files
+
+    @property
+    def root(self) -> Path:
+        """The folder."""
+        return self._root
+
+    def get(self, key: str, limit: int) -> tuple[bytes, str] | None:
+        # docstring inherited
+        blob = self._read(key, limit)
+        self.traffic.add(received=len(blob or b""))
+        return None if blob is None else (blob, _tag(blob))
+
+    def _read(self, key: str, limit: int) -> bytes | None:
+        files = self._files
+        with os_errors(self._root):
+            try:
+                handle = files.open(self._root / key, "read")
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            try:
+                status = files.status_of(handle)
+                if status.kind != "file":
+                    return None
+                if status.size > limit:
+                    raise too_large(self.at(key), status.size, limit)
+                blob = bytearray(status.size)
+                return bytes(blob[: files.pread(handle, memoryview(blob), 0)])
+            finally:
+                files.close(handle)
+
+    def get_range(self, key: str, start: int, stop: int) -> memoryview:
+        # docstring inherited
+        files = self._files
+        try:
+            handle = files.open(self._root / key, "read")
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, "no such object", self.at(key)) from None
+        with os_errors(self._root):
+            try:
+                size = max(0, min(stop, files.status_of(handle).size) - start)
+                view = memoryview(bytearray(size))
+                found = view[: files.pread(handle, view, start)]
+            finally:
+                files.close(handle)
+        self.traffic.add(received=found.nbytes)
+        return found
+
+    def head(self, key: str) -> ObjectStatus | None:
+        # docstring inherited
+        with os_errors(self._root):
+            status = self._files.status(self._root / key)
+        self.traffic.add()
+        if status is None or status.kind != "file":
+            return None
+        tag = f"{status.mtime_ns}-{status.inode}-{status.size}"
+        return ObjectStatus(key, status.size, tag, status.mtime_ns / 1e9)
+
+    def put(self, key: str, chunks: Sequence[memoryview] | Iterator[memoryview]) -> None:
+        # docstring inherited
+        self.traffic.add(sent=self._write(key, chunks))
+
+    def _write(self, key: str, chunks: Iterable[memoryview]) -> int:
+        files, path, at = self._files, self._root / key, 0
+        with os_errors(self._root):
+            make_folders(files, path.parent)
+            make_folders(files, self._root / "tmp")
+            tmp = self._root / "tmp" / files.token()
+            handle = files.open(tmp, "create")
+            try:
+                for chunk in chunks:
+                    files.pwrite(handle, chunk, at)
+                    files.begin_writing(handle, at, chunk.nbytes)
+                    at += chunk.nbytes
+                files.fsync(handle)
+                files.rename(tmp, path)
+            except BaseException:
+                files.close(handle)
+                if files.status(tmp) is not None:
+                    files.unlink(tmp)
+                raise
+            files.close(handle)
+            files.sync_folder(path.parent)
+        return at
+
+    def put_if(self, key: str, data: bytes, tag: str | None) -> bool:
+        # docstring inherited
+        with self._locked():
+            held = self._read(key, max(len(data), 1 << 30))
+            if (None if held is None else _tag(held)) != tag:
+                self.traffic.add()
+                return False
+            self.traffic.add(sent=self._write(key, [memoryview(data)]))
+            return True
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        files = self._files
+        with os_errors(self._root):
+            make_folders(files, self._root)
+            handle = files.open(self._root / "lock", "lock")
+        try:
+            if not files.flock(handle, exclusive=True, wait_s=_LOCK_WAIT_S):
+                raise RemoteBusyError.at(self.url, f"its lock was held for {_LOCK_WAIT_S:g} s")
+            yield
+        finally:
+            files.close(handle)
+
+    def list(self, prefix: str) -> Iterator[ObjectStatus]:
+        # docstring inherited
+        folder = prefix.rstrip("/")
+        for name in self._files.listdir(self._root / folder):
+            key = f"{folder}/{name}"
+            status = self._files.status(self._root / key)
+            if status is not None and status.kind == "folder":
+                yield from self.list(f"{key}/")
+            elif (found := self.head(key)) is not None:
+                yield found
+
+    def delete(self, key: str) -> None:
+        # docstring inherited
+        self.traffic.add()
+        with os_errors(self._root):
+            try:
+                self._files.unlink(self._root / key)
+            except FileNotFoundError:
+                return
+            self._files.sync_folder((self._root / key).parent)
+
+
+def _tag(blob: bytes) -> str:
+    return blake3(blob).hexdigest()
+
+
+def too_large(where: str, size: int, limit: int) -> DamagedRemoteError:
+    """Return the error about an object that is larger than any of its kind."""
+    return DamagedRemoteError.at(where, f"{size} bytes, the limit is {limit}", size=size)
+
+
+class ServerBucket(Bucket):
+    """Object storage behind obstore: S3 and what speaks its protocol, Google's, Azure's, the web.
+
+    Requests that fail on the way are sent again by obstore, a few times.
+    """
+
+    def __init__(self, url: str, *, store: "ObjectStore | None" = None) -> None:
+        super().__init__(url)
+        self._store: ObjectStore = store or _open_store(url)
+        self._read_only = urlsplit(url).scheme in _WEB
+
+    @contextmanager
+    def _translated(self, key: str) -> Iterator[None]:
+        from obstore import exceptions
+
+        try:
+            yield
+        except FileNotFoundError as error:
+            if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
+                raise NotARemoteError.at(self.url, "there is no such bucket") from None
+            raise FileNotFoundError(errno.ENOENT, "no such object", self.at(key)) from None
+        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+            raise RemoteAccessError.at(self.at(key), scrubbed(str(error))) from None
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+            raise
+        except (exceptions.BaseError, OSError) as error:
+            text = str(error)
+            kind = RemoteAccessError if _is_about_credentials(text) else RemoteUnreachableError
+            raise kind.at(self.at(key), scrubbed(text)) from None
+
+    def get(self, key: str, limit: int) -> tuple[bytes, str] | None:
+        # docstring inherited
+        import obstore
+
+        try:
+            with self._translated(key):
+                found = obstore.get(self._store, key)
+                size = found.meta["size"]
+                if size > limit:
+                    raise too_large(self.at(key), size, limit)
+                blob, tag = bytes(found.bytes()), _version_of(found.meta)
+        except FileNotFoundError:
+            self.traffic.add()
+            return None
+        self.traffic.add(received=len(blob))
+        return blob, tag
+
+    def get_range(self, key: str, start: int, stop: int) -> memoryview:
+        # docstring inherited
+        import obstore
+
+        try:
+            with self._translated(key):
+                found = memoryview(obstore.get_range(self._store, key, start=start, end=stop))
+        except RemoteUnreachableError as error:
+            if "416 " in str(error):
+                found = memoryview(b"")  # it ends before the range begins
+            elif any(sign in str(error) for sign in _NO_RANGES):
+                found = self._whole(key)[start:stop]
+            else:
+                raise
+        self.traffic.add(received=found.nbytes)
+        return found
+
+    def _whole(self, key: str) -> memoryview:
+        """An object of a server that knows no ranges, if it is not too large to be read often."""
+        found = self.get(key, 2 * CONTAINER_BYTES)
+        if found is None:
+            raise FileNotFoundError(errno.ENOENT, "no such object", self.at(key))
+        return memoryview(found[0])
+
+    def head(self, key: str) -> ObjectStatus | None:
+        # docstring inherited
+        import obstore
+
+        self.traffic.add()
+        try:
+            with self._translated(key):
+                return _status_of(obstore.head(self._store, key))
+        except FileNotFoundError:
+            return None
+
+    def put(self, key: str, chunks: Sequence[memoryview] | Iterator[memoryview]) -> None:
+        # docstring inherited
+        import obstore
+
+        self._check_writable()
+        sent = 0
+
+        def counted() -> Iterator[memoryview]:
+            nonlocal sent
+            for chunk in chunks:
+                sent += chunk.nbytes
+                yield chunk
+
+        whole = isinstance(chunks, Sequence) and sum(c.nbytes for c in chunks) <= _SINGLE_BYTES
+        with self._translated(key):
+            if whole:
+                parts = [*counted()]
+                data = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+                obstore.put(self._store, key, data, use_multipart=False)
+            else:
+                obstore.put(self._store, key, counted(), chunk_size=_PART_BYTES, max_concurrency=4)
+        self.traffic.add(sent=sent)
+
+    def put_if(self, key: str, data: bytes, tag: str | None) -> bool:
+        # docstring inherited
+        import obstore
+        from obstore import exceptions
+
+        self._check_writable()
+        self.traffic.add(sent=len(data))
+        try:
+            with self._translated(key):
+                mode: Any = "create" if tag is None else json.loads(tag)
+                obstore.put(self._store, key, data, mode=mode)
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError, FileNotFoundError):
+            return False
+        return True
+
+    def list(self, prefix: str) -> Iterator[ObjectStatus]:
+        # docstring inherited
+        import obstore
+
+        with self._translated(prefix):
+            for batch in obstore.list(self._store, prefix, chunk_size=1000):
+                self.traffic.add()
+                yield from map(_status_of, batch)
+
+    def delete(self, key: str) -> None:
+        # docstring inherited
+        import obstore
+
+        self._check_writable()
+        self.traffic.add()
+        try:
+            with self._translated(key):
+                obstore.delete(self._store, key)
+        except FileNotFoundError:
+            return
+
+    def _check_writable(self) -> None:
+        if self._read_only:
+            raise ReadOnlyRemoteError.at(self.url, "a web server takes no objects")
+
+
+def _status_of(meta: Any) -> ObjectStatus:
+    tag = meta["e_tag"] or f"{meta['size']}-{meta['last_modified']}"
+    return ObjectStatus(meta["path"], meta["size"], tag, meta["last_modified"].timestamp())
+
+
+def _version_of(meta: Any) -> str:
+    """What a condition is about: S3 and Azure have tags of their own kind, Google has versions."""
+    both = {"e_tag": meta["e_tag"], "version": meta["version"]}
+    return json.dumps({key: value for key, value in both.items() if value is not None})
+
+
+def _is_about_credentials(text: str) -> bool:
+    signs = ("401 ", "403 ", "credential", "Credential", "ExpiredToken", "169.254.169.254")
+    return any(sign in text for sign in signs)
+
+
+def scrubbed(text: str) -> str:
+    """Return the first line of a server's message, without anything that may be a credential."""
+    text = " ".join(text.partition("Debug source")[0].split())
+    for name, value in os.environ.items():
+        if len(value) >= 6 and _SECRETS.search(name):
+            text = text.replace(value, "***")
+    text = re.sub(r"<AWSAccessKeyId>[^<]*", "<AWSAccessKeyId>***", text)
+    return _USER.sub("//", _QUERY.sub("", text))[:_SHOWN]
+
+
+def _open_store(url: str) -> "ObjectStore":
+    try:
+        from obstore.exceptions import BaseError
+        from obstore.store import from_url
+    except ImportError as error:
+        what = "needs obstore, which is not installed; install the extra `remote`"
+        raise UnsupportedError(f"{url}: {what}", url=url) from error
+    endpoints = (os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))
+    plain = url.startswith("http://") or any(e.startswith("http://") for e in endpoints)
+    client: Any = {"timeout": "600s", "connect_timeout": "10s"}
+    if plain:
+        client["allow_http"] = True
+    retry: Any = {"max_retries": 5, "retry_timeout": timedelta(seconds=120)}
+    try:
+        return from_url(url, client_options=client, retry_config=retry)
+    except (BaseError, ValueError) as error:
+        raise RemoteUrlError.at(url, scrubbed(str(error))) from None
+
+
+def open_bucket(url: str, files: Files) -> Bucket:
+    """Open what a URL names; a path without a scheme is a folder. Nothing is asked or made yet.
+
+    Raises:
+        RemoteUrlError: the URL names nothing of the kind, or holds a credential.
+        UnsupportedError: obstore is not installed.
+    """
+    scheme, colon, _ = url.partition("://")
+    if not colon:
+        return FolderBucket(Path(url).absolute(), files)
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # which may be no number
+    except ValueError:
+        raise RemoteUrlError.at(f"{scheme}://...", "it is no URL") from None
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        shown = f"{scheme}://{parts.hostname or ''}{parts.path}"
+        raise RemoteUrlError.at(shown, "a user, a password or a query in it may be a secret")
+    if scheme == "file":
+        if parts.netloc not in ("", "localhost") or not parts.path:
+            raise RemoteUrlError.at(url, "a folder's URL has three slashes: file:///folder")
+        return FolderBucket(Path(unquote(parts.path)), files)
+    if scheme not in (*_SERVERS, *_WEB) or not parts.netloc:
+        raise RemoteUrlError.at(url, f"no remote has the scheme {scheme!r} and this host")
+    return ServerBucket(url.rstrip("/"))

@@ -1,0 +1,336 @@
+"""The catalog of a remote: which container holds a piece. A cache, but for what is condemned.
+
+Immutable segments list containers with the first 16 bytes of their pieces' digests; the rest (where
+a piece lies, how it is encoded, against what) is in the containers' tables. One small object, the
+head, names the segments that count. It changes by conditional writes only, and every push and every
+gc goes through it: so each sees what the other has decided (`commit`).
+"""
+
+import random
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias, TypeVar
+
+import msgspec
+
+from tensor_dedup.digest import digest
+from tensor_dedup.errors import StoreError
+from tensor_dedup.store.errors import NewerFormatError
+from tensor_dedup.store.format import frames, tables
+from tensor_dedup.store.format.tables import DIGEST_BYTES, TAIL_BYTES, Table
+from tensor_dedup.store.objects import ContainerId
+from tensor_dedup.store.remote import layout
+from tensor_dedup.store.remote.buckets import Bucket
+from tensor_dedup.store.remote.errors import (
+    DamagedRemoteError,
+    MissingRemoteError,
+    RemoteBusyError,
+    remote_damage,
+)
+
+PREFIX_BYTES: Final = 16
+_HEAD, _SEGMENT, _TRASH = b"rhed", b"rseg", b"rtra"
+# Readers take so many segments at most; a push merges small ones before there are more.
+_SEGMENTS: Final = 2
+# A push may write so much catalog beside its own; what is larger waits for a later push or a gc.
+_MERGE_BYTES: Final = 48 << 10
+_MOST_SEGMENTS: Final = 8
+_ATTEMPTS: Final = 40
+_PAUSE_S: Final = 0.05
+_T = TypeVar("_T")
+
+
+class ListedContainer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A container in a segment: name, kind, size of its object, and prefixes of digests.
+
+    `alone` has those of pieces that are stored without a base, `deltas` those of the others.
+    """
+
+    name: bytes
+    kind: str
+    nbytes: int
+    alone: bytes
+    deltas: bytes
+
+
+class _Segment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    containers: list[ListedContainer]
+
+
+class _Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The names of the segments, and of the list of what is condemned, if there is one."""
+
+    segments: list[bytes]
+    trash: bytes | None
+
+
+class Trash(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What nothing refers to: keys condemned since a second, and keys that a gc is deleting."""
+
+    condemned: dict[str, int]
+    deleting: list[str]
+
+
+_NO_TRASH: Final = Trash({}, [])
+CatalogChange: TypeAlias = tuple[Mapping[bytes, list[ListedContainer]], Trash]
+"""The segments and the trash that a head is to name."""
+
+
+def listed(container: ContainerId, table: Table) -> ListedContainer:
+    """Return the entry of a container."""
+    blob = tables.encode(table).blob
+    records = table.records
+    return ListedContainer(
+        bytes.fromhex(container.name),
+        container.kind,
+        table.data_bytes + len(blob) + TAIL_BYTES,
+        b"".join(r.digest[:PREFIX_BYTES] for r in records if r.base is None),
+        b"".join(r.digest[:PREFIX_BYTES] for r in records if r.base is not None),
+    )
+
+
+@dataclass
+class Catalog:
+    """The catalog as it was read: containers, and which of them hold a piece.
+
+    `tag` is that of the head, None where there was none.
+    """
+
+    containers: dict[ContainerId, ListedContainer] = field(default_factory=dict)
+    segments: dict[bytes, list[ListedContainer]] = field(default_factory=dict)
+    trash: Trash = _NO_TRASH
+    tag: str | None = None
+    # Where it was put together from tables, nothing of it is in segments yet.
+    rebuilt: bool = False
+    _alone: dict[bytes, list[ContainerId]] = field(default_factory=dict)
+    _deltas: dict[bytes, list[ContainerId]] = field(default_factory=dict)
+
+    def add(self, container: ListedContainer) -> None:
+        """Take an entry in."""
+        key = ContainerId(container.name.hex(), container.kind)
+        if key in self.containers:
+            return
+        self.containers[key] = container
+        for found, prefixes in (
+            (self._alone, container.alone),
+            (self._deltas, container.deltas),
+        ):
+            for at in range(0, len(prefixes), PREFIX_BYTES):
+                found.setdefault(prefixes[at : at + PREFIX_BYTES], []).append(key)
+
+    def holders(self, digest_: bytes, *, alone: bool = False) -> list[ContainerId]:
+        """Return the containers that hold a piece or, with `alone`, hold it without a base."""
+        key = digest_[:PREFIX_BYTES]
+        return self._alone.get(key, []) + ([] if alone else self._deltas.get(key, []))
+
+
+def read_catalog(bucket: Bucket, *, with_trash: bool = False) -> Catalog | None:
+    """Read the catalog, or return None if there is no head.
+
+    Raises:
+        DamagedRemoteError, MissingRemoteError: its head or a segment is damaged, or gone.
+    """
+    found = bucket.get(layout.HEAD, layout.FRAME_BYTES)
+    if found is None:
+        return None
+    blob, tag = found
+    with remote_damage(bucket.at(layout.HEAD)) as path:
+        head = frames.decode(blob, _HEAD, _Head, path)
+    catalog = Catalog(tag=tag)
+
+    def segment(name: bytes) -> list[ListedContainer]:
+        part = _frame(bucket, layout.segment_key(name.hex()), name.hex(), _SEGMENT, _Segment)
+        return part.containers
+
+    for name, held in zip(head.segments, bucket.each(segment, head.segments), strict=True):
+        catalog.segments[name] = held
+        for container in held:
+            _check(container, bucket.at(layout.segment_key(name.hex())))
+            catalog.add(container)
+    if with_trash and head.trash is not None:
+        trash = head.trash.hex()
+        catalog.trash = _frame(bucket, layout.trash_key(trash), trash, _TRASH, Trash)
+    return catalog
+
+
+def _check(container: ListedContainer, where: str) -> None:
+    sizes = len(container.alone) % PREFIX_BYTES, len(container.deltas) % PREFIX_BYTES
+    known = container.kind in layout.KINDS and len(container.name) == DIGEST_BYTES
+    if any(sizes) or not known or container.nbytes <= 0:
+        raise DamagedRemoteError.at(where, "an entry of a container contradicts itself")
+
+
+def _frame(bucket: Bucket, key: str, name: str, kind: bytes, form: type[_T]) -> _T:
+    found = bucket.get(key, layout.FRAME_BYTES)
+    if found is None:
+        raise MissingRemoteError.at(bucket.at(key), "this object of the remote is gone")
+    with remote_damage(bucket.at(key)) as path:
+        decoded = frames.decode(found[0], kind, form, path)
+    if digest(found[0]) != name:
+        what = "its bytes do not have the digest it is named by"
+        raise DamagedRemoteError.at(bucket.at(key), what)
+    return decoded
+
+
+def read_table(bucket: Bucket, name: str) -> Table:
+    """Read and check the table of a container.
+
+    Raises:
+        MissingRemoteError, DamagedRemoteError, NewerFormatError: it cannot be read.
+    """
+    key = layout.table_key(name)
+    found = bucket.get(key, layout.FRAME_BYTES)
+    if found is None:
+        raise MissingRemoteError.at(bucket.at(key), "this table is gone", container=name)
+    with remote_damage(bucket.at(key)) as path:
+        kind = frames.decode(found[0], tables.KIND, Table, path).kind
+        if kind not in layout.KINDS:
+            raise NewerFormatError.at(path, f"a container of the unknown kind {kind!r}")
+        return tables.decode(found[0], name, kind, path)
+
+
+def rebuilt(bucket: Bucket, catalog: Catalog | None = None) -> Catalog:
+    """Put the catalog together from the tables that are there; those that are damaged are left out.
+
+    A table is written after its container, so what it says is there. What is condemned in `catalog`
+    stays out.
+    """
+    found = Catalog(tag=catalog.tag if catalog else None, rebuilt=True)
+    found.trash = catalog.trash if catalog else _NO_TRASH
+    gone = {*found.trash.condemned, *found.trash.deleting}
+    names = [layout.object_of(status.key) for status in bucket.list(layout.TABLES)]
+
+    def entry(name: str) -> ListedContainer | None:
+        try:
+            table = read_table(bucket, name)
+        except StoreError:  # `verify` names it; here it is a miss
+            return None
+        return listed(ContainerId(name, table.kind), table)
+
+    for container in bucket.each(entry, [name for name in names if name is not None]):
+        if container is not None:
+            key = ContainerId(container.name.hex(), container.kind)
+            if layout.container_key(key) not in gone:
+                found.add(container)
+    return found
+
+
+def catalog_of(bucket: Bucket, *, fresh: bool = False) -> Catalog:
+    """Read the catalog for a push; put it together anew where it is lost or damaged.
+
+    A `fresh` remote has nothing to look for.
+    """
+    try:
+        found = read_catalog(bucket, with_trash=True)
+    except (DamagedRemoteError, MissingRemoteError):
+        head = bucket.get(layout.HEAD, layout.FRAME_BYTES)
+        return rebuilt(bucket, Catalog(tag=None if head is None else head[1]))
+    if found is None:
+        return Catalog(rebuilt=True) if fresh else rebuilt(bucket)
+    return found
+
+
+def commit(
+    bucket: Bucket,
+    catalog: Catalog,
+    change: Callable[[Catalog], CatalogChange | None],
+    pause: Callable[[float], None] = time.sleep,
+) -> Catalog:
+    """Replace the head by what `change` makes of the catalog as it is; return the new catalog.
+
+    `change` returns the segments and the trash that are to be, or None to leave all as it is. It is
+    asked again with the catalog of others who were first.
+
+    Raises:
+        RemoteBusyError: others were first every time.
+    """
+    for attempt in range(_ATTEMPTS):
+        wanted = change(catalog)
+        if wanted is None:
+            if _tag_of(bucket) == catalog.tag:
+                return catalog
+            catalog = catalog_of(bucket)
+            continue
+        segments, trash = wanted
+        for name, held in segments.items():
+            if name not in catalog.segments or catalog.rebuilt:
+                blob = _segment_blob(held)
+                bucket.put(layout.segment_key(name.hex()), [memoryview(blob)])
+        head = _Head([*segments], _put_trash(bucket, catalog, trash))
+        blob = frames.encode(_HEAD, head)
+        if bucket.put_if(layout.HEAD, blob, catalog.tag):
+            return catalog
+        now = bucket.get(layout.HEAD, layout.FRAME_BYTES)
+        if now is not None and now[0] == blob:
+            return catalog  # ours: the answer to it was lost
+        pause(_PAUSE_S * random.random() * min(attempt + 1, 8))
+        catalog = catalog_of(bucket)
+    raise RemoteBusyError.at(bucket.at(layout.HEAD), f"others wrote it {_ATTEMPTS} times meanwhile")
+
+
+def _tag_of(bucket: Bucket) -> str | None:
+    found = bucket.get(layout.HEAD, layout.FRAME_BYTES)
+    return None if found is None else found[1]
+
+
+def _put_trash(bucket: Bucket, catalog: Catalog, trash: Trash) -> bytes | None:
+    if not trash.condemned and not trash.deleting:
+        return None
+    blob = frames.encode(_TRASH, trash)
+    name = digest(blob)
+    if trash != catalog.trash or catalog.rebuilt:
+        bucket.put(layout.trash_key(name), [memoryview(blob)])
+    return bytes.fromhex(name)
+
+
+def _segment_blob(containers: Iterable[ListedContainer]) -> bytes:
+    return frames.encode(_SEGMENT, _Segment([*containers]))
+
+
+def segment_of(containers: Iterable[ListedContainer]) -> dict[bytes, list[ListedContainer]]:
+    """Return a segment of these containers, by its name; none of none."""
+    held = sorted(containers, key=lambda each: each.name)
+    return {bytes.fromhex(digest(_segment_blob(held))): held} if held else {}
+
+
+def with_more(
+    catalog: Catalog, new: Collection[ListedContainer]
+) -> dict[bytes, list[ListedContainer]]:
+    """Return the segments of a catalog with these containers, small ones merged.
+
+    The largest stays as it is while the others together are small beside it: so a container is
+    written again a few times only, however many pushes there are.
+    """
+    if catalog.rebuilt:
+        return segment_of([*catalog.containers.values(), *new])
+    known = {(each.name, each.kind) for held in catalog.segments.values() for each in held}
+    more = [each for each in new if (each.name, each.kind) not in known]
+    segments = dict(catalog.segments) | segment_of(more)
+    if len(segments) <= _SEGMENTS:
+        return segments
+    ranked = sorted(segments, key=lambda name: -_weight(segments[name]))
+    large, rest = ranked[0], ranked[1:]
+    small = _weight(_together(segments[name] for name in rest))
+    if 4 * small > _weight(segments[large]):
+        large, rest = b"", ranked
+    allowed = len(segments) >= _MOST_SEGMENTS
+    if not allowed and sum(_weight(segments[name]) for name in rest) > _MERGE_BYTES:
+        return segments
+    merged = segment_of(_together(segments[name] for name in rest))
+    return ({large: segments[large]} if large else {}) | merged
+
+
+def _together(parts: Iterable[list[ListedContainer]]) -> list[ListedContainer]:
+    return [container for part in parts for container in part]
+
+
+def _weight(containers: Iterable[ListedContainer]) -> int:
+    return sum(64 + len(each.alone) + len(each.deltas) for each in containers)
+
+
+def prefixes(container: ListedContainer) -> Iterator[bytes]:
+    """Iterate over the prefixes of the digests that a container holds."""
+    for held in (container.alone, container.deltas):
+        for at in range(0, len(held), PREFIX_BYTES):
+            yield held[at : at + PREFIX_BYTES]

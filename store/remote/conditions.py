@@ -1,0 +1,103 @@
+"""Whether a server keeps the conditions of a write: if it does not, two pushes could lose a name.
+
+The first push to a remote tries it; each later one repeats the cheapest part, since a remote may
+have been copied to another server.
+"""
+
+import secrets
+
+from tensor_dedup.store.errors import NewerFormatError
+from tensor_dedup.store.format import frames
+from tensor_dedup.store.remote import layout
+from tensor_dedup.store.remote.buckets import Bucket
+from tensor_dedup.store.remote.errors import (
+    NoConditionsError,
+    NotARemoteError,
+    RemoteUnreachableError,
+    remote_damage,
+)
+
+_WRITERS = 8
+
+
+def prepare(bucket: Bucket) -> bool:
+    """Check that a bucket holds a remote that may be written to, or make one; whether it is new.
+
+    Raises:
+        NotARemoteError: something else is there.
+        NoConditionsError: the server does not keep conditions.
+    """
+    marker = frames.encode_text(layout.MARKER_LINES)
+    found = bucket.get(layout.MARKER, layout.TEXT_BYTES)
+    if found is not None:
+        check_marker(bucket, found[0])
+        # Equal bytes: nothing is lost where it is written in spite of the condition.
+        if bucket.put_if(layout.MARKER, marker, None):
+            raise _ignored(bucket, "If-None-Match")
+        return False
+    first = next(iter(bucket.list(layout.REFS)), None)
+    if first is not None:
+        # Another first push may have come so far in between; what was cut short leaves no names.
+        if bucket.get(layout.MARKER, layout.TEXT_BYTES) is not None:
+            return prepare(bucket)
+        what = f"it holds {first.key} and no {layout.MARKER}"
+        raise NotARemoteError.at(bucket.url, what)
+    _probe(bucket)
+    if not bucket.put_if(layout.MARKER, marker, None):
+        found = bucket.get(layout.MARKER, layout.TEXT_BYTES)
+        if found is None:
+            raise RemoteUnreachableError.at(bucket.at(layout.MARKER), "it could not be written")
+        check_marker(bucket, found[0])
+    return True
+
+
+def check_remote(bucket: Bucket) -> None:
+    """Check that a bucket holds a remote of this version.
+
+    Raises:
+        NotARemoteError: it holds nothing, or something else.
+        NewerFormatError, DamagedRemoteError: its marker is that of a later version, or damaged.
+    """
+    found = bucket.get(layout.MARKER, layout.TEXT_BYTES)
+    if found is None:
+        raise NotARemoteError.at(bucket.url, "there is no remote")
+    check_marker(bucket, found[0])
+
+
+def check_marker(bucket: Bucket, text: bytes) -> None:
+    """Check the text of a marker; raises as `check_remote` does."""
+    if text.startswith(layout.STORE_TITLE):
+        raise NotARemoteError.at(bucket.url, "it is the folder of a store, not a remote")
+    with remote_damage(bucket.at(layout.MARKER)) as path:
+        lines = frames.decode_text(text, path)
+    if lines[:1] != layout.MARKER_LINES[:1]:
+        raise NotARemoteError.at(bucket.url, "its FORMAT is that of something else")
+    if lines != layout.MARKER_LINES:
+        what = f"{', '.join(lines[1:])}, this program knows version 1"
+        raise NewerFormatError.at(bucket.at(layout.MARKER), what)
+
+
+def _probe(bucket: Bucket) -> None:
+    key = f"{layout.PROBE}{secrets.token_hex(8)}"
+    try:
+        texts = [f"writer {number}".encode() for number in range(_WRITERS)]
+        won = [*bucket.each(lambda text: bucket.put_if(key, text, None), texts)]
+        found = bucket.get(key, layout.TEXT_BYTES)
+        if found is None:
+            raise RemoteUnreachableError.at(bucket.at(key), "what was written is not there")
+        # Of a write whose answer was lost, the next attempt says that somebody was first.
+        if sum(won) > 1 or (sum(won) == 1 and texts[won.index(True)] != found[0]):
+            raise _ignored(bucket, "If-None-Match")
+        text, tag = found
+        if not bucket.put_if(key, b"next", tag):
+            again = bucket.get(key, layout.TEXT_BYTES)
+            if again is None or again[0] != b"next":
+                raise _ignored(bucket, "If-Match (it refuses the right tag)")
+        if bucket.put_if(key, text, tag):
+            raise _ignored(bucket, "If-Match")
+    finally:
+        bucket.delete(key)
+
+
+def _ignored(bucket: Bucket, condition: str) -> NoConditionsError:
+    return NoConditionsError.at(bucket.url, f"the server ignores {condition}", condition=condition)

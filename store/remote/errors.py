@@ -1,0 +1,137 @@
+"""The errors of remotes. Each names the object by its URL, and never holds a credential.
+
+RemoteError
+  - of its use:    RemoteUrlError, NotARemoteError, ReadOnlyRemoteError
+  - of the world:  RemoteUnreachableError, RemoteAccessError, RemoteBusyError, NoConditionsError
+  - with those of the store: UnknownRemoteNameError, RemoteNameTakenError, DamagedRemoteError,
+    MissingRemoteError, CorruptRemoteTensorError, UncertainRemoteError
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import PurePath
+
+from tensor_dedup.errors import NOBODY_THERE, WRONG_USE
+from tensor_dedup.store.errors import (
+    AdvisedError,
+    CorruptTensorError,
+    DamagedFileError,
+    MissingObjectError,
+    NameTakenError,
+    NewerFormatError,
+    UnfitForCollectionError,
+    UnknownNameError,
+)
+
+
+class RemoteError(AdvisedError):
+    """The base of what only a remote can fail with."""
+
+    advice = "try again"
+
+
+class RemoteUrlError(RemoteError):
+    """This URL cannot name a remote."""
+
+    exit_status = WRONG_USE
+    advice = (
+        "write s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, file:///FOLDER, "
+        "https://HOST/PREFIX (read only), or the folder of a store; keys belong in the environment"
+    )
+
+
+class NotARemoteError(RemoteError):
+    """There is no remote here: nothing at all, or something else."""
+
+    exit_status = NOBODY_THERE
+    advice = "check the URL; `tensor-dedup push NAME URL` makes a remote where nothing is"
+
+
+class ReadOnlyRemoteError(RemoteError):
+    """A remote behind a plain web server cannot be written to."""
+
+    exit_status = WRONG_USE
+    advice = "push to the object storage or to the folder that the web server serves"
+
+
+class RemoteUnreachableError(RemoteError):
+    """The server does not answer, or answers nothing that can be used."""
+
+    exit_status = NOBODY_THERE
+    advice = "check the URL, the endpoint and the network, and do it again: it goes on from there"
+
+
+class RemoteAccessError(RemoteError):
+    """The server refuses the credentials, or there are none."""
+
+    exit_status = NOBODY_THERE
+    advice = (
+        "set the credentials of this service in the environment (for S3 AWS_ACCESS_KEY_ID, "
+        "AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN), or renew them if they have expired"
+    )
+
+
+class NoConditionsError(RemoteError):
+    """The server does not keep the conditions of a write, so two pushes could lose a name."""
+
+    advice = "push to a server that keeps If-Match and If-None-Match; pulling from here is fine"
+
+
+class RemoteBusyError(RemoteError):
+    """Others change the remote at the same time, in a way that cannot be waited out."""
+
+    advice = "do it again when they have ended"
+
+
+class UnknownRemoteNameError(UnknownNameError):
+    """The remote has no checkpoint of this name."""
+
+    advice = "see `tensor-dedup remote list URL`"
+
+
+class RemoteNameTakenError(NameTakenError):
+    """The name stands for another checkpoint on the other side."""
+
+    advice = "choose another name, or replace it with --replace"
+
+
+class DamagedRemoteError(DamagedFileError):
+    """An object of a remote is not what it was written as; nothing of it was taken."""
+
+    advice = "run `tensor-dedup remote verify URL --full`, then push again from a store that has it"
+
+
+class MissingRemoteError(MissingObjectError):
+    """An object that a checkpoint of a remote needs is not there."""
+
+    advice = DamagedRemoteError.advice
+
+
+class CorruptRemoteTensorError(CorruptTensorError):
+    """Bytes that came from a remote do not have their digest. Nothing was committed."""
+
+    advice = DamagedRemoteError.advice
+
+
+class UncertainRemoteError(UnfitForCollectionError):
+    """It is not certain what is in use on a remote, so nothing is deleted there."""
+
+    advice = "push the broken checkpoint again, or delete it with `tensor-dedup remote delete`"
+
+
+@contextmanager
+def remote_damage(where: str) -> Iterator[PurePath]:
+    """Turn damage of what is decoded inside the block into that of the object `where`.
+
+    Gives the path to decode it under.
+    """
+    path = PurePath("object")
+    try:
+        yield path
+    except DamagedFileError as error:
+        what = str(error).removeprefix(f"{path}: ").removesuffix(f"; {error.advice}")
+        facts = {key: value for key, value in error.facts.items() if key != "path"}
+        raise DamagedRemoteError.at(where, what, **facts) from error
+    except NewerFormatError as error:
+        what = str(error).removeprefix(f"{path}: ").removesuffix(f"; {error.advice}")
+        raise NewerFormatError.at(where, what) from error

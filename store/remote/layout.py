@@ -1,0 +1,105 @@
+"""The layout of a remote: a store without its index, as objects. No I/O.
+
+FORMAT.md has a chapter about it. The names of refs, manifests and containers are those on disk.
+"""
+
+import re
+from pathlib import PurePosixPath
+from typing import Final
+
+from tensor_dedup.store.errors import DamagedFileError
+from tensor_dedup.store.format import frames
+from tensor_dedup.store.format.names import file_of, name_in
+from tensor_dedup.store.objects import ContainerId, ref_text
+from tensor_dedup.store.remote.errors import remote_damage
+
+MARKER: Final = "FORMAT"
+MARKER_LINES: Final = ["tensor-dedup remote", "version 1"]
+STORE_TITLE: Final = b"tensor-dedup store\n"
+HEAD: Final = "catalog/HEAD"
+REFS, MANIFESTS, CONTAINERS, TABLES = "refs/", "manifests/", "containers/", "tables/"
+CATALOG, TRASH, PROBE = "catalog/", "trash/", "probe/"
+KINDS: Final = frozenset({"slab", "pack", "delta"})
+# What an object of a kind may hold at most; a larger one is no object of ours.
+TEXT_BYTES: Final = 1 << 12
+PAGE_BYTES: Final = 1 << 26
+FRAME_BYTES: Final = 1 << 30
+# A container is as large as this, or holds one piece that is larger.
+CONTAINER_BYTES: Final = 64 << 20
+
+_DELETED: Final = "tensor-dedup deleted reference"
+_HEX: Final = re.compile("[0-9a-f]{64}")
+
+
+def ref_key(name: str) -> str:
+    """Return the key of a reference. Raises BadNameError: no name leads out of `refs`."""
+    return f"{REFS}{file_of(name)}"
+
+
+def name_of_ref(key: str) -> str | None:
+    """Return the name whose reference has this key, or None."""
+    return name_in(key.removeprefix(REFS))
+
+
+def manifest_key(name: str) -> str:
+    """Return the key of a manifest or a page."""
+    return f"{MANIFESTS}{name[:2]}/{name}"
+
+
+def container_key(container: ContainerId) -> str:
+    """Return the key of a container."""
+    return f"{CONTAINERS}{container.name[:2]}/{container.name}.{container.kind}"
+
+
+def table_key(name: str) -> str:
+    """Return the key of the table of the container `name`."""
+    return f"{TABLES}{name[:2]}/{name}"
+
+
+def segment_key(name: str) -> str:
+    """Return the key of a segment of the catalog."""
+    return f"{CATALOG}{name}"
+
+
+def trash_key(name: str) -> str:
+    """Return the key of a list of what is condemned."""
+    return f"{TRASH}{name}"
+
+
+def object_of(key: str) -> str | None:
+    """Return the name of the manifest, page or table with this key, or None if it is none."""
+    path = PurePosixPath(key)
+    fits = _HEX.fullmatch(path.name) and len(path.parts) == 3 and path.parts[1] == path.name[:2]
+    return path.name if fits else None
+
+
+def container_of(key: str) -> ContainerId | None:
+    """Return the container with this key, or None if it is none that this version knows."""
+    path = PurePosixPath(key)
+    known = _HEX.fullmatch(path.stem) and len(path.parts) == 3 and path.suffix[1:] in KINDS
+    if not known or path.parts[1] != path.stem[:2]:
+        return None
+    return ContainerId(path.stem, path.suffix[1:])
+
+
+def reference(name: str, manifest: str | None) -> bytes:
+    """Return the text of a reference, or of a name that was deleted where `manifest` is None."""
+    if manifest is None:
+        return frames.encode_text([_DELETED, f"name {name}"])
+    return ref_text(name, manifest)
+
+
+def referred(text: bytes, name: str, where: str) -> str | None:
+    """Return the manifest that the text of a reference names, or None if the name was deleted.
+
+    Raises:
+        DamagedRemoteError: it is no reference, or that of another name.
+    """
+    if text == reference(name, None):
+        return None
+    with remote_damage(where) as path:
+        lines = frames.decode_text(text, path)
+        manifest = lines[-1].rpartition(" ")[2] if lines else ""
+        if not _HEX.fullmatch(manifest) or text != ref_text(name, manifest):
+            raise DamagedFileError.at(path, f"it is no reference of {name!r}", name=name)
+    return manifest

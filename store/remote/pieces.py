@@ -1,0 +1,251 @@
+"""Pieces of a remote, downloaded in long ranges a little ahead of whoever reads them.
+
+Nothing that a server sends is believed: what leaves `RemotePieces` verified has been compared with
+the digests of its leaves, and what leaves it as it is stored is compared by the reader.
+"""
+
+import threading
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Self
+
+from tensor_dedup.digest import LEAF_BYTES, leaf_digests
+from tensor_dedup.store.codecs.records import chunks, head_bytes
+from tensor_dedup.store.errors import CorruptFrameError
+from tensor_dedup.store.format.tables import PLAIN, Record
+from tensor_dedup.store.objects import ContainerId
+from tensor_dedup.store.reading.decoding import decode_leaf, leaves_of
+from tensor_dedup.store.reading.reader import StoredPieces
+from tensor_dedup.store.remote import layout
+from tensor_dedup.store.remote.buckets import Bucket
+from tensor_dedup.store.remote.errors import (
+    CorruptRemoteTensorError,
+    DamagedRemoteError,
+    MissingRemoteError,
+)
+
+_RANGE_BYTES: Final = 32 << 20
+_GAP_BYTES: Final = 256 << 10
+# What may travel for nothing, to save requests: a share of what is wanted, and a little.
+_WASTE_SHARE: Final = 0.01
+_WASTE_BYTES: Final = 16 << 10
+_AHEAD: Final = 4
+
+
+@dataclass
+class _Download:
+    """A range of a container: what is wanted of it, and how much of that was read."""
+
+    container: ContainerId
+    start: int
+    stop: int
+    wanted: int
+    read: int = 0
+    begun: bool = False
+    future: "Future[memoryview] | None" = field(default=None, repr=False)
+
+
+class RemotePieces:
+    """Some pieces of a remote, to be read in the order of `order`; see `PieceSource`.
+
+    Any thread may read. Close it, or use it as a context manager.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        places: Mapping[bytes, tuple[ContainerId, Record]],
+        names: Mapping[bytes, str],
+        bases: StoredPieces | None = None,
+    ) -> None:
+        """Begin to download; `bases` has what deltas among the pieces are against."""
+        self._bucket, self._places, self._names, self._bases = bucket, places, names, bases
+        self.order = sorted(places, key=lambda d: (places[d][0], places[d][1].offset))
+        self._downloads = _downloads([places[digest] for digest in self.order])
+        self._starts = [(d.container, d.start) for d in self._downloads]
+        self._lock = threading.Lock()
+        self._ahead: deque[int] = deque(range(len(self._downloads)))
+        self._pool = ThreadPoolExecutor(_AHEAD)
+        with self._lock:
+            self._fetch_ahead()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop downloading."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def own_places(self, digest: bytes) -> list[tuple[ContainerId, Record]]:
+        """Return where a piece is."""
+        return [self._places[digest]]
+
+    def records(self, digest: bytes) -> list[Record]:
+        """Return the record of a piece; none where it is not among these."""
+        return [self._places[digest][1]] if digest in self._places else []
+
+    def read_stored(self, container: ContainerId, offset: int, view: memoryview) -> bool:
+        """Fill `view` with bytes of a container as they are stored, unverified."""
+        at = 0
+        while at < view.nbytes:
+            number = bisect_right(self._starts, (container, offset + at)) - 1
+            got = self._read(number, container, offset + at, view[at:])
+            if not got:
+                return False
+            at += got
+        return True
+
+    def _read(self, number: int, container: ContainerId, offset: int, view: memoryview) -> int:
+        download = self._downloads[number]
+        if download.container != container or not download.start <= offset < download.stop:
+            return 0
+        with self._lock:
+            if download.future is None:
+                self._submit(download)
+            future = download.future
+        assert future is not None
+        held = future.result()
+        part = held[offset - download.start :][: view.nbytes]
+        view[: part.nbytes] = part
+        with self._lock:
+            download.read += part.nbytes
+            if download.read >= download.wanted:
+                download.future = None  # what is read again is fetched again
+                self._fetch_ahead()
+        return part.nbytes
+
+    def _fetch_ahead(self) -> None:
+        busy = sum(1 for each in self._downloads if each.future is not None)
+        while self._ahead and busy < _AHEAD:
+            download = self._downloads[self._ahead.popleft()]
+            if not download.begun:
+                self._submit(download)
+                busy += 1
+
+    def _submit(self, download: _Download) -> None:
+        download.begun, download.read = True, 0
+        download.future = self._pool.submit(
+            self._fetch, download.container, download.start, download.stop
+        )
+
+    def _fetch(self, container: ContainerId, start: int, stop: int) -> memoryview:
+        key = layout.container_key(container)
+        try:
+            found = self._bucket.get_range(key, start, stop)
+        except FileNotFoundError:
+            what = f"this container is gone, with {self._held_in(container)}"
+            raise MissingRemoteError.at(self._bucket.at(key), what) from None
+        if found.nbytes != stop - start:
+            what = f"bytes {start} to {stop} are {found.nbytes}: it is too short"
+            raise DamagedRemoteError.at(self._bucket.at(key), what, start=start, stop=stop)
+        return found
+
+    def _held_in(self, container: ContainerId) -> str:
+        held = [self._names.get(d, d.hex()) for d, p in self._places.items() if p[0] == container]
+        return ", ".join(held[:3]) + (f" and {len(held) - 3} more" if len(held) > 3 else "")
+
+    def read_leaf(self, digest: bytes, start: int, view: memoryview) -> bytes:
+        """Fill `view` with a verified leaf of what others are stored against, from the store."""
+        if self._bases is None or digest not in self._bases:
+            what = f"what {digest.hex()} is needed for is stored against it, and it is not here"
+            raise MissingRemoteError.at(self._bucket.url, what, digest=digest.hex())
+        return self._bases.read_leaf(digest, start, view)
+
+    def read_piece_into(self, digest: bytes, start: int, view: memoryview, nbytes: int) -> bytes:
+        """Fill `view` with verified whole leaves of a piece, and return their digests.
+
+        Raises:
+            CorruptRemoteTensorError: they are wrong, twice.
+        """
+        container, record = self._places[digest]
+        if record.codec != PLAIN:
+            return self._decode_into(container, record, start, view)
+        leaves = leaves_of(record, start, view.nbytes)
+        self.read_stored(container, record.offset + start, view)
+        if b"".join(leaf_digests(view)) != leaves:
+            # It may have been hit on its way.
+            at = record.offset + start
+            view[:] = self._fetch(container, at, at + view.nbytes)
+            if b"".join(leaf_digests(view)) != leaves:
+                raise self._corrupt(container, record)
+        return leaves
+
+    def _decode_into(
+        self, container: ContainerId, record: Record, start: int, view: memoryview
+    ) -> bytes:
+        """What came as it is encoded was wrong: fetch its chunks again, and decode them."""
+        base = partial(self.read_leaf, record.base or b"")
+        leaves, size = leaves_of(record, start, view.nbytes), head_bytes(record.nbytes)
+        try:
+            head = self._fetch(container, record.offset, record.offset + size)
+            places = chunks(bytes(head), record.stored)
+            for at in range(0, view.nbytes, LEAF_BYTES):
+                leaf = view[at : at + LEAF_BYTES]
+                chunk = places[(start + at) // LEAF_BYTES]
+                where = record.offset + chunk.offset
+                blob = self._fetch(container, where, where + chunk.size)
+                decode_leaf(record.codec, blob, start + at, leaf, base)
+        except CorruptFrameError:
+            raise self._corrupt(container, record) from None
+        if b"".join(leaf_digests(view)) != leaves:
+            raise self._corrupt(container, record)
+        return leaves
+
+    def _corrupt(self, container: ContainerId, record: Record) -> CorruptRemoteTensorError:
+        name = self._names.get(record.digest, "a header or small file, or what others need")
+        what = (
+            f"the {record.stored} bytes at {record.offset} ({name}) do not have the digest "
+            f"{record.digest.hex()}"
+        )
+        return CorruptRemoteTensorError.at(
+            self._bucket.at(layout.container_key(container)),
+            what,
+            digest=record.digest.hex(),
+            offset=record.offset,
+            nbytes=record.stored,
+            tensors=[name],
+        )
+
+
+def _downloads(places: Sequence[tuple[ContainerId, Record]]) -> list[_Download]:
+    """The ranges to ask for: neighbours together, also over small gaps, none too long."""
+    wanted = sum(record.stored for _, record in places)
+    bridged = _bridged(places, int(wanted * _WASTE_SHARE) + _WASTE_BYTES)
+    found: list[_Download] = []
+    for number, (container, record) in enumerate(places):
+        start, stop = record.offset, record.offset + record.stored
+        if found and number in bridged:
+            last = found[-1]
+            room = max(0, last.start + _RANGE_BYTES - start)
+            taken = min(room, record.stored)
+            if taken:
+                last.stop, last.wanted = start + taken, last.wanted + taken
+                start += taken
+        for at in range(start, stop, _RANGE_BYTES):
+            end = min(at + _RANGE_BYTES, stop)
+            found.append(_Download(container, at, end, end - at))
+    return found
+
+
+def _bridged(places: Sequence[tuple[ContainerId, Record]], waste: int) -> set[int]:
+    """The places that are asked for together with the one before: small gaps first, as they fit."""
+    gaps = []
+    for number in range(1, len(places)):
+        (before, one), (container, other) = places[number - 1], places[number]
+        gap = other.offset - one.offset - one.stored
+        if container == before and gap <= _GAP_BYTES:
+            gaps.append((gap, number))
+    found = set[int]()
+    for gap, number in sorted(gaps):
+        waste -= gap
+        if waste < 0:
+            break
+        found.add(number)
+    return found

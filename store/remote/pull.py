@@ -1,0 +1,359 @@
+"""Fetching a checkpoint from a remote: only what is nowhere in the store travels.
+
+Reference, manifest, pages; what is missing here; the tables of the containers that have it; ranges
+of these; a commit like any other. Every frame is compared with the digest that leads to it and
+every leaf with its own before anything refers to it, so a remote cannot put a wrong byte into a
+store. What was complete when a pull was cut short is found by the next one.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from tensor_dedup.store.checkpoints.runs import check_replaceable, parse_step_name
+from tensor_dedup.store.checkpoints.transfer import Transfer
+from tensor_dedup.store.errors import (
+    DamagedFileError,
+    MissingObjectError,
+    NoSpaceError,
+    UnknownNameError,
+)
+from tensor_dedup.store.format import manifests
+from tensor_dedup.store.format.manifests import Manifest, Piece
+from tensor_dedup.store.format.names import check_name
+from tensor_dedup.store.format.tables import Record
+from tensor_dedup.store.index import StoreIndex
+from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.reading.reader import StoredPieces
+from tensor_dedup.store.remote import layout
+from tensor_dedup.store.remote.buckets import Bucket
+from tensor_dedup.store.remote.catalog import (
+    Catalog,
+    read_catalog,
+    read_table,
+    rebuilt,
+)
+from tensor_dedup.store.remote.conditions import check_remote
+from tensor_dedup.store.remote.errors import (
+    DamagedRemoteError,
+    MissingRemoteError,
+    RemoteNameTakenError,
+    RemoteUnreachableError,
+    UnknownRemoteNameError,
+    remote_damage,
+)
+from tensor_dedup.store.remote.pieces import RemotePieces
+from tensor_dedup.store.remote.push import TransferListener, TransferResult
+from tensor_dedup.store.writing.hashing import Hasher
+
+# A container is complete when it has so many bytes: less than that has to travel again.
+_CONTAINER_BYTES: Final = 64 << 20
+Place = tuple[ContainerId, Record]
+Places = dict[bytes, Place]
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteManifest:
+    """A checkpoint of a remote: its manifest, all of its pieces in order, and the frames.
+
+    `blobs` has pages and manifest by name.
+    """
+
+    name: str
+    manifest: str
+    content: Manifest
+    pieces: Sequence[Piece]
+    blobs: Mapping[str, bytes]
+
+
+def read_ref(bucket: Bucket, name: str) -> str:
+    """Return the name of the manifest that a name refers to.
+
+    Raises:
+        UnknownRemoteNameError: the remote has no checkpoint of this name.
+        NotARemoteError: there is no remote.
+        DamagedRemoteError: the reference is damaged.
+    """
+    key = layout.ref_key(check_name(name))
+    found = bucket.get(key, layout.TEXT_BYTES)
+    manifest = None if found is None else layout.referred(found[0], name, bucket.at(key))
+    if manifest is None:
+        check_remote(bucket)
+        raise UnknownRemoteNameError.at(bucket.url, f"no checkpoint {name!r}", name=name)
+    return manifest
+
+
+def read_manifest(
+    bucket: Bucket,
+    name: str,
+    manifest: str,
+    known: Callable[[str], bytes | None] = lambda _: None,
+) -> RemoteManifest:
+    """Read a manifest and its pages, each compared with its digest.
+
+    `known(name)` returns the frame of a page that is here already.
+
+    Raises:
+        MissingRemoteError, DamagedRemoteError, NewerFormatError: one cannot be read.
+    """
+    blob = known(manifest) or _object(bucket, manifest, layout.FRAME_BYTES)
+    where = bucket.at(layout.manifest_key(manifest))
+    with remote_damage(where) as path:
+        content = manifests.decode_manifest(blob, manifest, path)
+    names = [page.hex() for page in dict.fromkeys(content.pages)]
+
+    def page(part: str) -> bytes:
+        return known(part) or _object(bucket, part, layout.PAGE_BYTES)
+
+    blobs, pages = dict[str, bytes](), dict[str, Sequence[Piece]]()
+    for part, found in zip(names, bucket.each(page, names), strict=True):
+        with remote_damage(bucket.at(layout.manifest_key(part))) as path:
+            pages[part] = manifests.decode_page(found, part, path).pieces
+        blobs[part] = found
+    pieces = [piece for part in content.pages for piece in pages[part.hex()]]
+    with remote_damage(where) as path:
+        manifests.check_pieces(content, pieces, path)
+    return RemoteManifest(name, manifest, content, pieces, {**blobs, manifest: blob})
+
+
+def _object(bucket: Bucket, name: str, limit: int) -> bytes:
+    key = layout.manifest_key(name)
+    found = bucket.get(key, limit)
+    if found is None:
+        raise MissingRemoteError.at(bucket.at(key), "this manifest or page is gone")
+    return found[0]
+
+
+def pull(
+    bucket: Bucket,
+    name: str,
+    here: tuple[Objects, StoreIndex, Hasher],
+    progress: TransferListener,
+    *,
+    replace: bool = False,
+) -> TransferResult:
+    """Pull a checkpoint into a store, in a session of it, under the name it has there.
+
+    Raises:
+        UnknownRemoteNameError: the remote has no checkpoint of this name.
+        RemoteNameTakenError: the name stands for another one here, and `replace` is off.
+        MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError: objects of the remote are
+            gone or damaged. Nothing was committed.
+        NoSpaceError: the disk has no room for what is missing.
+    """
+    began, before = time.monotonic(), bucket.traffic.counts()
+    objects, index, hasher = here
+    manifest = read_ref(bucket, name)
+    held = _held(objects, name)
+    if held is not None and held != manifest and not replace:
+        what = f"{name!r} stands for another checkpoint here"
+        raise RemoteNameTakenError.at(objects.layout.root, what, name=name)
+    found = read_manifest(bucket, name, manifest, lambda part: _frame_here(objects, part))
+    wanted = {piece.digest: piece.nbytes for piece in found.pieces}
+    moved: Places = {}
+    with Transfer(objects, index, hasher, set(), _CONTAINER_BYTES) as transfer:
+        missing = transfer.missing(wanted, gather=False)
+        progress.saved(sum(n for d, n in wanted.items()) - sum(wanted[d] for d in missing))
+        if missing:
+            moved = _fetch(bucket, found, transfer, missing, here, progress)
+        unchanged = held == manifest and not missing
+        if not unchanged:
+            check = name_check(objects, name, manifest, replace)
+            transfer.publish(name, manifest, found.blobs, check)
+    nbytes, calls = bucket.traffic.counts()
+    return TransferResult(
+        url=bucket.url,
+        names=(name,),
+        pieces=sum(1 for nbytes in wanted.values() if nbytes),
+        nbytes=found.content.nbytes,
+        moved_pieces=len(moved),
+        moved_bytes=sum(record.stored for _, record in moved.values()),
+        wire_bytes=nbytes - before[0],
+        requests=calls - before[1],
+        seconds=time.monotonic() - began,
+        unchanged=unchanged,
+    )
+
+
+def _held(objects: Objects, name: str) -> str | None:
+    try:
+        return objects.ref(name)
+    except UnknownNameError:
+        return None
+
+
+def _frame_here(objects: Objects, name: str) -> bytes | None:
+    """The frame of a page or a manifest, if the store has it whole."""
+    path = objects.layout.manifest(name)
+    try:
+        blob = objects.read(path)
+        manifests.check_object(name, blob, path)
+    except (MissingObjectError, DamagedFileError):
+        return None
+    return blob
+
+
+def name_check(objects: Objects, name: str, manifest: str, replace: bool) -> Callable[[], None]:
+    """Return what checks a name of the store in the moment in which it changes."""
+    step = parse_step_name(name)
+
+    def check() -> None:
+        held = _held(objects, name)
+        if held is None or held == manifest:
+            return
+        if not replace:
+            what = f"{name!r} stands for another checkpoint here"
+            raise RemoteNameTakenError.at(objects.layout.root, what, name=name)
+        if step is not None and not step.kept:
+            check_replaceable(objects, step.run, step.step)
+
+    return check
+
+
+def _fetch(
+    bucket: Bucket,
+    found: RemoteManifest,
+    transfer: Transfer,
+    missing: Sequence[bytes],
+    here: tuple[Objects, StoreIndex, Hasher],
+    progress: TransferListener,
+) -> Places:
+    """Copy what is missing, first what is stored by itself, then what is stored against others."""
+    objects, index, _ = here
+    sizes = {piece.digest: piece.nbytes for piece in found.pieces}
+    names = {piece.digest: piece.name for piece in found.pieces if piece.name is not None}
+    places = _Lookup(bucket, index, {d: sizes[d] for d in missing}, names).places()
+    total = sum(record.stored for _, record in places.values())
+    free = objects.files.free_bytes(objects.layout.root)
+    if total > free:
+        what = f"{total} bytes to write, {free} free"
+        raise NoSpaceError.at(objects.layout.root, what, nbytes=total, free=free)
+    progress.start(total)
+    transfer.expect({digest: record.nbytes for digest, (_, record) in places.items()})
+    alone = {d: place for d, place in places.items() if place[1].base is None}
+    deltas = {d: place for d, place in places.items() if place[1].base is not None}
+    with RemotePieces(bucket, alone, names) as source:
+        for digest in source.order:
+            transfer.send(source, [digest])
+            progress.advance(alone[digest][1].stored)
+    if deltas:
+        transfer.complete()
+        bases = {record.base for _, record in deltas.values() if record.base is not None}
+        with (
+            StoredPieces(objects, index, bases) as held,
+            RemotePieces(bucket, deltas, names, held) as source,
+        ):
+            for digest in source.order:
+                transfer.send(source, [digest])
+                progress.advance(deltas[digest][1].stored)
+    return places
+
+
+class _Lookup:
+    """Where to fetch pieces from, by the catalog and by the tables that it leads to.
+
+    Where the catalog is lost, damaged, old or wrong, it is put together from all tables, once.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        index: StoreIndex,
+        missing: Mapping[bytes, int],
+        names: Mapping[bytes, str],
+    ) -> None:
+        self._bucket, self._missing, self._names = bucket, missing, names
+        self._index = index
+        self._records: dict[bytes, list[tuple[ContainerId, Record]]] = {}
+        self._read: set[ContainerId] = set()
+
+    def places(self) -> Places:
+        """Return where each missing piece is, and each anchor that is neither here nor missing."""
+        try:
+            catalog = read_catalog(self._bucket)
+            if catalog is not None:
+                return self._found(catalog)
+        except (DamagedRemoteError, MissingRemoteError) as error:
+            return self._from_tables(error)
+        return self._from_tables(None)
+
+    def _from_tables(self, error: DamagedRemoteError | MissingRemoteError | None) -> Places:
+        self._records.clear()
+        self._read.clear()
+        try:
+            catalog = rebuilt(self._bucket)
+        except RemoteUnreachableError:  # a plain web server lists nothing
+            if error is not None:
+                raise error from None
+            raise
+        return self._found(catalog)
+
+    def _found(self, catalog: Catalog) -> Places:
+        self._read_tables(catalog, self._missing, alone=False)
+        options = {digest: self._options(digest) for digest in self._missing}
+        bases = {r.base for held in options.values() for _, r in held if r.base is not None}
+        here = self._index.find(bases)
+        local = {d for d, found in here.items() if any(place.base is None for place in found)}
+        travelling = {*self._missing}
+        # An anchor that is not here comes along, and only then: a plain copy may cost less.
+        places: Places = {}
+        for digest, held in options.items():
+            costs = [
+                record.stored
+                + (0 if record.base is None or record.base in local | travelling else record.nbytes)
+                for _, record in held
+            ]
+            places[digest] = held[costs.index(min(costs))]
+        self._add_anchors(catalog, places, local)
+        return places
+
+    def _add_anchors(self, catalog: Catalog, places: Places, local: Collection[bytes]) -> None:
+        bases = [record.base for _, record in places.values() if record.base is not None]
+        needed = [base for base in dict.fromkeys(bases) if base not in local]
+        absent = [digest for digest in needed if digest not in places]
+        self._read_tables(catalog, absent, alone=True)
+        for digest in needed:
+            alone = [p for p in self._options(digest) if p[1].base is None]
+            if not alone:
+                raise self._missing_error(digest)
+            places[digest] = min(alone, key=lambda place: (place[1].stored, place[0]))
+
+    def _options(self, digest: bytes) -> list[tuple[ContainerId, Record]]:
+        held = self._records.get(digest, [])
+        wanted = self._missing.get(digest)  # of an anchor that is not missing no size is known
+        for container, record in held:
+            if wanted is not None and record.nbytes != wanted:
+                what = f"{record.nbytes} bytes of {digest.hex()}, {wanted} expected"
+                where = self._bucket.at(layout.table_key(container.name))
+                raise DamagedRemoteError.at(where, what)
+        if not held:
+            raise self._missing_error(digest)
+        return held
+
+    def _missing_error(self, digest: bytes) -> MissingRemoteError:
+        name = self._names.get(digest, "a header or small file, or what others need")
+        what = f"no container there holds {digest.hex()} ({name})"
+        return MissingRemoteError.at(self._bucket.url, what, digest=digest.hex(), tensors=[name])
+
+    def _read_tables(self, catalog: Catalog, wanted: Collection[bytes], *, alone: bool) -> None:
+        """Read the tables of a small set of containers that together hold these pieces."""
+        holders = {digest: catalog.holders(digest, alone=alone) for digest in wanted}
+        counts = Counter(container for held in holders.values() for container in held)
+        ranked = sorted(counts, key=lambda c: (-counts[c], c))
+        ranks = {container: rank for rank, container in enumerate(ranked)}
+        chosen = {min(held, key=ranks.__getitem__) for held in holders.values() if held}
+        names = sorted(container for container in chosen if container not in self._read)
+
+        def read(container: ContainerId) -> list[Record]:
+            table = read_table(self._bucket, container.name)
+            if table.kind != container.kind:
+                where = self._bucket.at(layout.table_key(container.name))
+                raise DamagedRemoteError.at(where, f"it is of the kind {table.kind}")
+            return table.records
+
+        for container, records in zip(names, self._bucket.each(read, names), strict=True):
+            self._read.add(container)
+            for record in records:
+                self._records.setdefault(record.digest, []).append((container, record))

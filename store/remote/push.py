@@ -1,0 +1,524 @@
+"""Sending checkpoints to a remote: only what is missing there travels.
+
+The order is that of a commit on disk: containers and their tables, pages and manifests, a look at
+what was there and is only referred to, the catalog, and last the references. Nobody sees a name
+before its pieces, and whatever interrupts a push leaves objects that nothing refers to: the next
+attempt finds the containers by their names, which depend on their content alone.
+"""
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Final, Protocol
+
+import msgspec
+
+from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.store.codecs.records import chunks, head_bytes
+from tensor_dedup.store.errors import CorruptFrameError, CorruptTensorError, MissingObjectError
+from tensor_dedup.store.format import tables
+from tensor_dedup.store.format.tables import ALIGNMENT, ENCODED, PLAIN, Encoded, Record, Table
+from tensor_dedup.store.objects import ContainerId
+from tensor_dedup.store.reading.reader import StoredPieces
+from tensor_dedup.store.remote import layout
+from tensor_dedup.store.remote.buckets import Bucket
+from tensor_dedup.store.remote.catalog import (
+    Catalog,
+    CatalogChange,
+    Trash,
+    catalog_of,
+    commit,
+    listed,
+    with_more,
+)
+from tensor_dedup.store.remote.conditions import prepare
+from tensor_dedup.store.remote.errors import (
+    MissingRemoteError,
+    RemoteBusyError,
+    RemoteNameTakenError,
+)
+
+# How long a gc spares what nothing refers to. Every push is over by then, or begins anew.
+LEASE_S: Final = 7 * 24 * 3600.0
+_BLOCK_BYTES: Final = 4 * LEAF_BYTES
+_AT_ONCE: Final = 3
+# Of a smaller container it costs less to send it again than to ask whether it is there.
+_ASKED_BYTES: Final = 8 << 20
+# Of more than so many, listing all costs less than asking for each.
+_ASKED: Final = 8
+_ATTEMPTS: Final = 4
+_DATA: Final = "pack"
+
+
+class TransferListener(Protocol):
+    """A listener to a push or a pull. `advance` is called from several threads."""
+
+    def start(self, total_bytes: int) -> None:
+        """Receive the number of bytes that will travel."""
+
+    def advance(self, nbytes: int) -> None:
+        """Receive the number of further bytes that have travelled."""
+
+    def saved(self, nbytes: int) -> None:
+        """Receive the number of bytes that need not travel."""
+
+
+class SilentTransfer:
+    """A TransferListener that does nothing."""
+
+    def start(self, total_bytes: int) -> None:
+        """Do nothing."""
+
+    def advance(self, nbytes: int) -> None:
+        """Do nothing."""
+
+    def saved(self, nbytes: int) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """What a push or a pull did.
+
+    `nbytes` is the size of the checkpoints, `moved_pieces` and `moved_bytes` are what was missing,
+    as it is stored, and `wire_bytes` everything that was sent and received, in `requests` calls.
+    `unchanged` says that the other side had it all under these names.
+    """
+
+    url: str
+    names: tuple[str, ...]
+    pieces: int
+    nbytes: int
+    moved_pieces: int
+    moved_bytes: int
+    wire_bytes: int
+    requests: int
+    seconds: float
+    unchanged: bool
+
+    @property
+    def saved_bytes(self) -> int:
+        """The bytes of the checkpoints that did not have to travel."""
+        return max(0, self.nbytes - self.moved_bytes)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the result as a JSON object."""
+        return {**asdict(self), "names": [*self.names], "saved_bytes": self.saved_bytes}
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A checkpoint to push: its manifest, the sizes of its pieces by digest, and its frames.
+
+    `blobs` has pages and manifest by name.
+    """
+
+    name: str
+    manifest: str
+    wanted: Mapping[bytes, int]
+    blobs: Mapping[str, bytes]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """A container to send: its table, and for each record where its bytes come from."""
+
+    container: ContainerId
+    table: Table
+    frame: Encoded
+    sources: Sequence[tuple[ContainerId, Record] | None]
+
+    @property
+    def nbytes(self) -> int:
+        return self.table.data_bytes + len(self.frame.blob) + tables.TAIL_BYTES
+
+
+class _DamagedRecordError(Exception):
+    """What is stored encoded here is damaged: another copy, or the piece as it is, must do."""
+
+    def __init__(self, digest: bytes) -> None:
+        super().__init__(digest.hex())
+        self.digest = digest
+
+
+class _OutdatedError(Exception):
+    """What the push relied on is gone from the remote: begin with what is there now."""
+
+
+def push(
+    bucket: Bucket,
+    checkpoints: Sequence[Outgoing],
+    open_pieces: Callable[[set[bytes]], StoredPieces],
+    progress: TransferListener,
+    *,
+    replace: bool = False,
+) -> TransferResult:
+    """Push checkpoints of one store, all under the names that they have there.
+
+    `open_pieces` opens pieces of the store for reading.
+
+    Raises:
+        RemoteNameTakenError: a name stands for another checkpoint there, and `replace` is off.
+        NoConditionsError: the server does not keep conditions; nothing was written that counts.
+        RemoteBusyError: others changed the remote again and again meanwhile.
+    """
+    began = time.monotonic()
+    work = _Push(bucket, checkpoints, open_pieces, progress, replace)
+    for attempt in range(_ATTEMPTS):
+        try:
+            return work.run(began)
+        except _OutdatedError:
+            if attempt == _ATTEMPTS - 1:
+                what = "what it relied on was deleted there meanwhile, again and again"
+                raise RemoteBusyError.at(bucket.url, what) from None
+    raise AssertionError
+
+
+class _Push:
+    def __init__(
+        self,
+        bucket: Bucket,
+        checkpoints: Sequence[Outgoing],
+        open_pieces: Callable[[set[bytes]], StoredPieces],
+        progress: TransferListener,
+        replace: bool,
+    ) -> None:
+        self._bucket, self._checkpoints = bucket, checkpoints
+        self._before = bucket.traffic.counts()
+        self._open_pieces, self._progress, self._replace = open_pieces, progress, replace
+        self._sizes: dict[bytes, int] = {}
+        for each in checkpoints:
+            self._sizes |= {digest: nbytes for digest, nbytes in each.wanted.items() if nbytes}
+        self._damaged: set[bytes] = set()
+        self._moved_pieces = self._moved_bytes = 0
+
+    def run(self, began: float) -> TransferResult:
+        bucket = self._bucket
+        tags = dict(enumerate(bucket.each(self._look, self._checkpoints)))
+        unchanged = all(there for there, _ in tags.values())
+        if not unchanged:
+            fresh, read = prepare(bucket), time.monotonic()
+            catalog = catalog_of(bucket, fresh=fresh)
+            self._send(catalog, {n: tag for n, (there, tag) in tags.items() if not there}, read)
+        nbytes, calls = bucket.traffic.counts()
+        return TransferResult(
+            url=bucket.url,
+            names=tuple(each.name for each in self._checkpoints),
+            pieces=len(self._sizes),
+            nbytes=sum(each.nbytes for each in self._checkpoints),
+            moved_pieces=self._moved_pieces,
+            moved_bytes=self._moved_bytes,
+            wire_bytes=nbytes - self._before[0],
+            requests=calls - self._before[1],
+            seconds=time.monotonic() - began,
+            unchanged=unchanged,
+        )
+
+    def _look(self, checkpoint: Outgoing) -> tuple[bool, str | None]:
+        """Whether the name stands for this already, and the tag of its reference."""
+        key = layout.ref_key(checkpoint.name)
+        found = self._bucket.get(key, layout.TEXT_BYTES)
+        if found is None:
+            return False, None
+        text, tag = found
+        manifest = layout.referred(text, checkpoint.name, self._bucket.at(key))
+        if manifest is not None and manifest != checkpoint.manifest and not self._replace:
+            raise self._taken(checkpoint)
+        return manifest == checkpoint.manifest, tag
+
+    def _taken(self, checkpoint: Outgoing) -> RemoteNameTakenError:
+        what = f"{checkpoint.name!r} stands for another checkpoint there"
+        return RemoteNameTakenError.at(self._bucket.url, what, name=checkpoint.name)
+
+    def _send(self, catalog: Catalog, tags: Mapping[int, str | None], read: float) -> None:
+        bucket = self._bucket
+        missing = {d: n for d, n in self._sizes.items() if not catalog.holders(d)}
+        saved = sum(n for d, n in self._sizes.items() if d not in missing)
+        self._progress.saved(saved)
+        loads: list[_Load] = []
+        if missing:
+            with self._open_pieces({*missing}) as source:
+                while True:
+                    loads = self._plan(source, missing, catalog)
+                    try:
+                        self._upload(source, loads, catalog)
+                        break
+                    except _DamagedRecordError as error:
+                        self._damaged.add(error.digest)
+        self._moved_pieces = len(missing)
+        self._moved_bytes = sum(r.stored for load in loads for r in load.table.records)
+        blobs = {k: v for n in tags for k, v in self._checkpoints[n].blobs.items()}
+
+        def write(part: str) -> None:
+            bucket.put(layout.manifest_key(part), [memoryview(blobs[part])])
+
+        for _ in bucket.each(write, blobs):
+            pass
+        reused = self._reused(catalog, missing, loads)
+        self._check_there(catalog, reused)
+        names = [self._checkpoints[number].name for number in tags]
+        self._publish(catalog, reused, loads, [*blobs], names)
+        for number, tag in tags.items():
+            # What is relied on may be condemned and deleted in a lease: then begin with what is
+            # there now, which costs no more than to ask for each container.
+            if time.monotonic() - read > LEASE_S / 2:
+                raise _OutdatedError
+            self._refer(self._checkpoints[number], tag)
+
+    def _plan(
+        self, source: StoredPieces, missing: Mapping[bytes, int], catalog: Catalog
+    ) -> list[_Load]:
+        """Choose how each piece travels, and in which container. The same each time."""
+        anchors = set[bytes]()
+        chosen: dict[bytes, tuple[ContainerId, Record] | None] = {}
+        for digest in missing:
+            place = self._encoded(source, digest, missing, catalog)
+            chosen[digest] = place
+            if place is not None and place[1].base is not None:
+                anchors.add(place[1].base)
+        for digest in anchors & missing.keys():
+            place = chosen[digest]
+            if place is not None and place[1].base is not None:
+                chosen[digest] = self._encoded(source, digest, {}, None)
+        plain = [digest for digest, place in chosen.items() if place is None]
+        encoded = [digest for digest, place in chosen.items() if place is not None]
+        return [
+            *_loads(_DATA, [(self._plain_record(source, d, missing[d]), None) for d in plain]),
+            *_loads(ENCODED, [(p[1], p) for d in encoded if (p := chosen[d]) is not None]),
+        ]
+
+    def _encoded(
+        self,
+        source: StoredPieces,
+        digest: bytes,
+        missing: Mapping[bytes, int],
+        catalog: Catalog | None,
+    ) -> tuple[ContainerId, Record] | None:
+        """The smallest encoded copy whose base is there, or travels too; None: it goes as it is.
+
+        Without a catalog only a copy without a base will do.
+        """
+        if digest in self._damaged:
+            return None
+        places = [p for p in source.own_places(digest) if p[1].codec != PLAIN]
+        for place in sorted(places, key=lambda p: (p[1].stored, p[0])):
+            base = place[1].base
+            if base is None:
+                return place
+            if catalog is not None and (base in missing or catalog.holders(base, alone=True)):
+                return place
+        return None
+
+    def _plain_record(self, source: StoredPieces, digest: bytes, nbytes: int) -> Record:
+        records = source.records(digest)
+        if not records:
+            what = f"no container holds {digest.hex()}"
+            raise MissingObjectError.at(source.name, what, digest=digest.hex(), nbytes=nbytes)
+        return Record(digest, 0, nbytes, nbytes, PLAIN, None, records[0].leaves)
+
+    def _upload(self, source: StoredPieces, loads: Sequence[_Load], catalog: Catalog) -> None:
+        """Send containers, some at once, each before its table."""
+        self._progress.start(sum(load.nbytes for load in loads))
+        sending: set[Future[None]] = set()
+        with ExitStack() as undo:
+            pool = undo.enter_context(ThreadPoolExecutor(_AT_ONCE))
+            undo.callback(lambda: [each.cancel() for each in sending])
+            for load in loads:
+                while len(sending) >= _AT_ONCE:
+                    done, sending = wait(sending, return_when=FIRST_COMPLETED)
+                    for each in done:
+                        each.result()
+                if load.nbytes > layout.CONTAINER_BYTES * 2:
+                    parts: Iterator[memoryview] = _content(source, load)
+                    self._send_one(load, parts, catalog)
+                    continue
+                # Read and checked here, sent by the threads.
+                whole = [_gathered(_content(source, load), load.nbytes)]
+                sending.add(pool.submit(self._send_one, load, whole, catalog))
+            for each in sending:
+                each.result()
+
+    def _send_one(
+        self, load: _Load, parts: Sequence[memoryview] | Iterator[memoryview], catalog: Catalog
+    ) -> None:
+        bucket, key = self._bucket, layout.container_key(load.container)
+        # What was condemned may have been so because it is damaged.
+        may_be_there = load.nbytes >= _ASKED_BYTES and key not in catalog.trash.condemned
+        status = bucket.head(key) if may_be_there else None
+        if status is None or status.size != load.nbytes:
+            bucket.put(key, parts)
+        bucket.put(layout.table_key(load.container.name), [memoryview(load.frame.blob)])
+        self._progress.advance(load.nbytes)
+
+    def _reused(
+        self, catalog: Catalog, missing: Collection[bytes], loads: Sequence[_Load]
+    ) -> list[ContainerId]:
+        """The containers of the remote that the checkpoints, or deltas among them, rely on."""
+        found: dict[ContainerId, None] = {}
+        bases = {r.base for load in loads for r in load.table.records if r.base is not None}
+        for digest in (d for d in self._sizes if d not in missing):
+            found[catalog.holders(digest)[0]] = None
+        for digest in bases - {*missing}:
+            found[catalog.holders(digest, alone=True)[0]] = None
+        return [*found]
+
+    def _check_there(self, catalog: Catalog, reused: Sequence[ContainerId]) -> None:
+        """Check that what the catalog says is there: a reference must not lead to nothing."""
+        bucket = self._bucket
+        keys = {layout.container_key(each): catalog.containers[each].nbytes for each in reused}
+        if len(keys) > _ASKED:
+            sizes = {s.key: s.size for s in bucket.list(layout.CONTAINERS) if s.key in keys}
+        else:
+            there = [s for s in bucket.each(bucket.head, keys) if s is not None]
+            sizes = {status.key: status.size for status in there}
+        for key, nbytes in keys.items():
+            if sizes.get(key) != nbytes:
+                held = "gone" if key not in sizes else f"{sizes[key]} bytes, not {nbytes}"
+                what = f"the catalog names this container, and it is {held}"
+                raise MissingRemoteError.at(bucket.at(key), what, expected=nbytes)
+
+    def _publish(
+        self,
+        catalog: Catalog,
+        reused: Sequence[ContainerId],
+        loads: Sequence[_Load],
+        objects: Sequence[str],
+        names: Sequence[str],
+    ) -> None:
+        """Enter the new containers in the catalog, and see that no gc takes what is relied on."""
+        new = [listed(load.container, load.table) for load in loads]
+        relied = [catalog.containers[each] for each in reused]
+        keys = {layout.container_key(each) for each in reused}
+        for load in loads:
+            keys |= {layout.container_key(load.container), layout.table_key(load.container.name)}
+        keys |= {layout.table_key(each.name) for each in reused}
+        keys |= {layout.manifest_key(name) for name in objects}
+        keys |= {layout.ref_key(name) for name in names}
+
+        def change(now: Catalog) -> CatalogChange | None:
+            if keys & {*now.trash.deleting}:
+                what = "a gc is deleting what this push needs; if it was cut short, run it again"
+                raise RemoteBusyError.at(self._bucket.at(layout.HEAD), what)
+            condemned = now.trash.condemned
+            for each in reused:
+                if each not in now.containers and layout.container_key(each) not in condemned:
+                    raise _OutdatedError
+            trash = Trash(
+                {key: since for key, since in condemned.items() if key not in keys},
+                now.trash.deleting,
+            )
+            segments = with_more(now, [*new, *relied])
+            same = segments.keys() == now.segments.keys() and trash == now.trash
+            return None if same and not now.rebuilt else (segments, trash)
+
+        commit(self._bucket, catalog, change)
+
+    def _refer(self, checkpoint: Outgoing, tag: str | None) -> None:
+        """Commit: the name stands for the checkpoint from here on."""
+        bucket, key = self._bucket, layout.ref_key(checkpoint.name)
+        text = layout.reference(checkpoint.name, checkpoint.manifest)
+        for _ in range(_ATTEMPTS * 4):
+            if bucket.put_if(key, text, tag):
+                return
+            found = bucket.get(key, layout.TEXT_BYTES)
+            if found is not None and found[0] == text:
+                return  # ours, whose answer was lost, or the same of another push
+            there = found and layout.referred(found[0], checkpoint.name, bucket.at(key))
+            if there is not None and not self._replace:
+                raise self._taken(checkpoint)
+            tag = None if found is None else found[1]
+        raise RemoteBusyError.at(bucket.at(key), "others wrote this reference again and again")
+
+
+def _loads(
+    kind: str, records: Sequence[tuple[Record, tuple[ContainerId, Record] | None]]
+) -> Iterator[_Load]:
+    """Lay records out in containers, in their order, each as full as it may be."""
+    step, end = ALIGNMENT[kind], 0
+    held: list[Record] = []
+    sources: list[tuple[ContainerId, Record] | None] = []
+    for record, place in records:
+        start = -(-end // step) * step
+        if held and start + record.stored > layout.CONTAINER_BYTES:
+            yield _load(kind, end, held, sources)
+            held, sources, start = [], [], 0
+        held.append(msgspec.structs.replace(record, offset=start))
+        sources.append(place)
+        end = start + record.stored
+    if held:
+        yield _load(kind, end, held, sources)
+
+
+def _load(
+    kind: str,
+    end: int,
+    records: Sequence[Record],
+    sources: Sequence[tuple[ContainerId, Record] | None],
+) -> _Load:
+    table = Table(kind, end, [*records], None)
+    frame = tables.encode(table)
+    return _Load(ContainerId(frame.name, kind), table, frame, sources)
+
+
+def _gathered(parts: Iterator[memoryview], nbytes: int) -> memoryview:
+    whole, at = memoryview(bytearray(nbytes)), 0
+    for part in parts:
+        whole[at : at + part.nbytes] = part
+        at += part.nbytes
+    return whole
+
+
+def _content(source: StoredPieces, load: _Load) -> Iterator[memoryview]:
+    """The bytes of a container, checked as they are read."""
+    at = 0
+    for record, place in zip(load.table.records, load.sources, strict=True):
+        if record.offset > at:
+            yield memoryview(bytes(record.offset - at))
+        if place is None:
+            for start in range(0, record.nbytes, _BLOCK_BYTES):
+                view = memoryview(bytearray(min(_BLOCK_BYTES, record.nbytes - start)))
+                source.read_piece_into(record.digest, start, view, record.nbytes)
+                yield view
+        else:
+            yield from _encoded_content(source, *place)
+        at = record.offset + record.stored
+    yield memoryview(load.frame.blob + tables.tail(load.table.data_bytes))
+
+
+def _encoded_content(
+    source: StoredPieces, container: ContainerId, record: Record
+) -> Iterator[memoryview]:
+    """The bytes of an encoded record as they are, each chunk compared with its checksum."""
+    head = memoryview(bytearray(head_bytes(record.nbytes)))
+    try:
+        if not source.read_stored(container, record.offset, head):
+            raise _DamagedRecordError(record.digest)
+        yield head
+        for chunk in chunks(bytes(head), record.stored):
+            view = memoryview(bytearray(chunk.size))
+            read = source.read_stored(container, record.offset + chunk.offset, view)
+            if not read or not chunk.holds(view):
+                raise _DamagedRecordError(record.digest)
+            yield view
+    except (CorruptFrameError, CorruptTensorError) as error:
+        raise _DamagedRecordError(record.digest) from error
+
+
+def together(results: Sequence[TransferResult]) -> TransferResult:
+    """Return the sum of several results of one remote."""
+    first = results[0]
+    return TransferResult(
+        url=first.url,
+        names=tuple(name for each in results for name in each.names),
+        pieces=sum(each.pieces for each in results),
+        nbytes=sum(each.nbytes for each in results),
+        moved_pieces=sum(each.moved_pieces for each in results),
+        moved_bytes=sum(each.moved_bytes for each in results),
+        wire_bytes=sum(each.wire_bytes for each in results),
+        requests=sum(each.requests for each in results),
+        seconds=sum(each.seconds for each in results),
+        unchanged=all(each.unchanged for each in results),
+    )

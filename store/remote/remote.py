@@ -1,0 +1,131 @@
+"""A remote: checkpoints in object storage, in a folder, or behind a plain web server."""
+
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+from typing import Self
+
+from tensor_dedup.store.files import Files, RealFiles
+from tensor_dedup.store.remote import layout, upkeep
+from tensor_dedup.store.remote.buckets import Bucket, FolderBucket, open_bucket
+from tensor_dedup.store.remote.errors import UnknownRemoteNameError
+from tensor_dedup.store.remote.pull import RemoteManifest, read_manifest, read_ref
+from tensor_dedup.store.remote.push import LEASE_S
+
+DEFAULT_LEASE_HOURS = LEASE_S / 3600
+
+
+class Remote:
+    """A remote that stores push to and pull from; `Remote.open` opens one.
+
+    It holds nothing open, and is safe from any thread. Credentials are those that obstore finds in
+    the environment; a URL never holds one.
+
+    Raises:
+        RemoteUnreachableError, RemoteAccessError: the server does not answer, or refuses.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        # The other modules of this package use it, too.
+        self.bucket = bucket
+
+    @classmethod
+    def open(cls, url: str | PathLike[str], *, files: Files | None = None) -> Self:
+        """Open a remote: `s3://BUCKET/PREFIX`, `gs://`, `az://`, `file:///FOLDER`, a folder's path,
+        or `https://` to read what a web server has.
+
+        Nothing is asked yet, and nothing made. `files` is the file system interface, which tests
+        replace.
+
+        Raises:
+            RemoteUrlError: the URL cannot name a remote, or holds a credential.
+            UnsupportedError: obstore, of the extra `remote`, is not installed.
+        """
+        return cls(open_bucket(str(url), files or RealFiles()))
+
+    def __repr__(self) -> str:
+        return f"Remote({self.url!r})"
+
+    @property
+    def url(self) -> str:
+        """The URL, without anything that is secret."""
+        return self.bucket.url
+
+    def names(self) -> list[str]:
+        """Return the names of all checkpoints, sorted.
+
+        Raises:
+            NotARemoteError: there is no remote.
+        """
+        return [each.name for each in self.checkpoints() if each.damage is None]
+
+    def checkpoints(self) -> list[upkeep.RemoteCheckpoint]:
+        """Describe all checkpoints, by name; `damage` says which cannot be read, and why."""
+        return upkeep.checkpoints(self.bucket)
+
+    def read(self, name: str) -> RemoteManifest:
+        """Read the manifest and the pieces of a checkpoint; no tensor data is read.
+
+        Raises:
+            UnknownRemoteNameError: the remote has no checkpoint of this name.
+            MissingRemoteError, DamagedRemoteError: its bookkeeping is gone or damaged.
+        """
+        return read_manifest(self.bucket, name, read_ref(self.bucket, name))
+
+    def usage(self) -> upkeep.RemoteUsage:
+        """Measure what the remote takes, and what each checkpoint takes for itself alone."""
+        return upkeep.usage(self.bucket)
+
+    def delete(self, name: str) -> None:
+        """Delete a name. Its bytes stay until `gc` has found, twice, that nothing else needs them.
+
+        Raises:
+            UnknownRemoteNameError: the remote has no checkpoint of this name.
+        """
+        upkeep.delete(self.bucket, name)
+
+    def gc(
+        self, lease_hours: float = DEFAULT_LEASE_HOURS, *, dry_run: bool = False
+    ) -> upkeep.RemoteGcPlan:
+        """Condemn what no name leads to, and delete what has been condemned for the lease.
+
+        The lease is longer than any push takes. A shorter one is safe only while nobody pushes.
+
+        Raises:
+            UncertainRemoteError: something cannot be read; nothing was condemned or deleted.
+        """
+        return upkeep.gc(self.bucket, lease_hours * 3600, dry_run=dry_run)
+
+    def verify(
+        self, *, full: bool = False, advance: Callable[[int], None] = lambda _: None
+    ) -> upkeep.RemoteVerifyResult:
+        """Check the bookkeeping and, with `full`, download and check every byte.
+
+        Containers with faults leave the catalog: the next push of a checkpoint that needs them
+        sends them again. `advance` receives counts of bytes that were checked.
+        """
+        return upkeep.verify(self.bucket, full=full, advance=advance)
+
+    def store_folder(self) -> Path | None:
+        """Return the folder if this is that of a store, and no remote; else None."""
+        bucket = self.bucket
+        if isinstance(bucket, FolderBucket):
+            found = bucket.get(layout.MARKER, layout.TEXT_BYTES)
+            if found is not None and found[0].startswith(layout.STORE_TITLE):
+                return bucket.root
+        return None
+
+    def names_of(self, name: str) -> list[str]:
+        """Return the name, or the names of the steps and pins of the run that is called so.
+
+        Raises:
+            UnknownRemoteNameError: the remote has neither.
+        """
+        try:
+            read_ref(self.bucket, name)
+        except UnknownRemoteNameError:
+            found = [each for each in upkeep.names(self.bucket) if each.startswith(f"{name}@")]
+            if not found:
+                raise
+            return found
+        return [name]

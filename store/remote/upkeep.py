@@ -1,0 +1,522 @@
+"""What a remote holds, checking it, and deleting what nothing refers to.
+
+Deleting takes two sweeps. The first takes what no reference leads to out of the catalog and notes
+since when; the second deletes what has been in that state for the lease, after it has marked from
+the references again. A push that still relied on it is over by then, or has taken it off the list:
+both change the head of the catalog by a condition, so one of them sees the other.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+
+from tensor_dedup.errors import StoreError
+from tensor_dedup.store.codecs.records import chunks, head_bytes
+from tensor_dedup.store.errors import CorruptFrameError, UnfitForCollectionError
+from tensor_dedup.store.format.tables import PLAIN, Record, Table
+from tensor_dedup.store.objects import ContainerId
+from tensor_dedup.store.remote import layout
+from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus
+from tensor_dedup.store.remote.catalog import (
+    Catalog,
+    CatalogChange,
+    Trash,
+    catalog_of,
+    commit,
+    listed,
+    read_catalog,
+    read_table,
+    segment_of,
+)
+from tensor_dedup.store.remote.conditions import check_remote
+from tensor_dedup.store.remote.errors import (
+    DamagedRemoteError,
+    RemoteBusyError,
+    UncertainRemoteError,
+    UnknownRemoteNameError,
+)
+from tensor_dedup.store.remote.pieces import RemotePieces
+from tensor_dedup.store.remote.pull import RemoteManifest, read_manifest, read_ref
+from tensor_dedup.store.upkeep.gc import needed
+
+# Stands for the second since when a container is condemned that was found damaged.
+_DAMAGED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteCheckpoint:
+    """A checkpoint of a remote: its name, manifest, counts of tensors and files, and its size.
+
+    `unique_bytes` are stored for this one alone, None where that was not asked for. `damage` says
+    why it cannot be read.
+    """
+
+    name: str
+    manifest: str = ""
+    tensors: int = 0
+    files: int = 0
+    nbytes: int = 0
+    unique_bytes: int | None = None
+    damage: str | None = None
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the checkpoint as a JSON object."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteUsage:
+    """What a remote takes: bytes in containers, and those of them that no checkpoint needs."""
+
+    checkpoints: tuple[RemoteCheckpoint, ...]
+    containers: int
+    stored_bytes: int
+    unused_bytes: int
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the usage as a JSON object."""
+        return {**asdict(self), "checkpoints": [each.to_dict() for each in self.checkpoints]}
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFault:
+    """Something that is wrong on a remote: the URL of the object, what, and whom it affects."""
+
+    url: str
+    what: str
+    affected: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteVerifyResult:
+    """The result of checking a remote; `bytes_checked` is 0 where only bookkeeping was read."""
+
+    checkpoints: int
+    containers: int
+    bytes_checked: int
+    faults: tuple[RemoteFault, ...]
+
+    @property
+    def fine(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.faults
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the result as a JSON object."""
+        return {**asdict(self), "faults": [asdict(each) for each in self.faults]}
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteGcPlan:
+    """The plan or the result of a gc: keys to condemn, and keys to delete.
+
+    `waiting` counts what is condemned and has not been so for the lease. `done` is False after a
+    dry run.
+    """
+
+    condemn: tuple[str, ...]
+    delete: tuple[str, ...]
+    condemned_bytes: int
+    deleted_bytes: int
+    waiting: int
+    done: bool = False
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the plan as a JSON object."""
+        return {**asdict(self), "condemn": [*self.condemn], "delete": [*self.delete]}
+
+
+def names(bucket: Bucket) -> list[str]:
+    """Return the names that have a reference, deleted ones too, sorted."""
+    found = [layout.name_of_ref(status.key) for status in bucket.list(layout.REFS)]
+    return sorted(name for name in found if name is not None)
+
+
+def checkpoints(bucket: Bucket) -> list[RemoteCheckpoint]:
+    """Describe all checkpoints, by name; those that cannot be read say why."""
+    check_remote(bucket)
+
+    def describe(name: str) -> RemoteCheckpoint | None:
+        try:
+            return described(read_manifest(bucket, name, read_ref(bucket, name)))
+        except UnknownRemoteNameError:
+            return None
+        except (StoreError, UnfitForCollectionError) as error:
+            return RemoteCheckpoint(name, damage=str(error))
+
+    # One after the other: each reads its pages on several threads.
+    return [each for name in names(bucket) if (each := describe(name)) is not None]
+
+
+def described(found: RemoteManifest, unique_bytes: int | None = None) -> RemoteCheckpoint:
+    """Describe a checkpoint whose manifest was read."""
+    return RemoteCheckpoint(
+        found.name,
+        found.manifest,
+        sum(piece.name is not None for piece in found.pieces),
+        len(found.content.files),
+        found.content.nbytes,
+        unique_bytes,
+    )
+
+
+def delete(bucket: Bucket, name: str) -> None:
+    """Delete a name: its reference says from here on that there is none.
+
+    Its bytes stay until two sweeps have found that nothing else needs them.
+
+    Raises:
+        UnknownRemoteNameError: the remote has no checkpoint of this name.
+        RemoteBusyError: others write the name again and again meanwhile.
+    """
+    key, text = layout.ref_key(name), layout.reference(name, None)
+    for attempt in range(8):
+        found = bucket.get(key, layout.TEXT_BYTES)
+        if found is not None and found[0] == text and attempt:
+            return  # ours, whose answer was lost
+        if found is None or found[0] == text:
+            check_remote(bucket)
+            raise UnknownRemoteNameError.at(bucket.url, f"no checkpoint {name!r}", name=name)
+        if bucket.put_if(key, text, found[1]):
+            return
+    raise RemoteBusyError.at(bucket.at(key), "others wrote this reference again and again")
+
+
+@dataclass
+class RemoteInventory:
+    """Everything that a remote's references lead to, and what lies there."""
+
+    manifests: list[RemoteManifest] = field(default_factory=list)
+    deleted: list[str] = field(default_factory=list)
+    tables: dict[ContainerId, Table] = field(default_factory=dict)
+    objects: dict[str, ObjectStatus] = field(default_factory=dict)
+    problems: list[RemoteFault] = field(default_factory=list)
+
+    def live(self) -> dict[bytes, list[str]]:
+        """Return the names of the checkpoints that need each piece."""
+        users: dict[bytes, list[str]] = {}
+        for found in self.manifests:
+            for digest in {piece.digest for piece in found.pieces if piece.nbytes}:
+                users.setdefault(digest, []).append(found.name)
+        return users
+
+    def held(self) -> dict[ContainerId, dict[bytes, Record]]:
+        """Return the pieces that can be read from each container."""
+        return {c: {r.digest: r for r in table.records} for c, table in self.tables.items()}
+
+    def lost(self) -> dict[bytes, list[str]]:
+        """Return the pieces that no container holds, or only against what is nowhere."""
+        held = [record for records in self.held().values() for record in records.values()]
+        alone = {record.digest for record in held if record.base is None}
+        there = alone | {r.digest for r in held if r.base in alone}
+        return {digest: users for digest, users in self.live().items() if digest not in there}
+
+
+def take_inventory(bucket: Bucket) -> RemoteInventory:
+    """Read all references, manifests, pages and tables; what is wrong is among the problems.
+
+    References are read after everything was listed: what a push adds meanwhile is no garbage, for
+    it is not in the list.
+    """
+    check_remote(bucket)
+    found = RemoteInventory()
+    for prefix in (layout.CONTAINERS, layout.TABLES, layout.MANIFESTS, layout.REFS):
+        for status in bucket.list(prefix):
+            found.objects[status.key] = status
+    for key in found.objects:
+        if not _is_known(key):
+            what = "no program of this version makes such an object"
+            found.problems.append(RemoteFault(bucket.at(key), what))
+    _read_tables(bucket, found)
+    for name in names(bucket):
+        try:
+            found.manifests.append(read_manifest(bucket, name, read_ref(bucket, name)))
+        except UnknownRemoteNameError:
+            found.deleted.append(name)
+        except StoreError as error:
+            where = bucket.at(layout.ref_key(name))
+            found.problems.append(RemoteFault(where, str(error), (name,)))
+    return found
+
+
+def _read_tables(bucket: Bucket, found: RemoteInventory) -> None:
+    containers = [c for key in found.objects if (c := layout.container_of(key)) is not None]
+
+    def table(container: ContainerId) -> Table | StoreError:
+        try:
+            read = read_table(bucket, container.name)
+            entry = listed(container, read)
+        except StoreError as error:
+            return error
+        key = layout.container_key(container)
+        size = found.objects[key].size
+        if read.kind == container.kind and entry.nbytes == size:
+            return read
+        what = f"{size} bytes, its table says {entry.nbytes} of the kind {read.kind}"
+        return DamagedRemoteError.at(bucket.at(key), what)
+
+    # One without a table is being pushed, or its push has died: garbage, when it is old.
+    whole = [c for c in containers if layout.table_key(c.name) in found.objects]
+    for container, read in zip(whole, bucket.each(table, whole), strict=True):
+        if isinstance(read, Table):
+            found.tables[container] = read
+        else:
+            where = bucket.at(layout.container_key(container))
+            found.problems.append(RemoteFault(where, str(read)))
+
+
+def _is_known(key: str) -> bool:
+    if key.startswith(layout.CONTAINERS):
+        return layout.container_of(key) is not None
+    if key.startswith(layout.REFS):
+        return layout.name_of_ref(key) is not None
+    return layout.object_of(key) is not None
+
+
+def usage(bucket: Bucket) -> RemoteUsage:
+    """Measure what a remote takes, from its bookkeeping."""
+    found = take_inventory(bucket)
+    live = found.live()
+    stored: dict[bytes, int] = {}
+    for records in found.held().values():
+        for record in records.values():
+            stored[record.digest] = min(record.stored, stored.get(record.digest, record.stored))
+    described_ = []
+    for each in found.manifests:
+        own = {p.digest for p in each.pieces if p.nbytes and live[p.digest] == [each.name]}
+        described_.append(described(each, sum(stored.get(digest, 0) for digest in own)))
+    broken = [
+        RemoteCheckpoint(name, damage=fault.what)
+        for fault in found.problems
+        for name in fault.affected
+    ]
+    need = needed(live, found.held())
+    used = live.keys() | need.anchors
+    sizes = [s.size for key, s in found.objects.items() if key.startswith(layout.CONTAINERS)]
+    kept = (record for c in need.containers for record in found.tables[c].records)
+    return RemoteUsage(
+        tuple(sorted([*described_, *broken], key=lambda each: each.name)),
+        len(sizes),
+        sum(sizes),
+        sum(sizes) - sum(record.stored for record in kept if record.digest in used),
+    )
+
+
+def verify(
+    bucket: Bucket, *, full: bool = False, advance: Callable[[int], None] = lambda _: None
+) -> RemoteVerifyResult:
+    """Check a remote's bookkeeping and, with `full`, every byte that can be checked by itself.
+
+    Deltas are compared with the checksums of their chunks, everything else leaf by leaf. Nothing is
+    changed but the catalog: containers with faults are taken out, so that a push sends anew what
+    was in them.
+    """
+    check_remote(bucket)
+    faults, read = list[RemoteFault](), 0
+    try:  # before the rest is listed: what it names then has been there for a while
+        catalog = read_catalog(bucket)
+    except StoreError as error:
+        faults.append(RemoteFault(bucket.at(layout.HEAD), str(error)))
+        catalog = None
+    found = take_inventory(bucket)
+    faults += found.problems
+    live = found.live()
+    for container in catalog.containers if catalog is not None else ():
+        if container not in found.tables:
+            where = bucket.at(layout.container_key(container))
+            faults.append(RemoteFault(where, "the catalog names it, and it is not there, whole"))
+    for digest, losers in found.lost().items():
+        what = f"no container holds {digest.hex()}"
+        faults.append(RemoteFault(bucket.url, what, tuple(sorted(losers))))
+    bad = set[ContainerId]()
+    if full:
+        for container, table in sorted(found.tables.items()):
+            for record, what in _faults_in(bucket, container, table):
+                bad.add(container)
+                users = tuple(sorted(live.get(record.digest, ())))
+                where = bucket.at(layout.container_key(container))
+                faults.append(RemoteFault(where, what, users))
+            read += sum(record.stored for record in table.records)
+            advance(table.data_bytes)
+    absent = {*(catalog.containers if catalog is not None else ())} - found.tables.keys()
+    if bad | absent:
+        _drop(bucket, bad | absent)
+    return RemoteVerifyResult(
+        len(found.manifests) + sum(bool(each.affected) for each in found.problems),
+        len(found.tables),
+        read,
+        tuple(faults),
+    )
+
+
+def _faults_in(
+    bucket: Bucket, container: ContainerId, table: Table
+) -> Iterator[tuple[Record, str]]:
+    with RemotePieces(bucket, {r.digest: (container, r) for r in table.records}, {}) as source:
+        for record in table.records:
+            try:
+                if record.codec == PLAIN:
+                    for at in range(0, record.nbytes, 8 << 20):
+                        view = memoryview(bytearray(min(8 << 20, record.nbytes - at)))
+                        source.read_piece_into(record.digest, at, view, record.nbytes)
+                else:
+                    _check_chunks(source, container, record)
+            except StoreError as error:
+                yield record, str(error)
+
+
+def _check_chunks(source: RemotePieces, container: ContainerId, record: Record) -> None:
+    head = memoryview(bytearray(head_bytes(record.nbytes)))
+    source.read_stored(container, record.offset, head)
+    for chunk in chunks(bytes(head), record.stored):
+        view = memoryview(bytearray(chunk.size))
+        source.read_stored(container, record.offset + chunk.offset, view)
+        if not chunk.holds(view):
+            what = f"a chunk of {record.digest.hex()} at {record.offset} is wrong"
+            raise CorruptFrameError.at(layout.container_key(container), what)
+
+
+def _drop(bucket: Bucket, containers: Collection[ContainerId]) -> None:
+    """Take containers out of the catalog, and condemn them, so that nobody takes them for whole."""
+    keys = {layout.container_key(each): _DAMAGED for each in containers}
+
+    def change(catalog: Catalog) -> CatalogChange | None:
+        kept = [entry for c, entry in catalog.containers.items() if c not in containers]
+        trash = Trash({**catalog.trash.condemned, **keys}, catalog.trash.deleting)
+        if len(kept) == len(catalog.containers) and trash == catalog.trash:
+            return None
+        return segment_of(kept), trash
+
+    commit(bucket, catalog_of(bucket), change)
+
+
+def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan:
+    """Condemn what no reference leads to, and delete what has been condemned for the lease.
+
+    Raises:
+        UncertainRemoteError: something cannot be read; nothing was condemned or deleted.
+        RemoteBusyError: others change the remote again and again meanwhile.
+    """
+    for _ in range(8):
+        catalog = catalog_of(bucket)
+        found = take_inventory(bucket)
+        _refuse_unless_certain(bucket, found)
+        now = bucket.now()
+        plan, wanted = _plan(bucket, found, catalog, now, lease_s)
+        if dry_run:
+            return plan
+        done: list[Catalog] = []
+
+        def change(
+            seen: Catalog,
+            catalog: Catalog = catalog,
+            wanted: CatalogChange = wanted,
+            done: list[Catalog] = done,
+        ) -> CatalogChange | None:
+            if seen is not catalog:
+                done.append(seen)  # somebody was first: mark again
+                return None
+            return wanted
+
+        commit(bucket, catalog, change)
+        if done:
+            continue
+        _delete(bucket, found, plan.delete)
+        _forget(bucket, {*plan.delete})
+        return RemoteGcPlan(
+            plan.condemn,
+            plan.delete,
+            plan.condemned_bytes,
+            plan.deleted_bytes,
+            plan.waiting,
+            done=True,
+        )
+    raise RemoteBusyError.at(bucket.url, "pushes changed it during every attempt")
+
+
+def _refuse_unless_certain(bucket: Bucket, found: RemoteInventory) -> None:
+    if found.problems:
+        first, count = found.problems[0], len(found.problems)
+        what = f"{count} objects cannot be read, this is the first ({first.what})"
+        raise UncertainRemoteError.at(first.url, what, problems=count)
+    lost = found.lost()
+    if lost:
+        digest = min(lost)
+        what = f"{len(lost)} pieces are lost, {digest.hex()} of {lost[digest][0]!r} is the first"
+        raise UncertainRemoteError.at(bucket.url, what)
+
+
+def _plan(
+    bucket: Bucket, found: RemoteInventory, catalog: Catalog, now: float, lease_s: float
+) -> tuple[RemoteGcPlan, CatalogChange]:
+    kept = needed(found.live(), found.held()).containers
+    used = {layout.container_key(c) for c in kept} | {layout.table_key(c.name) for c in kept}
+    used |= {layout.manifest_key(name) for each in found.manifests for name in each.blobs}
+    # No reference is ever deleted, not even that of a deleted name: a request to delete it that
+    # came late would take what was pushed under that name meanwhile.
+    used |= {key for key in found.objects if key.startswith(layout.REFS)}
+    dead = {key: status for key, status in found.objects.items() if key not in used}
+    before = catalog.trash.condemned
+    old = {k: s for k, s in dead.items() if now - s.modified >= lease_s}
+    # Segments that no head names, and what was begun in a folder, are nobody's after the lease.
+    current = {layout.segment_key(name.hex()) for name in catalog.segments} | {layout.HEAD}
+    for prefix in (layout.CATALOG, layout.TRASH, layout.PROBE, "tmp/"):
+        old |= {
+            s.key: s
+            for s in bucket.list(prefix)
+            if s.key not in current and now - s.modified >= lease_s
+        }
+    found.objects |= old
+    expired = {k for k in old if now - before.get(k, now) >= lease_s}
+    expired |= {k for k in catalog.trash.deleting if k in dead}
+    waiting = {k: before.get(k, int(now)) for k in old if k not in expired}
+    # What was found damaged and is in use stays out of the catalog, until it is pushed again.
+    waiting |= {k: since for k, since in before.items() if since == _DAMAGED and k in used}
+    entries = [listed(c, found.tables[c]) for c in kept if layout.container_key(c) not in waiting]
+    fresh = [
+        listed(c, table)
+        for c, table in found.tables.items()
+        if c not in kept
+        and layout.container_key(c) not in expired
+        and layout.container_key(c) not in waiting
+    ]
+    sizes = {k: s.size for k, s in (dead | old).items()}
+    plan = RemoteGcPlan(
+        condemn=tuple(sorted(k for k in waiting if k not in before)),
+        delete=tuple(sorted(expired, key=_order)),
+        condemned_bytes=sum(sizes[k] for k in waiting if k not in before),
+        deleted_bytes=sum(sizes[k] for k in expired),
+        waiting=len(waiting),
+    )
+    return plan, (segment_of([*entries, *fresh]), Trash(waiting, sorted(expired)))
+
+
+def _order(key: str) -> tuple[int, str]:
+    """A table before its data: without it the data is no container."""
+    return (0 if key.startswith(layout.TABLES) else 1, key)
+
+
+def _delete(bucket: Bucket, found: RemoteInventory, keys: Sequence[str]) -> None:
+    """Delete objects that are still what they were when they were listed."""
+
+    def one(key: str) -> None:
+        status, listed_ = bucket.head(key), found.objects.get(key)
+        if status is not None and (listed_ is None or listed_.tag == status.tag):
+            bucket.delete(key)
+
+    for first in (True, False):
+        for _ in bucket.each(one, [key for key in keys if (_order(key)[0] == 0) == first]):
+            pass
+
+
+def _forget(bucket: Bucket, keys: Collection[str]) -> None:
+    """Say that what was to be deleted is: pushes need not mind it any longer."""
+
+    def change(catalog: Catalog) -> CatalogChange | None:
+        deleting = [key for key in catalog.trash.deleting if key not in keys]
+        if deleting == catalog.trash.deleting:
+            return None
+        return catalog.segments, Trash(catalog.trash.condemned, deleting)
+
+    with suppress(RemoteBusyError):  # the next gc does it
+        commit(bucket, catalog_of(bucket), change)

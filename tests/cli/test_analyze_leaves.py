@@ -1,0 +1,85 @@
+"""What `analyze` says of tensors that have leaves in common."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from stores import noise, open_store, safetensors, u8, write
+from tensor_dedup.analyze import analyze
+from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.loader.checkpoint_io.hints import HintIndex, StoreHints
+
+BASE = noise(1, 4 * LEAF_BYTES + 1000)
+GROWN = BASE[: 4 * LEAF_BYTES] + noise(2, 5000)
+SHIFTED = noise(3, 512) + BASE
+
+
+def made(folder: Path, data: bytes) -> Path:
+    tensors = u8(embed=data, same=noise(4, 9000))
+    path = write(folder, {"model.safetensors": safetensors(tensors)})
+    for file in path.iterdir():  # hints believe nothing that has just been written
+        os.utime(file, (1_000_000_000, 1_000_000_000))
+    return path
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[Path]:
+    return [made(tmp_path / name, d) for name, d in {"base": BASE, "grown": GROWN}.items()]
+
+
+def test_leaves_at_the_same_offset_are_counted(paths: list[Path]) -> None:
+    found = analyze(paths)
+    assert found.shared_bytes == 9000
+    assert found.leaf_shared_bytes == 4 * LEAF_BYTES
+    document = found.to_dict()
+    assert document["leaf_shared_bytes"] == 4 * LEAF_BYTES
+    assert [c["leaf_shared_bytes"] for c in document["checkpoints"]] == [0, 4 * LEAF_BYTES]
+    assert "by leaf + 4.9 KiB of 8.0 MiB" in document["checkpoints"][1]["changes"]
+
+
+def test_a_shifted_tail_is_private(tmp_path: Path, paths: list[Path]) -> None:
+    assert analyze([paths[0], made(tmp_path / "shifted", SHIFTED)]).leaf_shared_bytes == 0
+
+
+def test_other_algorithms_know_no_leaves(paths: list[Path]) -> None:
+    found = analyze(paths, hash_algorithm="xxh3_128")
+    assert (found.shared_bytes, found.leaf_shared_bytes) == (9000, 0)
+
+
+def test_a_store_knows_the_leaves(tmp_path: Path, paths: list[Path]) -> None:
+    store = open_store(tmp_path / "store")
+    for path in paths:
+        store.import_(path)
+    found = analyze(["store://base", "store://grown"], store=store.path)
+    assert (found.leaf_shared_bytes, found.bytes_read) == (4 * LEAF_BYTES, 0)
+
+
+def test_remembered_leaves_are_not_read_again(
+    tmp_path: Path, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tensor_dedup.loader.checkpoint_io.hints.QUIET_NS", 0)
+    hints = HintIndex(tmp_path / "hints.sqlite", trusted=lambda _: True)
+    first = analyze(paths, hints=hints)
+    assert first.bytes_read == first.total_bytes
+    again = analyze(paths, hints=hints)
+    assert (again.bytes_read, again.leaf_shared_bytes) == (0, 4 * LEAF_BYTES)
+    # What an import has hashed is known with its leaves.
+    other = StoreHints(HintIndex(tmp_path / "other.sqlite", trusted=lambda _: True))
+    for path in paths:
+        open_store(tmp_path / "store").import_(path, hints=other)
+    found = analyze(paths, hints=other.index)
+    assert (found.bytes_read, found.leaf_shared_bytes) == (0, 4 * LEAF_BYTES)
+
+
+def test_digests_without_leaves_are_not_read_for_them(
+    tmp_path: Path, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an earlier version has left them."""
+    monkeypatch.setattr("tensor_dedup.loader.checkpoint_io.hints.QUIET_NS", 0)
+    hints = HintIndex(tmp_path / "hints.sqlite", trusted=lambda _: True)
+    with monkeypatch.context() as before:
+        before.setattr("tensor_dedup.digest.leaf_places", lambda _start, _nbytes: [])
+        analyze(paths, hints=hints)
+    found = analyze(paths, hints=hints)
+    assert (found.bytes_read, found.leaf_shared_bytes, found.shared_bytes) == (0, 0, 9000)

@@ -1,0 +1,120 @@
+"""push, pull and remote, as they are typed."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from stores import content, noise, three
+from tensor_dedup.cli import main
+from tensor_dedup.store import Store
+from tensor_dedup.store.remote import Remote
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TENSOR_DEDUP_STORE", str(tmp_path / "store"))
+    store = Store.open(tmp_path / "store")
+    for name, path in three(tmp_path).items():
+        store.import_(path, name)
+    return tmp_path
+
+
+def run(*words: object, status: int = 0) -> Result:
+    result = CliRunner().invoke(main, [str(word) for word in words])
+    assert result.exit_code == status, result.output + str(result.exception)
+    return result
+
+
+def test_there_and_back(folder: Path) -> None:
+    url = f"file://{folder}/remote"
+    text = run("push", "base", url).stdout
+    assert "on the wire" in text
+    assert "saved" in text
+    document = json.loads(run("push", "tune", url, "--json").stdout)
+    assert document["moved_pieces"] < document["pieces"]
+    assert document["saved_bytes"] > 700_000
+    listed = json.loads(run("remote", "list", url, "--json").stdout)
+    assert [each["name"] for each in listed["checkpoints"]] == ["base", "tune"]
+    assert "base" in run("remote", "list", url).stdout
+    shown = json.loads(run("remote", "show", url, "tune", "--json").stdout)
+    assert {file["path"] for file in shown["files"]} == {"model.safetensors", "config.json"}
+    assert "model.safetensors" in run("remote", "show", url, "tune").stdout
+    assert "unused" in run("remote", "du", url).stdout
+    assert json.loads(run("remote", "verify", url, "--full", "--json").stdout)["faults"] == []
+    run("pull", url, "tune", "--store", folder / "other")
+    run("export", "tune", folder / "out", "--store", folder / "other")
+    assert content(folder / "out") == content(folder / "tune")
+    assert "unchanged" in run("pull", url, "tune", "--store", folder / "other").stdout
+
+
+def test_deleting(folder: Path) -> None:
+    url = f"file://{folder}/remote"
+    run("push", "base", url)
+    assert "Refusing" in run("remote", "delete", url, "base", status=2).stderr
+    run("remote", "delete", url, "base", "--yes")
+    assert "no checkpoints" in run("remote", "list", url).stdout
+    plan = json.loads(run("remote", "gc", url, "--lease", "0", "--dry-run", "--json").stdout)
+    assert plan["delete"]
+    assert not plan["done"]
+    run("remote", "gc", url, "--lease", "0", status=2)
+    assert json.loads(run("remote", "gc", url, "--lease", "0", "--yes", "--json").stdout)["done"]
+    assert not [*(folder / "remote" / "containers").rglob("*.pack")]
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        ("push nope URL", 2, "no checkpoint 'nope'"),
+        ("push ../x URL", 2, "cannot be the name"),
+        ("push base s3://key:hidden-word@bucket/models", 2, "may be a secret"),
+        ("push base ftp://host/models", 2, "ftp"),
+        ("push base file://host/models", 2, "three slashes"),
+        ("pull URL base", 3, "there is no remote"),
+        ("pull URL ../../x", 2, "cannot be the name"),
+        ("remote list URL", 3, "there is no remote"),
+        ("remote list STORE", 2, "is a store"),
+        ("remote delete URL base --yes", 3, "there is no remote"),
+        ("pull OTHER tune", 2, "no checkpoint 'tune'"),
+        ("pull OTHER tiny", 2, "--replace"),
+        ("push tiny OTHER", 2, "--replace"),
+        ("pull OTHER tiny --replace", 0, ""),
+        ("push tiny OTHER --replace", 0, ""),
+        ("pull s3://bucket/models base", 3, "AWS_ACCESS_KEY_ID"),
+    ],
+)
+def test_exit_statuses(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, words: str, status: int, says: str
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    other = Store.open(folder / "another")
+    other.import_(folder / "base", "tiny")  # another checkpoint of this name
+    other.push("tiny", f"file://{folder}/others")
+    places = {
+        "URL": f"file://{folder}/nothing",
+        "OTHER": f"file://{folder}/others",
+        "STORE": str(folder / "another"),
+    }
+    if says == "AWS_ACCESS_KEY_ID":
+        says = ""  # nobody answers here, with credentials or without
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a-key-of-mine")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", noise(1, 9).hex())
+    result = run(*(places.get(word, word) for word in words.split()), status=status)
+    assert says in result.stderr
+    assert "hidden-word" not in result.output
+    assert "a-key-of-mine" not in result.output
+    assert len(result.stderr.splitlines()) == (status != 0)
+
+
+def test_a_damaged_remote_is_said(folder: Path) -> None:
+    url = f"file://{folder}/remote"
+    run("push", "base", url)
+    for path in (folder / "remote" / "manifests").rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[:-1])
+    assert "damaged" in run("remote", "list", url, status=1).stdout
+    assert "affected: base" in run("remote", "verify", url, status=1).stdout
+    assert "manifests/" in run("pull", url, "base", "--store", folder / "x", status=1).stderr
+    assert Remote.open(url).names() == []

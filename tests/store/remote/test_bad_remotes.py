@@ -1,0 +1,288 @@
+"""Remotes that are damaged, hostile or something else: a typed error, and the store stays whole."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import remotes
+from remotes import MemoryBucket, Proxy
+from stores import content, noise, open_store, stored, three
+from tensor_dedup.digest import digest
+from tensor_dedup.errors import NOBODY_THERE, StoreError, TensorDedupError
+from tensor_dedup.store import Store
+from tensor_dedup.store.errors import EscapingPathError, NewerFormatError, NoSpaceError
+from tensor_dedup.store.files import RealFiles
+from tensor_dedup.store.format import frames, manifests
+from tensor_dedup.store.format.manifests import FileEntry, Piece
+from tensor_dedup.store.remote import Remote, layout
+from tensor_dedup.store.remote.buckets import scrubbed
+from tensor_dedup.store.remote.errors import (
+    CorruptRemoteTensorError,
+    DamagedRemoteError,
+    MissingRemoteError,
+    NotARemoteError,
+    ReadOnlyRemoteError,
+    RemoteAccessError,
+    RemoteUnreachableError,
+    RemoteUrlError,
+)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> dict[str, Path]:
+    return three(tmp_path)
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, paths: dict[str, Path]) -> MemoryBucket:
+    """A remote with three checkpoints, of which one has a delta."""
+    found = MemoryBucket()
+    store = open_store(tmp_path / "full")
+    for name, path in paths.items():
+        store.import_(path, name, compress="auto")
+        store.push(name, Remote(found))
+    return found
+
+
+@pytest.fixture
+def store(tmp_path: Path, paths: dict[str, Path]) -> Store:
+    """Another store, with a checkpoint of its own."""
+    found = open_store(tmp_path / "here")
+    found.import_(paths["tiny"], "mine")
+    return found
+
+
+def spoil(bucket: MemoryBucket, key: str, change: Callable[[bytes], bytes]) -> None:
+    blob, tag, when = bucket.objects[key]
+    assert change(blob) != blob
+    bucket.objects[key] = (change(blob), tag, when)
+
+
+def flipped(blob: bytes) -> bytes:
+    middle = len(blob) // 3
+    return blob[:middle] + bytes([blob[middle] ^ 4]) + blob[middle + 1 :]
+
+
+SPOILS: dict[str, Callable[[bytes], bytes]] = {
+    "a flipped bit": flipped,
+    "half of it": lambda blob: blob[: len(blob) // 2],
+    "nothing": lambda _: b"",
+    "something else": lambda blob: noise(7, len(blob)),
+    "more": lambda blob: blob + b"\n",
+}
+
+
+@pytest.mark.parametrize("spoilt", SPOILS)
+def test_no_spoilt_object_puts_a_wrong_byte_into_a_store(
+    tmp_path: Path, bucket: MemoryBucket, spoilt: str
+) -> None:
+    originals, refused = dict(bucket.objects), 0
+    for number, key in enumerate(sorted(originals)):
+        bucket.objects = dict(originals)
+        spoil(bucket, key, SPOILS[spoilt])
+        other = open_store(tmp_path / f"other-{number}")
+        for name in ("base", "tune", "tiny"):
+            try:
+                other.pull(Remote(bucket), name)
+            except StoreError as error:
+                refused += "memory://test" in str(error)
+                assert name not in other.names()
+        for name in other.names():
+            assert stored(other, name) == content(tmp_path / name)
+        assert other.verify(full=True).faults == []
+    assert refused >= len([k for k in originals if k.startswith(("refs/", "manifests/"))])
+
+
+def test_a_wrong_byte_is_named_with_its_tensor(bucket: MemoryBucket, store: Store) -> None:
+    largest = max(
+        (key for key in bucket.objects if key.endswith(".pack")),
+        key=lambda key: len(bucket.objects[key][0]),
+    )
+    spoil(bucket, largest, flipped)
+    with pytest.raises(CorruptRemoteTensorError, match="remote verify URL --full") as caught:
+        store.pull(Remote(bucket), "base")
+    assert caught.value.facts["tensors"] == ["a"]
+    assert bucket.at(largest) in str(caught.value)
+    assert store.names() == ["mine"]
+    assert store.verify(full=True).faults == []
+
+
+def test_a_container_that_is_gone_is_named(bucket: MemoryBucket, store: Store) -> None:
+    for key in [k for k in bucket.objects if k.startswith("containers/")]:
+        del bucket.objects[key]
+    with pytest.raises(MissingRemoteError, match="this container is gone, with"):
+        store.pull(Remote(bucket), "base")
+    assert store.names() == ["mine"]
+
+
+def put_manifest(
+    bucket: MemoryBucket, name: str, files: list[FileEntry], pieces: list[Piece]
+) -> None:
+    manifest, blobs = manifests.build(files, pieces)
+    for part, blob in blobs.items():
+        bucket.put(layout.manifest_key(part), [memoryview(blob)])
+    bucket.put(layout.ref_key(name), [memoryview(layout.reference(name, manifest))])
+
+
+@pytest.mark.parametrize("path", ["../outside", "/etc/x", "a/../../b", ""])
+def test_a_path_that_leads_out_is_refused(bucket: MemoryBucket, store: Store, path: str) -> None:
+    piece = Piece(bytes.fromhex(digest(b"")), 0)
+    put_manifest(bucket, "evil", [FileEntry(path, 0, 1, "")], [piece])
+    with pytest.raises((DamagedRemoteError, EscapingPathError)):
+        store.pull(Remote(bucket), "evil")
+    assert store.names() == ["mine"]
+
+
+def test_a_piece_that_says_it_is_larger_is_refused(bucket: MemoryBucket, store: Store) -> None:
+    found = Remote(bucket).read("base")
+    tensor = next(piece for piece in found.pieces if piece.name == "a")
+    wrong = Piece(tensor.digest, 1 << 60, "a", "U8", (1 << 60,))
+    put_manifest(bucket, "evil", [FileEntry("m.safetensors", 1 << 60, 1, "")], [wrong])
+    with pytest.raises(DamagedRemoteError, match="expected"):
+        store.pull(Remote(bucket), "evil")
+    assert store.names() == ["mine"]
+
+
+def test_a_reference_of_another_name_is_refused(bucket: MemoryBucket, store: Store) -> None:
+    bucket.objects["refs/mine"] = bucket.objects["refs/base"]
+    with pytest.raises(DamagedRemoteError, match="no reference of 'mine'"):
+        store.pull(Remote(bucket), "mine", replace=True)
+
+
+def test_objects_that_are_too_large_are_not_taken(bucket: MemoryBucket, store: Store) -> None:
+    bucket.put("refs/base", [memoryview(bytes(1 << 20))])
+    with pytest.raises(DamagedRemoteError, match="limit"):
+        store.pull(Remote(bucket), "base")
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (frames.encode_text(["tensor-dedup remote", "version 2"]), NewerFormatError),
+        (frames.encode_text(["something else"]), NotARemoteError),
+        (b"no text of ours", DamagedRemoteError),
+    ],
+)
+def test_another_kind_of_remote(
+    tmp_path: Path, store: Store, text: bytes, error: type[TensorDedupError]
+) -> None:
+    bucket = MemoryBucket()
+    bucket.put("FORMAT", [memoryview(text)])
+    with pytest.raises(error):
+        store.push("mine", Remote(bucket))
+    with pytest.raises(error):
+        store.pull(Remote(bucket), "base")
+    assert [*bucket.objects] == ["FORMAT"]
+
+
+def test_names_without_a_marker_are_somebody_else_s(store: Store, bucket: MemoryBucket) -> None:
+    del bucket.objects["FORMAT"]
+    with pytest.raises(NotARemoteError, match="no FORMAT"):
+        store.push("mine", Remote(bucket))
+
+
+class _Full(RealFiles):
+    def free_bytes(self, path: Path) -> int:
+        return 1000
+
+
+def test_a_full_disk_is_said_before_anything_travels(tmp_path: Path, bucket: MemoryBucket) -> None:
+    store = open_store(tmp_path / "small", _Full())
+    with pytest.raises(NoSpaceError, match="1000 free"):
+        store.pull(Remote(bucket), "base")
+    assert store.names() == []
+    assert [*(store.path / "containers").rglob("*.*")] == []
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://key:hidden-word@bucket/x",
+        "https://user:hidden-word@host/x",
+        "az://container/x?sig=hidden-word",
+        "s3://bucket/x#hidden-word",
+        "ftp://host/x",
+        "s3://",
+        "file://host/x",
+        "http://host:port/x",
+    ],
+)
+def test_urls_that_name_no_remote(url: str) -> None:
+    with pytest.raises(RemoteUrlError) as caught:
+        Remote.open(url)
+    assert "hidden-word" not in str(caught.value) + repr(caught.value.facts)
+
+
+def test_nothing_of_a_server_s_message_tells_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden-word")
+    text = "PUT https://me:hidden@host/x?X-Amz-Signature=abc hidden-word Debug source: hidden"
+    assert scrubbed(text) == "PUT https://host/x ***"
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[Proxy]:
+    with remotes.s3() as found:
+        yield found
+
+
+@pytest.mark.usefixtures("proxy")
+def test_a_bucket_that_is_not_there(store: Store) -> None:
+    for work in (store.push, lambda name, url: store.pull(url, name)):
+        with pytest.raises(NotARemoteError, match="no such bucket") as caught:
+            work("mine", "s3://no-bucket-of-this-name/x")
+        assert caught.value.exit_status == NOBODY_THERE
+
+
+def test_nobody_answers(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in remotes._VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    with pytest.raises(RemoteUnreachableError, match="goes on from there") as caught:
+        store.push("mine", "s3://bucket/x")
+    assert caught.value.exit_status == NOBODY_THERE
+    assert "testing-secret-key" not in str(caught.value)
+
+
+def test_refused_credentials(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that answers 403 to everybody."""
+    import threading
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = b"<Error><Code>ExpiredToken</Code></Error>"
+            self.send_response(403)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_PUT = do_GET
+
+        def log_message(self, format: str, *_: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for name, value in remotes._VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    try:
+        with pytest.raises(RemoteAccessError, match="AWS_SESSION_TOKEN"):
+            store.push("mine", "s3://bucket/x")
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_plain_web_server_can_be_pulled_from(tmp_path: Path, store: Store, ranges: bool) -> None:
+    """What a push to a folder has left, behind a server of files, which may know ranges."""
+    store.push("mine", f"file://{tmp_path}/served")
+    with remotes.web(tmp_path / "served", ranges=ranges) as url:
+        other = open_store(tmp_path / "other")
+        other.pull(url, "mine")
+        assert stored(other, "mine") == content(tmp_path / "tiny")
+        store.import_(tmp_path / "base", "base")
+        with pytest.raises(ReadOnlyRemoteError):
+            store.push("base", url)

@@ -1,0 +1,143 @@
+"""A push, a pull, a delete and a gc, each with a fault at one request and a rival at another.
+
+The short form takes a case here and there, the long one more than 5,000 of some 56,000.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
+from stores import Content, content, open_store, stored, three
+from tensor_dedup.errors import StoreError
+from tensor_dedup.store import Store
+from tensor_dedup.store.remote import Remote
+
+HOUR = 3600.0
+KINDS = (*FAULTS, *READ_FAULTS, "delayed")
+Work = Callable[[Remote], object]
+
+
+class Delayed(Faulty):
+    """The write at one call is lost, and carried out later.
+
+    Not so a deletion: of two equal containers, one deleted late and one pushed meanwhile, no server
+    without conditional deletes can tell which is meant.
+    """
+
+    late: Callable[[], object] | None = None
+
+    def _do(self, verb: str, key: str, call: Callable[[], object]) -> object:
+        if len(self.calls) == self._at and self._fault == "delayed" and verb != "delete":
+            self.late = call
+            self._fault = "lost before"
+        return super()._do(verb, key, call)
+
+
+class Scene:
+    """A remote in which something is condemned and about to be deleted, and who works on it."""
+
+    def __init__(self, root: Path) -> None:
+        paths = three(root)
+        self.expected: dict[str, Content] = {name: content(path) for name, path in paths.items()}
+        self.full = open_store(root / "full")
+        for name, path in paths.items():
+            self.full.import_(path, name, compress="auto")
+        self.start = MemoryBucket()
+        for name in ("base", "tune"):
+            self.full.push(name, Remote(self.start))
+        Remote(self.start).delete("tune")
+        self.start.clock += 25 * HOUR
+        assert Remote(self.start).gc(24).condemn
+        self.start.clock += 25 * HOUR
+        self._root, self._numbers = root, iter(range(10**6))
+
+    def bucket(self) -> MemoryBucket:
+        found = MemoryBucket()
+        found.objects, found.clock = dict(self.start.objects), self.start.clock
+        found._count = 10_000
+        return found
+
+    def store(self) -> Store:
+        return open_store(self._root / f"other-{next(self._numbers)}")
+
+    def works(self) -> dict[str, Work]:
+        return {
+            "push": lambda remote: self.full.push("tune", remote),
+            "gc": lambda remote: remote.gc(24),
+            "delete": lambda remote: remote.delete("base"),
+            "pull": lambda remote: self.store().pull(remote, "base"),
+        }
+
+    def cases(self) -> Iterator[tuple[str, int, str, str, int]]:
+        works = self.works()
+        counts = {}
+        for verb, work in works.items():
+            gate = Faulty(self.bucket())
+            work(Remote(gate))
+            counts[verb] = len(gate.calls)
+        for verb, calls in counts.items():
+            for at in range(calls):
+                for fault in KINDS:
+                    for rival in ("push", "gc", "push of another"):
+                        yield from ((verb, at, fault, rival, m) for m in range(calls))
+
+    def run(self, verb: str, at: int, fault: str, rival: str, moment: int) -> None:
+        case, inner = (verb, at, fault, rival, moment), self.bucket()
+        rivals: dict[str, Work] = {
+            **self.works(),
+            "push of another": lambda remote: self.full.push("tiny", remote),
+        }
+
+        def other() -> None:
+            tried(partial(rivals[rival], Remote(inner)))
+
+        gate = Delayed(Faulty(inner, moment, meanwhile=other), at, fault)
+        tried(partial(self.works()[verb], Remote(gate)))
+        self.check(inner, case)
+        self.full.push("tune", Remote(inner)) if self._free(inner) else Remote(inner).gc(24)
+        self.full.push("tune", Remote(inner))
+        if gate.late is not None:
+            gate.late()
+        inner.clock += 25 * HOUR
+        Remote(inner).gc(24)
+        self.check(inner, case)
+        assert "tune" in Remote(inner).names(), case
+
+    def _free(self, bucket: MemoryBucket) -> bool:
+        """Whether no gc that was cut short is still to be finished."""
+        from tensor_dedup.store.remote.catalog import read_catalog
+
+        catalog = read_catalog(bucket, with_trash=True)
+        return catalog is None or not catalog.trash.deleting
+
+    def check(self, bucket: MemoryBucket, case: object) -> None:
+        found = Remote(bucket).verify(full=True)
+        lost = [fault for fault in found.faults if fault.affected]
+        assert not lost, (case, lost)
+
+
+def tried(work: Callable[[], object]) -> None:
+    """A typed error is an answer, and so is the end of the process."""
+    with suppress(StoreError, Killed):
+        work()
+
+
+@pytest.mark.parametrize(
+    "step", [211, pytest.param(11, marks=pytest.mark.long)], ids=["some", "5000"]
+)
+def test_nothing_is_lost_whatever_goes_wrong_and_whoever_else_is_at_work(
+    tmp_path: Path, step: int
+) -> None:
+    scene = Scene(tmp_path)
+    every = [*scene.cases()]
+    assert len({*every}) == len(every) >= 50_000
+    for case in islice(every, 0, None, step):
+        scene.run(*case)
+    store = scene.store()
+    store.pull(Remote(scene.start), "base")
+    assert stored(store, "base") == scene.expected["base"]

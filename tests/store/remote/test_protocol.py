@@ -1,0 +1,340 @@
+"""Every request of push, pull, delete and gc, and everything that can go wrong with it.
+
+What must hold after each fault: the remote verifies in full (nobody sees a name before its pieces),
+the store has whole checkpoints only, and the same command again succeeds.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
+from stores import Content, content, open_store, stored, three
+from tensor_dedup.errors import StoreError
+from tensor_dedup.store import Store
+from tensor_dedup.store.remote import Remote
+from tensor_dedup.store.remote.errors import NoConditionsError, RemoteNameTakenError
+
+HOUR = 3600.0
+ALL = (*FAULTS, *READ_FAULTS)
+SOME = ("lost after", "killed before", *READ_FAULTS)
+in_short_and_all = pytest.mark.parametrize(
+    "faults", [SOME, pytest.param(ALL, marks=pytest.mark.long)], ids=["some", "all"]
+)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> dict[str, Path]:
+    return three(tmp_path)
+
+
+@pytest.fixture
+def full(tmp_path: Path, paths: dict[str, Path]) -> Store:
+    store = open_store(tmp_path / "full")
+    for name, path in paths.items():
+        store.import_(path, name, compress="auto")
+    return store
+
+
+@pytest.fixture
+def based(full: Store) -> MemoryBucket:
+    """A remote with the base."""
+    bucket = MemoryBucket()
+    full.push("base", Remote(bucket))
+    return bucket
+
+
+def copied(bucket: MemoryBucket, hours: float = 0) -> MemoryBucket:
+    found = MemoryBucket()
+    found.objects, found.clock = dict(bucket.objects), bucket.clock + hours * HOUR
+    found._count = bucket._count
+    return found
+
+
+def count(bucket: MemoryBucket, work: Callable[[Remote], object]) -> int:
+    gate = Faulty(copied(bucket))
+    work(Remote(gate))
+    assert len(gate.calls) > 1
+    return len(gate.calls)
+
+
+def cases(calls: int, faults: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+    return ((number, fault) for number in range(calls) for fault in faults)
+
+
+def survived(work: Callable[[], object]) -> bool:
+    """Whether it went through; else it was a typed error, or the end of the process."""
+    try:
+        work()
+    except (StoreError, Killed):
+        return False
+    return True
+
+
+@in_short_and_all
+@pytest.mark.parametrize("first", [True, False])
+def test_a_push_is_whole_or_is_not(
+    full: Store, based: MemoryBucket, first: bool, faults: tuple[str, ...]
+) -> None:
+    start, name = (MemoryBucket(), "base") if first else (based, "tune")
+    calls = count(start, lambda remote: full.push(name, remote))
+    cut = 0
+    for number, fault in cases(calls, faults):
+        inner = copied(start)
+        gate = Faulty(inner, number, fault)
+        done = survived(partial(full.push, name, Remote(gate)))
+        cut += not done
+        assert gate.struck
+        if "FORMAT" in inner.objects:
+            found = Remote(inner).verify(full=True)
+            assert found.fine, (number, fault, gate.calls[number], found.faults)
+            assert (name in Remote(inner).names()) or not done
+        full.push(name, Remote(inner))
+        assert Remote(inner).verify(full=True).fine, (number, fault)
+        assert name in Remote(inner).names()
+    assert cut > (3 if faults is ALL else 1) * calls  # what is lost, and who is killed, mostly
+
+
+def test_a_push_again_sends_what_the_first_had_not(
+    full: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensor_dedup.store.remote import layout, push
+
+    monkeypatch.setattr(layout, "CONTAINER_BYTES", 100_000)
+    monkeypatch.setattr(push, "_ASKED_BYTES", 1)
+    start = MemoryBucket()
+    calls = count(start, lambda remote: full.push("base", remote))
+    whole = start.traffic.sent
+    probe = copied(start)
+    full.push("base", Remote(probe))
+    whole = probe.traffic.sent
+    for number in range(calls):
+        inner = copied(start)
+        with suppress(Killed):
+            full.push("base", Remote(Faulty(inner, number, "killed after")))
+        sizes = {k: len(o[0]) for k, o in inner.objects.items() if k.startswith("containers/")}
+        before = inner.traffic.sent
+        full.push("base", Remote(inner))
+        assert inner.traffic.sent - before <= whole - sum(sizes.values()), number
+
+
+@in_short_and_all
+def test_a_pull_is_whole_or_is_not(
+    tmp_path: Path,
+    full: Store,
+    based: MemoryBucket,
+    paths: dict[str, Path],
+    faults: tuple[str, ...],
+) -> None:
+    full.push("tune", Remote(based))
+    numbered = iter(range(10**6))
+
+    def fresh() -> Store:
+        return open_store(tmp_path / f"other-{next(numbered)}")
+
+    calls = count(based, lambda remote: fresh().pull(remote, "tune"))
+    expected: Content = content(paths["tune"])
+    cut = 0
+    for number, fault in cases(calls, faults):
+        store, gate = fresh(), Faulty(copied(based), number, fault)
+        done = survived(partial(store.pull, Remote(gate), "tune"))
+        cut += not done
+        assert gate.struck
+        assert store.names() == (["tune"] if done else [])
+        if done:
+            assert stored(store, "tune") == expected
+        store.pull(Remote(based), "tune")
+        assert stored(store, "tune") == expected
+        assert store.verify(full=True).faults == []
+    assert cut >= (4 if faults is ALL else 2) * calls
+
+
+def test_a_pull_again_fetches_what_the_first_had_not(
+    tmp_path: Path, full: Store, based: MemoryBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensor_dedup.store.remote import pull
+
+    monkeypatch.setattr(pull, "_CONTAINER_BYTES", 1)
+    monkeypatch.setattr("tensor_dedup.store.remote.pieces._AHEAD", 1)
+    calls = count(based, lambda remote: open_store(tmp_path / "probe").pull(remote, "base"))
+    kept = 0
+    for number in range(calls):
+        store = open_store(tmp_path / f"other-{number}")
+        with suppress(Killed):
+            store.pull(Remote(Faulty(copied(based), number, "killed after")), "base")
+        held = sum(p.stat().st_size for p in (store.path / "containers").rglob("*.*"))
+        kept += held > 0
+        result = store.pull(Remote(based), "base")
+        assert result.moved_bytes <= 1_131_985 - 0.8 * held
+    assert kept
+
+
+@in_short_and_all
+@pytest.mark.parametrize("verb", ["delete", "gc"])
+def test_deleting_and_collecting_lose_nothing(
+    full: Store, based: MemoryBucket, verb: str, faults: tuple[str, ...]
+) -> None:
+    full.push("tune", Remote(based))
+    if verb == "gc":
+        Remote(based).delete("tune")
+        based.clock += 25 * HOUR
+        assert Remote(based).gc(24).condemn
+        based.clock += 25 * HOUR
+
+    def work(remote: Remote) -> None:
+        if verb == "gc":
+            assert remote.gc(24).done
+        else:
+            remote.delete("tune")
+
+    calls = count(based, work)
+    for number, fault in cases(calls, faults):
+        inner = copied(based)
+        gate = Faulty(inner, number, fault)
+        done = survived(partial(work, Remote(gate)))
+        assert gate.struck
+        found = Remote(inner).verify(full=True)
+        assert found.fine, (number, fault, gate.calls[number], found.faults)
+        assert "base" in Remote(inner).names()
+        if verb == "gc":
+            Remote(inner).gc(24)
+        elif done:
+            assert Remote(inner).names() == ["base"]
+        full.push("tune", Remote(inner))
+        assert Remote(inner).verify(full=True).fine
+
+
+def test_two_pushers_lose_neither(full: Store, based: MemoryBucket) -> None:
+    """The second one runs as a whole at each moment of the first."""
+    calls = count(based, lambda remote: full.push("tune", remote))
+    for number in range(calls):
+        inner = copied(based)
+        other = partial(full.push, "tiny", Remote(inner))
+        gate = Faulty(inner, number, meanwhile=other)
+        full.push("tune", Remote(gate))
+        assert gate.struck
+        assert Remote(inner).names() == ["base", "tiny", "tune"]
+        found = Remote(inner).verify(full=True)
+        assert found.fine, (number, gate.calls[number], found.faults)
+
+
+def test_of_two_pushers_of_one_name_one_is_refused(
+    tmp_path: Path, full: Store, based: MemoryBucket, paths: dict[str, Path]
+) -> None:
+    other = open_store(tmp_path / "another")
+    other.import_(paths["tiny"], "tune")
+    calls = count(based, lambda remote: full.push("tune", remote))
+    refused = 0
+    for number in range(calls):
+        inner = copied(based)
+        push = partial(other.push, "tune", Remote(inner))
+        try:
+            full.push("tune", Remote(Faulty(inner, number, meanwhile=push)))
+        except RemoteNameTakenError:
+            refused += 1
+        manifest = Remote(inner).read("tune").manifest
+        assert manifest == other.manifest("tune")  # it was told that it is there
+        assert Remote(inner).verify(full=True).fine
+    assert refused == calls
+
+
+def test_a_first_push_at_each_moment_of_another(full: Store) -> None:
+    calls = count(MemoryBucket(), lambda remote: full.push("base", remote))
+    for number in range(calls):
+        inner = MemoryBucket()
+        other = partial(full.push, "tiny", Remote(inner))
+        gate = Faulty(inner, number, meanwhile=other)
+        full.push("base", Remote(gate))
+        assert Remote(inner).names() == ["base", "tiny"]
+        assert Remote(inner).verify(full=True).fine, (number, gate.calls[number])
+
+
+def test_a_server_without_conditions_is_refused_and_may_be_read(
+    tmp_path: Path, full: Store, based: MemoryBucket
+) -> None:
+    gateway = MemoryBucket(conditions=False)
+    with pytest.raises(NoConditionsError, match="If-None-Match"):
+        full.push("base", Remote(gateway))
+    assert not [key for key in gateway.objects if not key.startswith("probe/")]
+    # A remote that was copied to such a server.
+    gateway.objects |= based.objects
+    with pytest.raises(NoConditionsError):
+        full.push("tune", Remote(gateway))
+    other = open_store(tmp_path / "other")
+    other.pull(Remote(gateway), "base")
+    assert stored(other, "base") == stored(full, "base")
+
+
+@pytest.mark.parametrize("what", ["lost", "damaged", "old", "lying", "segment lost"])
+def test_a_catalog_that_is_wrong_costs_requests_and_nothing_else(
+    tmp_path: Path, full: Store, based: MemoryBucket, paths: dict[str, Path], what: str
+) -> None:
+    old = dict(based.objects)
+    full.push("tune", Remote(based))
+    objects = based.objects
+    head = objects["catalog/HEAD"]
+    if what == "lost":
+        del objects["catalog/HEAD"]
+    elif what == "damaged":
+        objects["catalog/HEAD"] = (head[0][:-1] + b"?", head[1], head[2])
+    elif what == "old":
+        objects["catalog/HEAD"] = old["catalog/HEAD"]
+    elif what == "segment lost":
+        for key in [k for k in objects if k.startswith("catalog/") and k != "catalog/HEAD"]:
+            del objects[key]
+    else:
+        for key in [k for k in objects if k.startswith("tables/") and k not in old]:
+            objects[f"hidden/{key}"] = objects.pop(key)
+    other = open_store(tmp_path / "other")
+    if what == "lying":
+        with pytest.raises(StoreError, match="no container there holds"):
+            other.pull(Remote(based), "tune")
+        assert other.names() == []
+        for key in [k for k in objects if k.startswith("hidden/")]:
+            objects[key.removeprefix("hidden/")] = objects.pop(key)
+    other.pull(Remote(based), "tune")
+    assert stored(other, "tune") == content(paths["tune"])
+    full.push("tiny", Remote(based))
+    assert Remote(based).verify(full=True).fine
+    third = open_store(tmp_path / "third")
+    third.pull(Remote(based), "tiny")
+    third.pull(Remote(based), "tune")
+
+
+def test_a_push_refuses_to_refer_to_what_is_gone(full: Store, based: MemoryBucket) -> None:
+    for key in [k for k in based.objects if k.startswith("containers/")]:
+        del based.objects[key]
+    with pytest.raises(StoreError, match="the catalog names this container, and it is gone"):
+        full.push("tune", Remote(based))
+    assert Remote(based).names() == ["base"]
+    assert not Remote(based).verify().fine  # which takes it out of the catalog
+    full.push("tune", Remote(based))
+    assert [f.affected for f in Remote(based).verify(full=True).faults if f.affected] != []
+
+
+def test_a_push_that_takes_too_long_begins_anew(
+    full: Store, based: MemoryBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it found in the catalog may have been deleted since; what it has sent is there."""
+    from tensor_dedup.store.remote import push
+
+    class Clock:
+        """Half a lease passes while the first attempt sends."""
+
+        now, asked = 0.0, 0
+
+        def monotonic(self) -> float:
+            self.asked += 1
+            if self.asked == 3:
+                self.now += push.LEASE_S
+            return self.now
+
+    monkeypatch.setattr(push, "time", Clock())
+    gate = Faulty(based)
+    full.push("tune", Remote(gate))
+    assert gate.calls.count("get catalog/HEAD") > 2
+    assert Remote(based).names() == ["base", "tune"]
+    assert Remote(based).verify(full=True).fine

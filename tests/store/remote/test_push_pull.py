@@ -1,0 +1,284 @@
+"""Checkpoints go to a remote and come back byte for byte, and only what is missing travels."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import remotes
+from remotes import MemoryBucket, Proxy
+from stores import (
+    KIB,
+    MIB,
+    content,
+    noise,
+    open_store,
+    safetensors,
+    stored,
+    three,
+    tuned,
+    u8,
+    weights,
+    write,
+)
+from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.store import Store
+from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.codecs.interface import LEAVES
+from tensor_dedup.store.format.tables import PLAIN, Record
+from tensor_dedup.store.remote import Remote
+
+NAMES = ("base", "tune", "tiny")
+
+
+@pytest.fixture(scope="module")
+def proxy() -> Iterator[Proxy]:
+    with remotes.s3() as found:
+        yield found
+
+
+@pytest.fixture(params=["folder", "s3", "memory"])
+def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Remote:
+    if request.param == "memory":
+        return Remote(MemoryBucket())
+    if request.param == "folder":
+        return Remote.open(f"file://{tmp_path}/remote")
+    request.getfixturevalue("proxy")
+    return Remote.open(f"s3://bucket/{tmp_path.name}")
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Store:
+    """A store with three checkpoints, one of which has a delta against another's tensor."""
+    store = open_store(tmp_path / "full")
+    for name, path in three(tmp_path).items():
+        store.import_(path, name, compress="auto")
+    with store.checkpoint("tune") as checkpoint:
+        assert any(checkpoint.stored(tensor)[2] for tensor in checkpoint)
+    return store
+
+
+def test_every_checkpoint_comes_back_byte_for_byte(
+    tmp_path: Path, remote: Remote, full: Store
+) -> None:
+    for name in NAMES:
+        full.push(name, remote)
+    assert [each.name for each in remote.checkpoints()] == sorted(NAMES)
+    other = open_store(tmp_path / "other")
+    for name in NAMES:
+        other.pull(remote, name)
+        assert stored(other, name) == content(tmp_path / name)
+        assert other.manifest(name) == full.manifest(name)
+    assert other.verify(full=True).faults == []
+    assert remote.verify(full=True).fine
+    assert sorted(path.name for path in (other.path / "tmp").iterdir()) == []
+
+
+def test_a_delta_stays_one_where_its_anchor_is_there(
+    tmp_path: Path, remote: Remote, full: Store
+) -> None:
+    full.push("base", remote)
+    pushed = full.push("tune", remote)
+    other = open_store(tmp_path / "other")
+    other.pull(remote, "base")
+    pulled = other.pull(remote, "tune")
+    with other.checkpoint("tune") as checkpoint:
+        assert any(checkpoint.stored(tensor)[2] for tensor in checkpoint)
+    changed = 400 * KIB + 70 * KIB  # the tensors that differ, as they are without encoding
+    for result in (pushed, pulled):
+        assert result.moved_bytes < 0.4 * changed
+        assert result.saved_bytes >= 700 * KIB
+
+
+def test_a_delta_whose_anchor_is_not_there_travels_as_it_decodes(
+    tmp_path: Path, remote: Remote, full: Store
+) -> None:
+    full.push("tune", remote)
+    other = open_store(tmp_path / "other")
+    other.pull(remote, "tune")
+    assert stored(other, "tune") == content(tmp_path / "tune")
+    with other.checkpoint("tune") as checkpoint:
+        assert not any(checkpoint.stored(tensor)[2] for tensor in checkpoint)
+
+
+def test_an_anchor_comes_along_where_the_remote_has_a_delta_only(
+    tmp_path: Path, remote: Remote, full: Store
+) -> None:
+    full.push("base", remote)
+    full.push("tune", remote)
+    other = open_store(tmp_path / "other")
+    other.pull(remote, "tune")
+    assert other.names() == ["tune"]
+    with other.checkpoint("tune") as checkpoint:
+        assert any(checkpoint.stored(tensor)[2] for tensor in checkpoint)
+    assert stored(other, "tune") == content(tmp_path / "tune")
+
+
+@pytest.mark.parametrize("compress", [None, "auto"])
+@pytest.mark.parametrize("with_base", [True, False])
+def test_leaves_in_common_travel_once(
+    tmp_path: Path, remote: Remote, compress: str | None, with_base: bool
+) -> None:
+    base = noise(1, 3 * LEAF_BYTES + 5000)
+    grown = base[:100] + b"a changed row" + base[113:] + noise(2, 70_000)
+    full, other = open_store(tmp_path / "full"), open_store(tmp_path / "other")
+    for name, data in (("base", base), ("grown", grown)):
+        path = write(tmp_path / name, {"model.safetensors": safetensors(u8(embedding=data))})
+        full.import_(path, name, compress=compress)
+    with full.checkpoint("grown") as checkpoint:
+        assert checkpoint.stored(checkpoint["embedding"])[0] == LEAVES
+    full.push("base", remote)
+    changed = LEAF_BYTES + len(grown) - 3 * LEAF_BYTES  # the first leaf and the last
+    assert full.push("grown", remote).moved_bytes < changed + 64 * KIB
+    if with_base:
+        other.pull(remote, "base")
+    pulled = other.pull(remote, "grown")
+    assert pulled.moved_bytes < changed + 64 * KIB + (0 if with_base else len(base) + 64 * KIB)
+    with other.checkpoint("grown") as checkpoint:
+        assert checkpoint.stored(checkpoint["embedding"])[0] == LEAVES
+    assert stored(other, "grown") == content(tmp_path / "grown")
+    assert other.verify(full=True).faults == []
+    assert remote.verify(full=True).fine
+
+
+def test_pushing_and_pulling_again_moves_nothing(
+    tmp_path: Path, remote: Remote, full: Store
+) -> None:
+    other = open_store(tmp_path / "other")
+    for _ in range(2):
+        pushed = full.push("base", remote)
+        pulled = other.pull(remote, "base")
+    for again in (pushed, pulled):
+        assert again.unchanged
+        assert again.moved_bytes == 0
+        assert again.wire_bytes < 4 * KIB
+        assert again.requests <= 2
+
+
+def test_a_run_travels_with_its_steps_and_pins(tmp_path: Path, remote: Remote) -> None:
+    store = open_store(tmp_path / "full")
+    with CheckpointStore(store, "run-001") as run:
+        for step in range(3):
+            run.save({"frozen": np.arange(50_000), "w": np.full(9, step)}, step=step, metrics={})
+        run.pin(1)
+    store.push("run-001", remote)
+    other = open_store(tmp_path / "other")
+    other.pull(remote, "run-001@2")
+    assert other.names() == ["run-001@2"]
+    result = other.pull(remote, "run-001")
+    assert other.names() == store.names()
+    assert "run-001@1@pin" in other.names()
+    assert result.moved_bytes < 50_000  # the frozen part was there
+    with CheckpointStore(other, "run-001") as run:
+        assert run.steps() == [0, 1, 2]
+        assert run.pinned() == {1}
+        assert int(run.load(1)["w"][0]) == 1
+
+
+def test_another_store_is_a_remote_too(tmp_path: Path, full: Store) -> None:
+    other = open_store(tmp_path / "other")
+    other.import_(tmp_path / "base", "base")
+    result = full.push("tune", tmp_path / "other")
+    assert result.moved_bytes < 500 * KIB
+    assert stored(other, "tune") == content(tmp_path / "tune")
+    third = open_store(tmp_path / "third")
+    third.pull(f"file://{tmp_path}/other", "tune")
+    assert stored(third, "tune") == content(tmp_path / "tune")
+
+
+def test_what_was_lost_here_comes_back_by_a_pull(
+    tmp_path: Path, remote: Remote, full: Store
+) -> None:
+    full.push("base", remote)
+    for path in (full.path / "containers").rglob("*.*"):
+        path.unlink()
+    assert full.verify().faults
+    full.pull(remote, "base")
+    assert stored(full, "base") == content(tmp_path / "base")
+
+
+def layered(root: Path, name: str, layers: list[bytes]) -> Path:
+    tensors = {f"layers.{n}.weight": ("BF16", (len(d) // 2,), d) for n, d in enumerate(layers)}
+    return write(root / name, {"model.safetensors": safetensors(tensors)})
+
+
+@pytest.mark.parametrize("kind", ["one layer", "all of it"])
+def test_the_wire_carries_what_is_missing(tmp_path: Path, proxy: Proxy, kind: str) -> None:
+    """Counted at the socket: payload, headers and the catalog of a remote with a past."""
+    url = f"s3://bucket/{tmp_path.name}"
+    base = [weights(n, 256 * KIB) for n in range(24)]
+    tune = [base[0], *(tuned(d, n) for n, d in enumerate(base[1:]))]
+    if kind == "one layer":
+        tune = [noise(1, 256 * KIB), *base[1:]]
+    store = open_store(tmp_path / "store")
+    store.import_(layered(tmp_path, "base", base), "base")
+    store.push("base", url)
+    for number in range(12):
+        past = [noise(50 + number, 64 * KIB), *base[1:]]
+        store.import_(layered(tmp_path, f"past-{number}", past), f"past-{number}")
+        store.push(f"past-{number}", url)
+    store.import_(layered(tmp_path, "tune", tune), "tune", compress="auto", base="base")
+    assert any(record.codec != PLAIN for record in records(store, "tune")) == (kind != "one layer")
+    proxy.reset()
+    pushed = store.push("tune", url)
+    assert_priced(proxy, pushed.moved_bytes)
+    other = open_store(tmp_path / "other")
+    other.pull(url, "base")
+    proxy.reset()
+    pulled = other.pull(url, "tune")
+    assert_priced(proxy, pulled.moved_bytes)
+    assert pulled.moved_bytes == pushed.moved_bytes
+    assert stored(other, "tune") == content(tmp_path / "tune")
+    size = sum(map(len, tune))
+    assert pulled.moved_bytes < (0.05 if kind == "one layer" else 0.6) * size
+    proxy.reset()
+    assert other.pull(url, "tune").unchanged
+    assert proxy.requests <= 2
+    assert proxy.nbytes < 8 * KIB
+
+
+def records(store: Store, name: str) -> list[Record]:
+    with store.checkpoint(name) as checkpoint:
+        return [r for t in checkpoint for r in checkpoint.records(bytes.fromhex(t.digest))]
+
+
+def assert_priced(proxy: Proxy, missing: int) -> None:
+    assert proxy.nbytes >= missing > 0
+    assert proxy.nbytes <= 1.02 * missing + 64 * KIB
+    assert proxy.requests <= 12 + 3 * -(-missing // (64 * MIB))
+
+
+def test_many_pieces_need_few_requests(tmp_path: Path) -> None:
+    bucket = MemoryBucket()
+    store = open_store(tmp_path / "store")
+    tensors = u8(**{f"t{n:04}": noise(n, 3000 + n) for n in range(700)})
+    path = write(tmp_path / "many", {"model.safetensors": safetensors(tensors)})
+    store.import_(path, "many")
+    pushed = store.push("many", Remote(bucket))
+    assert pushed.pieces == 701
+    other = open_store(tmp_path / "other")
+    before = bucket.traffic.calls
+    other.pull(Remote(bucket), "many")
+    assert bucket.traffic.calls - before <= 12
+    assert stored(other, "many") == content(path)
+
+
+def test_large_pieces_travel_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With small limits: a piece longer than a container, and longer than a range."""
+    from tensor_dedup.store.remote import layout, pieces
+
+    monkeypatch.setattr(layout, "CONTAINER_BYTES", 1 * MIB)
+    monkeypatch.setattr(pieces, "_RANGE_BYTES", 700_000)
+    bucket = MemoryBucket()
+    store = open_store(tmp_path / "store")
+    tensors = u8(large=noise(1, 9 * MIB + 5), b=noise(2, 900 * KIB), c=noise(3, 900 * KIB))
+    path = write(tmp_path / "m", {"model.safetensors": safetensors(tensors)})
+    store.import_(path, "m")
+    store.push("m", Remote(bucket))
+    sizes = [len(o[0]) for key, o in bucket.objects.items() if key.startswith("containers/")]
+    assert max(sizes) > 9 * MIB
+    assert len(sizes) >= 3
+    other = open_store(tmp_path / "other")
+    other.pull(Remote(bucket), "m")
+    assert stored(other, "m") == content(path)
