@@ -8,27 +8,34 @@ is trusted here, and `verify_bytes` and audits have nothing left to find.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
-from itertools import groupby
 from operator import eq
 from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 from tensor_dedup import libc
 from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.loader.residents.mappings import BUDGET
 from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM, registry
 from tensor_dedup.loader.residents.resident import Resident, resident_key, tensor_bytes
-from tensor_dedup.loader.residents.slab import Slab, SlabExtent, SlabWriter
+from tensor_dedup.loader.residents.slab import (
+    MappingLimitError,
+    Slab,
+    SlabExtent,
+    SlabWriter,
+)
 from tensor_dedup.memory_manager.protocol.layout import PAGE, round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterator, Mapping, Sequence
 
     import torch
 
 # The first bytes of a leaf: enough to tell most leaves apart without reading them.
 _SAMPLE_BYTES: Final = 32
-# How many residents a tensor may take leaves from.
+# How many residents a tensor is compared with, and from how many it may take leaves.
+_MAX_COMPARED: Final = 8
 _MAX_DONORS: Final = 4
 # A slab lives as long as one leaf of it is used, so it is used for this part of it or not at all.
 _LEAST_PART_OF_SLAB: Final = 1 / 8
@@ -53,6 +60,7 @@ def build_from_leaves(
     belong to the model that the tensor is for.
 
     Raises:
+        MappingLimitError: This process has too many mappings for one that consists of parts.
         OutOfMemoryError: There is no memory or descriptor for the rest.
     """
     if tensor.nbytes < LEAF_SHARED_FROM:
@@ -62,18 +70,22 @@ def build_from_leaves(
     data = tensor_bytes(tensor)
     taken = _leaves_in_common(tensor.data_ptr(), data, residents)
     phase = next((each.offset % PAGE for each in taken.values()), 0)
-    pieces = _of_slabs_worth_keeping(_pieces(taken, tensor.nbytes, phase))
-    shared = sum(piece.end - piece.start for piece in pieces if piece.there is not None)
+    there = _of_slabs_worth_keeping(_joined(taken, tensor.nbytes, phase))
+    shared = sum(piece.end - piece.start for piece in there)
     if not shared:
         return None
-    return Resident(key, _merged(_filled(pieces, data, phase)), shared)
+    pieces = [*_with_gaps(there, tensor.nbytes)]
+    why_not = BUDGET.refusal(len(pieces))
+    if why_not is not None:
+        raise MappingLimitError(why_not)
+    return Resident(key, _filled(pieces, data, phase), shared)
 
 
 def relink(resident: Resident, own: Container[Resident] = ()) -> Resident:
     """Return a resident equal to a new one, which lies in other residents as far as it can.
 
     Raises:
-        OutOfMemoryError: There is no memory or descriptor for the rest.
+        MappingLimitError, OutOfMemoryError: As `build_from_leaves` does.
     """
     if not registry.alike(resident.key):
         return resident
@@ -84,18 +96,17 @@ def _leaves_in_common(
     address: int, data: memoryview, residents: Sequence[Resident]
 ) -> dict[int, Resident]:
     """Return the resident that has each leaf of these bytes, by number, where one has."""
-    mine = _samples_of(data)
-    likely: list[tuple[int, Resident]] = []
-    for each in residents:
-        theirs = _samples.get(each)
-        if theirs is None:
-            theirs = _samples[each] = _samples_of(tensor_bytes(each.map(writable=False)))
-        likely.append((sum(map(eq, mine, theirs)), each))
+    if not residents:
+        return {}
+    mine = tuple(
+        bytes(data[start : start + _SAMPLE_BYTES]) for start in range(0, data.nbytes, LEAF_BYTES)
+    )
+    likely = [(sum(map(eq, mine, _samples_of(each))), each) for each in residents]
     # Who has most is compared first; the sort is stable, so the older of two equals.
     likely.sort(key=lambda pair: -pair[0])
     taken: dict[int, Resident] = {}
     donors: list[Resident] = []
-    for alike, each in likely:
+    for alike, each in likely[:_MAX_COMPARED]:
         if not alike or len(donors) == _MAX_DONORS or len(taken) == len(mine):
             break
         if donors and each.offset % PAGE != donors[0].offset % PAGE:
@@ -108,9 +119,17 @@ def _leaves_in_common(
     return taken
 
 
-def _samples_of(data: memoryview) -> tuple[bytes, ...]:
-    starts = range(0, data.nbytes, LEAF_BYTES)
-    return tuple(bytes(data[start : start + _SAMPLE_BYTES]) for start in starts)
+def _samples_of(resident: Resident) -> tuple[bytes, ...]:
+    known = _samples.get(resident)
+    if known is None:
+        leaves = range(0, resident.nbytes, LEAF_BYTES)
+        extents = (next(resident.extents_of(at, resident.nbytes)) for at in leaves)
+        known = tuple(
+            os.pread(slab.fileno, min(_SAMPLE_BYTES, nbytes), offset)
+            for slab, offset, nbytes in extents
+        )
+        _samples[resident] = known
+    return known
 
 
 def _equal_leaves(
@@ -131,44 +150,74 @@ def _equal_leaves(
     return equal
 
 
-def _pieces(taken: Mapping[int, Resident], nbytes: int, phase: int) -> Iterator[_Piece]:
-    """Yield the pieces of a tensor, which begin and end with pages where it begins at `phase`.
+def _joined(taken: Mapping[int, Resident], nbytes: int, phase: int) -> list[_Piece]:
+    """Return what is there, joined where it lies side by side in a slab: each is a mapping.
 
-    A page on which two meet is copied.
+    Pieces begin and end with pages, where the tensor begins at `phase`: a page on which two meet
+    is copied.
     """
-    leaves = range(-(-nbytes // LEAF_BYTES))
-    at = 0
-    for donor, numbers in groupby(leaves, taken.get):
-        if donor is None:
-            continue
-        first, *_, last = [*numbers] * 2
-        start, end = first * LEAF_BYTES, min((last + 1) * LEAF_BYTES, nbytes)
-        start = round_up(phase + start) - phase if start else 0
-        end = (phase + end) // PAGE * PAGE - phase if end < nbytes else nbytes
-        if start >= end:
-            continue
-        if at < start:
-            yield _Piece(at, start, None)
-        for extent in donor.extents_of(start, end):
-            yield _Piece(start, start + extent.nbytes, extent)
-            start += extent.nbytes
-        at = end
-    if at < nbytes:
-        yield _Piece(at, nbytes, None)
+    joined: list[_Piece] = []
+    for number in sorted(taken):
+        at, end = number * LEAF_BYTES, min((number + 1) * LEAF_BYTES, nbytes)
+        for extent in taken[number].extents_of(at, end):
+            before = joined[-1] if joined else None
+            if before is not None and before.end == at and _goes_on(before.there, extent):
+                assert before.there is not None
+                there = before.there._replace(nbytes=before.there.nbytes + extent.nbytes)
+                joined[-1] = _Piece(before.start, at + extent.nbytes, there)
+            else:
+                joined.append(_Piece(at, at + extent.nbytes, extent))
+            at += extent.nbytes
+    cut = (_cut_to_pages(piece, nbytes, phase) for piece in joined)
+    return [piece for piece in cut if piece.start < piece.end]
 
 
-def _of_slabs_worth_keeping(pieces: Iterable[_Piece]) -> list[_Piece]:
-    """Return the pieces; those are to be copied that would keep a slab for a small part of it."""
-    found = list(pieces)
+def _goes_on(before: SlabExtent | None, extent: SlabExtent) -> bool:
+    return (
+        before is not None
+        and before.slab is extent.slab
+        and before.offset + before.nbytes == extent.offset
+    )
+
+
+def _cut_to_pages(piece: _Piece, nbytes: int, phase: int) -> _Piece:
+    start, end, there = piece
+    assert there is not None
+    first = round_up(phase + start) - phase if start else 0
+    last = (phase + end) // PAGE * PAGE - phase if end < nbytes else nbytes
+    return _Piece(first, last, SlabExtent(there.slab, there.offset + first - start, last - first))
+
+
+def _of_slabs_worth_keeping(pieces: Sequence[_Piece]) -> list[_Piece]:
+    """Return the pieces without those of slabs that would be kept for a small part of them.
+
+    What is left is never more than the tensor and one slab, should nobody else use the slabs.
+    """
     used: defaultdict[Slab, int] = defaultdict(int)
-    for start, end, there in found:
+    for start, end, there in pieces:
         if there is not None:
             used[there.slab] += end - start
-    keep = {slab for slab, part in used.items() if part >= _LEAST_PART_OF_SLAB * slab.nbytes}
-    return [
-        piece if piece.there is None or piece.there.slab in keep else piece._replace(there=None)
-        for piece in found
-    ]
+    keep: list[Slab] = []
+    for slab in sorted(used, key=lambda each: used[each] / each.nbytes, reverse=True):
+        some = [*keep, slab]
+        beside_one = sum(each.nbytes for each in some) - max(each.nbytes for each in some)
+        if used[slab] < _LEAST_PART_OF_SLAB * slab.nbytes:
+            break
+        if beside_one <= sum(used[each] for each in some):
+            keep = some
+    return [piece for piece in pieces if piece.there is not None and piece.there.slab in keep]
+
+
+def _with_gaps(pieces: Sequence[_Piece], nbytes: int) -> Iterator[_Piece]:
+    """Yield the pieces, and between them what is to be copied."""
+    at = 0
+    for piece in pieces:
+        if at < piece.start:
+            yield _Piece(at, piece.start, None)
+        yield piece
+        at = piece.end
+    if at < nbytes:
+        yield _Piece(at, nbytes, None)
 
 
 def _filled(pieces: Sequence[_Piece], data: memoryview, phase: int) -> Iterator[SlabExtent]:
@@ -195,15 +244,3 @@ def _copied(pieces: Sequence[_Piece], data: memoryview, phase: int) -> list[Slab
         SlabExtent(slab, start, piece.end - piece.start)
         for piece, start in zip(pieces, starts, strict=True)
     ]
-
-
-def _merged(extents: Iterable[SlabExtent]) -> list[SlabExtent]:
-    """Join extents that lie side by side in their slab too: each that is left is a mapping."""
-    found: list[SlabExtent] = []
-    for slab, offset, nbytes in extents:
-        before = found[-1] if found else None
-        if before and before.slab is slab and before.offset + before.nbytes == offset:
-            found[-1] = SlabExtent(slab, before.offset, before.nbytes + nbytes)
-        else:
-            found.append(SlabExtent(slab, offset, nbytes))
-    return found

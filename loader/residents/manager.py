@@ -329,6 +329,11 @@ class LentResident(Resident):
         super().__init__(key, [SlabExtent(_slab(lease.slab), lease.offset, lease.nbytes)])
         self.lease: Final = lease
 
+    @property
+    def lent(self) -> bool:
+        """Whether the memory is a memory manager's."""
+        return True
+
 
 class HostMemory:
     """Host memory: the client copies the bytes, and the manager hashes them."""

@@ -216,19 +216,26 @@ class MappingBudget:
         self._known = 0
         self._until = 0.0
 
-    def take(self, mappings: int) -> str | None:
-        """Count mappings that are to be made; return why they must not be, or None."""
+    def refusal(self, mappings: int) -> str | None:
+        """Return why so many mappings must not be made, or None."""
         if time.monotonic() >= self._until or self._refuses(mappings):
             # Reading the list takes milliseconds, so it is read again only after a while.
             self._known = libc.count_mappings()
             self._until = time.monotonic() + _RECOUNT_S
-        if self._refuses(mappings):
-            return (
-                f"{mappings} mappings beside the {self._known} of this process come too near to "
-                f"the {libc.max_mappings()} it may have (sysctl vm.max_map_count)"
-            )
-        self._known += mappings
-        return None
+        if not self._refuses(mappings):
+            return None
+        return (
+            f"{mappings} mappings beside the {self._known} of this process come too near to the "
+            f"{libc.max_mappings()} it may have; raise sysctl vm.max_map_count to share parts of "
+            "tensors"
+        )
+
+    def take(self, mappings: int) -> str | None:
+        """Count mappings that are to be made; return why they must not be, or None."""
+        why_not = self.refusal(mappings)
+        if why_not is None:
+            self._known += mappings
+        return why_not
 
     def _refuses(self, mappings: int) -> bool:
         return self._known + mappings > _USABLE * libc.max_mappings()

@@ -7,7 +7,9 @@ a GPU.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 from weakref import WeakSet
 
@@ -21,6 +23,7 @@ from tensor_dedup.loader.residents.manager import (
 )
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.residents.resident import Resident, pack
+from tensor_dedup.loader.residents.slab import MappingLimitError
 
 if TYPE_CHECKING:
     import os
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     # Raises when a resident is not of the bytes that the tensor had when it was hashed.
     Check = Callable[[Iterable[tuple[torch.Tensor, Resident]]], None]
 
+_log = logging.getLogger(__name__)
 # Smaller tensors of one call share a slab: a page each in the file, and one descriptor for all.
 _OWN_SLAB_BYTES: Final = 64 << 10
 
@@ -71,6 +75,10 @@ class ResidentProvider(Protocol):
     @property
     def not_lent(self) -> str | None:
         """The reason why other processes do not get everything although requested, or None."""
+
+    @property
+    def not_by_leaf(self) -> str | None:
+        """The reason why a tensor was copied although others have leaves of it, or None."""
 
     def find(
         self, queries: Sequence[ResidentQuery], *, ask_manager: bool = True
@@ -126,6 +134,7 @@ class HostProvider:
     own_slab_bytes: int = _OWN_SLAB_BYTES
     batch_bytes: int = 1 << 62  # all that a call wants
     _built: WeakSet[Resident] = field(default_factory=WeakSet)
+    _not_by_leaf: str | None = None
 
     @property
     def local(self) -> bool:
@@ -141,6 +150,11 @@ class HostProvider:
     def not_lent(self) -> str | None:
         """The reason why a requested memory manager does not hold everything, or None."""
         return self.manager.not_lent
+
+    @property
+    def not_by_leaf(self) -> str | None:
+        """The reason why a tensor was copied although others have leaves of it, or None."""
+        return self._not_by_leaf
 
     def find(
         self, queries: Sequence[ResidentQuery], *, ask_manager: bool = True
@@ -199,7 +213,10 @@ class HostProvider:
         return built
 
     def _build(self, requests: Sequence[ResidentRequest]) -> list[Resident]:
-        parts = [build_from_leaves(each.tensor, each.digest, self._built) for each in requests]
+        parts = [
+            self._of_leaves(partial(build_from_leaves, each.tensor, each.digest, self._built))
+            for each in requests
+        ]
         items = [
             (each.tensor, each.digest)
             for each, part in zip(requests, parts, strict=True)
@@ -210,13 +227,22 @@ class HostProvider:
         self._built.update(made)
         return made
 
+    def _of_leaves(self, build: Callable[[], Resident | None]) -> Resident | None:
+        try:
+            return build()
+        except MappingLimitError as error:
+            if self._not_by_leaf is None:
+                self._not_by_leaf = str(error)
+                _log.warning("a tensor is copied whole: %s", str(error))
+            return None
+
     def enter(self, resident: Resident) -> tuple[Resident, bool]:
         """Enter a resident that was read straight into a slab, as one that `get_or_build` built.
 
         Raises:
             SharedMemoryError: There is no memory for what it has in common with others.
         """
-        made = relink(resident, self._built)
+        made = self._of_leaves(partial(relink, resident, self._built)) or resident
         self._built.add(made)
         first = registry.register(made)
         return first, first is made

@@ -3,12 +3,13 @@
 Both are held weakly: when the last model that uses a resident is dropped, it is freed.
 """
 
+import itertools
 import os
 import sys
 import threading
 from collections import defaultdict
 from typing import Final, TypeAlias
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 from tensor_dedup.loader import report
 from tensor_dedup.loader.residents.resident import Resident
@@ -39,7 +40,11 @@ class Registry:
             WeakValueDictionary()
         )
         self._records: WeakValueDictionary[str, object] = WeakValueDictionary()
-        self._large: defaultdict[RowGeometry, WeakSet[Resident]] = defaultdict(WeakSet)
+        # By number, so that they stay in order.
+        self._large: defaultdict[RowGeometry, WeakValueDictionary[int, Resident]] = defaultdict(
+            WeakValueDictionary
+        )
+        self._numbers = itertools.count()
         self._lock = threading.Lock()
 
     def lookup(self, key: ResidentKey, copy: int = 0) -> Resident | None:
@@ -57,17 +62,19 @@ class Registry:
             if first is not None:
                 return first
             self._residents[resident.key, copy] = resident
-            if resident.nbytes >= LEAF_SHARED_FROM:
-                self._large[row_geometry(resident.key)].add(resident)
+            if resident.nbytes >= LEAF_SHARED_FROM and not resident.lent:
+                self._large[row_geometry(resident.key)][next(self._numbers)] = resident
             return resident
 
     def alike(self, key: ResidentKey) -> list[Resident]:
-        """Return the living residents of 8 MiB and more that have such rows, whatever their bytes.
+        """Return the living residents of 8 MiB and more that have such rows, the oldest first.
 
-        They may have leaves in common with a tensor of that key.
+        They may have leaves in common with a tensor of that key. Those of a memory manager are left
+        out: their slabs are charged to it, and a part of one has no lease.
         """
         with self._lock:
-            return list(self._large.get(row_geometry(key), ()))
+            found = self._large.get(row_geometry(key))
+            return [] if found is None else list(found.values())
 
     def entries(self) -> list[tuple[int, Resident]]:
         """Return all living residents, each with the number of its replica."""

@@ -257,6 +257,11 @@ class Resident:
                 )
 
     @property
+    def lent(self) -> bool:
+        """Whether the memory is a memory manager's."""
+        return False
+
+    @property
     def slab(self) -> Slab:
         """The slab of the first byte."""
         return self.extents[0].slab

@@ -39,6 +39,7 @@ class SharedMemoryError(TensorDedupError):
     """The base class of the errors of slabs.
 
     - OutOfMemoryError   the system refused memory, a mapping or a descriptor
+        - MappingLimitError   a tensor that consists of parts would need too many mappings
     - SlabBusyError      a slab was sealed while something can still write to it
     - SlabUsageError     a bug in the caller: a bad size, or a slab used after sealing
     """
@@ -46,6 +47,10 @@ class SharedMemoryError(TensorDedupError):
 
 class OutOfMemoryError(SharedMemoryError):
     """The system refused memory, a mapping or a descriptor. Nothing leaked; load privately."""
+
+
+class MappingLimitError(OutOfMemoryError):
+    """Mapping a tensor part by part would bring this process near to the kernel's limit."""
 
 
 class SlabBusyError(SharedMemoryError):
@@ -212,7 +217,8 @@ def map_extents(
     process with SIGSEGV.
 
     Raises:
-        OutOfMemoryError: The kernel refused the mapping, or would soon refuse any.
+        MappingLimitError: The kernel would soon refuse any mapping.
+        OutOfMemoryError: The kernel refused the mapping.
         SlabUsageError: An extent is outside its slab, or does not begin or end with a page.
     """
     first = extents[0]
@@ -227,7 +233,7 @@ def map_extents(
         else:
             why_not = BUDGET.take(len(pieces))
             if why_not is not None:
-                raise OutOfMemoryError(f"{why_not}; raise it to share parts of tensors")
+                raise MappingLimitError(why_not)
             address = at = _map(-1, 0, length, libc.PROT_NONE, _SHARED | mmap.MAP_ANONYMOUS)
             undo.callback(_unmap, address, length)
             for (slab, *_), piece in zip(extents, pieces, strict=True):

@@ -13,6 +13,7 @@ greatest of the processor's time, which other work on the machine changes less t
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -79,11 +80,13 @@ def main(repeats: int) -> None:
         held = registry.register(pack([(base, f"base {leaves}")])[0])
         tune = base.clone()
         tune[:: 8 * ROWS_OF_A_LEAF] += 1
-        made: dict[str, Callable[[], object]] = {
-            f"make {leaves * 2} MiB whole": lambda t=tune: whole(t).map(),
-            f"make {leaves * 2} MiB by leaf": lambda t=tune: mapped(t),
-        }
-        timed(repeats, made)
+        timed(
+            repeats,
+            {
+                f"make {leaves * 2} MiB whole": partial(mapped_whole, tune),
+                f"make {leaves * 2} MiB by leaf": partial(mapped, tune),
+            },
+        )
         del held
     new = matrix(32)
     timed(repeats, {"miss of 64 MiB, nothing alike": lambda: build_from_leaves(new, "new")})
@@ -113,7 +116,12 @@ def main(repeats: int) -> None:
     del held
 
 
-def mapped(tensor: torch.Tensor) -> torch.Tensor | None:
+def mapped_whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in a slab of its own."""
+    return whole(tensor).map()
+
+
+def mapped(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor made from leaves, or as ever where it is too small."""
     found = build_from_leaves(tensor, "tune")
     return whole(tensor).map() if found is None else found.map()

@@ -12,6 +12,8 @@ from rich.text import Text
 
 # Among the names of what could not be shared: the reason is why other processes do not get it all.
 BETWEEN_PROCESSES: Final = "<memory manager>"
+# The reason is why a tensor was copied whole although a part of it was there.
+BY_LEAF: Final = "<leaves>"
 _SIZES: Final = (
     ("total", "total_bytes"),
     ("shared", "shared_bytes"),

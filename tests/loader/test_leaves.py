@@ -1,7 +1,7 @@
 """Tensors that differ from a resident in some leaves have the others in common with it."""
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -21,9 +21,10 @@ from tensor_dedup.loader.residents.resident import (
     Resident,
     digest_of,
     pack,
+    resident_key,
     shares_memory,
 )
-from tensor_dedup.loader.residents.slab import OutOfMemoryError, make_private
+from tensor_dedup.loader.residents.slab import MappingLimitError, SlabExtent, make_private
 from tensor_dedup.loader.unsharing.lookup import is_mapping_of, residents_of
 from tensor_dedup.loader.unsharing.unshare import let_go_of_written
 from tensor_dedup.memory_manager.protocol.layout import PAGE
@@ -258,12 +259,27 @@ def test_a_module_finds_its_residents_and_lets_go_of_what_it_wrote(base: torch.T
 
 
 def test_verify_hashes_every_leaf(base: torch.Tensor) -> None:
-    (resident,) = build(changed(base, 4))
+    tune = changed(base, 4)
+    (resident,) = build(tune)
     checked = verify()
     assert checked.ok
     assert checked.nbytes >= base.nbytes + resident.nbytes
-    wrong = Resident(resident.key, residents_like(base)[0].extents)  # a leaf of it is another's
-    assert digest_of(wrong.map()) != resident.key.digest
+    # One of its leaves is another's.
+    wrong = Resident(resident_key(tune, "0" * 64), [*resident.extents[:1], *of_other_leaves(base)])
+    assert len(wrong.extents) > 1
+    registry.register(wrong)
+    assert verify().mismatches == ("0" * 64,)
+
+
+def of_other_leaves(base: torch.Tensor) -> Sequence[SlabExtent]:
+    """What the base has from its fifth leaf on, and no mapping of it goes on from the fourth."""
+    (held,) = residents_like(base)
+    slab, offset, _ = held.extents[0]
+    rest = base.nbytes - 4 * LEAF_BYTES
+    return [
+        SlabExtent(slab, offset, LEAF_BYTES),
+        SlabExtent(slab, offset + 5 * LEAF_BYTES, rest - LEAF_BYTES),
+    ]
 
 
 def test_what_was_read_into_a_slab_is_relinked(base: torch.Tensor) -> None:
@@ -276,7 +292,7 @@ def test_what_was_read_into_a_slab_is_relinked(base: torch.Tensor) -> None:
     assert streamed.slab not in {extent.slab for extent in linked.extents}
 
 
-def test_near_the_limit_of_mappings_a_tensor_stays_private(
+def test_near_the_limit_of_mappings_a_tensor_is_copied_whole(
     base: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (resident,) = build(changed(base, 4))
@@ -284,11 +300,81 @@ def test_near_the_limit_of_mappings_a_tensor_stays_private(
     here = slabs()
     monkeypatch.setattr(libc, "max_mappings", libc.count_mappings)
     monkeypatch.setattr(mappings.BUDGET, "_until", 0.0)
-    with pytest.raises(OutOfMemoryError, match="max_map_count"):
+    with pytest.raises(MappingLimitError, match="max_map_count"):
         resident.map()
     assert residents_like(base)[0].map().nbytes  # one mapping, as ever
     gc.collect()
     assert slabs() == here
+    provider = HostProvider()
+    said = provider.not_by_leaf
+    assert said is None
+    for number, enter in enumerate((provider.get_or_build, enter_streamed(provider))):
+        tune = changed(base, number)
+        ((whole, made),) = enter([ResidentRequest("test:limit", tune, digest_of(tune))])
+        assert made
+        assert len(whole.extents) == 1
+        assert torch.equal(whole.map(), tune)
+        assert "max_map_count" in (provider.not_by_leaf or "")
+
+
+def enter_streamed(
+    provider: HostProvider,
+) -> Callable[[Sequence[ResidentRequest]], list[tuple[Resident, bool]]]:
+    """What a tensor that is read straight into a slab goes through."""
+
+    def enter(requests: Sequence[ResidentRequest]) -> list[tuple[Resident, bool]]:
+        return [provider.enter(pack([(each.tensor, each.digest)])[0]) for each in requests]
+
+    return enter
+
+
+def test_memory_of_a_manager_is_no_donor() -> None:
+    """A part of a slab has no lease: it would stay when the manager had given it to another."""
+
+    class Lent(Resident):
+        __slots__ = ()
+
+        @property
+        def lent(self) -> bool:
+            return True
+
+    tensor = rows(10, 10)
+    (own,) = pack([(tensor, digest_of(tensor))])
+    held = registry.register(Lent(own.key, own.extents))
+    assert registry.alike(held.key) == []
+    (resident,) = build(changed(tensor, 1))
+    assert len(resident.extents) == 1
+
+
+def test_what_stays_is_never_more_than_the_tensor_and_one_slab() -> None:
+    """The slabs of dropped bases stay whole, so a tensor takes leaves from few of them."""
+    gc.collect()
+    before = registry.resident_bytes()
+    bases = [rows(10, 20 + seed) for seed in range(3)]
+    held = [build(each) for each in bases]
+    tune = rows(10, 23)
+    for base, (first, last) in zip(bases, ((0, 4), (4, 7), (7, 10)), strict=True):
+        tune[first * ROWS_OF_A_LEAF : last * ROWS_OF_A_LEAF] = base[
+            first * ROWS_OF_A_LEAF : last * ROWS_OF_A_LEAF
+        ]
+    (resident,) = build(tune)
+    assert resident.leaf_shared_bytes >= 4 * LEAF_BYTES
+    held.clear()
+    gc.collect()
+    assert registry.resident_bytes() - before <= tune.nbytes + bases[0].nbytes
+    assert torch.equal(resident.map(), tune)
+
+
+def test_the_leaves_of_one_slab_are_one_mapping_whoever_has_them(base: torch.Tensor) -> None:
+    (first,) = build(changed(base, 0))
+    (second,) = build(changed(base, 9))
+    tune = changed(base, 0, 9)
+    (third,) = build(tune)
+    assert third.leaf_shared_bytes == 10 * LEAF_BYTES
+    slabs_of = [e.slab for e in third.extents]
+    assert len(slabs_of) == len(set(slabs_of)) == 3
+    assert torch.equal(third.map(), tune)
+    assert first.nbytes == second.nbytes
 
 
 def test_dropped_donors_are_no_candidates() -> None:
@@ -309,14 +395,16 @@ class Families(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.models: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # mapped, and what it is
+        self.written: set[int] = set()
         self.number = 0
 
-    def add(self, content: torch.Tensor, offset: int = 0) -> None:
+    def add(self, content: torch.Tensor, offset: int = 0) -> tuple[Resident, bool]:
         source = offset_by(content, offset)
         request = ResidentRequest(f"family:{self.number}", source, digest_of(source))
-        ((resident, _),) = HostProvider(keep_alignment=True).get_or_build([request])
+        ((resident, made),) = HostProvider(keep_alignment=True).get_or_build([request])
         self.number += 1
         self.models[self.number] = resident.map(), content.clone()
+        return resident, made
 
     def choose(self, number: int) -> int:
         return sorted(self.models)[number % len(self.models)]
@@ -333,14 +421,18 @@ class Families(RuleBasedStateMachine):
         offset=st.sampled_from([0, 8]),
     )
     def fine_tune(self, number: int, leaves: Sequence[int], more: int, offset: int) -> None:
-        content = changed(self.models[self.choose(number)][1], *leaves)
+        origin = self.choose(number)
+        content = changed(self.models[origin][1], *leaves)
         content = content[:more] if more < 0 else torch.cat([content, content[:more]])
         if LEAF_SHARED_FROM <= content.nbytes <= 8 * LEAF_BYTES:
-            self.add(content, offset)
+            resident, made = self.add(content, offset)
+            if made and len(leaves) <= 1 and origin not in self.written:
+                assert resident.leaf_shared_bytes >= LEAF_BYTES  # or nothing is tested here
 
     @precondition(lambda self: self.models)
     @rule(number=st.integers(0, 9), row=st.integers(0, 2000))
     def write(self, number: int, row: int) -> None:
+        self.written.add(self.choose(number))
         mapped, content = self.models[self.choose(number)]
         for each in (mapped, content):
             each[row % len(each)] = row
@@ -348,6 +440,7 @@ class Families(RuleBasedStateMachine):
     @precondition(lambda self: self.models)
     @rule(number=st.integers(0, 9))
     def own(self, number: int) -> None:
+        self.written.add(self.choose(number))
         mapped, _ = self.models[self.choose(number)]
         make_private(mapped.data_ptr(), mapped.nbytes)
 
