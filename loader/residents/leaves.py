@@ -3,13 +3,20 @@
 A leaf is a piece of 2 MiB at a multiple of 2 MiB, as in a digest. What a new tensor has in common
 with residents, each leaf at its own offset, is mapped from their slabs; the rest is copied into a
 slab of its own. Every leaf is compared byte by byte with the memory that it will be, so no digest
-is trusted here, and `verify_bytes` and audits have nothing left to find.
+is trusted, and `verify_bytes` and audits have nothing left to find.
+
+Where a tensor consists of contents whose digests are known, one beside the other, what it has in
+common with a resident that does too is known without its bytes, and only the rest is read
+(`build_from_contents`). Digests are trusted then, as in every look-up by digest.
 """
 
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections import defaultdict
+from dataclasses import replace
+from functools import partial
 from operator import eq
 from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import WeakKeyDictionary
@@ -28,9 +35,12 @@ from tensor_dedup.loader.residents.slab import (
 from tensor_dedup.memory_manager.protocol.layout import PAGE, round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterator, Sequence
 
     import torch
+
+    from tensor_dedup.loader.residents.resident import Write
+    from tensor_dedup.types import ResidentKey
 
 # The first bytes of a leaf: enough to tell most leaves apart without reading them.
 _SAMPLE_BYTES: Final = 32
@@ -41,6 +51,31 @@ _MAX_DONORS: Final = 4
 _LEAST_PART_OF_SLAB: Final = 1 / 8
 # The sample of each leaf of a resident, taken when it is first compared.
 _samples: Final[WeakKeyDictionary[Resident, tuple[bytes, ...]]] = WeakKeyDictionary()
+
+
+# What residents consist of, where that is known.
+_contents: Final[WeakKeyDictionary[Resident, tuple[Content, ...]]] = WeakKeyDictionary()
+
+
+class Content(NamedTuple):
+    """Bytes `start` to `end` of a tensor, which are all of something with a digest.
+
+    `leaves` are the digests that its leaves have by themselves, or empty if they are not known.
+    """
+
+    start: int
+    end: int
+    digest: str
+    leaves: tuple[str, ...]
+
+
+class _Unit(NamedTuple):
+    """Bytes of a tensor that another has or not; `leaf` is None for all of a content."""
+
+    start: int
+    end: int
+    content: int
+    leaf: int | None
 
 
 class _Piece(NamedTuple):
@@ -68,17 +103,128 @@ def build_from_leaves(
     key = resident_key(tensor, digest)
     residents = [each for each in registry.alike(key) if each not in own]
     data = tensor_bytes(tensor)
-    taken = _leaves_in_common(tensor.data_ptr(), data, residents)
-    phase = next((each.offset % PAGE for each in taken.values()), 0)
-    there = _of_slabs_worth_keeping(_joined(taken, tensor.nbytes, phase))
-    shared = sum(piece.end - piece.start for piece in there)
-    if not shared:
+    common = _leaves_in_common(tensor.data_ptr(), data, residents)
+    taken = [
+        (n * LEAF_BYTES, min((n + 1) * LEAF_BYTES, data.nbytes), each)
+        for n, each in sorted(common.items())
+    ]
+    pieces = _planned(taken, data.nbytes)
+    if pieces is None:
         return None
-    pieces = [*_with_gaps(there, tensor.nbytes)]
-    why_not = BUDGET.refusal(len(pieces))
-    if why_not is not None:
-        raise MappingLimitError(why_not)
-    return Resident(key, _filled(pieces, data, phase), shared)
+    rest = _Rest(pieces, _phase(taken))
+    for start, end in rest.gaps():
+        rest.put(data[start:end], start)
+    return Resident(key, rest.extents(), _shared(pieces))
+
+
+def note_contents(resident: Resident, contents: Sequence[Content]) -> None:
+    """Remember what a resident consists of, as long as it lives; its bytes are as digests say."""
+    if resident.nbytes >= LEAF_SHARED_FROM:
+        _contents[resident] = tuple(contents)
+
+
+def build_from_contents(
+    geometry: ResidentKey,
+    contents: Sequence[Content],
+    read: Callable[[int, Sequence[int] | None, Write], None],
+    digest_of: Callable[[torch.Tensor], str],
+    own: Container[Resident] = (),
+) -> Resident | None:
+    """Return a resident of which others have a part, without reading that; None if none has one.
+
+    `contents` fill the tensor, in order. `read(n, leaves, write)` reads these leaves of a content,
+    or all of it for None, and calls `write(piece, offset)` for every piece, with the offset in the
+    content, from any threads; its errors are passed on. The digest of `geometry` is ignored: that
+    of the resident is what `digest_of` returns for its bytes.
+
+    Raises:
+        MappingLimitError, OutOfMemoryError: As `build_from_leaves` does.
+    """
+    nbytes = contents[-1].end
+    residents = [each for each in registry.alike(geometry) if each in _contents and each not in own]
+    if nbytes < LEAF_SHARED_FROM or not residents:
+        return None
+    units = [*_units(contents)]
+    taken = _contents_in_common(contents, units, residents)
+    there = [(unit.start, unit.end, taken[unit]) for unit in units if unit in taken]
+    pieces = _planned(there, nbytes)
+    if pieces is None:
+        return None
+    rest = _Rest(pieces, _phase(there))
+    _copy_seams(rest, there)
+    for number, content in enumerate(contents):
+        missing = [unit for unit in units if unit.content == number and unit not in taken]
+        leaves = [unit.leaf for unit in missing if unit.leaf is not None]
+        if missing:
+            write = partial(_put_beyond, rest, content.start)
+            read(number, leaves if 0 < len(leaves) < len(content.leaves) else None, write)
+    unnamed = Resident(geometry, rest.extents(), _shared(pieces))
+    key = replace(geometry, digest=digest_of(unnamed.map(writable=False)))
+    made = Resident(key, unnamed.extents, unnamed.leaf_shared_bytes)
+    note_contents(made, contents)
+    return made
+
+
+def _put_beyond(rest: _Rest, start: int, piece: memoryview, offset: int) -> None:
+    rest.put(piece, start + offset)
+
+
+def _units(contents: Sequence[Content]) -> Iterator[_Unit]:
+    for number, (start, end, _, leaves) in enumerate(contents):
+        if not leaves:
+            yield _Unit(start, end, number, None)
+        for leaf in range(len(leaves)):
+            at = start + leaf * LEAF_BYTES
+            yield _Unit(at, min(at + LEAF_BYTES, end), number, leaf)
+
+
+def _contents_in_common(
+    contents: Sequence[Content], units: Sequence[_Unit], residents: Sequence[Resident]
+) -> dict[_Unit, Resident]:
+    """Return the resident that has each unit of a tensor at the same place, where one has."""
+    found = []
+    for each in residents:
+        theirs = {content.start: content for content in _contents[each]}
+        has = [
+            unit
+            for unit in units
+            if (other := theirs.get(contents[unit.content].start)) is not None
+            and _has(other, contents[unit.content], unit.leaf)
+        ]
+        found.append((sum(unit.end - unit.start for unit in has), has, each))
+    found.sort(key=lambda one: -one[0])
+    taken: dict[_Unit, Resident] = {}
+    donors: list[Resident] = []
+    for _, has, each in found:
+        new = [unit for unit in has if unit not in taken]
+        if not new or len(donors) == _MAX_DONORS:
+            break
+        if donors and each.offset % PAGE != donors[0].offset % PAGE:
+            continue  # its pages do not lie beside the others'
+        donors.append(each)
+        taken.update(dict.fromkeys(new, each))
+    return taken
+
+
+def _has(theirs: Content, mine: Content, leaf: int | None) -> bool:
+    """Return whether two contents have this leaf in common, or None: are equal."""
+    if theirs.digest == mine.digest:
+        return True
+    # A digest is of the size, too: equal leaves are of one size.
+    return (
+        leaf is not None and leaf < len(theirs.leaves) and theirs.leaves[leaf] == mine.leaves[leaf]
+    )
+
+
+def _copy_seams(rest: _Rest, there: Sequence[tuple[int, int, Resident]]) -> None:
+    """Copy what residents have and what is not mapped from them: the pages on which pieces meet."""
+    gaps = rest.gaps()
+    for donor in {each for _, _, each in there}:
+        data = tensor_bytes(donor.map(writable=False))
+        for start, end, each in there:
+            for first, last in gaps if each is donor else ():
+                if max(start, first) < min(end, last):
+                    rest.put(data[max(start, first) : min(end, last)], max(start, first))
 
 
 def relink(resident: Resident, own: Container[Resident] = ()) -> Resident:
@@ -150,16 +296,40 @@ def _equal_leaves(
     return equal
 
 
-def _joined(taken: Mapping[int, Resident], nbytes: int, phase: int) -> list[_Piece]:
+def _planned(taken: Sequence[tuple[int, int, Resident]], nbytes: int) -> list[_Piece] | None:
+    """Return the pieces of a tensor of which residents have parts; None if none is worth it.
+
+    Raises:
+        MappingLimitError: This process has too many mappings for these.
+    """
+    there = _of_slabs_worth_keeping(_joined(taken, nbytes, _phase(taken)))
+    if not there:
+        return None
+    pieces = [*_with_gaps(there, nbytes)]
+    why_not = BUDGET.refusal(len(pieces))
+    if why_not is not None:
+        raise MappingLimitError(why_not)
+    return pieces
+
+
+def _phase(taken: Sequence[tuple[int, int, Resident]]) -> int:
+    """Return where in a page a tensor begins that takes these from residents."""
+    return taken[0][2].offset % PAGE if taken else 0
+
+
+def _shared(pieces: Sequence[_Piece]) -> int:
+    return sum(piece.end - piece.start for piece in pieces if piece.there is not None)
+
+
+def _joined(taken: Sequence[tuple[int, int, Resident]], nbytes: int, phase: int) -> list[_Piece]:
     """Return what is there, joined where it lies side by side in a slab: each is a mapping.
 
     Pieces begin and end with pages, where the tensor begins at `phase`: a page on which two meet
     is copied.
     """
     joined: list[_Piece] = []
-    for number in sorted(taken):
-        at, end = number * LEAF_BYTES, min((number + 1) * LEAF_BYTES, nbytes)
-        for extent in taken[number].extents_of(at, end):
+    for at, end, donor in taken:
+        for extent in donor.extents_of(at, end):
             before = joined[-1] if joined else None
             if before is not None and before.end == at and _goes_on(before.there, extent):
                 assert before.there is not None
@@ -220,27 +390,47 @@ def _with_gaps(pieces: Sequence[_Piece], nbytes: int) -> Iterator[_Piece]:
         yield _Piece(at, nbytes, None)
 
 
-def _filled(pieces: Sequence[_Piece], data: memoryview, phase: int) -> Iterator[SlabExtent]:
-    """Yield the extents of the whole tensor; what nobody has is copied into a new slab."""
-    new = [piece for piece in pieces if piece.there is None]
-    copies = iter(_copied(new, data, phase) if new else ())
-    for piece in pieces:
-        yield next(copies) if piece.there is None else piece.there
+class _Rest:
+    """The slab for what no resident has of a tensor that begins at `phase` of a page.
 
+    `put` is safe from several threads.
+    """
 
-def _copied(pieces: Sequence[_Piece], data: memoryview, phase: int) -> list[SlabExtent]:
-    """Copy pieces into one slab, each from a page on; the tensor's first byte lies at `phase`."""
-    starts: list[int] = []
-    end = 0
-    for piece in pieces:
-        starts.append(end + (0 if piece.start else phase))
-        end = round_up(starts[-1] + piece.end - piece.start)
-    writer = SlabWriter(end)
-    writer.take(end)
-    for piece, start in zip(pieces, starts, strict=True):
-        writer.put(data[piece.start : piece.end], start)
-    slab = writer.seal()
-    return [
-        SlabExtent(slab, start, piece.end - piece.start)
-        for piece, start in zip(pieces, starts, strict=True)
-    ]
+    def __init__(self, pieces: Sequence[_Piece], phase: int) -> None:
+        self._pieces = pieces
+        self._offsets: dict[int, int] = {}  # in the slab, by where in the tensor a piece begins
+        end = 0
+        for piece in pieces:
+            if piece.there is None:
+                offset = end + (0 if piece.start else phase)
+                self._offsets[piece.start] = offset
+                end = round_up(offset + piece.end - piece.start)
+        self._starts = list(self._offsets)
+        self._writer = SlabWriter(end) if end else None
+        if self._writer is not None:
+            self._writer.take(end)
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Return the ranges of the tensor that are to be put, in order."""
+        return [(piece.start, piece.end) for piece in self._pieces if piece.there is None]
+
+    def put(self, data: memoryview, at: int) -> None:
+        """Copy bytes of the tensor from `at` on, which lie in one gap.
+
+        Raises:
+            OutOfMemoryError: There is no memory left.
+        """
+        start = self._starts[bisect_right(self._starts, at) - 1]
+        assert self._writer is not None
+        self._writer.put(data, self._offsets[start] + at - start)
+
+    def extents(self) -> list[SlabExtent]:
+        """Seal the slab, and return the extents of the whole tensor."""
+        slab = self._writer.seal() if self._writer is not None else None
+        found = []
+        for start, end, there in self._pieces:
+            if there is None:
+                assert slab is not None
+                there = SlabExtent(slab, self._offsets[start], end - start)
+            found.append(there)
+        return found

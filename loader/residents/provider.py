@@ -27,7 +27,7 @@ from tensor_dedup.loader.residents.slab import MappingLimitError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable, Sequence
 
     import torch
 
@@ -236,16 +236,29 @@ class HostProvider:
                 _log.warning("a tensor is copied whole: %s", str(error))
             return None
 
-    def enter(self, resident: Resident) -> tuple[Resident, bool]:
+    def build_known(
+        self, build: Callable[[Container[Resident]], Resident | None]
+    ) -> Resident | None:
+        """Return what `build` makes of residents that are not this load's own, or None.
+
+        Raises:
+            SharedMemoryError: There is no memory for what nobody has.
+        """
+        return self._of_leaves(partial(build, self._built))
+
+    def enter_read(self, resident: Resident) -> tuple[Resident, bool]:
         """Enter a resident that was read straight into a slab, as one that `get_or_build` built.
 
         Raises:
             SharedMemoryError: There is no memory for what it has in common with others.
         """
-        made = self._of_leaves(partial(relink, resident, self._built)) or resident
-        self._built.add(made)
-        first = registry.register(made)
-        return first, first is made
+        return self.enter(self._of_leaves(partial(relink, resident, self._built)) or resident)
+
+    def enter(self, resident: Resident) -> tuple[Resident, bool]:
+        """Enter a resident; return the one to use, and whether it is this one."""
+        self._built.add(resident)
+        first = registry.register(resident)
+        return first, first is resident
 
     def map(self, resident: AnyResident) -> torch.Tensor:
         """Return a copy-on-write mapping of a resident."""

@@ -5,24 +5,32 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from process_state import forked, slab_memory, slabs
 from tensor_dedup import libc, shared_bytes, unshare, verify
-from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.digest import LEAF_BYTES, digest, leaf_places
+from tensor_dedup.loader.checkpoint_io.sources import StaleHintError
 from tensor_dedup.loader.residents import mappings
-from tensor_dedup.loader.residents.leaves import relink
+from tensor_dedup.loader.residents.leaves import (
+    Content,
+    build_from_contents,
+    note_contents,
+    relink,
+)
 from tensor_dedup.loader.residents.manager import ResidentRequest
 from tensor_dedup.loader.residents.provider import HostProvider
 from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM, registry
 from tensor_dedup.loader.residents.resident import (
     Resident,
+    Write,
     digest_of,
     pack,
     resident_key,
     shares_memory,
+    tensor_bytes,
 )
 from tensor_dedup.loader.residents.slab import MappingLimitError, SlabExtent, make_private
 from tensor_dedup.loader.unsharing.lookup import is_mapping_of, residents_of
@@ -323,7 +331,7 @@ def enter_streamed(
     """What a tensor that is read straight into a slab goes through."""
 
     def enter(requests: Sequence[ResidentRequest]) -> list[tuple[Resident, bool]]:
-        return [provider.enter(pack([(each.tensor, each.digest)])[0]) for each in requests]
+        return [provider.enter_read(pack([(each.tensor, each.digest)])[0]) for each in requests]
 
     return enter
 
@@ -387,6 +395,144 @@ def test_dropped_donors_are_no_candidates() -> None:
     assert registry.alike(key) == []
     (resident,) = build(changed(base, 1))
     assert len(resident.extents) == 1
+
+
+Parts = Sequence[torch.Tensor]
+
+
+def contents_of(parts: Parts, *, with_leaves: bool = True) -> list[Content]:
+    """What a tensor of these parts, one beside the other, consists of."""
+    found, at = [], 0
+    for part in parts:
+        data = tensor_bytes(part)
+        places = leaf_places(0, part.nbytes) if with_leaves else ()
+        leaves = tuple(digest(data[start : start + size]) for start, size in places)
+        found.append(Content(at, at + part.nbytes, digest(data), leaves))
+        at += part.nbytes
+    return found
+
+
+def known(parts: Parts, *, with_leaves: bool = True) -> Resident:
+    """A resident of a tensor of these parts, as a load of its own makes it."""
+    (resident,) = build(torch.cat([*parts]))
+    note_contents(resident, contents_of(parts, with_leaves=with_leaves))
+    return resident
+
+
+def build_known(parts: Parts, *, with_leaves: bool = True) -> tuple[Resident | None, int]:
+    """What a load of its own makes of a known tensor of these parts; how many bytes it reads."""
+    whole = torch.cat([*parts])
+    contents = contents_of(parts, with_leaves=with_leaves)
+    read: list[int] = []
+
+    def fetch(number: int, leaves: Sequence[int] | None, write: Write) -> None:
+        data = tensor_bytes(parts[number])
+        wanted = range(-(-len(data) // LEAF_BYTES)) if leaves is None else leaves
+        for leaf in wanted:
+            piece = data[leaf * LEAF_BYTES : (leaf + 1) * LEAF_BYTES]
+            read.append(len(piece))
+            write(piece, leaf * LEAF_BYTES)
+
+    made = build_from_contents(resident_key(whole, ""), contents, fetch, digest_of)
+    if made is not None:
+        assert torch.equal(made.map(), whole)
+        assert made.key == resident_key(whole, digest_of(whole))
+    return made, sum(read)
+
+
+# Parts that meet where pages do, and some that do not.
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (2.003, 1.4001, 2.0), (4.50001, 0.01, 0.01)])
+@pytest.mark.parametrize("other", range(3))
+def test_of_known_parts_only_the_one_that_changed_is_read(
+    sizes: Sequence[float], other: int
+) -> None:
+    parts = [
+        rows(2 * size + 1, seed).flatten()[: int(size * LEAF_BYTES / 2)]
+        for seed, size in enumerate(sizes, 30)
+    ]
+    assert (parts[0].nbytes % PAGE == 0) == (sizes[0] == 2)
+    held = known(parts, with_leaves=False)
+    tune = [*parts]
+    tune[other] = tune[other] + 1
+    made, read = build_known(tune, with_leaves=False)
+    if made is None:  # what is equal is too small a part of the slab
+        assert sum(part.nbytes for part in parts) - parts[other].nbytes < held.nbytes / 8
+        return
+    assert read == parts[other].nbytes
+    assert held.nbytes - read - 4 * PAGE <= made.leaf_shared_bytes <= held.nbytes - read
+    assert shared_bytes(made.map(), held.map()) >= made.leaf_shared_bytes
+
+
+@pytest.mark.parametrize("more", [0, 256, -256])
+def test_of_a_known_tensor_only_the_leaves_that_changed_are_read(more: int) -> None:
+    base = rows(10.1, 40)
+    held = known([base])
+    tune = changed(base, 3, 4)
+    tune = torch.cat([tune, rows(1, 41)[:more]]) if more >= 0 else tune[:more]
+    made, read = build_known([tune])
+    assert made is not None
+    assert read == 2 * LEAF_BYTES + (tune.nbytes % LEAF_BYTES if more else 0)
+    assert made.leaf_shared_bytes == tune.nbytes - read
+    assert held.nbytes == base.nbytes
+
+
+def test_nothing_is_read_of_a_known_tensor_of_which_nobody_has_a_part() -> None:
+    held = known([rows(5, 50), rows(5, 51)])
+    assert build_known([rows(5, 52), rows(5, 53)]) == (None, 0)
+    assert build_known([rows(5, 51), rows(5, 50)]) == (None, 0)  # elsewhere in it
+    assert held.nbytes
+
+
+def test_a_known_tensor_of_others_leaves_is_not_read() -> None:
+    """What is not mapped, because too much would stay with it, is copied from where it is."""
+    parts = [[rows(4, 60 + base + part) for part in (0, 10, 20)] for base in range(3)]
+    held = [known(each) for each in parts]
+    made, read = build_known([each[number] for number, each in enumerate(parts)])
+    assert made is not None
+    assert read == 0
+    assert made.leaf_shared_bytes == 4 * LEAF_BYTES
+    assert len(held) == 3
+
+
+def test_errors_of_reading_are_passed_on_and_nothing_stays() -> None:
+    held = known([rows(5, 70), rows(5, 71)])
+    gc.collect()
+    before = slabs()
+    tune = [rows(5, 70), rows(5, 72)]
+
+    def fetch(number: int, leaves: Sequence[int] | None, write: Write) -> None:
+        write(tensor_bytes(tune[1])[:LEAF_BYTES], 0)
+        raise StaleHintError("as it was remembered it is not")
+
+    whole = torch.cat(tune)
+    with pytest.raises(StaleHintError):
+        build_from_contents(resident_key(whole, ""), contents_of(tune), fetch, digest_of)
+    gc.collect()
+    assert slabs() == before
+    assert held.nbytes
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_known_tensors_are_what_they_would_be_if_read(data: st.DataObject) -> None:
+    """Any parts, changed anywhere, with and without the digests of their leaves."""
+    sizes = data.draw(st.lists(st.integers(1, 3_000_000), min_size=1, max_size=4))
+    sizes[0] += 2 * LEAF_BYTES  # numbers of four bytes: more than the least that is shared
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 5)))
+    parts = [torch.rand(size, generator=generator) for size in sizes]
+    held = [known(parts, with_leaves=data.draw(st.booleans()))]
+    expected = 0
+    for _ in range(2):
+        tune = [each.clone() for each in parts]
+        for _ in range(data.draw(st.integers(0, 3))):
+            part = data.draw(st.integers(0, len(tune) - 1))
+            tune[part][data.draw(st.integers(0, len(tune[part]) - 1))] += 1
+        made, read = build_known(tune, with_leaves=data.draw(st.booleans()))
+        if made is not None:
+            assert made.leaf_shared_bytes + read <= torch.cat(tune).nbytes
+            held.append(made)
+        expected += made is not None
+    event(f"{expected} of 2 have parts of others")
 
 
 class Families(RuleBasedStateMachine):

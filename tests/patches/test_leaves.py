@@ -16,10 +16,12 @@ from torch import nn
 import engines
 import fresh
 import plain
+import shared
 import tiny_checkpoints as checkpoints
 from process_state import slab_memory
 from tensor_dedup import enable, report, shared_bytes, unshare, verify
 from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.loader.residents.resident import tensor_bytes
 from tensor_dedup.loader.unsharing.lookup import is_mapped
 from tensor_dedup.memory_manager.protocol.layout import PAGE
 
@@ -182,6 +184,58 @@ def _assert_costs_what_changed(base: Path, tune: Path, common: int, opened: list
             each.zero_()
     assert plain.outputs(first) == expected[0]
     assert verify().ok
+
+
+@pytest.mark.vllm
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("case", LLAMAS)
+def test_vllm_reads_only_what_changed_of_a_known_fine_tune(
+    case: str, llama: Path, tmp_path: Path, opened: list[Any]
+) -> None:
+    change, common = LLAMAS[case]
+    tune = change(llama, tmp_path / "tune")
+    shared.quiet(llama, tune)
+    opened.append(engines.sharing(tune, cpu_weights="plain"))
+    expected = plain.outputs(opened[-1])
+    engines.drop(opened.pop())
+    gc.collect()
+    first = engines.sharing(llama, cpu_weights="plain")
+    opened.append(first)
+    differ, _ = changed_leaves(llama, tune)
+    for audited in ({}, {"audit": 1.0}, {"verify_bytes": True}):
+        second = engines.sharing(tune, cpu_weights="plain", **audited)
+        opened.append(second)
+        last = engines.last_report()
+        assert last.known
+        assert common <= last.leaf_shared_bytes < common + len(LLAMAS) * LEAF_BYTES
+        assert not last.collisions
+        if audited:
+            assert last.bytes_read == checkpoints.nbytes(tune) + differ
+        else:
+            assert 0 < last.bytes_read <= 1.05 * differ
+        theirs = dict(plain.model(first).named_parameters())
+        found = sum(
+            shared_bytes(mine, theirs[n]) for n, mine in plain.model(second).named_parameters()
+        )
+        assert found == last.shared_bytes + last.leaf_shared_bytes
+        assert plain.outputs(second) == expected
+        assert verify().ok
+        engines.drop(opened.pop())
+        del second, theirs
+        gc.collect()
+
+
+def changed_leaves(base: Path, tune: Path) -> tuple[int, int]:
+    """How many bytes the leaves have in which two checkpoints differ, and how many tensors do."""
+    old, new = checkpoints.tensors(base), checkpoints.tensors(tune)
+    names = checkpoints.different(base, tune)
+    total = 0
+    for name in names:
+        mine, theirs = tensor_bytes(new[name]), tensor_bytes(old[name])
+        for start in range(0, len(mine), LEAF_BYTES):
+            leaf = mine[start : start + LEAF_BYTES]
+            total += len(leaf) if leaf != theirs[start : start + LEAF_BYTES] else 0
+    return total, len(names)
 
 
 @pytest.mark.vllm
