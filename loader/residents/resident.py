@@ -22,13 +22,13 @@ from tensor_dedup.loader.residents.mappings import (
 )
 from tensor_dedup.loader.residents.slab import (
     ByteArray,
+    ExtentLayout,
     Slab,
     SlabExtent,
     SlabUsageError,
     SlabWriter,
     bytes_at,
     capacity_for,
-    map_extents,
 )
 from tensor_dedup.loader.torch_dtypes import dtype_name, has_name, torch_dtype
 from tensor_dedup.memory_manager.protocol.layout import ALIGNMENT
@@ -229,7 +229,9 @@ class Resident:
     is the same as `extents`, for comparison, without holding the slabs.
     """
 
-    __slots__ = ("__weakref__", "extents", "key", "leaf_shared_bytes", "nbytes", "place")
+    __slots__ = (
+        *("__weakref__", "_layout", "extents", "key", "leaf_shared_bytes", "nbytes", "place"),
+    )
 
     def __init__(
         self, key: ResidentKey, extents: Iterable[SlabExtent], leaf_shared_bytes: int = 0
@@ -244,6 +246,7 @@ class Resident:
         self.extents: Final = tuple(extents)
         self.nbytes: Final = sum(extent.nbytes for extent in self.extents)
         self.leaf_shared_bytes: Final = leaf_shared_bytes
+        self._layout: ExtentLayout | None = None  # made when it is first mapped
         self.place: Final = tuple(SlabRange(s.serial, at, n) for s, at, n in self.extents)
         needed = _count(key.shape) * torch_dtype(key.dtype).itemsize
         for slab, offset, nbytes in self.extents:
@@ -293,7 +296,9 @@ class Resident:
         dtype = torch_dtype(self.key.dtype)
         if self.nbytes == 0:
             return torch.empty_strided(self.key.shape, self.key.stride, dtype=dtype, device="cpu")
-        array = map_extents(self.extents, self, writable=writable)
+        if self._layout is None:
+            self._layout = ExtentLayout(self.extents)
+        array = self._layout.map(self, writable=writable)
         return _tensor_over(array, dtype, self.key.shape, self.key.stride)
 
 

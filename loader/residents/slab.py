@@ -18,9 +18,10 @@ import mmap
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Final, NamedTuple, Protocol
 
 from tensor_dedup import libc
@@ -32,6 +33,7 @@ SLAB_NAME: Final = "tensor-dedup"
 _SEALS: Final = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 # NORESERVE: or the kernel would count every mapping as if all of it were to be copied.
 _SHARED: Final = mmap.MAP_PRIVATE | libc.MAP_NORESERVE
+_OVER: Final = _SHARED | libc.MAP_FIXED
 ByteArray = ctypes.Array[ctypes.c_char]
 
 
@@ -195,8 +197,9 @@ class Slab:
         return self._descriptor.fileno
 
     def map(self, offset: int, nbytes: int, owner: object, *, writable: bool = True) -> ByteArray:
-        """Map a range privately, as `map_extents` does."""
-        return map_extents((SlabExtent(self, offset, nbytes),), owner, writable=writable)
+        """Map a range privately, as `ExtentLayout.map` does."""
+        layout = ExtentLayout((SlabExtent(self, offset, nbytes),))
+        return layout.map(owner, writable=writable)
 
 
 class SlabExtent(NamedTuple):
@@ -207,45 +210,89 @@ class SlabExtent(NamedTuple):
     nbytes: int
 
 
-def map_extents(
-    extents: Sequence[SlabExtent], owner: object, *, writable: bool = True
-) -> ByteArray:
-    """Map ranges of slabs side by side, privately: reads are shared, writes are this mapping's own.
+class ExtentLayout:
+    """Ranges of slabs that are mapped side by side. Immutable, safe from any thread.
 
-    Between two extents lies a boundary of pages, in memory and in both slabs. The buffer holds
-    `owner` and the slabs; everything is unmapped with it. With `writable=False` a write ends the
-    process with SIGSEGV.
-
-    Raises:
-        MappingLimitError: The kernel would soon refuse any mapping.
-        OutOfMemoryError: The kernel refused the mapping.
-        SlabUsageError: An extent is outside its slab, or does not begin or end with a page.
+    Between two extents lies a boundary of pages, in memory and in both slabs.
     """
-    first = extents[0]
-    pieces = (_pages(first),) if len(extents) == 1 else _side_by_side(extents)
-    length = pieces[0].nbytes if len(pieces) == 1 else sum(piece.nbytes for piece in pieces)
-    nbytes = first.nbytes if len(pieces) == 1 else sum(extent.nbytes for extent in extents)
-    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    with ExitStack() as undo:
-        if len(pieces) == 1:
-            address = _map(first.slab.fileno, pieces[0].offset, length, protection)
-            undo.callback(_unmap, address, length)
-        else:
-            why_not = BUDGET.take(len(pieces))
-            if why_not is not None:
-                raise MappingLimitError(why_not)
-            address = at = _map(-1, 0, length, libc.PROT_NONE, _SHARED | mmap.MAP_ANONYMOUS)
-            undo.callback(_unmap, address, length)
-            for (slab, *_), piece in zip(extents, pieces, strict=True):
-                flags = _SHARED | libc.MAP_FIXED
-                _map(slab.fileno, piece.offset, piece.nbytes, protection, flags, at)
-                at += piece.nbytes
-        MAPPINGS.add(address, MappingSpan(length, pieces, writable))
-        array = bytes_at(address + first.offset % PAGE, nbytes, (extents, owner))
-        weakref.finalize(array, _unmap, address, length).atexit = False
-        undo.pop_all()
-    _mapped[address] = array
-    return array
+
+    __slots__ = ("_extents", "_length", "_nbytes", "_overlays", "_pieces", "_under")
+
+    def __init__(self, extents: Sequence[SlabExtent]) -> None:
+        """Lay extents out.
+
+        Raises:
+            SlabUsageError: An extent is outside its slab, or does not begin or end with a page.
+        """
+        self._extents = tuple(extents)
+        self._pieces = (_pages(extents[0]),) if len(extents) == 1 else _side_by_side(extents)
+        self._length = sum(piece.nbytes for piece in self._pieces)
+        self._nbytes = sum(extent.nbytes for extent in extents)
+        self._under, self._overlays = _calls(self._extents, self._pieces)
+
+    def map(self, owner: object, *, writable: bool = True) -> ByteArray:
+        """Map the extents privately: reads are shared, writes are this mapping's own.
+
+        The buffer holds `owner` and the slabs; everything is unmapped with it. With
+        `writable=False` a write ends the process with SIGSEGV.
+
+        Raises:
+            MappingLimitError: The kernel would soon refuse any mapping.
+            OutOfMemoryError: The kernel refused the mapping.
+        """
+        length, pieces = self._length, self._pieces
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        with ExitStack() as undo:
+            fd, offset, at, nbytes = self._under
+            if len(pieces) == 1:
+                address = _map(fd, offset, length, protection)
+                undo.callback(_unmap, address, length)
+            else:
+                why_not = BUDGET.take(len(pieces))
+                if why_not is not None:
+                    raise MappingLimitError(why_not)
+                address = _map(-1, 0, length, libc.PROT_NONE, _SHARED | mmap.MAP_ANONYMOUS)
+                undo.callback(_unmap, address, length)
+                _map(fd, offset, nbytes, protection, _OVER, address + at)
+                for fd, offset, at, nbytes in self._overlays:
+                    _map(fd, offset, nbytes, protection, _OVER, address + at)
+            MAPPINGS.add(address, MappingSpan(length, pieces, writable))
+            array = bytes_at(
+                address + self._extents[0].offset % PAGE, self._nbytes, (self._extents, owner)
+            )
+            weakref.finalize(array, _unmap, address, length).atexit = False
+            undo.pop_all()
+        _mapped[address] = array
+        return array
+
+
+class _Call(NamedTuple):
+    """A range of a file that is mapped `at` bytes after the beginning."""
+
+    fd: int
+    offset: int
+    at: int
+    nbytes: int
+
+
+def _calls(extents: Sequence[SlabExtent], pieces: Sequence[SlabRange]) -> tuple[_Call, list[_Call]]:
+    """Return what is mapped first, and what over it.
+
+    Most pieces of a fine-tune lie in its base's slab as they do in memory: one call maps them all,
+    with what lies between, and costs what one of the others does.
+    """
+    starts = accumulate((piece.nbytes for piece in pieces), initial=0)
+    every = [
+        _Call(slab.fileno, piece.offset, at, piece.nbytes)
+        for (slab, *_), piece, at in zip(extents, pieces, starts, strict=False)
+    ]
+    along = Counter((call.fd, call.offset - call.at) for call in every)
+    [((fd, beyond), _)] = along.most_common(1)
+    below = [call for call in every if (call.fd, call.offset - call.at) == (fd, beyond)]
+    first, last = below[0], below[-1]
+    under = _Call(fd, first.offset, first.at, last.at + last.nbytes - first.at)
+    apart = set(below)
+    return under, [call for call in every if call not in apart]
 
 
 def _pages(extent: SlabExtent) -> SlabRange:
