@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""What sharing by leaf costs where it is made, mapped and read.
+"""What sharing by leaf costs where a tensor is made, mapped and read.
 
-    scripts/bench/leaves.py [--repeats N]
+    scripts/bench/leaves.py [--pairs N] [--write]
 
-*make*: a tensor of which one leaf in eight differs from a resident, against copying it whole.
-*miss*: a tensor that nobody has a leaf of, beside 300 residents with such rows, or beside none.
-*map*: 300 residents of one extent, and one of 1,000 extents. *product*: `F.linear` with such a
-weight, against one of a whole slab. All in turns and in one thread; prints medians, least and
-greatest of the processor's time, which other work on the machine changes less than the clock's.
+*make*: a tensor of which one leaf, or one in eight, differs from a resident, by leaf and copied
+whole, for sizes above and below the least that is shared by leaf. *miss*: a tensor that nobody has
+a leaf of, beside 300 residents with such rows. *map*: a resident of 1,000 extents and one of one.
+*multiply*: what a token costs, a vector times eight matrices of 64 MiB with a seam at every leaf,
+in such memory and in private memory. In one thread and in turns, each pair in the other order than
+the one before. Times are the processor's, which other work on the machine changes less than the
+clock's.
+`--write` puts the section into docs/benchmarks/tables.md.
 """
 
 import sys
@@ -15,7 +18,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from statistics import median
+from typing import Final
+from unittest import mock
 
 if __name__ == "__main__":
     # This folder on the path would hide the packages whose names its modules bear: cuda, store.
@@ -24,107 +28,179 @@ if __name__ == "__main__":
 import click
 import torch
 
+from bench.stats import Estimate, Section, estimate, verdict
 from tensor_dedup.digest import LEAF_BYTES
-from tensor_dedup.loader.residents.leaves import build_from_leaves
-from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup.loader.residents import leaves, registry
 from tensor_dedup.loader.residents.resident import Resident, pack
 from tensor_dedup.loader.residents.slab import SlabExtent, SlabWriter
+from tensor_dedup.types import ResidentKey
 
-ROW = 1024
-ROWS_OF_A_LEAF = LEAF_BYTES // (4 * ROW)
-
-
-def timed(repeats: int, sides: dict[str, Callable[[], object]]) -> None:
-    """Print the processor's milliseconds of each side, run in turns."""
-    found: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(repeats):
-        for name, side in sides.items():
-            began = time.process_time()
-            kept = side()
-            found[name].append((time.process_time() - began) * 1e3)
-            del kept
-    for name, values in found.items():
-        click.echo(f"{name:44} {median(values):9.3f} [{min(values):.3f}, {max(values):.3f}] ms")
+ROW: Final = 1024
+ROWS_OF_A_LEAF: Final = LEAF_BYTES // (4 * ROW)
+MATRICES: Final = 8
+_NOTES: Final = (
+    "`compared` is the median of the pairs' quotients, or differences where it is in ms, with its "
+    "95 % interval. The last row in private memory and in memory with a seam at every leaf."
+)
 
 
-def matrix(leaves: int) -> torch.Tensor:
+def matrix(count: int) -> torch.Tensor:
     """Return a random matrix of so many leaves."""
-    return torch.rand(leaves * ROWS_OF_A_LEAF, ROW)
+    return torch.rand(count * ROWS_OF_A_LEAF, ROW)
 
 
-def whole(tensor: torch.Tensor) -> Resident:
-    """Return a resident in a slab of its own, as it is made without sharing by leaf."""
-    return pack([(tensor, "whole")])[0]
+def resident(tensor: torch.Tensor, name: str) -> Resident:
+    """Return a registered resident in a slab of its own."""
+    return registry.registry.register(pack([(tensor, name)])[0])
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor made and mapped without sharing by leaf."""
+    return pack([(tensor, "tune")])[0].map()
+
+
+def by_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor made and mapped with what others have of it."""
+    found = leaves.build_from_leaves(tensor, "tune")
+    assert found is not None
+    assert found.leaf_shared_bytes
+    return found.map()
+
+
+def after_a_miss(tensor: torch.Tensor) -> torch.Tensor:
+    """Look for leaves that nobody has, and return the tensor made whole."""
+    assert leaves.build_from_leaves(tensor, "new") is None
+    return whole(tensor)
 
 
 def in_pieces(count: int) -> Resident:
-    """Return a resident of so many extents of one leaf, in turns of two slabs."""
-    slabs = []
-    for _ in range(2):
-        writer = SlabWriter(count // 2 * LEAF_BYTES)
-        writer.take(count // 2 * LEAF_BYTES)
-        slabs.append(writer.seal())
-    extents = [SlabExtent(slabs[n % 2], n // 2 * LEAF_BYTES, LEAF_BYTES) for n in range(count)]
-    key = whole(torch.empty(0)).key
-    shape = (count * LEAF_BYTES // 4,)
-    return Resident(type(key)("F32", shape, (1,), "pieces"), extents)
+    """Return a resident of so many extents of one leaf: every other one of one slab, as it lies."""
+    base, own = (SlabWriter(n * LEAF_BYTES) for n in (count, count // 2))
+    for writer, pieces in ((base, count), (own, count // 2)):
+        writer.take(pieces * LEAF_BYTES)
+    slabs = base.seal(), own.seal()
+    extents = [
+        SlabExtent(slabs[n % 2], (n // 2 if n % 2 else n) * LEAF_BYTES, LEAF_BYTES)
+        for n in range(count)
+    ]
+    return Resident(ResidentKey("F32", (count * LEAF_BYTES // 4,), (1,), str(count)), extents)
+
+
+def milliseconds(work: Callable[[], object]) -> float:
+    """Return the processor's time, what was made not yet freed."""
+    began = time.process_time()
+    kept = work()
+    spent = (time.process_time() - began) * 1e3
+    del kept
+    return spent
+
+
+def row(
+    what: str,
+    pairs: int,
+    sides: tuple[Callable[[], object], Callable[[], object]],
+    *,
+    difference: bool = False,
+    aim: tuple[float, float] | None = None,
+) -> str:
+    """Measure two sides in pairs; return the row of the table."""
+    for side in sides:
+        milliseconds(side)
+    found: list[tuple[float, float]] = []
+    for number in range(pairs):
+        order = (0, 1) if number % 2 else (1, 0)
+        spent = {side: milliseconds(sides[side]) for side in order}
+        found.append((spent[0], spent[1]))
+    one, other = (estimate([pair[side] for pair in found]) for side in (0, 1))
+    compared = estimate([b - a if difference else b / a for a, b in found])
+    unit = " ms" if difference else " x"
+    cells = (what, _ms(one), _ms(other), compared.text(3, unit), _aim(compared, aim, unit))
+    return f"| {' | '.join(cells)}"
+
+
+def _ms(found: Estimate) -> str:
+    return found.text(3, " ms")
+
+
+def _aim(compared: Estimate, aim: tuple[float, float] | None, unit: str) -> str:
+    if aim is None:
+        return " | |"
+    least, most = aim
+    text = f"≤ {most}{unit}" if least < 0 else f"{least} to {most}{unit}"
+    return f"{text} | {verdict(compared, least=least, most=most)} |"
+
+
+def make_rows(pairs: int) -> list[str]:
+    """Measure the making of tensors of several sizes."""
+    found = []
+    with (
+        mock.patch.object(leaves, "LEAF_SHARED_FROM", 1),
+        mock.patch.object(registry, "LEAF_SHARED_FROM", 1),
+    ):
+        for size in (2, 4, 8, 32, 128):
+            base = matrix(size)
+            held = resident(base, f"base {size}")
+            tune = base.clone()
+            tune[:: 8 * ROWS_OF_A_LEAF] += 1
+            what = f"make a tensor of {size * 2} MiB"
+            found.append(row(what, pairs, (partial(whole, tune), partial(by_leaf, tune))))
+            del held
+    return found
+
+
+def token(weights: list[torch.Tensor], vector: torch.Tensor) -> None:
+    """Multiply a vector with every matrix."""
+    for weight in weights:
+        torch.nn.functional.linear(vector, weight)
+
+
+def multiply_row(pairs: int) -> str:
+    """Measure products with memory in as many pieces as there can be, and with private memory."""
+    weights = [matrix(32) for _ in range(MATRICES)]
+    held = [resident(weight, f"weight {n}") for n, weight in enumerate(weights)]
+    tunes = [weight.clone() for weight in weights]
+    for tune in tunes:
+        tune[:: 2 * ROWS_OF_A_LEAF] += 1
+    del weights
+    shared = [by_leaf(tune) for tune in tunes]
+    private = [tune.clone() for tune in tunes]
+    vector = torch.rand(1, ROW)
+    sides = partial(token, private, vector), partial(token, shared, vector)
+    found = row(f"multiply, {MATRICES} x 64 MiB", pairs, sides, aim=(0.98, 1.02))
+    assert len(held) == len(shared)
+    return found
 
 
 @click.command()
-@click.option("--repeats", default=9)
-def main(repeats: int) -> None:
+@click.option("--pairs", default=31)
+@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks/tables.md.")
+def main(pairs: int, write: bool) -> None:
     """Measure and print."""
     torch.set_num_threads(1)
-    for leaves in (2, 4, 8, 32, 128):
-        base = matrix(leaves)
-        held = registry.register(pack([(base, f"base {leaves}")])[0])
-        tune = base.clone()
-        tune[:: 8 * ROWS_OF_A_LEAF] += 1
-        timed(
-            repeats,
-            {
-                f"make {leaves * 2} MiB whole": partial(mapped_whole, tune),
-                f"make {leaves * 2} MiB by leaf": partial(mapped, tune),
-            },
-        )
-        del held
+    section = Section("leaves.py", "Leaves in common", ("torch", "blake3"))
+    rows = make_rows(pairs)
     new = matrix(32)
-    timed(repeats, {"miss of 64 MiB, nothing alike": lambda: build_from_leaves(new, "new")})
-    crowd = [registry.register(pack([(torch.rand(2100, ROW), str(n))])[0]) for n in range(300)]
-    timed(repeats, {"miss of 64 MiB, 300 alike": lambda: build_from_leaves(new, "new")})
+    crowd = [resident(torch.rand(2100, ROW), f"crowd {n}") for n in range(300)]
+    rows.append(
+        row(
+            "miss: make one of 64 MiB beside 300 with such rows",
+            pairs,
+            (partial(whole, new), partial(after_a_miss, new)),
+        )
+    )
+    crowd.clear()
     pieces = in_pieces(1000)
-    timed(
-        repeats,
-        {
-            "map 300 residents of one extent": lambda: [each.map() for each in crowd],
-            "map one resident of 1,000 extents": pieces.map,
-        },
+    one = Resident(pieces.key, [SlabExtent(pieces.extents[0].slab, 0, pieces.nbytes)])
+    rows.append(
+        row("map 1,000 extents", pairs, (one.map, pieces.map), difference=True, aim=(-1e9, 5.0))
     )
-    weight = matrix(32)
-    held = registry.register(pack([(weight, "weight")])[0])
-    tune = weight.clone()
-    tune[:: 2 * ROWS_OF_A_LEAF] += 1  # the most extents that there can be
-    one, other = whole(tune).map(), mapped(tune)
-    rows = torch.rand(1, ROW)
-    timed(
-        20 * repeats,
-        {
-            "product with a whole slab": lambda: torch.nn.functional.linear(rows, one),
-            "product with 32 extents": lambda: torch.nn.functional.linear(rows, other),
-        },
-    )
-    del held
-
-
-def mapped_whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in a slab of its own."""
-    return whole(tensor).map()
-
-
-def mapped(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor made from leaves, or as ever where it is too small."""
-    found = build_from_leaves(tensor, "tune")
-    return whole(tensor).map() if found is None else found.map()
+    del pieces, one
+    rows.append(multiply_row(pairs))
+    heading = [
+        "| | whole, or private | by leaf | compared | aim | |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    section.finish("leaves", f"{pairs} pairs", [*heading, *rows], _NOTES, write=write)
 
 
 if __name__ == "__main__":

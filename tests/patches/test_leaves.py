@@ -4,6 +4,7 @@ The parts that do not change are at least 8 MiB each, or nothing would be proved
 """
 
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,17 @@ from torch import nn
 
 import engines
 import fresh
+import hinted
 import plain
 import shared
 import tiny_checkpoints as checkpoints
 from process_state import slab_memory
 from tensor_dedup import enable, report, shared_bytes, unshare, verify
-from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.digest import LEAF_BYTES, digest, leaf_places
+from tensor_dedup.errors import AuditError
+from tensor_dedup.formats.weights import read_header
+from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
+from tensor_dedup.loader.residents import leaves
 from tensor_dedup.loader.residents.resident import tensor_bytes
 from tensor_dedup.loader.unsharing.lookup import is_mapped
 from tensor_dedup.memory_manager.protocol.layout import PAGE
@@ -223,6 +229,111 @@ def test_vllm_reads_only_what_changed_of_a_known_fine_tune(
         engines.drop(opened.pop())
         del second, theirs
         gc.collect()
+
+
+@pytest.mark.vllm
+@pytest.mark.usefixtures("warm")
+def test_a_wrong_hint_of_a_leaf_is_noticed(
+    llama: Path, tmp_path: Path, opened: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The leaf is not read, for the base has it; but the whole is hashed all the same."""
+    tune = checkpoints.mapped(llama, tmp_path / "tune", _with_other_rows)
+    shared.quiet(llama, tune)
+    expected = _outputs_of(tune, opened)  # from now on its digests are known
+    first = engines.sharing(llama, cpu_weights="plain")
+    opened.append(first)
+    [name] = checkpoints.different(llama, tune)
+    _forge(tune, _leaves_of(tune, name)[1], _leaves_of(llama, name)[1])
+    with caplog.at_level(logging.WARNING, "tensor_dedup"):
+        opened.append(engines.sharing(tune, cpu_weights="plain"))
+    assert "loading again without hints" in caplog.text
+    assert engines.last_report().leaf_shared_bytes >= 8 * MIB
+    assert plain.outputs(opened[-1]) == expected
+    assert verify().ok
+
+
+def _with_other_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Change the embedding in its second leaf and in its fourth, of which a row is 2 KiB."""
+    if "embed_tokens" in name:
+        tensor = tensor.clone()
+        tensor[1100] += 1
+        tensor[3500] += 1
+    return tensor
+
+
+@pytest.mark.vllm
+@pytest.mark.usefixtures("warm")
+def test_an_audit_finds_that_others_do_not_have_what_they_should(
+    llama: Path, tmp_path: Path, opened: list[Any]
+) -> None:
+    """As if two digests collided: k is said to be there, and is read by nobody."""
+    change = scaled("layers.1.self_attn.k_proj", "layers.1.self_attn.v_proj")
+    tune = change(llama, tmp_path / "tune")
+    shared.quiet(llama, tune)
+    expected = _outputs_of(tune, opened)
+    first = engines.sharing(llama, cpu_weights="plain")
+    opened.append(first)
+    key = "model.layers.1.self_attn.k_proj.weight"
+    [(fused, contents)] = [
+        (resident, contents)
+        for resident, contents in leaves._contents.items()
+        if _whole(llama, key)[1] in {content.digest for content in contents}
+    ]
+    q, k, v = contents
+    lie = k._replace(digest=_whole(tune, key)[1])
+    leaves.note_contents(fused, [q, lie, v])
+    wrong = engines.sharing(tune, cpu_weights="plain")
+    opened.append(wrong)
+    assert engines.last_report().leaf_shared_bytes == 16 * MIB  # q and k, and nobody can tell
+    assert plain.outputs(wrong) != expected
+    engines.drop(opened.pop())
+    del wrong
+    gc.collect()
+    with pytest.raises(AuditError, match="qkv_proj"):
+        engines.sharing(tune, cpu_weights="plain", audit=1.0)
+    gc.collect()
+    right = engines.sharing(tune, cpu_weights="plain", verify_bytes=True)
+    opened.append(right)
+    assert engines.last_report().collisions == 1
+    assert plain.outputs(right) == expected
+    assert verify().ok
+    del right
+
+
+Place = tuple[int, int]
+
+
+def _outputs_of(path: Path, opened: list[Any]) -> Any:
+    opened.append(engines.sharing(path, cpu_weights="plain"))
+    found = plain.outputs(opened[-1])
+    engines.drop(opened.pop())
+    gc.collect()
+    return found
+
+
+def _whole(path: Path, name: str) -> tuple[Place, str]:
+    """Where a tensor is in its file, and its digest."""
+    file = path / checkpoints.WEIGHTS
+    [spec] = [spec for spec in read_header(file).tensors if spec.name == name]
+    content = file.read_bytes()[spec.start : spec.start + spec.nbytes]
+    return (spec.start, spec.nbytes), digest(content)
+
+
+def _leaves_of(path: Path, name: str) -> list[tuple[Place, str]]:
+    content = (path / checkpoints.WEIGHTS).read_bytes()
+    (start, nbytes), _ = _whole(path, name)
+    return [
+        ((at, size), digest(content[at : at + size])) for at, size in leaf_places(start, nbytes)
+    ]
+
+
+def _forge(path: Path, mine: tuple[Place, str], theirs: tuple[Place, str]) -> None:
+    """Have a hint say that a range of a file is what another's is."""
+    index, (place, true) = HintIndex(), mine
+    with hinted.opened(path / checkpoints.WEIGHTS) as fd:
+        before = FileIdentity.of(fd)
+        assert index.lookup(fd, "blake3")[place] == true != theirs[1]
+        assert index.record(fd, before, hinted.old_enough(before), "blake3", {place: theirs[1]})
 
 
 def changed_leaves(base: Path, tune: Path) -> tuple[int, int]:
