@@ -341,6 +341,9 @@ class LoadSession:
         if not self._is_as_loaded(each, resident):
             return True
         first, made = provider.enter(resident)
+        if not made and not self.agrees(first, tensor := resident.map()):
+            self.keep_private(each, NotShared.COLLISION, ScratchTensor(tensor, tensor))
+            return True
         self._install(each, first, made=made)
         provider.note(self._recipe_key(each), first)
         return True

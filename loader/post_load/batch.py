@@ -21,13 +21,9 @@ from torch import nn
 from tensor_dedup.digest import stream, submit
 from tensor_dedup.loader.cuda.shared import BATCH_BYTES, OWN_SLAB_BYTES
 from tensor_dedup.loader.residents.compare import require_as_hashed
+from tensor_dedup.loader.residents.leaves import may_have_parts
 from tensor_dedup.loader.residents.manager import ResidentRequest
-from tensor_dedup.loader.residents.registry import (
-    LEAF_SHARED_FROM,
-    RowGeometry,
-    registry,
-    row_geometry,
-)
+from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.residents.resident import Resident, pack, resident_key, tensor_bytes
 from tensor_dedup.loader.residents.slab import (
     SharedMemoryError,
@@ -90,18 +86,12 @@ def _resident_geometries() -> set[_Geometry]:
     return {(r.key.dtype, r.key.shape, r.key.stride) for r in registry.residents()}
 
 
-def _resident_rows() -> set[RowGeometry]:
-    large = (r for r in registry.residents() if r.nbytes >= LEAF_SHARED_FROM)
-    return {row_geometry(r.key) for r in large}
-
-
 @dataclass(slots=True)
 class DedupContext:
     """What the models of one load have in common. For one thread.
 
     `files` is None where hints are no help, as after a cast. `built` are the residents that this
-    load made; `resident_before` are the geometries of those that existed when it began, and
-    `rows_before` those of the rows of large ones.
+    load made; `resident_before` are the geometries of those that existed when it began.
     `remembered` and `unknown` count the tensors whose digest a hint gave, and the others.
     """
 
@@ -110,7 +100,6 @@ class DedupContext:
     files: MappedFiles | None = None
     built: WeakSet[Resident] = field(default_factory=WeakSet)
     resident_before: set[_Geometry] = field(default_factory=_resident_geometries)
-    rows_before: set[RowGeometry] = field(default_factory=_resident_rows)
     bytes_hashed: int = 0
     remembered: int = 0
     unknown: int = 0
@@ -213,14 +202,14 @@ class HashBatch:
         self._begun.update((n, self._sources[n].digest(algorithm)) for n in numbers)
 
     def _is_new(self, data: torch.Tensor) -> bool:
-        """Return whether no resident can have these bytes or a part of them, by dtype and shape."""
+        """Return whether no resident can have these bytes or a part of them."""
         context = self._context
         if context.provider.manager.in_use or context.config.hash_algorithm != "blake3":
             return False
         key = resident_key(data, "")
-        if data.nbytes >= LEAF_SHARED_FROM and row_geometry(key) in context.rows_before:
-            return False  # some of its leaves can be
-        return (key.dtype, key.shape, key.stride) not in context.resident_before
+        if (key.dtype, key.shape, key.stride) in context.resident_before:
+            return False
+        return not may_have_parts(data, context.built)
 
     def build(self, missing: Sequence[MissingResident]) -> list[tuple[Resident, bool]]:
         """Return a resident for each, and whether it was made by this call.

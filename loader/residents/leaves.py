@@ -117,6 +117,18 @@ def build_from_leaves(
     return Resident(key, rest.extents(), _shared(pieces))
 
 
+def may_have_parts(tensor: torch.Tensor, own: Container[Resident] = ()) -> bool:
+    """Return whether residents may have leaves of a sharable tensor, by samples of both.
+
+    Reads a page of each leaf at most.
+    """
+    if tensor.nbytes < LEAF_SHARED_FROM:
+        return False
+    residents = [each for each in registry.alike(resident_key(tensor, "")) if each not in own]
+    mine = _samples_in(tensor_bytes(tensor)) if residents else ()
+    return any(any(map(eq, mine, _samples_of(each))) for each in residents)
+
+
 def note_contents(resident: Resident, contents: Sequence[Content]) -> None:
     """Remember what a resident consists of, as long as it lives; its bytes are as digests say."""
     if resident.nbytes >= LEAF_SHARED_FROM:
@@ -244,9 +256,7 @@ def _leaves_in_common(
     """Return the resident that has each leaf of these bytes, by number, where one has."""
     if not residents:
         return {}
-    mine = tuple(
-        bytes(data[start : start + _SAMPLE_BYTES]) for start in range(0, data.nbytes, LEAF_BYTES)
-    )
+    mine = _samples_in(data)
     likely = [(sum(map(eq, mine, _samples_of(each))), each) for each in residents]
     # Who has most is compared first; the sort is stable, so the older of two equals.
     likely.sort(key=lambda pair: -pair[0])
@@ -263,6 +273,11 @@ def _leaves_in_common(
             donors.append(each)
             taken.update(dict.fromkeys(found, each))
     return taken
+
+
+def _samples_in(data: memoryview) -> tuple[bytes, ...]:
+    starts = range(0, data.nbytes, LEAF_BYTES)
+    return tuple(bytes(data[start : start + _SAMPLE_BYTES]) for start in starts)
 
 
 def _samples_of(resident: Resident) -> tuple[bytes, ...]:

@@ -24,10 +24,10 @@ LEAF_SHARED_FROM: Final = 8 << 20
 RECORD: Final = "_tensor_dedup_record"
 
 
-RowGeometry: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
+_RowGeometry: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
-def row_geometry(key: ResidentKey) -> RowGeometry:
+def _row_geometry(key: ResidentKey) -> _RowGeometry:
     """Return what two tensors share of which one has more rows: dtype, shape of a row, stride."""
     return key.dtype, key.shape[1:], key.stride
 
@@ -41,7 +41,7 @@ class Registry:
         )
         self._records: WeakValueDictionary[str, object] = WeakValueDictionary()
         # By number, so that they stay in order.
-        self._large: defaultdict[RowGeometry, WeakValueDictionary[int, Resident]] = defaultdict(
+        self._large: defaultdict[_RowGeometry, WeakValueDictionary[int, Resident]] = defaultdict(
             WeakValueDictionary
         )
         self._numbers = itertools.count()
@@ -63,7 +63,7 @@ class Registry:
                 return first
             self._residents[resident.key, copy] = resident
             if resident.nbytes >= LEAF_SHARED_FROM and not resident.lent:
-                self._large[row_geometry(resident.key)][next(self._numbers)] = resident
+                self._large[_row_geometry(resident.key)][next(self._numbers)] = resident
             return resident
 
     def alike(self, key: ResidentKey) -> list[Resident]:
@@ -73,7 +73,7 @@ class Registry:
         out: their slabs are charged to it, and a part of one has no lease.
         """
         with self._lock:
-            found = self._large.get(row_geometry(key))
+            found = self._large.get(_row_geometry(key))
             return [] if found is None else list(found.values())
 
     def entries(self) -> list[tuple[int, Resident]]:
