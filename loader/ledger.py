@@ -69,6 +69,7 @@ class LoadLedger:
         self.finals: dict[str, FinalTensor] = {}
         self.skipped: dict[str, str] = {}
         self.bytes_materialised = 0
+        self.leaf_shared_bytes = 0
         self.collisions = 0
 
     def add(
@@ -94,6 +95,11 @@ class LoadLedger:
             self.bytes_materialised += nbytes
         final.sources.update((id(source), source) for source in sources)
 
+    def note_leaves(self, nbytes: int) -> None:
+        """Record that `nbytes` of a tensor that was made were resident as leaves of others."""
+        self.bytes_materialised -= nbytes
+        self.leaf_shared_bytes += nbytes
+
     def skip(self, name: str, reason: str) -> None:
         """Record why `name` is not shared; the first reason is kept."""
         self.skipped.setdefault(name, str(reason))
@@ -104,6 +110,7 @@ class LoadLedger:
         report.total_bytes = sum(final.nbytes for final in finals)
         report.shared_bytes = sum(final.shared_bytes for final in finals)
         report.private_bytes = report.total_bytes - report.shared_bytes
+        report.leaf_shared_bytes = self.leaf_shared_bytes
         report.bytes_materialised = self.bytes_materialised
         report.tensors_total = len(finals)
         report.tensors_shared = sum(final.is_shared for final in finals)

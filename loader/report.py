@@ -39,15 +39,17 @@ class ModelReport:
     """The report of one load of one model by one process. Sizes are in bytes.
 
     `total_bytes` is the size of the final tensors, packed copies included; `shared_bytes` of these
-    were resident already, and `private_bytes` is the rest. `bytes_read` is all tensor data fetched,
-    also for hashing; of it, `bytes_from_store` came from a store. `header_bytes` is the size of the
-    headers. `known` tells whether all digests were remembered. `skipped` lists (name, reason) of
-    what could not be shared. `collisions` counts hits that a comparison of bytes refused;
-    `tokens_equal_plain` is set by tests and benchmarks that compare outputs; `stored_as` is the
-    name under which the store holds the checkpoint. `frozen_base` says which layers a base gave in
-    place of the checkpoint's own, as `base`, `layers`, and the number and bytes of their tensors.
-    `marked` has, for each marker of the checkpoint, `base`, `digest`, how many `tensors` it says
-    are the base's, and how many of these were shared; nothing else follows from a marker.
+    were resident already as whole tensors, and `private_bytes` is the rest. Of the rest,
+    `leaf_shared_bytes` lie in leaves of tensors that were resident already. `bytes_read` is all
+    tensor data fetched, also for hashing; of it, `bytes_from_store` came from a store.
+    `header_bytes` is the size of the headers. `known` tells whether all digests were remembered.
+    `skipped` lists (name, reason) of what could not be shared. `collisions` counts hits that a
+    comparison of bytes refused; `tokens_equal_plain` is set by tests and benchmarks that compare
+    outputs; `stored_as` is the name under which the store holds the checkpoint. `frozen_base` says
+    which layers a base gave in place of the checkpoint's own, as `base`, `layers`, and the number
+    and bytes of their tensors. `marked` has, for each marker of the checkpoint, `base`, `digest`,
+    how many `tensors` it says are the base's, and how many of these were shared; nothing else
+    follows from a marker.
     """
 
     name: str = ""
@@ -57,6 +59,7 @@ class ModelReport:
     total_bytes: int = 0
     shared_bytes: int = 0
     private_bytes: int = 0
+    leaf_shared_bytes: int = 0
     checkpoint_bytes: int = 0
     header_bytes: int = 0
     bytes_read: int = 0

@@ -357,3 +357,23 @@ def test_what_passing_on_raises_the_future_raises_when_nothing_runs_any_more() -
     with pytest.raises(OSError, match="no room there"):
         future.result()
     assert running == []
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("nbytes", [5, 2 * MIB, 2 * MIB + 1, 5 * MIB, 40 * MIB])
+def test_the_leaves_can_be_had_with_the_digest(
+    threads: int, nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "_thread_count", lambda: threads)
+    monkeypatch.setattr(digests, "_POOL", digests._Pool())
+    data = pattern(nbytes)
+    expected = leaf_digests(data) if nbytes > LEAF_BYTES else []
+
+    def fill(piece: memoryview, offset: int) -> None:
+        piece[:] = data[offset : offset + piece.nbytes]
+
+    for passing in (False, True):
+        leaves: list[bytes] = []
+        future = stream(nbytes, fill, leaves) if passing else submit(data, leaves=leaves)
+        assert future.result() == reference(data)
+        assert leaves == expected

@@ -9,14 +9,22 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
-from tensor_dedup.digest import digest, stream, submit
+from tensor_dedup.digest import (
+    LEAF_BYTES,
+    digest,
+    digests_by_place,
+    leaf_places,
+    stream,
+    submit,
+)
 from tensor_dedup.errors import (
     ChangedFileError,
     FormatError,
@@ -25,6 +33,7 @@ from tensor_dedup.errors import (
 )
 from tensor_dedup.formats.weights import members_in, read_header
 from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
+from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM
 from tensor_dedup.loader.residents.resident import digest_of
 
 if TYPE_CHECKING:
@@ -83,12 +92,15 @@ class SourceTensor:
     """One tensor of an open checkpoint file.
 
     `digest` is None until a hint or a read gives it; `hinted` tells that it came from a hint.
+    `leaves` are the digests that its leaves have by themselves, or empty: they are remembered of
+    tensors of 8 MiB and more.
     """
 
     file: SourceFile
     spec: TensorSpec
     digest: str | None = None
     hinted: bool = False
+    leaves: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:
@@ -148,7 +160,11 @@ class SourceFile:
 
     def _tensor(self, spec: TensorSpec, known: Mapping[tuple[int, int], str]) -> SourceTensor:
         digest = known.get((spec.start, spec.nbytes))
-        return SourceTensor(self, spec, digest, digest is not None)
+        places = leaf_places(spec.start, spec.nbytes) if spec.nbytes >= LEAF_SHARED_FROM else ()
+        leaves = tuple(known[place] for place in places if place in known)
+        if digest is None or len(leaves) < len(places):
+            leaves = ()
+        return SourceTensor(self, spec, digest, digest is not None, leaves)
 
     def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> bytes | None:
         """Fill the writable `piece` with the tensor's bytes from `offset` on. Safe from any thread.
@@ -252,7 +268,10 @@ class SourceReader:
     counters: ReadCounters = field(default_factory=ReadCounters)
     begun: int = 0  # how many were started with `hashed`
     _settled: int = 0
-    _pending: deque[tuple[SourceTensor, Future[str]]] = field(default_factory=deque)
+    _pending: deque[tuple[SourceTensor, Future[str], list[bytes] | None]] = field(
+        default_factory=deque
+    )
+    _leaf_reads: list[Future[str]] = field(default_factory=list)
 
     def fill(self, source: SourceTensor, memory: torch.Tensor, *, hashed: bool) -> None:
         """Start reading `source` into `memory` (a flat uint8 CPU tensor of exactly its size).
@@ -265,8 +284,9 @@ class SourceReader:
         self.counters.bytes_read += spec.nbytes
         if hashed:
             self.counters.bytes_hashed += spec.nbytes
-            future = submit(view, self.algorithm, partial(file.read_into, spec))
-            self._pending.append((source, future))
+            leaves = _wanted_leaves(source)
+            future = submit(view, self.algorithm, partial(file.read_into, spec), leaves)
+            self._pending.append((source, future, leaves))
             self.begun += 1
         else:
             file.read_into(spec, view)
@@ -288,11 +308,43 @@ class SourceReader:
 
         self.counters.bytes_read += spec.nbytes
         self.counters.bytes_hashed += spec.nbytes
-        self._pending.append((source, stream(spec.nbytes, pass_on)))
+        leaves = _wanted_leaves(source)
+        self._pending.append((source, stream(spec.nbytes, pass_on, leaves), leaves))
         self.begun += 1
         self.settle()
         assert source.digest is not None
         return source.digest
+
+    def read_leaves(
+        self, source: SourceTensor, numbers: Sequence[int], write: Callable[[memoryview, int], None]
+    ) -> None:
+        """Read those leaves of a tensor whose digests are known, as `read_pieces` reads a whole.
+
+        Raises:
+            StaleHintError: A leaf has another digest.
+        """
+        spec, file = source.spec, source.file
+        began = time.perf_counter()
+        reads = []
+        for number in numbers:
+            start = number * LEAF_BYTES
+            size = min(LEAF_BYTES, spec.nbytes - start)
+
+            def pass_on(piece: memoryview, offset: int, start: int = start) -> bytes | None:
+                compared = file.read_into(spec, piece, start + offset)
+                write(piece, start + offset)
+                return compared
+
+            self.counters.bytes_read += size
+            self.counters.bytes_hashed += size
+            reads.append((number, stream(size, pass_on)))
+        self._leaf_reads = [future for _, future in reads]
+        wait(self._leaf_reads)  # all of them, whatever happened to one
+        self._leaf_reads.clear()
+        self.counters.read_seconds += time.perf_counter() - began
+        for number, future in reads:
+            if future.result() != source.leaves[number]:
+                raise_stale(source, future.result(), f"leaf {number}", source.leaves[number])
 
     def settle(self, mark: int | None = None) -> None:
         """Wait for all reads in progress, or for the first `mark` begun, and enter their digests.
@@ -308,16 +360,16 @@ class SourceReader:
         began = time.perf_counter()
         # All of them, whatever happened to one, and before one is let go: until then the pool
         # writes into the memory, and `abandon` must find what is still under way.
-        for _, future in islice(self._pending, count):
+        for _, future, _ in islice(self._pending, count):
             future.exception()
         settled = [self._pending.popleft() for _ in range(count)]
         self._settled += count
         self.counters.read_seconds += time.perf_counter() - began
-        failed = next((each for _, future in settled if (each := future.exception())), None)
+        failed = next((each for _, future, _ in settled if (each := future.exception())), None)
         # What arrived has arrived, whatever became of another: a load may go on without that one.
-        for source, future in settled:
+        for source, future, leaves in settled:
             if future.exception() is None:
-                _enter(source, future.result())
+                _enter(source, future.result(), leaves or ())
         if failed is not None:
             raise failed
 
@@ -340,17 +392,32 @@ class SourceReader:
         """Wait for every read in progress and discard it, so that the memory may be freed."""
         while self._pending:
             self._pending.popleft()[1].exception()
+        wait(self._leaf_reads)
         self._settled = self.begun
 
 
-def _enter(source: SourceTensor, value: str) -> None:
+def _wanted_leaves(source: SourceTensor) -> list[bytes] | None:
+    """Return a list for the leaf digests of a tensor that may have leaves in common with others."""
+    return [] if source.spec.nbytes >= LEAF_SHARED_FROM else None
+
+
+def _enter(source: SourceTensor, value: str, leaves: Sequence[bytes]) -> None:
     if source.digest is not None and source.digest != value:
-        raise StaleHintError(
-            f"{source.place} hashes to {value}, remembered as {source.digest}; "
-            "something wrote to the file without changing its times",
-            path=str(source.file.path),
-            tensor=source.spec.name,
-        )
+        raise_stale(source, value, "it", source.digest)
+    spec = source.spec
+    found = digests_by_place(spec.start, spec.nbytes, leaves) if leaves else {}
     if source.digest is None:  # what was known is remembered already, and may not be the file's
-        source.file.hashed[source.spec.start, source.spec.nbytes] = value
+        source.file.hashed |= found or {(spec.start, spec.nbytes): value}
     source.digest = value
+    if found:
+        source.leaves = tuple(found[place] for place in leaf_places(spec.start, spec.nbytes))
+
+
+def raise_stale(source: SourceTensor, value: str, what: str, remembered: str) -> NoReturn:
+    """Raise StaleHintError: a tensor, or `what` of it, has another digest than was remembered."""
+    raise StaleHintError(
+        f"{source.place}: {what} hashes to {value}, remembered as {remembered}; "
+        "something wrote to the file without changing its times",
+        path=str(source.file.path),
+        tensor=source.spec.name,
+    )

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
 from tensor_dedup.loader.cuda.openers import MappedExtent, Opener, VmmOpener, total
-from tensor_dedup.loader.residents.mappings import DEVICE_MAPPINGS, MappingSpan
+from tensor_dedup.loader.residents.mappings import DEVICE_MAPPINGS, MappingSpan, SlabRange
 from tensor_dedup.memory_manager.cuda.driver import (
     Access,
     Driver,
@@ -144,7 +144,9 @@ class Gpu:
             undo.keep()
         at = address
         for extent in extents:
-            DEVICE_MAPPINGS.add(at, MappingSpan(extent.nbytes, extent.serial))
+            DEVICE_MAPPINGS.add(
+                at, MappingSpan(extent.nbytes, (SlabRange(extent.serial, 0, extent.nbytes),))
+            )
             at += extent.nbytes
         made = DeviceMapping(
             self, _PendingUnmap(address, tuple(extents), opener, {id(owner): owner})

@@ -55,6 +55,10 @@ class GpuProvider:
         """The reason why a requested memory manager does not hold everything, or None."""
         return self._manager.not_lent
 
+    @property
+    def not_by_leaf(self) -> None:
+        """None: tensors are shared whole on a GPU."""
+
     def reason(self, name: str) -> str | None:
         """Return why a tensor of this name stays private, or None; engines write to some."""
         if name.rpartition(".")[2].lstrip("_") in _WRITTEN:

@@ -15,8 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from blake3 import blake3
@@ -296,8 +295,7 @@ def drop_what_is_overwritten(views: Sequence[View]) -> None:
             storage.initial = None
 
 
-@dataclass(frozen=True, slots=True)
-class StorageRange:
+class StorageRange(NamedTuple):
     """Bytes `start` to `stop` of a storage; `source` is set if they are one source tensor's."""
 
     start: int

@@ -6,7 +6,7 @@ Tensors that vLLM's own processing computed are shared through `share_by_content
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from weakref import WeakSet
 
 import torch
 
+from tensor_dedup.loader.checkpoint_io.sources import raise_stale
 from tensor_dedup.loader.deferred.evaluate import Prefetcher
 from tensor_dedup.loader.deferred.layer_key import process_state
 from tensor_dedup.loader.deferred.parameters import DeferredParameter, replace_data
@@ -21,16 +22,20 @@ from tensor_dedup.loader.deferred.recipe import (
     RecipeBook,
     composite_digest,
     drop_what_is_overwritten,
+    parts_of,
     reason_to_keep_private,
     whole_source,
 )
 from tensor_dedup.loader.deferred.storage import View, as_view
 from tensor_dedup.loader.ledger import LoadLedger, NotShared
 from tensor_dedup.loader.residents.compare import raise_audit, same_bytes
+from tensor_dedup.loader.residents.leaves import Content, build_from_contents, note_contents
 from tensor_dedup.loader.residents.manager import ResidentQuery, ResidentRequest
 from tensor_dedup.loader.residents.provider import HostProvider
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.residents.resident import (
+    Resident,
+    Write,
     key_anywhere,
     read_into_slab,
     sharable,
@@ -277,6 +282,8 @@ class LoadSession:
     def _share_by_content(
         self, each: DeferredParameter, made: ScratchTensor | None
     ) -> tuple[ScratchTensor, str] | None:
+        if made is None and self._share_known_contents(each):
+            return None
         if made is None and (source := self._streamed_source(each)) is not None:
             self._stream(each, source)
             return None
@@ -299,6 +306,88 @@ class LoadSession:
         self._give_back_own(here, made)
         return None
 
+    def _share_known_contents(self, each: DeferredParameter) -> bool:
+        """Install a tensor that others have parts of, reading only the rest; return whether so.
+
+        This is for a tensor of source tensors side by side, all with digests, in this process.
+
+        Raises:
+            StaleHintError: What was read is not what was remembered.
+        """
+        known, provider = self._contents(each), self.provider
+        if not known or not isinstance(provider, HostProvider) or not provider.local:
+            return False
+        sources, contents = [source for source, _ in known], [content for _, content in known]
+        shape, stride = tuple(each.parameter.shape), tuple(each.parameter.stride())
+        geometry = ResidentKey(dtype_name(each.parameter.dtype), shape, stride, "")
+
+        def read(number: int, leaves: Sequence[int] | None, write: Write) -> None:
+            if leaves is None:
+                self.reader.read_pieces(sources[number], write)
+            else:
+                self.reader.read_leaves(sources[number], leaves, write)
+
+        def build(own: Container[Resident]) -> Resident | None:
+            return build_from_contents(geometry, contents, read, self.digest_of, own)
+
+        try:
+            resident = provider.build_known(build)
+        except SharedMemoryError:
+            return False  # met again, and said, on the ordinary way
+        if resident is None:
+            return False
+        if len(contents) == 1 and resident.key.digest != contents[0].digest:
+            raise_stale(sources[0], resident.key.digest, "it", contents[0].digest)
+        if not self._is_as_loaded(each, resident):
+            return True
+        first, made = provider.enter(resident)
+        if not made and not self.agrees(first, tensor := resident.map()):
+            self.keep_private(each, NotShared.COLLISION, ScratchTensor(tensor, tensor))
+            return True
+        self._install(each, first, made=made)
+        provider.note(self._recipe_key(each), first)
+        return True
+
+    def _is_as_loaded(self, each: DeferredParameter, resident: Resident) -> bool:
+        """Compare what was made of remembered digests with the checkpoint where that is asked for.
+
+        If it differs the tensor is installed privately, and this returns False.
+
+        Raises:
+            AuditError: An audit found other bytes.
+        """
+        verify = self.config.verifies_bytes
+        if not verify and not self.sampled():
+            return True
+        made = self.make(each)
+        equal = same_bytes(made.tensor, resident.map(writable=False))
+        if not equal and not verify:
+            raise_audit(each.name, "the leaves of others", "the tensor made from its checkpoint")
+        if not equal:
+            self.ledger.collisions += 1
+            self.keep_private(each, NotShared.COLLISION, made)
+        self.give_back(made)
+        return equal
+
+    def _contents(self, each: DeferredParameter) -> list[tuple[SourceTensor, Content]]:
+        """Return the sources of known digests that a tensor consists of, or nothing."""
+        if self.config.hash_algorithm != "blake3" or not has_name(each.parameter.dtype):
+            return []
+        found = []
+        for start, stop, source in parts_of(_view(each)):
+            if start == stop:  # padding of a vocabulary that needs none
+                continue
+            if source is None or source.digest is None:
+                return []
+            found.append((source, Content(start, stop, source.digest, source.leaves)))
+        return found
+
+    def _note_contents(self, each: DeferredParameter, resident: AnyResident) -> None:
+        """Remember what a resident consists of whose sources have all been read."""
+        known = self._contents(each)
+        if known and isinstance(resident, Resident):
+            note_contents(resident, [content for _, content in known])
+
     def is_streamed(self, each: DeferredParameter) -> bool:
         """Return whether a tensor is read directly into shared memory, without scratch memory."""
         return self._streamed_source(each) is not None
@@ -320,19 +409,21 @@ class LoadSession:
         parameter = each.parameter
         shape, stride = tuple(parameter.shape), tuple(parameter.stride())
         geometry = ResidentKey(dtype_name(parameter.dtype), shape, stride, "")
+        assert isinstance(self.provider, HostProvider)  # no other is local
         try:
             resident = read_into_slab(
                 geometry, each.nbytes, partial(self.reader.read_pieces, source)
             )
+            first, made = self.provider.enter_read(resident)
         except SharedMemoryError as error:
             self.keep_private(each, str(error))
             return
         self.ahead.begin(self._must_be_read)
-        first = registry.register(resident)
-        if first is not resident and not self.agrees(first, tensor := resident.map()):
+        self._note_contents(each, first)
+        if not made and not self.agrees(first, tensor := resident.map()):
             self.keep_private(each, NotShared.COLLISION, ScratchTensor(tensor, tensor))
             return
-        self._install(each, first, made=first is resident)
+        self._install(each, first, made=made)
         registry.register_record(self._recipe_key(each), first)
 
     def _give_back_own(self, here: ScratchTensor, lent: ScratchTensor | None) -> None:
@@ -358,6 +449,7 @@ class LoadSession:
             if new or self.agrees(resident, made.tensor):
                 self._install(each, resident, made=new)
                 self.provider.note(self._recipe_key(each), resident)
+                self._note_contents(each, resident)
             else:
                 self.keep_private(each, NotShared.COLLISION, made)
             if borrowed:
@@ -401,6 +493,8 @@ class LoadSession:
         """Account for a final tensor that is, or is part of, `used`, a resident or a record."""
         shared = not made and used is not None and used not in self.own
         self.ledger.add(name, nbytes, shared=shared, made=made, sources=sources)
+        if made and isinstance(used, Resident):
+            self.ledger.note_leaves(used.leaf_shared_bytes)
 
     def place(self, each: DeferredParameter, tensor: torch.Tensor) -> None:
         """Give the parameter its memory."""

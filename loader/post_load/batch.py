@@ -21,15 +21,16 @@ from torch import nn
 from tensor_dedup.digest import stream, submit
 from tensor_dedup.loader.cuda.shared import BATCH_BYTES, OWN_SLAB_BYTES
 from tensor_dedup.loader.residents.compare import require_as_hashed
+from tensor_dedup.loader.residents.leaves import may_have_parts
 from tensor_dedup.loader.residents.manager import ResidentRequest
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.residents.resident import Resident, pack, resident_key, tensor_bytes
 from tensor_dedup.loader.residents.slab import (
     SharedMemoryError,
+    SlabExtent,
     SlabWriter,
     capacity_for,
 )
-from tensor_dedup.loader.torch_dtypes import dtype_name
 from tensor_dedup.memory_manager.protocol.layout import ALIGNMENT
 
 if TYPE_CHECKING:
@@ -201,12 +202,14 @@ class HashBatch:
         self._begun.update((n, self._sources[n].digest(algorithm)) for n in numbers)
 
     def _is_new(self, data: torch.Tensor) -> bool:
-        """Return whether no resident can have these bytes, by dtype and shape."""
+        """Return whether no resident can have these bytes or a part of them."""
         context = self._context
         if context.provider.manager.in_use or context.config.hash_algorithm != "blake3":
             return False
-        geometry = dtype_name(data.dtype), tuple(data.shape), tuple(data.stride())
-        return geometry not in context.resident_before
+        key = resident_key(data, "")
+        if (key.dtype, key.shape, key.stride) in context.resident_before:
+            return False
+        return not may_have_parts(data, context.built)
 
     def build(self, missing: Sequence[MissingResident]) -> list[tuple[Resident, bool]]:
         """Return a resident for each, and whether it was made by this call.
@@ -344,9 +347,7 @@ class SlabFill:
         return {
             number: Resident(
                 resident_key(self._sources[number].tensor, found),
-                slab,
-                self._starts[number],
-                self._sources[number].tensor.nbytes,
+                [SlabExtent(slab, self._starts[number], self._sources[number].tensor.nbytes)],
             )
             for number, found in digests.items()
         }

@@ -407,7 +407,10 @@ class ModuleDedup:
         for name, parameter in self.model.named_parameters():
             share = self._shares.get(id(parameter)) or self._on_gpus.shares.get(id(parameter))
             if share is not None:
-                self.ledger.add(name, parameter.nbytes, shared=share.before, made=share.made)
+                nbytes, made = parameter.nbytes, share.made
+                self.ledger.add(name, nbytes, shared=share.before, made=made)
+                if made and isinstance(share, ReplicaShare):
+                    self.ledger.note_leaves(share.resident.leaf_shared_bytes)
             elif parameter.nbytes:
                 self.ledger.add(name, parameter.nbytes, shared=False)
                 self.ledger.skip(name, self._reasons[id(parameter)])

@@ -23,7 +23,7 @@ import msgspec
 from blake3 import blake3
 
 from tensor_dedup.loader.residents.resident import Resident, key_anywhere, tensor_bytes
-from tensor_dedup.loader.residents.slab import Slab, SlabUsageError
+from tensor_dedup.loader.residents.slab import Slab, SlabExtent, SlabUsageError
 from tensor_dedup.memory_manager.client import (
     AUTO,
     Client,
@@ -326,8 +326,13 @@ class LentResident(Resident):
             raise SlabUsageError(
                 f"a lease on {lease.digest} for a tensor of {key.digest}", digest=lease.digest
             )
-        super().__init__(key, _slab(lease.slab), lease.offset, lease.nbytes)
+        super().__init__(key, [SlabExtent(_slab(lease.slab), lease.offset, lease.nbytes)])
         self.lease: Final = lease
+
+    @property
+    def lent(self) -> bool:
+        """Whether the memory is a memory manager's."""
+        return True
 
 
 class HostMemory:

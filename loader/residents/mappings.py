@@ -3,13 +3,18 @@
 Imports no torch. Other mappings are looked up in the kernel: `residents.process_mappings`.
 """
 
+import sys
+import time
 from array import array
 from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from io import FileIO
+from itertools import groupby
 from mmap import PAGESIZE
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from tensor_dedup import libc
 from tensor_dedup.errors import UnsupportedError
 
 _PAGEMAP: Final = Path("/proc/self/pagemap")
@@ -18,15 +23,10 @@ _CHUNK: Final = 1 << 20
 # The top bits of a pagemap entry: present (63), swapped out (62), a page of the file (61).
 _FLAGS_SHIFT: Final = 61
 _COPIED: Final = frozenset({0b100, 0b010, 0b110})
-
-
-class MappingSpan(NamedTuple):
-    """One mapping: its length, and the slab and offset its first byte comes from."""
-
-    length: int
-    slab: int
-    offset: int = 0
-    writable: bool = True
+_COPIED_PAGE: Final = (0b100 << _FLAGS_SHIFT).to_bytes(_ENTRY_BYTES, sys.byteorder)
+# Of the mappings that the kernel allows a process; the rest is for whatever else runs in it.
+_USABLE: Final = 0.75
+_RECOUNT_S: Final = 1.0
 
 
 class SlabRange(NamedTuple):
@@ -35,6 +35,24 @@ class SlabRange(NamedTuple):
     slab: int
     offset: int
     nbytes: int
+
+
+class MappingSpan(NamedTuple):
+    """A range of addresses and what is mapped there, side by side: `pieces` fill `length` bytes."""
+
+    length: int
+    pieces: tuple[SlabRange, ...]
+    writable: bool = True
+
+
+def _cut(pieces: Iterable[SlabRange], start: int, nbytes: int) -> Iterator[SlabRange]:
+    """Yield what `nbytes` bytes from `start` on are, of pieces that lie side by side."""
+    at, end = 0, start + nbytes
+    for slab, offset, length in pieces:
+        first, last = max(at, start), min(at + length, end)
+        if first < last:
+            yield SlabRange(slab, offset + first - at, last - first)
+        at += length
 
 
 class SlabMappings:
@@ -60,34 +78,30 @@ class SlabMappings:
         self._spans.pop(address, None)
         self._change = object()
 
-    def find(self, address: int, nbytes: int) -> tuple[int, int] | None:
-        """Return slab and offset of a memory range, or None unless one mapping holds all of it."""
-        found = self.around(address, nbytes)
-        if found is None:
-            return None
-        start, span = found
-        return span.slab, span.offset + address - start
-
     def around(self, address: int, nbytes: int) -> tuple[int, MappingSpan] | None:
-        """Return the start and the span of the mapping that holds all of a range, or None."""
+        """Return the start of the span that holds all of a range, and the span, or None."""
         start, span = self._last_before(address)
         if span is None or address + nbytes > start + span.length:
             return None
         return start, span
 
     def ranges(self, address: int, nbytes: int) -> list[SlabRange]:
-        """Return the slab ranges behind a range of memory, in order, mapping by mapping.
+        """Return the slab ranges behind a range of memory, in order, piece by piece.
 
         The list is empty if any part of the range is not mapped from a slab.
         """
-        found, end = [], address + nbytes
+        found: list[SlabRange] = []
+        end = address + nbytes
         while address < end:
             start, span = self._last_before(address)
             if span is None or address >= start + span.length:
                 return []
-            inside = address - start
-            taken = min(span.length - inside, end - address)
-            found.append(SlabRange(span.slab, span.offset + inside, taken))
+            taken = min(start + span.length, end) - address
+            if len(span.pieces) == 1:
+                slab, offset, _ = span.pieces[0]
+                found.append(SlabRange(slab, offset + address - start, taken))
+            else:
+                found += _cut(span.pieces, address - start, taken)
             address += taken
         return found
 
@@ -131,17 +145,25 @@ def any_page_copied(address: int, nbytes: int) -> bool:
     Raises:
         UnsupportedError: /proc/self/pagemap cannot be read.
     """
-    first, last = address // PAGESIZE, -(-(address + nbytes) // PAGESIZE)
-    try:
-        with _PAGEMAP.open("rb", buffering=0) as pagemap:
-            pagemap.seek(first * _ENTRY_BYTES)
-            return _any_copied(pagemap, (last - first) * _ENTRY_BYTES)
-    except OSError as error:
-        raise UnsupportedError(
-            f"{_PAGEMAP}: {error.strerror}; whether memory is shared cannot be told here, "
-            "mount /proc to ask",
-            errno=error.errno,
-        ) from error
+    return any(_has_copied(piece) for piece in _pages(address, nbytes))
+
+
+def as_mapped(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yield start and size of the parts of a range whose pages are still the file's.
+
+    Raises:
+        UnsupportedError: /proc/self/pagemap cannot be read.
+    """
+    at, end = address // PAGESIZE * PAGESIZE, address + nbytes
+    states = (
+        entry >> _FLAGS_SHIFT in _COPIED
+        for piece in _pages(address, nbytes)
+        for entry in array("Q", piece)
+    )
+    for copied, pages in groupby(states):
+        start, at = at, at + sum(1 for _ in pages) * PAGESIZE
+        if not copied:
+            yield max(start, address), min(at, end) - max(start, address)
 
 
 def is_as_mapped(address: int, nbytes: int) -> bool:
@@ -152,14 +174,71 @@ def is_as_mapped(address: int, nbytes: int) -> bool:
         return False
 
 
-def _any_copied(pagemap: FileIO, left: int) -> bool:
+def _pages(address: int, nbytes: int) -> Iterator[bytes]:
+    """Yield the kernel's entries of the pages of a range, 8 bytes each, many at a time.
+
+    Raises:
+        UnsupportedError: The kernel does not provide them.
+    """
+    first, last = address // PAGESIZE, -(-(address + nbytes) // PAGESIZE)
+    try:
+        with _PAGEMAP.open("rb", buffering=0) as pagemap:
+            pagemap.seek(first * _ENTRY_BYTES)
+            yield from _read(pagemap, (last - first) * _ENTRY_BYTES)
+    except OSError as error:
+        raise UnsupportedError(
+            f"{_PAGEMAP}: {error.strerror}; whether memory is shared cannot be told here, "
+            "mount /proc to ask",
+            errno=error.errno,
+        ) from error
+
+
+def _read(pagemap: FileIO, left: int) -> Iterator[bytes]:
     while left > 0:
-        piece = pagemap.read(min(left, _CHUNK))
-        if not piece or _has_copied(piece):
-            return True  # past the end of memory: not known to be shared
+        # Past the end of memory nothing is known to be shared.
+        piece = pagemap.read(min(left, _CHUNK)) or _COPIED_PAGE * (left // _ENTRY_BYTES)
+        yield piece
         left -= len(piece)
-    return False
 
 
 def _has_copied(entries: bytes) -> bool:
     return any(entry >> _FLAGS_SHIFT in _COPIED for entry in set(array("Q", entries)))
+
+
+class MappingBudget:
+    """How many more mappings this process may make. Safe from any thread.
+
+    At the kernel's limit (vm.max_map_count) every thread that wants memory fails, so those that
+    can be done without are refused well before.
+    """
+
+    def __init__(self) -> None:
+        self._known = 0
+        self._until = 0.0
+
+    def refusal(self, mappings: int) -> str | None:
+        """Return why so many mappings must not be made, or None."""
+        if time.monotonic() >= self._until or self._refuses(mappings):
+            # Reading the list takes milliseconds, so it is read again only after a while.
+            self._known = libc.count_mappings()
+            self._until = time.monotonic() + _RECOUNT_S
+        if not self._refuses(mappings):
+            return None
+        return (
+            f"{mappings} mappings beside the {self._known} of this process come too near to the "
+            f"{libc.max_mappings()} it may have; raise sysctl vm.max_map_count to share parts of "
+            "tensors"
+        )
+
+    def take(self, mappings: int) -> str | None:
+        """Count mappings that are to be made; return why they must not be, or None."""
+        why_not = self.refusal(mappings)
+        if why_not is None:
+            self._known += mappings
+        return why_not
+
+    def _refuses(self, mappings: int) -> bool:
+        return self._known + mappings > _USABLE * libc.max_mappings()
+
+
+BUDGET: Final = MappingBudget()

@@ -7,9 +7,13 @@ a GPU.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
+from weakref import WeakSet
 
+from tensor_dedup.loader.residents.leaves import build_from_leaves, relink
 from tensor_dedup.loader.residents.manager import (
     HostResidents,
     ManagerResidents,
@@ -19,10 +23,11 @@ from tensor_dedup.loader.residents.manager import (
 )
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.residents.resident import Resident, pack
+from tensor_dedup.loader.residents.slab import MappingLimitError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable, Sequence
 
     import torch
 
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
     # Raises when a resident is not of the bytes that the tensor had when it was hashed.
     Check = Callable[[Iterable[tuple[torch.Tensor, Resident]]], None]
 
+_log = logging.getLogger(__name__)
 # Smaller tensors of one call share a slab: a page each in the file, and one descriptor for all.
 _OWN_SLAB_BYTES: Final = 64 << 10
 
@@ -69,6 +75,10 @@ class ResidentProvider(Protocol):
     @property
     def not_lent(self) -> str | None:
         """The reason why other processes do not get everything although requested, or None."""
+
+    @property
+    def not_by_leaf(self) -> str | None:
+        """The reason why a tensor was copied although others have leaves of it, or None."""
 
     def find(
         self, queries: Sequence[ResidentQuery], *, ask_manager: bool = True
@@ -123,6 +133,8 @@ class HostProvider:
     keep_alignment: bool = False
     own_slab_bytes: int = _OWN_SLAB_BYTES
     batch_bytes: int = 1 << 62  # all that a call wants
+    _built: WeakSet[Resident] = field(default_factory=WeakSet)
+    _not_by_leaf: str | None = None
 
     @property
     def local(self) -> bool:
@@ -138,6 +150,11 @@ class HostProvider:
     def not_lent(self) -> str | None:
         """The reason why a requested memory manager does not hold everything, or None."""
         return self.manager.not_lent
+
+    @property
+    def not_by_leaf(self) -> str | None:
+        """The reason why a tensor was copied although others have leaves of it, or None."""
+        return self._not_by_leaf
 
     def find(
         self, queries: Sequence[ResidentQuery], *, ask_manager: bool = True
@@ -183,8 +200,7 @@ class HostProvider:
         """
         lent = self.manager.put(requests)
         rest = [each for each, found in zip(requests, lent, strict=True) if found is None]
-        items = [(each.tensor, each.digest) for each in rest]
-        local = pack(items, keep_alignment=self.keep_alignment) if items else []
+        local = self._build(rest)
         if check is not None:
             check(zip((each.tensor for each in rest), local, strict=True))
         packed = iter(local)
@@ -195,6 +211,54 @@ class HostProvider:
             self.manager.announce_to_next_manager(each.recipe, first)
             built.append((first, new and first is resident))
         return built
+
+    def _build(self, requests: Sequence[ResidentRequest]) -> list[Resident]:
+        parts = [
+            self._of_leaves(partial(build_from_leaves, each.tensor, each.digest, self._built))
+            for each in requests
+        ]
+        items = [
+            (each.tensor, each.digest)
+            for each, part in zip(requests, parts, strict=True)
+            if part is None
+        ]
+        whole = iter(pack(items, keep_alignment=self.keep_alignment) if items else ())
+        made = [next(whole) if part is None else part for part in parts]
+        self._built.update(made)
+        return made
+
+    def _of_leaves(self, build: Callable[[], Resident | None]) -> Resident | None:
+        try:
+            return build()
+        except MappingLimitError as error:
+            if self._not_by_leaf is None:
+                self._not_by_leaf = str(error)
+                _log.warning("a tensor is copied whole: %s", str(error))
+            return None
+
+    def build_known(
+        self, build: Callable[[Container[Resident]], Resident | None]
+    ) -> Resident | None:
+        """Return what `build` makes of residents that are not this load's own, or None.
+
+        Raises:
+            SharedMemoryError: There is no memory for what nobody has.
+        """
+        return self._of_leaves(partial(build, self._built))
+
+    def enter_read(self, resident: Resident) -> tuple[Resident, bool]:
+        """Enter a resident that was read straight into a slab, as one that `get_or_build` built.
+
+        Raises:
+            SharedMemoryError: There is no memory for what it has in common with others.
+        """
+        return self.enter(self._of_leaves(partial(relink, resident, self._built)) or resident)
+
+    def enter(self, resident: Resident) -> tuple[Resident, bool]:
+        """Enter a resident; return the one to use, and whether it is this one."""
+        self._built.add(resident)
+        first = registry.register(resident)
+        return first, first is resident
 
     def map(self, resident: AnyResident) -> torch.Tensor:
         """Return a copy-on-write mapping of a resident."""

@@ -3,10 +3,12 @@
 Both are held weakly: when the last model that uses a resident is dropped, it is freed.
 """
 
+import itertools
 import os
 import sys
 import threading
-from typing import Final
+from collections import defaultdict
+from typing import Final, TypeAlias
 from weakref import WeakValueDictionary
 
 from tensor_dedup.loader import report
@@ -15,9 +17,19 @@ from tensor_dedup.types import ResidentKey
 
 # A weak reference (72) and its slot in a dict (about 100 when two thirds full).
 _ENTRY_BYTES: Final = 172
+# From this size on, a tensor that is no other's equal may still have leaves in common with one.
+LEAF_SHARED_FROM: Final = 8 << 20
 # The attribute by which a layer, or its packed function, holds its record: a record lives as long
 # as a layer uses it.
 RECORD: Final = "_tensor_dedup_record"
+
+
+_RowGeometry: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
+
+
+def _row_geometry(key: ResidentKey) -> _RowGeometry:
+    """Return what two tensors share of which one has more rows: dtype, shape of a row, stride."""
+    return key.dtype, key.shape[1:], key.stride
 
 
 class Registry:
@@ -28,6 +40,11 @@ class Registry:
             WeakValueDictionary()
         )
         self._records: WeakValueDictionary[str, object] = WeakValueDictionary()
+        # By number, so that they stay in order.
+        self._large: defaultdict[_RowGeometry, WeakValueDictionary[int, Resident]] = defaultdict(
+            WeakValueDictionary
+        )
+        self._numbers = itertools.count()
         self._lock = threading.Lock()
 
     def lookup(self, key: ResidentKey, copy: int = 0) -> Resident | None:
@@ -45,7 +62,19 @@ class Registry:
             if first is not None:
                 return first
             self._residents[resident.key, copy] = resident
+            if resident.nbytes >= LEAF_SHARED_FROM and not resident.lent:
+                self._large[_row_geometry(resident.key)][next(self._numbers)] = resident
             return resident
+
+    def alike(self, key: ResidentKey) -> list[Resident]:
+        """Return the living residents of 8 MiB and more that have such rows, the oldest first.
+
+        They may have leaves in common with a tensor of that key. Those of a memory manager are left
+        out: their slabs are charged to it, and a part of one has no lease.
+        """
+        with self._lock:
+            found = self._large.get(_row_geometry(key))
+            return [] if found is None else list(found.values())
 
     def entries(self) -> list[tuple[int, Resident]]:
         """Return all living residents, each with the number of its replica."""
@@ -86,7 +115,7 @@ class Registry:
 
         A packed copy counts as the plain weight it was made from.
         """
-        slabs = {r.slab.serial: r.slab.nbytes for r in self.residents()}
+        slabs = {e.slab.serial: e.slab.nbytes for r in self.residents() for e in r.extents}
         # Several records may lead to one packed copy; weak references to one object are one.
         packed = {
             id(opaque): int(getattr(record, "opaque_bytes", 0))

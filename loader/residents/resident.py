@@ -6,17 +6,25 @@ copy-on-write view, so writing through a tensor never affects another model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import torch
 
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.residents.mappings import DEVICE_MAPPINGS, MAPPINGS, any_page_copied
+from tensor_dedup.loader.residents.mappings import (
+    DEVICE_MAPPINGS,
+    MAPPINGS,
+    SlabRange,
+    any_page_copied,
+    as_mapped,
+)
 from tensor_dedup.loader.residents.slab import (
     ByteArray,
+    ExtentLayout,
     Slab,
+    SlabExtent,
     SlabUsageError,
     SlabWriter,
     bytes_at,
@@ -35,6 +43,7 @@ __all__ = [
     "read_into_slab",
     "resident_key",
     "sharable",
+    "shared_bytes",
     "shares_memory",
     "tensor_bytes",
 ]
@@ -212,32 +221,67 @@ class SlabBuilder:
 
 
 class Resident:
-    """A final tensor in memory: `nbytes` at `offset` of a slab. Immutable, safe from any thread.
+    """A final tensor in memory: extents of slabs, side by side. Immutable, safe from any thread.
 
     It lives as long as something refers to it or to a tensor that it mapped; the registry does not
-    count.
+    count. Most have one extent. One with several has leaves in common with other tensors, and holds
+    their slabs: `leaf_shared_bytes` of its bytes were in memory already when it was made. `place`
+    is the same as `extents`, for comparison, without holding the slabs.
     """
 
-    __slots__ = ("__weakref__", "key", "nbytes", "offset", "slab")
+    __slots__ = (
+        *("__weakref__", "_layout", "extents", "key", "leaf_shared_bytes", "nbytes", "place"),
+    )
 
-    def __init__(self, key: ResidentKey, slab: Slab, offset: int, nbytes: int) -> None:
-        """Describe a tensor in a slab.
+    def __init__(
+        self, key: ResidentKey, extents: Iterable[SlabExtent], leaf_shared_bytes: int = 0
+    ) -> None:
+        """Describe a tensor in one slab or several.
 
         Raises:
-            SlabUsageError: `nbytes` is not what the key's geometry needs, or exceeds the slab.
+            SlabUsageError: The extents are not as large as the key's geometry needs, or one exceeds
+                its slab.
         """
-        needed = _count(key.shape) * torch_dtype(key.dtype).itemsize
-        if nbytes != needed or offset + nbytes > slab.nbytes:
-            raise SlabUsageError(
-                f"{nbytes} bytes at {offset} of a slab of {slab.nbytes} for a tensor of {needed}",
-                nbytes=nbytes,
-                needed=needed,
-                offset=offset,
-            )
         self.key: Final = key
-        self.slab: Final = slab
-        self.offset: Final = offset
-        self.nbytes: Final = nbytes
+        self.extents: Final = tuple(extents)
+        self.nbytes: Final = sum(extent.nbytes for extent in self.extents)
+        self.leaf_shared_bytes: Final = leaf_shared_bytes
+        self._layout: ExtentLayout | None = None  # made when it is first mapped
+        self.place: Final = tuple(SlabRange(s.serial, at, n) for s, at, n in self.extents)
+        needed = _count(key.shape) * torch_dtype(key.dtype).itemsize
+        for slab, offset, nbytes in self.extents:
+            if self.nbytes != needed or offset + nbytes > slab.nbytes:
+                raise SlabUsageError(
+                    f"{nbytes} bytes at {offset} of a slab of {slab.nbytes} for a tensor of "
+                    f"{needed}",
+                    nbytes=nbytes,
+                    needed=needed,
+                    offset=offset,
+                )
+
+    @property
+    def lent(self) -> bool:
+        """Whether the memory is a memory manager's."""
+        return False
+
+    @property
+    def slab(self) -> Slab:
+        """The slab of the first byte."""
+        return self.extents[0].slab
+
+    @property
+    def offset(self) -> int:
+        """The offset of the first byte in its slab."""
+        return self.extents[0].offset
+
+    def extents_of(self, start: int, end: int) -> Iterator[SlabExtent]:
+        """Yield the extents of the bytes from `start` to `end`, in order."""
+        at = 0
+        for slab, offset, nbytes in self.extents:
+            first, last = max(at, start), min(at + nbytes, end)
+            if first < last:
+                yield SlabExtent(slab, offset + first - at, last - first)
+            at += nbytes
 
     def map(self, *, writable: bool = True) -> torch.Tensor:
         """Map the resident and return a new tensor over its bytes.
@@ -252,7 +296,9 @@ class Resident:
         dtype = torch_dtype(self.key.dtype)
         if self.nbytes == 0:
             return torch.empty_strided(self.key.shape, self.key.stride, dtype=dtype, device="cpu")
-        array = self.slab.map(self.offset, self.nbytes, self, writable=writable)
+        if self._layout is None:
+            self._layout = ExtentLayout(self.extents)
+        array = self._layout.map(self, writable=writable)
         return _tensor_over(array, dtype, self.key.shape, self.key.stride)
 
 
@@ -277,7 +323,7 @@ def pack(
     offsets = [builder.add(t, more) for (t, _), more in zip(items, beyond, strict=True)]
     slab = builder.seal()
     return [
-        Resident(key, slab, offset, tensor.nbytes)
+        Resident(key, [SlabExtent(slab, offset, tensor.nbytes)])
         for key, offset, (tensor, _) in zip(keys, offsets, items, strict=True)
     ]
 
@@ -296,7 +342,7 @@ def read_into_slab(geometry: ResidentKey, nbytes: int, source: Callable[[Write],
     start = writer.take(nbytes)
     digest = source(lambda piece, offset: writer.put(piece, start + offset))
     key = ResidentKey(geometry.dtype, geometry.shape, geometry.stride, digest)
-    return Resident(key, writer.seal(), start, nbytes)
+    return Resident(key, [SlabExtent(writer.seal(), start, nbytes)])
 
 
 def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -342,7 +388,47 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 def _same_slab_pages(first: int, second: int, nbytes: int) -> bool:
-    place = MAPPINGS.find(first, nbytes)
-    if place is None or place != MAPPINGS.find(second, nbytes):
+    if not MAPPINGS.same(first, second, nbytes):
         return False
     return not any_page_copied(first, nbytes) and not any_page_copied(second, nbytes)
+
+
+def shared_bytes(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Return how many bytes of `a` lie in physical memory that `b` uses too, now.
+
+    All of them where `shares_memory` holds; in tensors that differ, those of the leaves of 2 MiB
+    that they have in common and that neither side has written to, in pages. The memory of a tensor
+    with gaps is that from its first element to its last. Safe from any thread.
+
+    Raises:
+        UnsupportedError: /proc/self/pagemap cannot be read.
+    """
+    if a.layout is not torch.strided or b.layout is not torch.strided:
+        return 0
+    if a.device != b.device or a.is_meta or not a.numel() or not b.numel():
+        return 0
+    first, second = a.data_ptr(), b.data_ptr()
+    if not first or not second:  # of classes of their own, whose values are elsewhere
+        return 0
+    overlap = min(first + _span(a), second + _span(b)) - max(first, second)
+    if overlap > 0:
+        return overlap
+    theirs = _slab_ranges(second, _span(b))
+    return sum(
+        max(0, min(x.offset + x.nbytes, y.offset + y.nbytes) - max(x.offset, y.offset))
+        for x in _slab_ranges(first, _span(a))
+        for y in theirs
+        if x.slab == y.slab
+    )
+
+
+def _slab_ranges(address: int, nbytes: int) -> list[SlabRange]:
+    """Return the ranges of slabs that are a range of memory, without the pages written since."""
+    on_device = DEVICE_MAPPINGS.ranges(address, nbytes)
+    if on_device or not MAPPINGS.ranges(address, nbytes):
+        return on_device
+    return [
+        piece
+        for start, size in as_mapped(address, nbytes)
+        for piece in MAPPINGS.ranges(start, size)
+    ]

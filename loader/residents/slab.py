@@ -18,17 +18,22 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import Final, Protocol
+from itertools import accumulate, pairwise
+from typing import Final, NamedTuple, Protocol
 
 from tensor_dedup import libc
 from tensor_dedup.errors import TensorDedupError
-from tensor_dedup.loader.residents.mappings import MAPPINGS, MappingSpan
+from tensor_dedup.loader.residents.mappings import BUDGET, MAPPINGS, MappingSpan, SlabRange
 from tensor_dedup.memory_manager.protocol.layout import PAGE, next_offset, offsets_of, round_up
 
 SLAB_NAME: Final = "tensor-dedup"
 _SEALS: Final = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+# NORESERVE: or the kernel would count every mapping as if all of it were to be copied.
+_SHARED: Final = mmap.MAP_PRIVATE | libc.MAP_NORESERVE
+_OVER: Final = _SHARED | libc.MAP_FIXED
 ByteArray = ctypes.Array[ctypes.c_char]
 
 
@@ -36,6 +41,7 @@ class SharedMemoryError(TensorDedupError):
     """The base class of the errors of slabs.
 
     - OutOfMemoryError   the system refused memory, a mapping or a descriptor
+        - MappingLimitError   a tensor that consists of parts would need too many mappings
     - SlabBusyError      a slab was sealed while something can still write to it
     - SlabUsageError     a bug in the caller: a bad size, or a slab used after sealing
     """
@@ -43,6 +49,10 @@ class SharedMemoryError(TensorDedupError):
 
 class OutOfMemoryError(SharedMemoryError):
     """The system refused memory, a mapping or a descriptor. Nothing leaked; load privately."""
+
+
+class MappingLimitError(OutOfMemoryError):
+    """Mapping a tensor part by part would bring this process near to the kernel's limit."""
 
 
 class SlabBusyError(SharedMemoryError):
@@ -75,9 +85,11 @@ def bytes_at(address: int, nbytes: int, owner: object) -> ByteArray:
     return array
 
 
-def _map(fd: int, offset: int, nbytes: int, protection: int, flags: int) -> int:
+def _map(
+    fd: int, offset: int, nbytes: int, protection: int, flags: int = _SHARED, at: int = 0
+) -> int:
     try:
-        return libc.mmap(0, nbytes, protection, flags, fd, offset)
+        return libc.mmap(at, nbytes, protection, flags, fd, offset)
     except OSError as error:
         raise _refused("mmap", nbytes, error.errno or 0) from error
 
@@ -185,37 +197,137 @@ class Slab:
         return self._descriptor.fileno
 
     def map(self, offset: int, nbytes: int, owner: object, *, writable: bool = True) -> ByteArray:
-        """Map a range privately: reads are shared, writes are this mapping's own.
+        """Map a range privately, as `ExtentLayout.map` does."""
+        layout = ExtentLayout((SlabExtent(self, offset, nbytes),))
+        return layout.map(owner, writable=writable)
 
-        The buffer holds `owner` and this slab; the range is unmapped with it. With `writable=False`
-        a write ends the process with SIGSEGV.
+
+class SlabExtent(NamedTuple):
+    """A range of bytes of a slab, which it holds."""
+
+    slab: Slab
+    offset: int
+    nbytes: int
+
+
+class ExtentLayout:
+    """Ranges of slabs that are mapped side by side. Immutable, safe from any thread.
+
+    Between two extents lies a boundary of pages, in memory and in both slabs.
+    """
+
+    __slots__ = ("_extents", "_length", "_nbytes", "_overlays", "_pieces", "_under")
+
+    def __init__(self, extents: Sequence[SlabExtent]) -> None:
+        """Lay extents out.
 
         Raises:
-            OutOfMemoryError: The kernel refused the mapping.
-            SlabUsageError: The range is outside the slab.
+            SlabUsageError: An extent is outside its slab, or does not begin or end with a page.
         """
-        if nbytes <= 0 or offset < 0 or offset + nbytes > self.nbytes:
-            raise SlabUsageError(
-                f"bytes {offset} to {offset + nbytes} of a slab of {self.nbytes}; "
-                "map what was written",
-                offset=offset,
-                nbytes=nbytes,
-                slab_bytes=self.nbytes,
-            )
-        inside = offset % PAGE
-        length = round_up(inside + nbytes)
+        self._extents = tuple(extents)
+        self._pieces = (_pages(extents[0]),) if len(extents) == 1 else _side_by_side(extents)
+        self._length = sum(piece.nbytes for piece in self._pieces)
+        self._nbytes = sum(extent.nbytes for extent in extents)
+        self._under, self._overlays = _calls(self._extents, self._pieces)
+
+    def map(self, owner: object, *, writable: bool = True) -> ByteArray:
+        """Map the extents privately: reads are shared, writes are this mapping's own.
+
+        The buffer holds `owner` and the slabs; everything is unmapped with it. With
+        `writable=False` a write ends the process with SIGSEGV.
+
+        Raises:
+            MappingLimitError: The kernel would soon refuse any mapping.
+            OutOfMemoryError: The kernel refused the mapping.
+        """
+        length, pieces = self._length, self._pieces
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        # NORESERVE: or the kernel would count every mapping as if all of it were to be copied.
-        flags = mmap.MAP_PRIVATE | libc.MAP_NORESERVE
-        address = _map(self.fileno, offset - inside, length, protection, flags)
         with ExitStack() as undo:
-            undo.callback(_unmap, address, length)
-            MAPPINGS.add(address, MappingSpan(length, self.serial, offset - inside, writable))
-            array = bytes_at(address + inside, nbytes, (self, owner))
+            fd, offset, at, nbytes = self._under
+            if len(pieces) == 1:
+                address = _map(fd, offset, length, protection)
+                undo.callback(_unmap, address, length)
+            else:
+                why_not = BUDGET.take(len(pieces))
+                if why_not is not None:
+                    raise MappingLimitError(why_not)
+                address = _map(-1, 0, length, libc.PROT_NONE, _SHARED | mmap.MAP_ANONYMOUS)
+                undo.callback(_unmap, address, length)
+                _map(fd, offset, nbytes, protection, _OVER, address + at)
+                for fd, offset, at, nbytes in self._overlays:
+                    _map(fd, offset, nbytes, protection, _OVER, address + at)
+            MAPPINGS.add(address, MappingSpan(length, pieces, writable))
+            array = bytes_at(
+                address + self._extents[0].offset % PAGE, self._nbytes, (self._extents, owner)
+            )
             weakref.finalize(array, _unmap, address, length).atexit = False
             undo.pop_all()
         _mapped[address] = array
         return array
+
+
+class _Call(NamedTuple):
+    """A range of a file that is mapped `at` bytes after the beginning."""
+
+    fd: int
+    offset: int
+    at: int
+    nbytes: int
+
+
+def _calls(extents: Sequence[SlabExtent], pieces: Sequence[SlabRange]) -> tuple[_Call, list[_Call]]:
+    """Return what is mapped first, and what over it.
+
+    Most pieces of a fine-tune lie in its base's slab as they do in memory: one call maps them all,
+    with what lies between, and costs what one of the others does.
+    """
+    starts = accumulate((piece.nbytes for piece in pieces), initial=0)
+    every = [
+        _Call(slab.fileno, piece.offset, at, piece.nbytes)
+        for (slab, *_), piece, at in zip(extents, pieces, starts, strict=False)
+    ]
+    along = Counter((call.fd, call.offset - call.at) for call in every)
+    [((fd, beyond), _)] = along.most_common(1)
+    below = [call for call in every if (call.fd, call.offset - call.at) == (fd, beyond)]
+    first, last = below[0], below[-1]
+    under = _Call(fd, first.offset, first.at, last.at + last.nbytes - first.at)
+    apart = set(below)
+    return under, [call for call in every if call not in apart]
+
+
+def _pages(extent: SlabExtent) -> SlabRange:
+    """Return the whole pages that an extent lies in.
+
+    Raises:
+        SlabUsageError: The extent is outside its slab.
+    """
+    slab, offset, nbytes = extent
+    if nbytes <= 0 or offset < 0 or offset + nbytes > slab.nbytes:
+        raise SlabUsageError(
+            f"bytes {offset} to {offset + nbytes} of a slab of {slab.nbytes}; map what was written",
+            offset=offset,
+            nbytes=nbytes,
+            slab_bytes=slab.nbytes,
+        )
+    inside = offset % PAGE
+    return SlabRange(slab.serial, offset - inside, round_up(inside + nbytes))
+
+
+def _side_by_side(extents: Sequence[SlabExtent]) -> tuple[SlabRange, ...]:
+    """Return the whole pages that extents lie in, each beginning where the one before ends.
+
+    Raises:
+        SlabUsageError: An extent is outside its slab, or does not begin or end with a page.
+    """
+    for before, after in pairwise(extents):
+        if after.offset % PAGE or (before.offset + before.nbytes) % PAGE:
+            raise SlabUsageError(
+                f"an extent that ends at {before.offset + before.nbytes} of its slab and one that "
+                f"begins at {after.offset} do not meet at a page; copy what lies between",
+                end=before.offset + before.nbytes,
+                offset=after.offset,
+            )
+    return tuple(map(_pages, extents))
 
 
 class SlabWriter:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tensor_dedup.loader.cuda.devices import DEVICES
-from tensor_dedup.loader.residents.mappings import MAPPINGS, is_as_mapped
+from tensor_dedup.loader.residents.mappings import MAPPINGS, SlabRange, is_as_mapped
 from tensor_dedup.loader.residents.param_data import param_data
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.residents.resident import ReplicaKey, Resident, resident_key, sharable
@@ -23,7 +23,7 @@ def residents_of(parameters: Iterable[nn.Parameter]) -> dict[int, tuple[ReplicaK
     places = [(each, place) for each in parameters if (place := _place(each)) is not None]
     if not places:
         return {}
-    known = {(r.slab.serial, r.offset): (copy, r) for copy, r in registry.entries()}
+    known = {r.place: (copy, r) for copy, r in registry.entries()}
     found = {}
     for parameter, place in places:
         copy, resident = known.get(place, (0, None))
@@ -60,13 +60,13 @@ def is_mapped(tensor: torch.Tensor) -> bool:
 
 def is_mapping_of(tensor: torch.Tensor, resident: Resident) -> bool:
     """Return whether a tensor is a mapping of this resident, written or not."""
-    return _place(tensor) == (resident.slab.serial, resident.offset)
+    return _place(tensor) == resident.place
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, int] | None:
+def _place(tensor: torch.Tensor) -> tuple[SlabRange, ...] | None:
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.nbytes:
         return None
-    return MAPPINGS.find(*_range(param_data(tensor)))
+    return tuple(MAPPINGS.ranges(*_range(param_data(tensor)))) or None
 
 
 def _range(data: torch.Tensor) -> tuple[int, int]:

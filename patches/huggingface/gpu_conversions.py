@@ -101,7 +101,7 @@ class GpuConversion:
 
     def _writer(self, each: PendingTransfer, function: Function, uploads: _Uploads) -> Write:
         resident = registry.lookup(*each.source)
-        if not each.is_cast and resident is not None:
+        if not each.is_cast and resident is not None and len(resident.extents) == 1:
             return uploads.writer(resident.slab.fileno, resident.offset, resident.nbytes)
 
         def write(address: int) -> None:

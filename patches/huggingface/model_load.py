@@ -39,7 +39,7 @@ from tensor_dedup.loader.residents.provider import host_provider_for
 from tensor_dedup.patches.huggingface.conversions import watch
 from tensor_dedup.patches.huggingface.enabled import OPT_OUT
 from tensor_dedup.seams import Replacements, usable
-from tensor_dedup.text_table import BETWEEN_PROCESSES
+from tensor_dedup.text_table import BETWEEN_PROCESSES, BY_LEAF
 
 if TYPE_CHECKING:
     from tensor_dedup.config import TensorDedupConfig
@@ -59,6 +59,7 @@ _SUMS: Final = (
     "total_bytes",
     "shared_bytes",
     "private_bytes",
+    "leaf_shared_bytes",
     "bytes_materialised",
     "tensors_total",
     "tensors_shared",
@@ -195,6 +196,8 @@ class ModelLoad:
             report.skipped.append(("store", _FROM_FILES))
         if context.provider.not_lent is not None:
             report.skipped.append((BETWEEN_PROCESSES, context.provider.not_lent))
+        if context.provider.not_by_leaf is not None:
+            report.skipped.append((BY_LEAF, context.provider.not_by_leaf))
         report.collisions = context.collisions
         report.known = context.remembered > 0 and context.unknown == 0
         if self.stored is not None:

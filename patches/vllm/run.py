@@ -58,7 +58,7 @@ from tensor_dedup.patches.vllm.post_load import (
 )
 from tensor_dedup.patches.vllm.processed import LayerContext
 from tensor_dedup.patches.vllm.versions import untied_lm_head
-from tensor_dedup.text_table import BETWEEN_PROCESSES
+from tensor_dedup.text_table import BETWEEN_PROCESSES, BY_LEAF
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -471,10 +471,12 @@ class LoadRun:
         return report
 
     def say_not_lent(self, report: ModelReport) -> None:
-        """Enter why a requested memory manager does not hold everything, if so."""
+        """Enter why a manager does not hold everything, and why leaves were copied, if so."""
         reason = self.session.provider.not_lent
         if reason is not None:
             report.skipped.append((BETWEEN_PROCESSES, reason))
+        if self.session.provider.not_by_leaf is not None:
+            report.skipped.append((BY_LEAF, self.session.provider.not_by_leaf))
 
 
 def _provider_for(config: TensorDedupConfig, name: str, gpu: SharedGpu | None) -> ResidentProvider:

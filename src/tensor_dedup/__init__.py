@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tensor_dedup.errors import UnsupportedError as UnsupportedError
     from tensor_dedup.loader.report import Report as Report
     from tensor_dedup.loader.report import report as report
+    from tensor_dedup.loader.residents.resident import shared_bytes as shared_bytes
     from tensor_dedup.loader.residents.resident import shares_memory as shares_memory
     from tensor_dedup.loader.unsharing.unshare import unshare as unshare
     from tensor_dedup.loader.unsharing.unshare import verify as verify
@@ -45,6 +46,7 @@ _HOMES = {
     "UnsupportedError": "tensor_dedup.errors",
     "Report": "tensor_dedup.loader.report",
     "report": "tensor_dedup.loader.report",
+    "shared_bytes": "tensor_dedup.loader.residents.resident",
     "shares_memory": "tensor_dedup.loader.residents.resident",
     "unshare": "tensor_dedup.loader.unsharing.unshare",
     "verify": "tensor_dedup.loader.unsharing.unshare",

@@ -58,14 +58,20 @@ def digest(data: "Buffer", algorithm: str = "blake3") -> str:
     return submit(data, algorithm).result()
 
 
-def submit(data: "Buffer", algorithm: str = "blake3", fill: Fill | None = None) -> "Future[str]":
+def submit(
+    data: "Buffer",
+    algorithm: str = "blake3",
+    fill: Fill | None = None,
+    leaves: list[bytes] | None = None,
+) -> "Future[str]":
     """Start digest(data, algorithm) on the pool; the result is its text form.
 
     `fill(piece, offset)` writes the bytes from `offset` of the whole into `piece` just before they
     are hashed, so that they are still in a cache. It is called leaf by leaf, from several threads
     at once, in any order, once for each leaf. Its errors are raised by this call or by the future.
     For blake3 it may return the 32-byte digest of a leaf that it has compared the bytes with; that
-    leaf is not hashed again.
+    leaf is not hashed again. `leaves` gets the leaf digests, in order, before the result is set:
+    with blake3, of more than one leaf, and not of what threads of the pool request.
 
     The buffer is referenced until the work is done and released before the result is set, so an
     mmap may be closed as soon as result() has returned. Small buffers, and all requests from
@@ -76,19 +82,19 @@ def submit(data: "Buffer", algorithm: str = "blake3", fill: Fill | None = None) 
     _check(algorithm)
     if _in_pool() or memoryview(data).nbytes <= _INLINE_BYTES:
         return _done(data, algorithm, fill)
-    return _Job(_Lying(_bytes_of(data)), algorithm, _POOL.executor(), fill).future
+    return _Job(_Lying(_bytes_of(data)), algorithm, _POOL.executor(), fill, leaves).future
 
 
-def stream(nbytes: int, fill: Fill) -> "Future[str]":
+def stream(nbytes: int, fill: Fill, leaves: list[bytes] | None = None) -> "Future[str]":
     """Start the BLAKE3 digest of `nbytes` bytes that are never in memory as a whole.
 
-    The result is that of `submit`. `fill(piece, offset)` writes the bytes from `offset` on into
-    `piece`, a buffer of the pool that is reused for another leaf as soon as this one is hashed: it
-    must also copy them to their destination. As in `submit`, it is called from several threads, may
-    return a digest that it has compared with, and may raise. Do not wait for the result inside the
-    pool.
+    The result is that of `submit`, and so is what `leaves` gets. `fill(piece, offset)` writes the
+    bytes from `offset` on into `piece`, a buffer of the pool that is reused for another leaf as
+    soon as this one is hashed: it must also copy them to their destination. As in `submit`, it is
+    called from several threads, may return a digest that it has compared with, and may raise. Do
+    not wait for the result inside the pool.
     """
-    return _Job(_Passing(nbytes), "blake3", _POOL.executor(), fill).future
+    return _Job(_Passing(nbytes), "blake3", _POOL.executor(), fill, leaves).future
 
 
 def leaf_digests(data: "Buffer") -> list[bytes]:
@@ -259,20 +265,24 @@ class _Job:
         algorithm: str,
         pool: ThreadPoolExecutor,
         fill: Fill | None,
+        leaves: list[bytes] | None = None,
     ) -> None:
         self.future: Future[str] = Future()
         # Running from the start: a cancelled future would refuse the result that is on its way.
         self.future.set_running_or_notify_cancel()
         self._data = data
         self._fill = fill
+        self._leaves = leaves
         self._lock = threading.Lock()
         self._chunks: list[Future[list[bytes]]] = []
         work: list[Callable[[], list[bytes]]]
-        if _splits(data.nbytes, algorithm):
+        has_leaves = algorithm == "blake3" and data.nbytes > LEAF_BYTES
+        if has_leaves and (leaves is not None or _splits(data.nbytes, algorithm)):
             work = [self._hasher(start, stop) for start, stop in _chunks(data.nbytes)]
         else:
             work = [lambda: [data.serial(algorithm, fill).encode()]]
-        self._combine = len(work) > 1
+            has_leaves = False
+        self._combine = has_leaves
         self._pending = len(work)
         self._chunks = [pool.submit(task) for task in work]
         for chunk in self._chunks:
@@ -297,6 +307,8 @@ class _Job:
             self.future.set_exception(errors[0])
             return
         parts = [part for chunk in chunks for part in chunk.result()]
+        if self._leaves is not None and self._combine:
+            self._leaves += parts
         self.future.set_result(
             combine(self._data.nbytes, parts) if self._combine else parts[0].decode()
         )

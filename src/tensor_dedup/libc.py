@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 MAPS: Final = Path("/proc/self/maps")
+_MAX_MAPPINGS: Final = Path("/proc/sys/vm/max_map_count")
+_DEFAULT_MAX_MAPPINGS: Final = 65_530
+PROT_NONE: Final = 0
 MAP_FIXED: Final = 0x10
 MAP_NORESERVE: Final = 0x4000
 MAP_FIXED_NOREPLACE: Final = 0x100000  # before Linux 4.17 a hint: ask where it lies
@@ -30,6 +33,7 @@ _libc.mremap.argtypes = [_address, _size, _size, _int, _address]
 _libc.munmap.argtypes = [_address, _size]
 _libc.madvise.argtypes = [_address, _size, _int]
 _libc.mprotect.argtypes = [_address, _size, _int]
+_libc.memcmp.argtypes = [_address, _address, _size]
 _libc.fallocate.argtypes = [_int, _int, ctypes.c_long, ctypes.c_long]
 _CACHESTAT: Final = 451  # on every architecture; Linux 6.5 and later
 _SYNC_RANGE_WRITE: Final = 2
@@ -85,6 +89,11 @@ def mprotect(address: int, nbytes: int, protection: int) -> None:
     _libc.mprotect(address, nbytes, protection)
 
 
+def equal(first: int, second: int, nbytes: int) -> bool:
+    """Return whether two ranges of memory hold equal bytes; other threads run meanwhile."""
+    return not _libc.memcmp(first, second, nbytes)
+
+
 def punch(fd: int, offset: int, nbytes: int) -> None:
     """Free a range of a file on its file system if possible; it reads as zeros afterwards."""
     _libc.fallocate(fd, _PUNCH_HOLE, offset, nbytes)
@@ -117,6 +126,22 @@ def _mapping(line: str) -> MappingLine:
     addresses, _, rest = line.partition(" ")
     start, _, end = addresses.partition("-")
     return MappingLine(int(start, 16), int(end, 16), rest)
+
+
+def count_mappings() -> int:
+    """Return how many mappings this process has, 0 if the kernel does not tell."""
+    try:
+        return MAPS.read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
+def max_mappings() -> int:
+    """Return how many mappings a process may have, the kernel's default if it does not tell."""
+    try:
+        return int(_MAX_MAPPINGS.read_text())
+    except (OSError, ValueError):
+        return _DEFAULT_MAX_MAPPINGS
 
 
 def own_memory(nbytes: int, at: int = 0) -> int:

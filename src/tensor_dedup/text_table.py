@@ -12,10 +12,13 @@ from rich.text import Text
 
 # Among the names of what could not be shared: the reason is why other processes do not get it all.
 BETWEEN_PROCESSES: Final = "<memory manager>"
+# The reason is why a tensor was copied whole although a part of it was there.
+BY_LEAF: Final = "<leaves>"
 _SIZES: Final = (
     ("total", "total_bytes"),
     ("shared", "shared_bytes"),
     ("private", "private_bytes"),
+    ("by leaf", "leaf_shared_bytes"),
     ("read", "bytes_read"),
     ("hashed", "bytes_hashed"),
     ("materialised", "bytes_materialised"),
@@ -75,7 +78,7 @@ def _substituted(model: Mapping[str, Any]) -> list[str]:
 
 def _cells(models: list[Mapping[str, Any]]) -> list[str]:
     def total(key: str) -> int:
-        return sum(model[key] for model in models)
+        return sum(model.get(key, 0) for model in models)
 
     seconds = sum(sum(model["seconds"].values()) for model in models)
     return [
@@ -87,7 +90,7 @@ def _cells(models: list[Mapping[str, Any]]) -> list[str]:
 
 def _saved(report: Mapping[str, Any]) -> str:
     total = sum(model["total_bytes"] for model in report["models"])
-    saved = sum(model["shared_bytes"] for model in report["models"])
+    saved = sum(m["shared_bytes"] + m.get("leaf_shared_bytes", 0) for m in report["models"])
     share = 100 * saved / total if total else 0.0
     return (
         f"saved {human(saved)} of {human(total)} ({share:.1f} %); "

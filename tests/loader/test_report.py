@@ -26,7 +26,7 @@ CONTRACT = {
     *("checkpoint_bytes", "bytes_read", "bytes_hashed", "bytes_materialised", "tensors_total"),
     *("tensors_shared", "source_tensors_total", "source_tensors_shared", "seconds", "components"),
     *("skipped", "header_bytes", "source_bytes_shared", "tokens_equal_plain", "collisions"),
-    *("bytes_from_store", "stored_as", "frozen_base", "marked"),
+    *("bytes_from_store", "stored_as", "leaf_shared_bytes", "frozen_base", "marked"),
 }
 WORKER = """
 import sys
@@ -141,16 +141,16 @@ def test_the_table_has_a_row_a_model_and_one_for_all() -> None:
     text = str(Report([base, tuned], registry_bytes=2048, resident_bytes=7 << 20))
     heading, _, first, second, total = rows(text)
     assert heading == [
-        *("model", "known", "total", "shared", "private", "read", "hashed", "materialised"),
-        *("tensors", "source tensors", "seconds"),
+        *("model", "known", "total", "shared", "private", "by leaf", "read"),
+        *("hashed", "materialised", "tensors", "source tensors", "seconds"),
     ]
     assert first == [
-        *("base", "no", "3.0 GiB", "0 B", "3.0 GiB", "1.0 GiB", "512 B", "3.0 KiB"),
-        *("0/14", "0/20", "1.25"),
+        *("base", "no", "3.0 GiB", "0 B", "3.0 GiB", "0 B", "1.0 GiB", "512 B"),
+        *("3.0 KiB", "0/14", "0/20", "1.25"),
     ]
     assert second[:5] == ["tuned", "yes", "1.0 GiB", "512.0 MiB", "512.0 MiB"]
     assert total[2:5] == ["4.0 GiB", "512.0 MiB", "3.5 GiB"]
-    assert total[8:] == ["13/28", "0/20", "1.25"]
+    assert total[9:] == ["13/28", "0/20", "1.25"]
     assert "saved 512.0 MiB of 4.0 GiB (12.5 %)" in text
     assert "residents 7.0 MiB, registry 2.0 KiB" in text
 

@@ -11,7 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from process_state import forked
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.residents import mappings
-from tensor_dedup.loader.residents.mappings import MAPPINGS
+from tensor_dedup.loader.residents.mappings import MAPPINGS, SlabRange
 from tensor_dedup.loader.residents.resident import Resident, pack, shares_memory
 from tensor_dedup.memory_manager.protocol.layout import PAGE
 
@@ -98,11 +98,12 @@ def test_equal_bytes_of_two_residents_are_not_one_memory() -> None:
 def test_memory_that_was_mapped_here_before_does_not_count(resident: Resident) -> None:
     one = resident.map()
     address, count = one.data_ptr(), len(MAPPINGS)
-    assert MAPPINGS.find(address + 8, 8) == (resident.slab.serial, resident.offset + 8)
-    assert MAPPINGS.find(address + 8, one.nbytes) is None
+    inside = SlabRange(resident.slab.serial, resident.offset + 8, 8)
+    assert MAPPINGS.ranges(address + 8, 8) == [inside]
+    assert MAPPINGS.ranges(address + 8, one.nbytes) == []
     del one
     # Anything may lie there from now on.
-    assert MAPPINGS.find(address + 8, 8) is None
+    assert MAPPINGS.ranges(address + 8, 8) == []
     assert len(MAPPINGS) == count - 1
 
 

@@ -16,7 +16,12 @@ import torch
 
 from process_state import fork, slabs
 from tensor_dedup.loader.residents.resident import Resident, SlabBuilder, pack, resident_key
-from tensor_dedup.loader.residents.slab import OutOfMemoryError, SlabBusyError, SlabUsageError
+from tensor_dedup.loader.residents.slab import (
+    OutOfMemoryError,
+    SlabBusyError,
+    SlabExtent,
+    SlabUsageError,
+)
 from tensor_dedup.memory_manager.protocol.layout import PAGE
 
 
@@ -74,9 +79,9 @@ def test_a_builder_refuses_what_does_not_fit_it() -> None:
 def test_a_resident_must_lie_in_its_slab() -> None:
     resident = resident_of(torch.zeros(4))
     with pytest.raises(SlabUsageError):
-        Resident(resident.key, resident.slab, PAGE - 8, 16)
+        Resident(resident.key, [SlabExtent(resident.slab, PAGE - 8, 16)])
     with pytest.raises(SlabUsageError):
-        Resident(resident.key, resident.slab, 0, 12)
+        Resident(resident.key, [SlabExtent(resident.slab, 0, 12)])
     with pytest.raises(SlabUsageError):
         resident.slab.map(PAGE, 1, None)
 
@@ -145,7 +150,7 @@ def test_a_child_forked_while_a_slab_is_filled_does_not_hold_up_its_seal() -> No
     try:
         key = resident_key(filling, "digest")
         builder.add(filling)
-        resident = Resident(key, builder.seal(), 0, 16)
+        resident = Resident(key, [SlabExtent(builder.seal(), 0, 16)])
         assert torch.equal(resident.map(), torch.full((4,), 2.0))
     finally:
         os.close(stop_writing)

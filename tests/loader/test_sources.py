@@ -12,7 +12,7 @@ import deferring
 import hinted
 import process_state
 from deferring import Weights, module
-from tensor_dedup.digest import digest
+from tensor_dedup.digest import LEAF_BYTES, digest
 from tensor_dedup.errors import ChangedFileError, FormatError
 from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
 from tensor_dedup.loader.checkpoint_io.sources import (
@@ -209,3 +209,72 @@ def test_hashing_never_sees_memory_change(tmp_path: Path) -> None:
             assert run.bytes("p") == wanted["p"]
             for name, source in run.file.tensors.items():
                 assert source.digest == digest(tensors[name].numpy().data), name
+
+
+# --- leaves
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """A file with a tensor of four and a half leaves, and one that is smaller than what counts."""
+    numbers = torch.arange(9 * LEAF_BYTES // 8, dtype=torch.int32)
+    return deferring.save(tmp_path / "l.safetensors", {"w": numbers, "v": numbers[:-500_000] + 1})
+
+
+def test_leaves_of_large_tensors_are_remembered(large: Path, index: HintIndex) -> None:
+    file = deferring.CountedFile(large)
+    _, memory = read(file.tensors["w"])
+    read(file.tensors["v"])
+    found = [
+        digest(memory.numpy().data[at : at + LEAF_BYTES])
+        for at in range(0, len(memory), LEAF_BYTES)
+    ]
+    assert file.tensors["w"].leaves == tuple(found)
+    assert file.tensors["v"].leaves == ()
+    assert len(file.hashed) == 2 + 5
+    remembered(index, large, file.hashed)
+    file.close()
+    known = deferring.CountedFile(large, index)
+    assert known.tensors["w"].leaves == tuple(found)
+    assert not known.reads
+    known.close()
+
+
+def test_a_tensor_without_one_of_its_leaves_has_none(large: Path, index: HintIndex) -> None:
+    file = SourceFile(large, None, "blake3")
+    read(file.tensors["w"])
+    spec = file.tensors["w"].spec
+    del file.hashed[spec.start + LEAF_BYTES, LEAF_BYTES]
+    remembered(index, large, file.hashed)
+    file.close()
+    known = SourceFile(large, index, "blake3")
+    assert known.tensors["w"].digest is not None
+    assert known.tensors["w"].leaves == ()
+    known.close()
+
+
+def test_of_known_leaves_only_those_asked_for_are_read(large: Path) -> None:
+    file = SourceFile(large, None, "blake3")
+    source = file.tensors["w"]
+    _, memory = read(source)
+    reader, got = SourceReader("blake3"), dict[int, bytes]()
+    reader.read_leaves(source, [1, 4], lambda piece, at: got.update({at: bytes(piece)}))
+    data = bytes(memory.numpy().data)
+    assert got == {at: data[at : at + LEAF_BYTES] for at in (LEAF_BYTES, 4 * LEAF_BYTES)}
+    assert reader.counters.bytes_read == reader.counters.bytes_hashed == LEAF_BYTES * 3 // 2
+    source.leaves = (*source.leaves[:4], digest(b"another"))
+    with pytest.raises(StaleHintError, match="leaf 4"):
+        reader.read_leaves(source, [1, 4], lambda piece, at: None)
+    file.close()
+
+
+def test_errors_of_reading_a_leaf_come_after_all_reads(large: Path) -> None:
+    file = SourceFile(large, None, "blake3")
+    source = file.tensors["w"]
+    read(source)
+    os.truncate(large, source.spec.start + 4 * LEAF_BYTES)
+    seen = list[int]()
+    with pytest.raises(FormatError, match="truncated"):
+        SourceReader("blake3").read_leaves(source, [4, 0, 1], lambda piece, at: seen.append(at))
+    assert sorted(seen) == [0, LEAF_BYTES]
+    file.close()

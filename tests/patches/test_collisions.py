@@ -47,7 +47,9 @@ def everything_collides(root: Path) -> Iterator[None]:
     What is remembered of files meanwhile is a lie, and stays in `root`.
     """
 
-    def submit(data: Any, _algorithm: str, fill: "Fill | None" = None) -> "Future[str]":
+    def submit(
+        data: Any, _algorithm: str, fill: "Fill | None" = None, _leaves: object = None
+    ) -> "Future[str]":
         if fill is not None:
             fill(memoryview(data), 0)
         future: Future[str] = Future()

@@ -32,6 +32,7 @@ PUBLIC = {
     "load_tensors",
     "move",
     "report",
+    "shared_bytes",
     "shares_memory",
     "sweep",
     "unshare",

@@ -165,6 +165,16 @@ def make(arch: str, root: Path) -> Pair:
     return Pair(base, fine_tune, different(base, fine_tune))
 
 
+def save(model: Any, target: Path) -> Path:
+    """A random model of any size, made by its own constructor, in bfloat16."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.05)
+    _save(model.to(torch.bfloat16), target)
+    return target
+
+
 def different(a: Path, b: Path) -> tuple[str, ...]:
     """Names whose bytes, dtype or shape differ between two checkpoints, or that only one has."""
     left, right = tensors(a), tensors(b)
@@ -240,12 +250,12 @@ def frozen_embedding(source: Path, target: Path) -> Path:
         keep = any(part in name for part in ("embed", "lm_head", "wte", "wpe"))
         return tensor if keep else tensor * 1.03 + 0.001
 
-    return _mapped(source, target, change)
+    return mapped(source, target, change)
 
 
 def as_fp32(source: Path, target: Path) -> Path:
     """`source` with every tensor cast to float32."""
-    copy = _mapped(source, target, lambda name, tensor: tensor.float())
+    copy = mapped(source, target, lambda name, tensor: tensor.float())
     config = json.loads((copy / "config.json").read_text())
     for key in ("dtype", "torch_dtype"):
         if key in config:
@@ -322,9 +332,8 @@ def _save(model: hf.PreTrainedModel, target: Path) -> None:
         model.save_pretrained(folder)
 
 
-def _mapped(
-    source: Path, target: Path, change: Callable[[str, torch.Tensor], torch.Tensor]
-) -> Path:
+def mapped(source: Path, target: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
+    """`source` with every tensor replaced by what `change` makes of its name and values."""
     with _publish(target, like=source) as folder:
         for file in sorted(source.glob("*.safetensors")):
             held = safetensors.torch.load_file(file)

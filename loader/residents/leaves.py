@@ -1,0 +1,451 @@
+"""Leaves in common: a tensor that differs from a resident in part is mapped from it in part.
+
+A leaf is a piece of 2 MiB at a multiple of 2 MiB, as in a digest. What a new tensor has in common
+with residents, each leaf at its own offset, is mapped from their slabs; the rest is copied into a
+slab of its own. Every leaf is compared byte by byte with the memory that it will be, so no digest
+is trusted, and `verify_bytes` and audits have nothing left to find.
+
+Where a tensor consists of contents whose digests are known, one beside the other, what it has in
+common with a resident that does too is known without its bytes, and only the rest is read
+(`build_from_contents`). Digests are trusted then, as in every look-up by digest.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections import defaultdict
+from dataclasses import replace
+from functools import partial
+from operator import eq
+from typing import TYPE_CHECKING, Final, NamedTuple
+from weakref import WeakKeyDictionary
+
+from tensor_dedup import libc
+from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.loader.residents.mappings import BUDGET
+from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM, registry
+from tensor_dedup.loader.residents.resident import Resident, resident_key, tensor_bytes
+from tensor_dedup.loader.residents.slab import (
+    MappingLimitError,
+    Slab,
+    SlabExtent,
+    SlabWriter,
+)
+from tensor_dedup.memory_manager.protocol.layout import PAGE, round_up
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Iterator, Sequence
+
+    import torch
+
+    from tensor_dedup.loader.residents.resident import Write
+    from tensor_dedup.types import ResidentKey
+
+# The first bytes of a leaf: enough to tell most leaves apart without reading them.
+_SAMPLE_BYTES: Final = 32
+# How many residents a tensor is compared with, and from how many it may take leaves.
+_MAX_COMPARED: Final = 8
+_MAX_DONORS: Final = 4
+# A slab lives as long as one leaf of it is used, so it is used for this part of it or not at all.
+_LEAST_PART_OF_SLAB: Final = 1 / 8
+# The sample of each leaf of a resident, taken when it is first compared.
+_samples: Final[WeakKeyDictionary[Resident, tuple[bytes, ...]]] = WeakKeyDictionary()
+
+
+# What residents consist of, where that is known.
+_contents: Final[WeakKeyDictionary[Resident, tuple[Content, ...]]] = WeakKeyDictionary()
+
+
+class Content(NamedTuple):
+    """Bytes `start` to `end` of a tensor, which are all of something with a digest.
+
+    `leaves` are the digests that its leaves have by themselves, or empty if they are not known.
+    """
+
+    start: int
+    end: int
+    digest: str
+    leaves: tuple[str, ...]
+
+
+class _Unit(NamedTuple):
+    """Bytes of a tensor that another has or not; `leaf` is None for all of a content."""
+
+    start: int
+    end: int
+    content: int
+    leaf: int | None
+
+
+class _Piece(NamedTuple):
+    """Bytes `start` to `end` of the new tensor: where they are already, or None: to be copied."""
+
+    start: int
+    end: int
+    there: SlabExtent | None
+
+
+def build_from_leaves(
+    tensor: torch.Tensor, digest: str, own: Container[Resident] = ()
+) -> Resident | None:
+    """Return a resident of a sharable tensor, mapped in part from others; None if none has a part.
+
+    `digest` is that of `tensor_bytes` and is not checked. Residents in `own` are not used: they
+    belong to the model that the tensor is for.
+
+    Raises:
+        MappingLimitError: This process has too many mappings for one that consists of parts.
+        OutOfMemoryError: There is no memory or descriptor for the rest.
+    """
+    if tensor.nbytes < LEAF_SHARED_FROM:
+        return None
+    key = resident_key(tensor, digest)
+    residents = [each for each in registry.alike(key) if each not in own]
+    data = tensor_bytes(tensor)
+    common = _leaves_in_common(tensor.data_ptr(), data, residents)
+    taken = [
+        (n * LEAF_BYTES, min((n + 1) * LEAF_BYTES, data.nbytes), each)
+        for n, each in sorted(common.items())
+    ]
+    pieces = _planned(taken, data.nbytes)
+    if pieces is None:
+        return None
+    rest = _Rest(pieces, _phase(taken))
+    for start, end in rest.gaps():
+        rest.put(data[start:end], start)
+    return Resident(key, rest.extents(), _shared(pieces))
+
+
+def may_have_parts(tensor: torch.Tensor, own: Container[Resident] = ()) -> bool:
+    """Return whether residents may have leaves of a sharable tensor, by samples of both.
+
+    Reads a page of each leaf at most.
+    """
+    if tensor.nbytes < LEAF_SHARED_FROM:
+        return False
+    residents = [each for each in registry.alike(resident_key(tensor, "")) if each not in own]
+    mine = _samples_in(tensor_bytes(tensor)) if residents else ()
+    return any(any(map(eq, mine, _samples_of(each))) for each in residents)
+
+
+def note_contents(resident: Resident, contents: Sequence[Content]) -> None:
+    """Remember what a resident consists of, as long as it lives; its bytes are as digests say."""
+    if resident.nbytes >= LEAF_SHARED_FROM:
+        _contents[resident] = tuple(contents)
+
+
+def build_from_contents(
+    geometry: ResidentKey,
+    contents: Sequence[Content],
+    read: Callable[[int, Sequence[int] | None, Write], None],
+    digest_of: Callable[[torch.Tensor], str],
+    own: Container[Resident] = (),
+) -> Resident | None:
+    """Return a resident of which others have a part, without reading that; None if none has one.
+
+    `contents` fill the tensor, in order. `read(n, leaves, write)` reads these leaves of a content,
+    or all of it for None, and calls `write(piece, offset)` for every piece, with the offset in the
+    content, from any threads; its errors are passed on. The digest of `geometry` is ignored: that
+    of the resident is what `digest_of` returns for its bytes.
+
+    Raises:
+        MappingLimitError, OutOfMemoryError: As `build_from_leaves` does.
+    """
+    nbytes = contents[-1].end
+    residents = [each for each in registry.alike(geometry) if each in _contents and each not in own]
+    if nbytes < LEAF_SHARED_FROM or not residents:
+        return None
+    units = [*_units(contents)]
+    taken = _contents_in_common(contents, units, residents)
+    there = [(unit.start, unit.end, taken[unit]) for unit in units if unit in taken]
+    pieces = _planned(there, nbytes)
+    if pieces is None:
+        return None
+    rest = _Rest(pieces, _phase(there))
+    _copy_seams(rest, there)
+    for number, content in enumerate(contents):
+        missing = [unit for unit in units if unit.content == number and unit not in taken]
+        leaves = [unit.leaf for unit in missing if unit.leaf is not None]
+        if missing:
+            write = partial(_put_beyond, rest, content.start)
+            read(number, leaves if 0 < len(leaves) < len(content.leaves) else None, write)
+    unnamed = Resident(geometry, rest.extents(), _shared(pieces))
+    key = replace(geometry, digest=digest_of(unnamed.map(writable=False)))
+    made = Resident(key, unnamed.extents, unnamed.leaf_shared_bytes)
+    note_contents(made, contents)
+    return made
+
+
+def _put_beyond(rest: _Rest, start: int, piece: memoryview, offset: int) -> None:
+    rest.put(piece, start + offset)
+
+
+def _units(contents: Sequence[Content]) -> Iterator[_Unit]:
+    for number, (start, end, _, leaves) in enumerate(contents):
+        if not leaves:
+            yield _Unit(start, end, number, None)
+        for leaf in range(len(leaves)):
+            at = start + leaf * LEAF_BYTES
+            yield _Unit(at, min(at + LEAF_BYTES, end), number, leaf)
+
+
+def _contents_in_common(
+    contents: Sequence[Content], units: Sequence[_Unit], residents: Sequence[Resident]
+) -> dict[_Unit, Resident]:
+    """Return the resident that has each unit of a tensor at the same place, where one has."""
+    found = []
+    for each in residents:
+        theirs = {content.start: content for content in _contents[each]}
+        has = [
+            unit
+            for unit in units
+            if (other := theirs.get(contents[unit.content].start)) is not None
+            and _has(other, contents[unit.content], unit.leaf)
+        ]
+        found.append((sum(unit.end - unit.start for unit in has), has, each))
+    found.sort(key=lambda one: -one[0])
+    taken: dict[_Unit, Resident] = {}
+    donors: list[Resident] = []
+    for _, has, each in found:
+        new = [unit for unit in has if unit not in taken]
+        if not new or len(donors) == _MAX_DONORS:
+            break
+        if donors and each.offset % PAGE != donors[0].offset % PAGE:
+            continue  # its pages do not lie beside the others'
+        donors.append(each)
+        taken.update(dict.fromkeys(new, each))
+    return taken
+
+
+def _has(theirs: Content, mine: Content, leaf: int | None) -> bool:
+    """Return whether two contents have this leaf in common, or None: are equal."""
+    if theirs.digest == mine.digest:
+        return True
+    # A digest is of the size, too: equal leaves are of one size.
+    return (
+        leaf is not None and leaf < len(theirs.leaves) and theirs.leaves[leaf] == mine.leaves[leaf]
+    )
+
+
+def _copy_seams(rest: _Rest, there: Sequence[tuple[int, int, Resident]]) -> None:
+    """Copy what residents have and what is not mapped from them: the pages on which pieces meet."""
+    gaps = rest.gaps()
+    for donor in {each for _, _, each in there}:
+        data = tensor_bytes(donor.map(writable=False))
+        for start, end, each in there:
+            for first, last in gaps if each is donor else ():
+                if max(start, first) < min(end, last):
+                    rest.put(data[max(start, first) : min(end, last)], max(start, first))
+
+
+def relink(resident: Resident, own: Container[Resident] = ()) -> Resident:
+    """Return a resident equal to a new one, which lies in other residents as far as it can.
+
+    Raises:
+        MappingLimitError, OutOfMemoryError: As `build_from_leaves` does.
+    """
+    if not registry.alike(resident.key):
+        return resident
+    return build_from_leaves(resident.map(writable=False), resident.key.digest, own) or resident
+
+
+def _leaves_in_common(
+    address: int, data: memoryview, residents: Sequence[Resident]
+) -> dict[int, Resident]:
+    """Return the resident that has each leaf of these bytes, by number, where one has."""
+    if not residents:
+        return {}
+    mine = _samples_in(data)
+    likely = [(sum(map(eq, mine, _samples_of(each))), each) for each in residents]
+    # Who has most is compared first; the sort is stable, so the older of two equals.
+    likely.sort(key=lambda pair: -pair[0])
+    taken: dict[int, Resident] = {}
+    donors: list[Resident] = []
+    for alike, each in likely[:_MAX_COMPARED]:
+        if not alike or len(donors) == _MAX_DONORS or len(taken) == len(mine):
+            break
+        if donors and each.offset % PAGE != donors[0].offset % PAGE:
+            continue  # its pages do not lie beside the others'
+        wanted = [n for n, (a, b) in enumerate(zip(mine, _samples[each], strict=False)) if a == b]
+        found = _equal_leaves(address, data.nbytes, each, [n for n in wanted if n not in taken])
+        if found:
+            donors.append(each)
+            taken.update(dict.fromkeys(found, each))
+    return taken
+
+
+def _samples_in(data: memoryview) -> tuple[bytes, ...]:
+    starts = range(0, data.nbytes, LEAF_BYTES)
+    return tuple(bytes(data[start : start + _SAMPLE_BYTES]) for start in starts)
+
+
+def _samples_of(resident: Resident) -> tuple[bytes, ...]:
+    known = _samples.get(resident)
+    if known is None:
+        leaves = range(0, resident.nbytes, LEAF_BYTES)
+        extents = (next(resident.extents_of(at, resident.nbytes)) for at in leaves)
+        known = tuple(
+            os.pread(slab.fileno, min(_SAMPLE_BYTES, nbytes), offset)
+            for slab, offset, nbytes in extents
+        )
+        _samples[resident] = known
+    return known
+
+
+def _equal_leaves(
+    address: int, nbytes: int, resident: Resident, numbers: Sequence[int]
+) -> list[int]:
+    """Return which of these leaves of `nbytes` bytes at an address are those of a resident."""
+    if not numbers:
+        return []
+    mapped = resident.map(writable=False)
+    theirs = mapped.data_ptr()
+    equal = []
+    for number in numbers:
+        start = number * LEAF_BYTES
+        size = min(LEAF_BYTES, nbytes - start)
+        inside = start + size <= resident.nbytes
+        if inside and libc.equal(address + start, theirs + start, size):
+            equal.append(number)
+    return equal
+
+
+def _planned(taken: Sequence[tuple[int, int, Resident]], nbytes: int) -> list[_Piece] | None:
+    """Return the pieces of a tensor of which residents have parts; None if none is worth it.
+
+    Raises:
+        MappingLimitError: This process has too many mappings for these.
+    """
+    there = _of_slabs_worth_keeping(_joined(taken, nbytes, _phase(taken)))
+    if not there:
+        return None
+    pieces = [*_with_gaps(there, nbytes)]
+    why_not = BUDGET.refusal(len(pieces))
+    if why_not is not None:
+        raise MappingLimitError(why_not)
+    return pieces
+
+
+def _phase(taken: Sequence[tuple[int, int, Resident]]) -> int:
+    """Return where in a page a tensor begins that takes these from residents."""
+    return taken[0][2].offset % PAGE if taken else 0
+
+
+def _shared(pieces: Sequence[_Piece]) -> int:
+    return sum(piece.end - piece.start for piece in pieces if piece.there is not None)
+
+
+def _joined(taken: Sequence[tuple[int, int, Resident]], nbytes: int, phase: int) -> list[_Piece]:
+    """Return what is there, joined where it lies side by side in a slab: each is a mapping.
+
+    Pieces begin and end with pages, where the tensor begins at `phase`: a page on which two meet
+    is copied.
+    """
+    joined: list[_Piece] = []
+    for at, end, donor in taken:
+        for extent in donor.extents_of(at, end):
+            before = joined[-1] if joined else None
+            if before is not None and before.end == at and _goes_on(before.there, extent):
+                assert before.there is not None
+                there = before.there._replace(nbytes=before.there.nbytes + extent.nbytes)
+                joined[-1] = _Piece(before.start, at + extent.nbytes, there)
+            else:
+                joined.append(_Piece(at, at + extent.nbytes, extent))
+            at += extent.nbytes
+    cut = (_cut_to_pages(piece, nbytes, phase) for piece in joined)
+    return [piece for piece in cut if piece.start < piece.end]
+
+
+def _goes_on(before: SlabExtent | None, extent: SlabExtent) -> bool:
+    return (
+        before is not None
+        and before.slab is extent.slab
+        and before.offset + before.nbytes == extent.offset
+    )
+
+
+def _cut_to_pages(piece: _Piece, nbytes: int, phase: int) -> _Piece:
+    start, end, there = piece
+    assert there is not None
+    first = round_up(phase + start) - phase if start else 0
+    last = (phase + end) // PAGE * PAGE - phase if end < nbytes else nbytes
+    return _Piece(first, last, SlabExtent(there.slab, there.offset + first - start, last - first))
+
+
+def _of_slabs_worth_keeping(pieces: Sequence[_Piece]) -> list[_Piece]:
+    """Return the pieces without those of slabs that would be kept for a small part of them.
+
+    What is left is never more than the tensor and one slab, should nobody else use the slabs.
+    """
+    used: defaultdict[Slab, int] = defaultdict(int)
+    for start, end, there in pieces:
+        if there is not None:
+            used[there.slab] += end - start
+    keep: list[Slab] = []
+    for slab in sorted(used, key=lambda each: used[each] / each.nbytes, reverse=True):
+        some = [*keep, slab]
+        beside_one = sum(each.nbytes for each in some) - max(each.nbytes for each in some)
+        if used[slab] < _LEAST_PART_OF_SLAB * slab.nbytes:
+            break
+        if beside_one <= sum(used[each] for each in some):
+            keep = some
+    return [piece for piece in pieces if piece.there is not None and piece.there.slab in keep]
+
+
+def _with_gaps(pieces: Sequence[_Piece], nbytes: int) -> Iterator[_Piece]:
+    """Yield the pieces, and between them what is to be copied."""
+    at = 0
+    for piece in pieces:
+        if at < piece.start:
+            yield _Piece(at, piece.start, None)
+        yield piece
+        at = piece.end
+    if at < nbytes:
+        yield _Piece(at, nbytes, None)
+
+
+class _Rest:
+    """The slab for what no resident has of a tensor that begins at `phase` of a page.
+
+    `put` is safe from several threads.
+    """
+
+    def __init__(self, pieces: Sequence[_Piece], phase: int) -> None:
+        self._pieces = pieces
+        self._offsets: dict[int, int] = {}  # in the slab, by where in the tensor a piece begins
+        end = 0
+        for piece in pieces:
+            if piece.there is None:
+                offset = end + (0 if piece.start else phase)
+                self._offsets[piece.start] = offset
+                end = round_up(offset + piece.end - piece.start)
+        self._starts = list(self._offsets)
+        self._writer = SlabWriter(end) if end else None
+        if self._writer is not None:
+            self._writer.take(end)
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """Return the ranges of the tensor that are to be put, in order."""
+        return [(piece.start, piece.end) for piece in self._pieces if piece.there is None]
+
+    def put(self, data: memoryview, at: int) -> None:
+        """Copy bytes of the tensor from `at` on, which lie in one gap.
+
+        Raises:
+            OutOfMemoryError: There is no memory left.
+        """
+        start = self._starts[bisect_right(self._starts, at) - 1]
+        assert self._writer is not None
+        self._writer.put(data, self._offsets[start] + at - start)
+
+    def extents(self) -> list[SlabExtent]:
+        """Seal the slab, and return the extents of the whole tensor."""
+        slab = self._writer.seal() if self._writer is not None else None
+        found = []
+        for start, end, there in self._pieces:
+            if there is None:
+                assert slab is not None
+                there = SlabExtent(slab, self._offsets[start], end - start)
+            found.append(there)
+        return found

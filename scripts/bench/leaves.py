@@ -1,0 +1,207 @@
+#!/usr/bin/env python3
+"""What sharing by leaf costs where a tensor is made, mapped and read.
+
+    scripts/bench/leaves.py [--pairs N] [--write]
+
+*make*: a tensor of which one leaf, or one in eight, differs from a resident, by leaf and copied
+whole, for sizes above and below the least that is shared by leaf. *miss*: a tensor that nobody has
+a leaf of, beside 300 residents with such rows. *map*: a resident of 1,000 extents and one of one.
+*multiply*: what a token costs, a vector times eight matrices of 64 MiB with a seam at every leaf,
+in such memory and in private memory. In one thread and in turns, each pair in the other order than
+the one before. Times are the processor's, which other work on the machine changes less than the
+clock's.
+`--write` puts the section into docs/benchmarks/tables.md.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Final
+from unittest import mock
+
+if __name__ == "__main__":
+    # This folder on the path would hide the packages whose names its modules bear: cuda, store.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import click
+import torch
+
+from bench.stats import Estimate, Section, estimate, verdict
+from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.loader.residents import leaves, registry
+from tensor_dedup.loader.residents.resident import Resident, pack
+from tensor_dedup.loader.residents.slab import SlabExtent, SlabWriter
+from tensor_dedup.types import ResidentKey
+
+ROW: Final = 1024
+ROWS_OF_A_LEAF: Final = LEAF_BYTES // (4 * ROW)
+MATRICES: Final = 8
+_NOTES: Final = (
+    "`compared` is the median of the pairs' quotients, or differences where it is in ms, with its "
+    "95 % interval. The last row in private memory and in memory with a seam at every leaf."
+)
+
+
+def matrix(count: int) -> torch.Tensor:
+    """Return a random matrix of so many leaves."""
+    return torch.rand(count * ROWS_OF_A_LEAF, ROW)
+
+
+def resident(tensor: torch.Tensor, name: str) -> Resident:
+    """Return a registered resident in a slab of its own."""
+    return registry.registry.register(pack([(tensor, name)])[0])
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor made and mapped without sharing by leaf."""
+    return pack([(tensor, "tune")])[0].map()
+
+
+def by_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor made and mapped with what others have of it."""
+    found = leaves.build_from_leaves(tensor, "tune")
+    assert found is not None
+    assert found.leaf_shared_bytes
+    return found.map()
+
+
+def after_a_miss(tensor: torch.Tensor) -> torch.Tensor:
+    """Look for leaves that nobody has, and return the tensor made whole."""
+    assert leaves.build_from_leaves(tensor, "new") is None
+    return whole(tensor)
+
+
+def in_pieces(count: int) -> Resident:
+    """Return a resident of so many extents of one leaf: every other one of one slab, as it lies."""
+    base, own = (SlabWriter(n * LEAF_BYTES) for n in (count, count // 2))
+    for writer, pieces in ((base, count), (own, count // 2)):
+        writer.take(pieces * LEAF_BYTES)
+    slabs = base.seal(), own.seal()
+    extents = [
+        SlabExtent(slabs[n % 2], (n // 2 if n % 2 else n) * LEAF_BYTES, LEAF_BYTES)
+        for n in range(count)
+    ]
+    return Resident(ResidentKey("F32", (count * LEAF_BYTES // 4,), (1,), str(count)), extents)
+
+
+def milliseconds(work: Callable[[], object]) -> float:
+    """Return the processor's time, what was made not yet freed."""
+    began = time.process_time()
+    kept = work()
+    spent = (time.process_time() - began) * 1e3
+    del kept
+    return spent
+
+
+def row(
+    what: str,
+    pairs: int,
+    sides: tuple[Callable[[], object], Callable[[], object]],
+    *,
+    difference: bool = False,
+    aim: tuple[float, float] | None = None,
+) -> str:
+    """Measure two sides in pairs; return the row of the table."""
+    for side in sides:
+        milliseconds(side)
+    found: list[tuple[float, float]] = []
+    for number in range(pairs):
+        order = (0, 1) if number % 2 else (1, 0)
+        spent = {side: milliseconds(sides[side]) for side in order}
+        found.append((spent[0], spent[1]))
+    one, other = (estimate([pair[side] for pair in found]) for side in (0, 1))
+    compared = estimate([b - a if difference else b / a for a, b in found])
+    unit = " ms" if difference else " x"
+    cells = (what, _ms(one), _ms(other), compared.text(3, unit), _aim(compared, aim, unit))
+    return f"| {' | '.join(cells)}"
+
+
+def _ms(found: Estimate) -> str:
+    return found.text(3, " ms")
+
+
+def _aim(compared: Estimate, aim: tuple[float, float] | None, unit: str) -> str:
+    if aim is None:
+        return " | |"
+    least, most = aim
+    text = f"≤ {most}{unit}" if least < 0 else f"{least} to {most}{unit}"
+    return f"{text} | {verdict(compared, least=least, most=most)} |"
+
+
+def make_rows(pairs: int) -> list[str]:
+    """Measure the making of tensors of several sizes."""
+    found = []
+    with (
+        mock.patch.object(leaves, "LEAF_SHARED_FROM", 1),
+        mock.patch.object(registry, "LEAF_SHARED_FROM", 1),
+    ):
+        for size in (2, 4, 8, 32, 128):
+            base = matrix(size)
+            held = resident(base, f"base {size}")
+            tune = base.clone()
+            tune[:: 8 * ROWS_OF_A_LEAF] += 1
+            what = f"make a tensor of {size * 2} MiB"
+            found.append(row(what, pairs, (partial(whole, tune), partial(by_leaf, tune))))
+            del held
+    return found
+
+
+def token(weights: list[torch.Tensor], vector: torch.Tensor) -> None:
+    """Multiply a vector with every matrix."""
+    for weight in weights:
+        torch.nn.functional.linear(vector, weight)
+
+
+def multiply_row(pairs: int) -> str:
+    """Measure products with memory in as many pieces as there can be, and with private memory."""
+    weights = [matrix(32) for _ in range(MATRICES)]
+    held = [resident(weight, f"weight {n}") for n, weight in enumerate(weights)]
+    tunes = [weight.clone() for weight in weights]
+    for tune in tunes:
+        tune[:: 2 * ROWS_OF_A_LEAF] += 1
+    del weights
+    shared = [by_leaf(tune) for tune in tunes]
+    private = [tune.clone() for tune in tunes]
+    vector = torch.rand(1, ROW)
+    sides = partial(token, private, vector), partial(token, shared, vector)
+    found = row(f"multiply, {MATRICES} x 64 MiB", pairs, sides, aim=(0.98, 1.02))
+    assert len(held) == len(shared)
+    return found
+
+
+@click.command()
+@click.option("--pairs", default=31)
+@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks/tables.md.")
+def main(pairs: int, write: bool) -> None:
+    """Measure and print."""
+    torch.set_num_threads(1)
+    section = Section("leaves.py", "Leaves in common", ("torch", "blake3"))
+    rows = make_rows(pairs)
+    new = matrix(32)
+    crowd = [resident(torch.rand(2100, ROW), f"crowd {n}") for n in range(300)]
+    rows.append(
+        row(
+            "miss: make one of 64 MiB beside 300 with such rows",
+            pairs,
+            (partial(whole, new), partial(after_a_miss, new)),
+        )
+    )
+    crowd.clear()
+    pieces = in_pieces(1000)
+    one = Resident(pieces.key, [SlabExtent(pieces.extents[0].slab, 0, pieces.nbytes)])
+    rows.append(
+        row("map 1,000 extents", pairs, (one.map, pieces.map), difference=True, aim=(-1e9, 5.0))
+    )
+    del pieces, one
+    rows.append(multiply_row(pairs))
+    heading = [
+        "| | whole, or private | by leaf | compared | aim | |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    section.finish("leaves", f"{pairs} pairs", [*heading, *rows], _NOTES, write=write)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,428 @@
+"""Models whose tensors differ in part: what is equal in them is one memory, leaf by leaf.
+
+The parts that do not change are at least 8 MiB each, or nothing would be proved.
+"""
+
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+import engines
+import fresh
+import hinted
+import plain
+import shared
+import tiny_checkpoints as checkpoints
+from process_state import slab_memory
+from tensor_dedup import enable, report, shared_bytes, unshare, verify
+from tensor_dedup.digest import LEAF_BYTES, digest, leaf_places
+from tensor_dedup.errors import AuditError
+from tensor_dedup.formats.weights import read_header
+from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
+from tensor_dedup.loader.residents import leaves
+from tensor_dedup.loader.residents.resident import tensor_bytes
+from tensor_dedup.loader.unsharing.lookup import is_mapped
+from tensor_dedup.memory_manager.protocol.layout import PAGE
+
+MIB = 1 << 20
+# Attention has 32 heads of 128: q, k and v are 8 MiB each, and an embedding is 16 MiB.
+_WIDE: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "vocab_size": 8192,
+    "max_position_embeddings": 512,
+}
+# Sixteen experts: 4 MiB each of gate and up, 2 MiB of down.
+_EXPERTS: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 1024,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+}
+Change = Callable[[Path, Path], Path]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wide") / "base"
+    make: Any = hf.LlamaForCausalLM
+    return checkpoints.save(make(hf.LlamaConfig(**_WIDE)), folder)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("experts") / "base"
+    make: Any = hf.Qwen3MoeForCausalLM
+    return checkpoints.save(make(hf.Qwen3MoeConfig(**_EXPERTS)), folder)
+
+
+def grown(source: Path, target: Path) -> Path:
+    return checkpoints.grown_vocabulary(source, target, rows=256)
+
+
+def scaled(*parts: str) -> Change:
+    """Change the tensors whose names have one of these parts in them."""
+
+    def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor * 1.5 if any(part in name for part in parts) else tensor
+
+    return lambda source, target: checkpoints.mapped(source, target, change)
+
+
+def adapted(source: Path, target: Path) -> Path:
+    return checkpoints.merged_lora(source, target, ("q_proj", "v_proj"), layers=(0,))
+
+
+def changed_bytes(base: Path, tune: Path) -> tuple[int, int]:
+    """How many bytes two checkpoints do not have in common, and in how many tensors they lie."""
+    old, new = checkpoints.tensors(base), checkpoints.tensors(tune)
+    names = checkpoints.different(base, tune)
+    more = [new[n].nbytes - (old[n].nbytes if _begins_with(new[n], old[n]) else 0) for n in names]
+    return sum(more), len(names)
+
+
+def _begins_with(new: torch.Tensor, old: torch.Tensor) -> bool:
+    return len(new) > len(old) and torch.equal(new[: len(old)], old)
+
+
+def read(model: nn.Module) -> None:
+    for each in model.parameters():
+        each.view(torch.uint8).max()
+
+
+def slab_pss(*models: nn.Module) -> int:
+    """What the slabs of this process take, when every page of these models was read."""
+    gc.collect()
+    for model in models:
+        read(model)
+    return slab_memory()["Pss"]
+
+
+@pytest.fixture(scope="module")
+def warm(llama: Path) -> None:
+    engines.warm_up(llama)
+
+
+@pytest.fixture
+def opened() -> Iterator[list[Any]]:
+    held: list[Any] = []
+    yield held
+    engines.drop(*held)
+    held.clear()
+    gc.collect()
+
+
+LLAMAS: dict[str, tuple[Change, int]] = {
+    "a grown vocabulary": (grown, 32 * MIB),
+    "q_proj": (scaled("layers.1.self_attn.q_proj"), 16 * MIB),
+    "merged LoRA on q and v": (adapted, 8 * MIB),
+}
+
+
+@pytest.mark.vllm
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("case", LLAMAS)
+def test_vllm_keeps_what_changed(case: str, llama: Path, tmp_path: Path, opened: list[Any]) -> None:
+    change, common = LLAMAS[case]
+    tune = change(llama, tmp_path / "tune")
+    _assert_costs_what_changed(llama, tune, common, opened)
+
+
+@pytest.mark.vllm
+@pytest.mark.long
+def test_vllm_keeps_one_expert_of_a_stack(mixture: Path, tmp_path: Path) -> None:
+    tune = scaled("experts.5.")(mixture, tmp_path / "tune")
+    fresh.call_forked(experts_in_vllm, mixture, tune)
+
+
+def experts_in_vllm(base: Path, tune: Path) -> None:
+    """In a process of its own, because a MoE model must be its first."""
+    engines.warm_up(base)
+    _assert_costs_what_changed(base, tune, 90 * MIB, [])
+
+
+def _assert_costs_what_changed(base: Path, tune: Path, common: int, opened: list[Any]) -> None:
+    with plain.kept_as("plain"):
+        expected = []
+        for path in (base, tune):
+            opened.append(plain.engine(path))
+            expected.append(plain.outputs(opened[-1]))
+            engines.drop(opened.pop())
+            gc.collect()
+    first = engines.sharing(base, cpu_weights="plain")
+    opened.append(first)
+    before = slab_pss(plain.model(first))
+    second = engines.sharing(tune, cpu_weights="plain")
+    opened.append(second)
+    more = slab_pss(plain.model(first), plain.model(second)) - before
+    differ, tensors = changed_bytes(base, tune)
+    last = engines.last_report()
+    assert all(is_mapped(each) for each in plain.model(second).parameters())
+    assert last.leaf_shared_bytes == common
+    assert 0.95 * (last.private_bytes - common) <= more <= 1.05 * differ + tensors * LEAF_BYTES
+    assert last.shared_bytes + last.private_bytes == last.total_bytes
+    theirs = dict(plain.model(first).named_parameters())
+    mine = dict(plain.model(second).named_parameters())
+    found = sum(shared_bytes(mine[name], theirs[name]) for name in mine)
+    assert found == last.shared_bytes + common
+    assert [plain.outputs(first), plain.outputs(second)] == expected
+    # A writer gets pages of its own, and no neighbour sees it.
+    with torch.no_grad():
+        for each in mine.values():
+            each.zero_()
+    assert plain.outputs(first) == expected[0]
+    assert verify().ok
+
+
+@pytest.mark.vllm
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("case", LLAMAS)
+def test_vllm_reads_only_what_changed_of_a_known_fine_tune(
+    case: str, llama: Path, tmp_path: Path, opened: list[Any]
+) -> None:
+    change, common = LLAMAS[case]
+    tune = change(llama, tmp_path / "tune")
+    shared.quiet(llama, tune)
+    opened.append(engines.sharing(tune, cpu_weights="plain"))
+    expected = plain.outputs(opened[-1])
+    engines.drop(opened.pop())
+    gc.collect()
+    first = engines.sharing(llama, cpu_weights="plain")
+    opened.append(first)
+    differ, _ = changed_leaves(llama, tune)
+    for audited in ({}, {"audit": 1.0}, {"verify_bytes": True}):
+        second = engines.sharing(tune, cpu_weights="plain", **audited)
+        opened.append(second)
+        last = engines.last_report()
+        assert last.known
+        assert common <= last.leaf_shared_bytes < common + len(LLAMAS) * LEAF_BYTES
+        assert not last.collisions
+        if audited:
+            assert last.bytes_read == checkpoints.nbytes(tune) + differ
+        else:
+            assert 0 < last.bytes_read <= 1.05 * differ
+        theirs = dict(plain.model(first).named_parameters())
+        found = sum(
+            shared_bytes(mine, theirs[n]) for n, mine in plain.model(second).named_parameters()
+        )
+        assert found == last.shared_bytes + last.leaf_shared_bytes
+        assert plain.outputs(second) == expected
+        assert verify().ok
+        engines.drop(opened.pop())
+        del second, theirs
+        gc.collect()
+
+
+@pytest.mark.vllm
+@pytest.mark.usefixtures("warm")
+def test_a_wrong_hint_of_a_leaf_is_noticed(
+    llama: Path, tmp_path: Path, opened: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The leaf is not read, for the base has it; but the whole is hashed all the same."""
+    tune = checkpoints.mapped(llama, tmp_path / "tune", _with_other_rows)
+    shared.quiet(llama, tune)
+    expected = _outputs_of(tune, opened)  # from now on its digests are known
+    first = engines.sharing(llama, cpu_weights="plain")
+    opened.append(first)
+    [name] = checkpoints.different(llama, tune)
+    _forge(tune, _leaves_of(tune, name)[1], _leaves_of(llama, name)[1])
+    with caplog.at_level(logging.WARNING, "tensor_dedup"):
+        opened.append(engines.sharing(tune, cpu_weights="plain"))
+    assert "loading again without hints" in caplog.text
+    assert engines.last_report().leaf_shared_bytes >= 8 * MIB
+    assert plain.outputs(opened[-1]) == expected
+    assert verify().ok
+
+
+def _with_other_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Change the embedding in its second leaf and in its fourth, of which a row is 2 KiB."""
+    if "embed_tokens" in name:
+        tensor = tensor.clone()
+        tensor[1100] += 1
+        tensor[3500] += 1
+    return tensor
+
+
+@pytest.mark.vllm
+@pytest.mark.usefixtures("warm")
+def test_an_audit_finds_that_others_do_not_have_what_they_should(
+    llama: Path, tmp_path: Path, opened: list[Any]
+) -> None:
+    """As if two digests collided: k is said to be there, and is read by nobody."""
+    change = scaled("layers.1.self_attn.k_proj", "layers.1.self_attn.v_proj")
+    tune = change(llama, tmp_path / "tune")
+    shared.quiet(llama, tune)
+    expected = _outputs_of(tune, opened)
+    first = engines.sharing(llama, cpu_weights="plain")
+    opened.append(first)
+    key = "model.layers.1.self_attn.k_proj.weight"
+    [(fused, contents)] = [
+        (resident, contents)
+        for resident, contents in leaves._contents.items()
+        if _whole(llama, key)[1] in {content.digest for content in contents}
+    ]
+    q, k, v = contents
+    lie = k._replace(digest=_whole(tune, key)[1])
+    leaves.note_contents(fused, [q, lie, v])
+    wrong = engines.sharing(tune, cpu_weights="plain")
+    opened.append(wrong)
+    assert engines.last_report().leaf_shared_bytes == 16 * MIB  # q and k, and nobody can tell
+    assert plain.outputs(wrong) != expected
+    engines.drop(opened.pop())
+    del wrong
+    gc.collect()
+    with pytest.raises(AuditError, match="qkv_proj"):
+        engines.sharing(tune, cpu_weights="plain", audit=1.0)
+    gc.collect()
+    right = engines.sharing(tune, cpu_weights="plain", verify_bytes=True)
+    opened.append(right)
+    assert engines.last_report().collisions == 1
+    assert plain.outputs(right) == expected
+    assert verify().ok
+    del right
+
+
+Place = tuple[int, int]
+
+
+def _outputs_of(path: Path, opened: list[Any]) -> Any:
+    opened.append(engines.sharing(path, cpu_weights="plain"))
+    found = plain.outputs(opened[-1])
+    engines.drop(opened.pop())
+    gc.collect()
+    return found
+
+
+def _whole(path: Path, name: str) -> tuple[Place, str]:
+    """Where a tensor is in its file, and its digest."""
+    file = path / checkpoints.WEIGHTS
+    [spec] = [spec for spec in read_header(file).tensors if spec.name == name]
+    content = file.read_bytes()[spec.start : spec.start + spec.nbytes]
+    return (spec.start, spec.nbytes), digest(content)
+
+
+def _leaves_of(path: Path, name: str) -> list[tuple[Place, str]]:
+    content = (path / checkpoints.WEIGHTS).read_bytes()
+    (start, nbytes), _ = _whole(path, name)
+    return [
+        ((at, size), digest(content[at : at + size])) for at, size in leaf_places(start, nbytes)
+    ]
+
+
+def _forge(path: Path, mine: tuple[Place, str], theirs: tuple[Place, str]) -> None:
+    """Have a hint say that a range of a file is what another's is."""
+    index, (place, true) = HintIndex(), mine
+    with hinted.opened(path / checkpoints.WEIGHTS) as fd:
+        before = FileIdentity.of(fd)
+        assert index.lookup(fd, "blake3")[place] == true != theirs[1]
+        assert index.record(fd, before, hinted.old_enough(before), "blake3", {place: theirs[1]})
+
+
+def changed_leaves(base: Path, tune: Path) -> tuple[int, int]:
+    """How many bytes the leaves have in which two checkpoints differ, and how many tensors do."""
+    old, new = checkpoints.tensors(base), checkpoints.tensors(tune)
+    names = checkpoints.different(base, tune)
+    total = 0
+    for name in names:
+        mine, theirs = tensor_bytes(new[name]), tensor_bytes(old[name])
+        for start in range(0, len(mine), LEAF_BYTES):
+            leaf = mine[start : start + LEAF_BYTES]
+            total += len(leaf) if leaf != theirs[start : start + LEAF_BYTES] else 0
+    return total, len(names)
+
+
+@pytest.mark.vllm
+@pytest.mark.usefixtures("warm")
+def test_vllm_goes_on_without_its_base_and_with_memory_of_its_own(
+    llama: Path, tmp_path: Path, opened: list[Any]
+) -> None:
+    tune = scaled("layers.1.self_attn.q_proj")(llama, tmp_path / "tune")
+    with plain.kept_as("plain"):
+        opened.append(plain.engine(tune))
+        expected = plain.outputs(opened[-1])
+        engines.drop(opened.pop())
+    first = engines.sharing(llama, cpu_weights="plain")
+    second = engines.sharing(tune, cpu_weights="plain", audit=1.0, verify_bytes=True)
+    opened += [first, second]
+    assert engines.last_report().leaf_shared_bytes
+    third = engines.sharing(tune, cpu_weights="plain", audit=1.0)
+    opened.append(third)
+    last = engines.last_report()
+    assert last.tensors_shared == last.tensors_total  # the second's, with its leaves
+    assert last.leaf_shared_bytes == 0
+    opened.remove(first)
+    engines.drop(first)
+    del first
+    gc.collect()
+    assert plain.outputs(second) == expected
+    assert unshare(plain.model(second))
+    assert not any(is_mapped(each) for each in plain.model(second).parameters())
+    assert plain.outputs(second) == expected
+    model: Any = plain.model(second)
+    model.load_weights(iter(checkpoints.tensors(llama).items()))
+    assert plain.outputs(second) != expected
+    assert plain.outputs(third) == expected
+    del second, third
+
+
+def test_transformers_keeps_what_grew(llama: Path, tmp_path: Path) -> None:
+    tune = grown(llama, tmp_path / "tune")
+    _assert_costs_what_changed_in_transformers(llama, tune, 32 * MIB)
+
+
+@pytest.mark.long
+def test_transformers_keeps_one_expert_of_a_stack(mixture: Path, tmp_path: Path) -> None:
+    tune = scaled("experts.5.")(mixture, tmp_path / "tune")
+    _assert_costs_what_changed_in_transformers(mixture, tune, 90 * MIB)
+
+
+def _assert_costs_what_changed_in_transformers(base: Path, tune: Path, common: int) -> None:
+    expected = [_logits(_load(path)) for path in (base, tune)]
+    with enable():
+        first = _load(base)
+        before = slab_pss(first)
+        second = _load(tune)
+    more = slab_pss(first, second) - before
+    differ, tensors = changed_bytes(base, tune)
+    last = report().models[-1]
+    assert all(is_mapped(each) for each in second.parameters())
+    # Tensors of files may begin within a page, and the pages at a seam are the fine-tune's.
+    pages = 2 * tensors * PAGE
+    assert common - pages <= last.leaf_shared_bytes <= common
+    assert 0.95 * (last.private_bytes - common) <= more <= 1.05 * differ + tensors * LEAF_BYTES
+    found = sum(
+        shared_bytes(mine, theirs)
+        for mine, theirs in zip(second.parameters(), first.parameters(), strict=True)
+    )
+    assert found == last.shared_bytes + last.leaf_shared_bytes
+    assert torch.equal(_logits(first), expected[0])
+    assert torch.equal(_logits(second), expected[1])
+    assert verify().ok
+
+
+def _load(path: Path) -> Any:
+    return hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+
+
+def _logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = model(torch.arange(8)[None]).logits
+    return result
