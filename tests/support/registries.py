@@ -9,11 +9,14 @@ import json
 import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -83,6 +86,66 @@ def registry(root: Path, *, htpasswd: str | None = None) -> Iterator[Proxy]:
             proxy.close()
         server.terminate()
         server.wait(30)
+
+
+@contextmanager
+def tokened(behind: Proxy, basic: str) -> Iterator[str]:
+    """The name of the same registry behind a gate that wants tokens, as public ones do.
+
+    A token for reading is good for no write. Tokens are for who has the word `basic`.
+    """
+
+    class Gate(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            size = int(self.headers.get("Content-Length", "0"))
+            body, given = self.rfile.read(size), self.headers.get("Authorization")
+            if self.path.startswith("/token"):
+                scope = parse_qs(urlsplit(self.path).query)["scope"][0]
+                known = given == f"Basic {basic}"
+                self._answer(200 if known else 401, json.dumps({"token": scope}).encode(), {})
+                return
+            reads = self.command in ("GET", "HEAD")
+            scope = "repository:any:pull" if reads else "repository:any:pull,push"
+            if given not in (f"Bearer {scope}", "Bearer repository:any:pull,push"):
+                realm = f"http://{self.headers['Host']}/token"
+                asked = f'Bearer realm="{realm}",service="registry",scope="{scope}"'
+                self._answer(401, b"{}", {"Www-Authenticate": asked})
+                return
+            kept = ("accept", "range", "content-type")
+            link = http.client.HTTPConnection("127.0.0.1", behind.port, timeout=60)
+            headers = {k: v for k, v in self.headers.items() if k.lower() in kept}
+            link.request(self.command, self.path, body, headers | {"Host": self.headers["Host"]})
+            found = link.getresponse()
+            passed = ("location", "content-type", "content-range", "docker-content-digest")
+            data = found.read()
+            more = {k: v for k, v in found.getheaders() if k.lower() in passed}
+            if self.command == "HEAD":
+                more["Content-Length"] = found.getheader("Content-Length", "0")
+            link.close()
+            self._answer(found.status, data, more)
+
+        do_HEAD = do_POST = do_PUT = do_PATCH = do_GET
+
+        def _answer(self, status: int, body: bytes, more: dict[str, str]) -> None:
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(body)), **more}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        def log_message(self, format: str, *_: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Gate)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def host(proxy: Proxy) -> str:

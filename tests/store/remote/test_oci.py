@@ -580,3 +580,20 @@ def test_credentials_are_those_of_docker_login(
         other = open_store(tmp_path / "other")
         other.pull(url, "base")
         assert stored(other, "base") == content(tmp_path / "base")
+
+
+def test_tokens_are_asked_for_with_what_each_request_needs(
+    tmp_path: Path, proxy: Proxy, team: str, full: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    word = b64encode(b"somebody:secret-word").decode()
+    with registries.tokened(proxy, word) as host:
+        url = f"oci://{host}/{repository(f'{team}/base')}:v1"
+        with pytest.raises(RemoteAccessError, match="docker login"):
+            full.push(url, "base")
+        auths = {"auths": {host: {"auth": word}}}
+        write(tmp_path / "docker", {"config.json": json.dumps(auths).encode()})
+        monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
+        full.push(url, "base")
+        other = open_store(tmp_path / "other")
+        other.pull(url, "base")
+    assert stored(other, "base") == content(tmp_path / "base")
