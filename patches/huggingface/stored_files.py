@@ -96,7 +96,7 @@ class StoredWeightsFile:
 
 
 class StoredWeightsSlice:
-    """One tensor of a `StoredWeightsFile`, unread, with the methods of a slice of safetensors."""
+    """One tensor of a `StoredWeightsFile`, not read yet: a slice as safetensors has them."""
 
     def __init__(self, file: StoredWeightsFile, name: str, spec: Any) -> None:
         self._file, self._name, self._spec = file, name, spec

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers as hf
 
+import managers
 import tiny_checkpoints as checkpoints
 import tiny_pipelines
 from tensor_dedup import ConfigError, Store, enable, report, shares_memory, verify
@@ -204,6 +205,26 @@ def test_resident_tensors_hide_no_damage_and_need_no_store(folder: Path, store: 
         found = stored("sd", tensor_dedup={"store": store, "verify": "always"})
     assert report().models[-1].bytes_from_store == analyze([folder / "sd"]).total_bytes
     assert shared(first, found) == set(parameters(first))
+
+
+def test_what_a_manager_holds_is_not_read(
+    language: checkpoints.Pair, folder: Path, store: Path, tmp_path: Path
+) -> None:
+    """Of a pipeline, and of a model that threads read; nothing of either is in this process."""
+    with managers.running(tmp_path) as manager:
+        config = {"store": str(store), "memory_manager": str(manager.socket)}
+        for name, path in (("sd", folder / "sd"), ("base", language.base)):
+            for read in (weights(path), 0):
+                with enable(config):
+                    found = stored("sd") if name == "sd" else model()
+                assert report().models[-1].bytes_from_store == read
+                assert report().models[-1].skipped == []
+                del found
+                gc.collect()
+
+
+def model() -> Any:
+    return hf.AutoModelForCausalLM.from_pretrained("store://base")
 
 
 def test_loads_are_written_to_the_store(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
