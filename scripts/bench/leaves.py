@@ -7,9 +7,9 @@
 whole, for sizes above and below the least that is shared by leaf. *miss*: a tensor that nobody has
 a leaf of, beside 300 residents with such rows. *map*: a resident of 1,000 extents and one of one.
 *multiply*: what a token costs, a vector times eight matrices of 64 MiB with a seam at every leaf,
-in such memory, in private memory and in whole slabs. In one thread and in turns, each pair in the other order than
-the one before. Times are the processor's, which other work on the machine changes less than the
-clock's.
+in such memory, in private memory and in whole slabs. In one thread and in turns, each pair in the
+other order than the one before. Times are the processor's, which other work on the machine changes
+less than the clock's.
 `--write` puts the section into docs/benchmarks/tables.md.
 """
 
