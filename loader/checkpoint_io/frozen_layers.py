@@ -99,7 +99,7 @@ class FrozenLayers:
         """Open the base; return the paths of its files, with what precedes the names in them."""
         base, trust = self.wanted.base, self._trust
         if base.startswith(SCHEME):
-            checkout = resolve(base, self._config.store_folder)
+            checkout = resolve(base, self._config.store_folder, self._config.remote)
             store = Store.open(checkout.store, create=False)
             self._opening = FromStore(store, checkout, trust=trust)
             return [(Path(checkout.folder, name), "") for name in checkout.weights]

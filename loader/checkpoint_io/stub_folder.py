@@ -10,6 +10,7 @@ deleted at any time.
 import os
 import tempfile
 from dataclasses import asdict, dataclass
+from os import PathLike
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,6 +19,7 @@ import platformdirs
 
 from tensor_dedup.errors import ConfigError, UnsupportedError
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredFile
+from tensor_dedup.store.remote.on_demand import pull_missing, remote_url
 from tensor_dedup.store.store import Store
 
 SCHEME = "store://"
@@ -79,12 +81,26 @@ def check_out(store: Store, url: str, *, folders: bool = False) -> Checkout:
         return Checkout(url, str(store.path), name, checkpoint.manifest, str(folder), weights)
 
 
-def resolve(url: str, store: str | None, *, folders: bool = False) -> Checkout:
+def resolve(
+    url: str,
+    store: str | None,
+    remote: str | PathLike[str] | None = None,
+    *,
+    folders: bool = False,
+) -> Checkout:
     """Return the checkout of `store://NAME`, of the store in a folder or the user's own.
 
-    Raises the errors of `check_out`, and of opening the store.
+    What the store does not have is pulled first, from `remote` or the one that the environment or
+    a configuration file names.
+
+    Raises:
+        RemoteError: The remote cannot be used.
+        StoreError, UnsupportedError: As of `check_out`, and of opening the store.
     """
-    return check_out(Store.open(store, create=False), url, folders=folders)
+    there = remote_url(remote)
+    opened = Store.open(store, create=there is not None)
+    pull_missing(opened, url.removeprefix(SCHEME), there)
+    return check_out(opened, url, folders=folders)
 
 
 def _weights(url: str, checkpoint: StoredCheckpoint, *, folders: bool) -> tuple[str, ...]:

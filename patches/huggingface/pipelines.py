@@ -219,7 +219,7 @@ def _stored(
     _without_base(config)
     from tensor_dedup.loader.checkpoint_io.stub_folder import resolve  # and with it the store
 
-    checkout = resolve(url, config.store_folder, folders=True)
+    checkout = resolve(url, config.store_folder, config.remote, folders=True)
     here = [checkout.folder if each is url else each for each in args]
     named = {key: checkout.folder if each is url else each for key, each in kwargs.items()}
 

@@ -10,10 +10,9 @@ from inspect import BoundArguments
 from typing import Any
 
 from tensor_dedup.errors import ConfigError
-from tensor_dedup.loader.checkpoint_io.stub_folder import SCHEME, check_out
+from tensor_dedup.loader.checkpoint_io import stub_folder
+from tensor_dedup.loader.checkpoint_io.stub_folder import SCHEME
 from tensor_dedup.patches.vllm.load_formats import KEY, split
-from tensor_dedup.store.remote.on_demand import pull_missing, remote_url
-from tensor_dedup.store.store import Store
 
 _Engine = Callable[..., Any]
 
@@ -39,10 +38,7 @@ def resolve(arguments: MutableMapping[str, Any]) -> None:
     config, _ = split(extra[KEY])
     # The name says that a store is meant: without another it is the user's own.
     entry = {**extra[KEY], "store": True if config.store is None else config.store}
-    remote = remote_url(config.remote)
-    store = Store.open(config.store_folder, create=remote is not None)
-    pull_missing(store, url.removeprefix(SCHEME), remote)
-    checkout = check_out(store, url)
+    checkout = stub_folder.resolve(url, config.store_folder, config.remote)
     entry["stored"] = checkout.to_dict()
     arguments["model_loader_extra_config"] = {**extra, KEY: entry}
     arguments["model"] = checkout.folder

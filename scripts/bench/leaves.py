@@ -7,9 +7,9 @@
 whole, for sizes above and below the least that is shared by leaf. *miss*: a tensor that nobody has
 a leaf of, beside 300 residents with such rows. *map*: a resident of 1,000 extents and one of one.
 *multiply*: what a token costs, a vector times eight matrices of 64 MiB with a seam at every leaf,
-in such memory and in private memory. In one thread and in turns, each pair in the other order than
-the one before. Times are the processor's, which other work on the machine changes less than the
-clock's.
+in such memory, in private memory and in whole slabs. In one thread and in turns, each pair in the
+other order than the one before. Times are the processor's, which other work on the machine changes
+less than the clock's.
 `--write` puts the section into docs/benchmarks/tables.md.
 """
 
@@ -40,7 +40,7 @@ ROWS_OF_A_LEAF: Final = LEAF_BYTES // (4 * ROW)
 MATRICES: Final = 8
 _NOTES: Final = (
     "`compared` is the median of the pairs' quotients, or differences where it is in ms, with its "
-    "95 % interval. The last row in private memory and in memory with a seam at every leaf."
+    "95 % interval. The last rows: private memory, or whole slabs, against a seam at every leaf."
 )
 
 
@@ -154,8 +154,8 @@ def token(weights: list[torch.Tensor], vector: torch.Tensor) -> None:
         torch.nn.functional.linear(vector, weight)
 
 
-def multiply_row(pairs: int) -> str:
-    """Measure products with memory in as many pieces as there can be, and with private memory."""
+def multiply_rows(pairs: int) -> list[str]:
+    """Measure products in as many pieces as there can be, in private memory and in whole slabs."""
     weights = [matrix(32) for _ in range(MATRICES)]
     held = [resident(weight, f"weight {n}") for n, weight in enumerate(weights)]
     tunes = [weight.clone() for weight in weights]
@@ -164,9 +164,16 @@ def multiply_row(pairs: int) -> str:
     del weights
     shared = [by_leaf(tune) for tune in tunes]
     private = [tune.clone() for tune in tunes]
+    slabs = [whole(tune) for tune in tunes]
     vector = torch.rand(1, ROW)
-    sides = partial(token, private, vector), partial(token, shared, vector)
-    found = row(f"multiply, {MATRICES} x 64 MiB", pairs, sides, aim=(0.98, 1.02))
+    of_private, of_slabs, of_leaves = (
+        partial(token, each, vector) for each in (private, slabs, shared)
+    )
+    what = f"multiply, {MATRICES} x 64 MiB"
+    found = [
+        row(f"{what}: private memory", pairs, (of_private, of_leaves), aim=(0.98, 1.02)),
+        row(f"{what}: whole slabs", pairs, (of_slabs, of_leaves), aim=(0.98, 1.02)),
+    ]
     assert len(held) == len(shared)
     return found
 
@@ -195,7 +202,7 @@ def main(pairs: int, write: bool) -> None:
         row("map 1,000 extents", pairs, (one.map, pieces.map), difference=True, aim=(-1e9, 5.0))
     )
     del pieces, one
-    rows.append(multiply_row(pairs))
+    rows += multiply_rows(pairs)
     heading = [
         "| | whole, or private | by leaf | compared | aim | |",
         "| --- | --- | --- | --- | --- | --- |",

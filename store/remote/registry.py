@@ -54,7 +54,7 @@ class NoRangesError(RemoteUnreachableError):
     advice = "pull from a registry that knows ranges"
 
 
-class Content(Protocol):
+class BlobContent(Protocol):
     """The bytes of a blob, which may be iterated over again when a request is repeated."""
 
     def __len__(self) -> int:
@@ -266,7 +266,7 @@ class RegistryRepository:
         if digest != f"sha256:{hasher.hexdigest()}":
             raise DamagedRemoteError.at(self.at(digest), "its bytes do not have this digest")
 
-    def upload(self, digest: str, content: Content, mount_from: str | None = None) -> bool:
+    def upload(self, digest: str, content: BlobContent, mount_from: str | None = None) -> bool:
         """Make a blob be there that is not; return whether it had to be sent.
 
         It is not sent where the registry mounts it from another repository.
@@ -306,7 +306,7 @@ class RegistryRepository:
         verb: str,
         path: str,
         headers: Mapping[str, str] | None = None,
-        body: "bytes | Content | None" = None,
+        body: "bytes | BlobContent | None" = None,
         *,
         stream: bool = False,
         attempts: int = _ATTEMPTS,
