@@ -239,6 +239,16 @@ class _Kept:
     undo: ExitStack
 
     def close(self) -> None:
+        self.forsake()
+        if self.owner == os.getpid():
+            self.hasher.close()
+
+    def forsake(self) -> None:
+        """Close the index and tell the threads to end, without waiting for them.
+
+        Collections of garbage call this, and one may run inside any allocation: while a thread
+        starts, too, in which its own locks are held, and joining another one takes them.
+        """
         if self.owner == os.getpid():
             self.undo.close()
         else:
@@ -271,9 +281,10 @@ class RunCache:
 
     def close(self) -> None:
         """Close the index and end the threads; the next session opens them again."""
-        finalizer, self._finalizer, self._kept = self._finalizer, None, None
-        if finalizer is not None:
-            finalizer()
+        finalizer, self._finalizer = self._finalizer, None
+        kept, self._kept = self._kept, None
+        if kept is not None and finalizer is not None and finalizer.detach() is not None:
+            kept.close()
 
     def _usable(self) -> _Kept:
         if self._kept is not None and self._kept.owner != os.getpid():
@@ -281,11 +292,11 @@ class RunCache:
         if self._kept is None:
             with ExitStack() as undo:
                 hasher = Hasher(self._objects.files, self._workers)
-                undo.callback(hasher.close)
+                undo.callback(hasher.close, wait=False)
                 index = undo.enter_context(open_index(self._objects))
                 index.relax()
                 self._kept = _Kept(os.getpid(), index, hasher, undo.pop_all())
-            self._finalizer = weakref.finalize(self, self._kept.close)
+            self._finalizer = weakref.finalize(self, self._kept.forsake)
         else:
             self._kept.index.fresh = False
         return self._kept

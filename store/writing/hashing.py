@@ -96,11 +96,11 @@ class Hasher:
             self._writers = ThreadPoolExecutor(_WRITERS, "tensor-dedup-write")
         self._local = threading.local()
 
-    def close(self) -> None:
-        """End the threads, after the work they are doing."""
+    def close(self, *, wait: bool = True) -> None:
+        """End the threads, after the work they are doing, and wait until they have ended."""
         for pool in (self._pool, self._writers):
             if pool is not None:
-                pool.shutdown(cancel_futures=True)
+                pool.shutdown(wait, cancel_futures=True)
 
     def hash(
         self,

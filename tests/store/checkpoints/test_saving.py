@@ -1,6 +1,8 @@
 """What is saved comes back, what did not change is not saved again, and nothing else is assumed."""
 
+import gc
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from tensor_dedup.store.checkpoints.errors import (
 )
 from tensor_dedup.store.checkpoints.runs import describe_all, run_names
 from tensor_dedup.store.errors import BadNameError
+from tensor_dedup.store.store import Store
 
 
 def test_steps_come_back_and_share_what_did_not_change(tmp_path: Path) -> None:
@@ -360,3 +363,27 @@ def test_an_adapter_of_two_methods_is_one(tmp_path: Path) -> None:
         assert run.load(1, [0.0]) == [0.0, 1.0, 2.0]
     with CheckpointStore(tmp_path, "run") as run, pytest.raises(UnknownAdapterError, match="Bare"):
         run.load(1)
+
+
+def test_a_handle_that_is_forgotten_waits_for_no_thread(tmp_path: Path) -> None:
+    """A collection may run while a thread starts; who joins another one then waits for itself."""
+    lock = getattr(threading, "_shutdown_locks_lock", None)
+    if lock is None:
+        pytest.skip("this Python joins threads without a lock for all of them")
+
+    def forget(run: list[CheckpointStore], done: threading.Event) -> None:
+        with lock:
+            run.clear()
+            gc.collect()
+        done.set()
+
+    store = Store.open(tmp_path / "store", worker_count=2)
+    run = [CheckpointStore(store, "run", compress=None)]
+    run[0].save({str(n): np.full(300_000, n, np.float32) for n in range(4)}, 0)
+    begun = [each.name for each in threading.enumerate()]
+    assert any(name.startswith("tensor-dedup-store") for name in begun)
+    kept = weakref.ref(run[0]._saver._cache)
+    done = threading.Event()
+    threading.Thread(target=forget, args=(run, done), daemon=True).start()
+    assert done.wait(30)
+    assert kept() is None
