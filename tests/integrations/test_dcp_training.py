@@ -24,22 +24,6 @@ from tensor_dedup.store.checkpoints import CheckpointStore
 WIDTH = 160
 
 
-def mean_by_rank(  # type: ignore[no-untyped-def]  # torch takes no other annotation than its own
-    ranks: int,
-    bucket,  # noqa: ANN001
-) -> torch.futures.Future[torch.Tensor]:
-    """Add gradients in the order of ranks.
-
-    DDP lays its buckets out anew after its first step, and where a gradient lies decides in which
-    order more than two ranks add it up: a training that starts again would differ in last bits.
-    """
-    parts = [torch.empty_like(bucket.buffer()) for _ in range(ranks)]
-    dist.all_gather(parts, bucket.buffer())
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(torch.stack(parts).sum(0) / ranks)
-    return done
-
-
 class Training:
     """A network, its optimizer and its process group for checkpoints, on one rank."""
 
@@ -51,7 +35,7 @@ class Training:
             self.model: Any = fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
         else:
             self.model = nn.parallel.DistributedDataParallel(model)
-            self.model.register_comm_hook(ranks, mean_by_rank)
+            self.model.register_comm_hook(ranks, killed_training.mean_by_rank)
         moving = [each for each in model.parameters() if each.requires_grad]
         self.optimizer = torch.optim.Adam(moving, 1e-2)
         self.done = 0
