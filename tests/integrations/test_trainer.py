@@ -237,7 +237,7 @@ class InOrderOfRanks(TrainerCallback):
     def __init__(self, training: Trainer) -> None:
         self.training = training
 
-    def on_train_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if args.world_size > 1:
             wrapped = self.training.model_wrapped
             assert isinstance(wrapped, torch.nn.parallel.DistributedDataParallel)
