@@ -210,7 +210,7 @@ class CheckpointStore:
         self._saves = Saves(self.commit, self._saver, pool, in_flight=in_flight, threads=threads)
         self._drain: Drain | None = None
         if drain is not None:
-            second = drain if isinstance(drain, Store) else Store.open(_folder(drain))
+            second = drain if isinstance(drain, Store) else Store.open(_folder(drain, run_id))
             self._drain = Drain(
                 self.store,
                 second,
@@ -703,9 +703,10 @@ def _check_limits(run: str, in_flight: int, pool_bytes: int | HostPool | None) -
         raise BadOptionError.of(BadOption.LIMIT, f"run {run!r}", what)
 
 
-def _folder(path: StrPath) -> StrPath:
+def _folder(path: StrPath, run: str) -> StrPath:
     if "://" in str(path):
-        raise BadOptionError.of(BadOption.DRAIN, f"drain {path}", "it is no folder")
+        what = f"it is no folder; to a remote go steps by `tensor-dedup push {run} URL`"
+        raise BadOptionError.of(BadOption.DRAIN, f"drain {path}", what)
     return path
 
 

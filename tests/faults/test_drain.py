@@ -248,6 +248,30 @@ def die(scene: Scene, faults: Faults, loss: Loss) -> Steps:
     return found
 
 
+@pytest.mark.parametrize("name", ACTS)
+def test_no_reader_of_a_tier_sees_what_is_half_there(folder: Path, name: str) -> None:
+    """Somebody loads every step of the second tier, and of both, before each single operation."""
+    scene, act = Scene(folder, ACTS[name]), ACTS[name]
+    operations = [number for number, _ in scene.operations()]
+    stage, files = scene.stage(Faults())
+    seen: list[Steps] = []
+
+    def look() -> None:
+        seen.append(held(handle(stage / "second")))
+        assert seen[-1] in act.second
+        assert held(scene.open(stage, None)) in act.both
+        fast, second = handle(stage / "fast"), open_store(stage / "second")
+        for step in {*fast.steps()} & {*seen[-1]} - {*scene.open(stage, None).undrained()}:
+            assert fast.store.manifest(f"run@{step}") == second.manifest(f"run@{step}")
+
+    run = scene.open(stage, files)
+    files._faults = Faults(at=dict.fromkeys(operations[:: 1 if len(operations) < 100 else 2], look))
+    act.act(run)
+    look()
+    assert len(seen) > 10
+    assert [*dict.fromkeys(map(str, seen))] == [*dict.fromkeys(map(str, act.second))]
+
+
 @pytest.mark.parametrize("loss", ["everything", "bytes"])
 @pytest.mark.parametrize("name", ACTS)
 def test_what_is_drained_survives_a_power_cut(folder: Path, name: str, loss: Loss) -> None:

@@ -24,22 +24,6 @@ from tensor_dedup.store.checkpoints import CheckpointStore
 WIDTH = 160
 
 
-def mean_by_rank(  # type: ignore[no-untyped-def]  # torch takes no other annotation than its own
-    ranks: int,
-    bucket,  # noqa: ANN001
-) -> torch.futures.Future[torch.Tensor]:
-    """Add gradients in the order of ranks.
-
-    DDP lays its buckets out anew after its first step, and where a gradient lies decides in which
-    order more than two ranks add it up: a training that starts again would differ in last bits.
-    """
-    parts = [torch.empty_like(bucket.buffer()) for _ in range(ranks)]
-    dist.all_gather(parts, bucket.buffer())
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(torch.stack(parts).sum(0) / ranks)
-    return done
-
-
 class Training:
     """A network, its optimizer and its process group for checkpoints, on one rank."""
 
@@ -51,7 +35,7 @@ class Training:
             self.model: Any = fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
         else:
             self.model = nn.parallel.DistributedDataParallel(model)
-            self.model.register_comm_hook(ranks, mean_by_rank)
+            self.model.register_comm_hook(ranks, killed_training.mean_by_rank)
         moving = [each for each in model.parameters() if each.requires_grad]
         self.optimizer = torch.optim.Adam(moving, 1e-2)
         self.done = 0
@@ -156,11 +140,11 @@ def test_a_killed_training_ends_as_one_that_is_not(
     assert int(str(stats["unique_chunks"])) < int(str(stats["total_chunks"]))
 
 
-def save_some(root: str, /, *, number: int, group: str) -> None:
-    with grouped(number, group, 2):
-        training = Training("fsdp", 2)
+def save_some(root: str, /, *, number: int, group: str, ranks: int) -> None:
+    with grouped(number, group, ranks):
+        training = Training("fsdp", ranks)
         for _ in range(3):
-            training.step(number, 2)
+            training.step(number, ranks)
         saver.save(training.state(), checkpoint_id=3, storage_writer=StoreWriter(root, "run"))
         note(root, number, training)
 
@@ -196,17 +180,22 @@ def note(root: str, number: int, training: Training) -> None:
             file.write(f"{len(found)} {sha256(blob).hexdigest()}\n")
 
 
-def reshard(root: str) -> None:
+def reshard(root: str, many: int, few: int) -> None:
     import torch._dynamo  # noqa: F401
 
-    killed_training.end_ranks(save_some, root, 2)
-    killed_training.end_ranks(partial(save_again, ranks=1, step=3), root, 1)
-    killed_training.end_ranks(partial(save_again, ranks=2, step=4), root, 2)
+    killed_training.end_ranks(partial(save_some, ranks=many), root, many)
+    killed_training.end_ranks(partial(save_again, ranks=few, step=3), root, few)
+    killed_training.end_ranks(partial(save_again, ranks=many, step=4), root, many)
 
 
-def test_a_state_is_the_same_on_two_ranks_on_one_and_on_two_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("many", "few"), [(2, 1), *(pytest.param(4, few, marks=pytest.mark.long) for few in (1, 2, 3))]
+)
+def test_a_state_is_the_same_on_many_ranks_on_fewer_and_on_many_again(
+    tmp_path: Path, many: int, few: int
+) -> None:
     root = str(tmp_path / "store")
-    fresh.call(reshard, root)
+    fresh.call(reshard, root, many, few)
     digests = Path(f"{root}.digests").read_text().splitlines()
     assert len(digests) == 3
     assert len(set(digests)) == 1

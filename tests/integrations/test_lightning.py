@@ -31,7 +31,9 @@ pytestmark = [
 ]
 
 
-def module(root: str | None = None) -> Any:
+def module(root: str | None = None, ranks: int = 1) -> Any:
+    """A network; on one of several ranks, it makes the batch of each of its steps by itself."""
+
     class Network(lightning.LightningModule):  # type: ignore[misc,name-defined]
         def __init__(self) -> None:
             super().__init__()
@@ -40,11 +42,14 @@ def module(root: str | None = None) -> Any:
             self.head = torch.nn.Linear(64, 1)
             self.losses: list[float] = []
 
-        def training_step(self, batch: Any, number: int) -> torch.Tensor:
-            loss: torch.Tensor = self.head(self.back(batch[0])).square().mean()
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            number, rows = self.global_step * ranks + self.global_rank, batch[0]
+            if ranks > 1:
+                rows = torch.randn(4, 32, generator=torch.Generator().manual_seed(number))
+            loss: torch.Tensor = self.head(self.back(rows)).square().mean()
             self.losses.append(loss.item())
             if root is not None:
-                killed_training.record(root, self.global_step, loss.item())
+                killed_training.record(root, number, loss.item())
             self.log("loss", loss)
             return loss
 
@@ -62,6 +67,7 @@ def fit(
     steps: int = -1,
     root: str | None = None,
     every_batch_the_same: bool = False,
+    ranks: int = 1,
 ) -> Any:
     rows = torch.randn(24, 32, generator=torch.Generator().manual_seed(3))
     if every_batch_the_same:
@@ -77,8 +83,10 @@ def fit(
         enable_model_summary=False,
         default_root_dir=folder,
         callbacks=[*callbacks],
+        devices=ranks,
+        strategy="ddp" if ranks > 1 else "auto",
     )
-    network = module(root)
+    network = module(root, ranks)
     trainer.fit(network, data, ckpt_path=start)
     return network
 
@@ -224,6 +232,64 @@ def test_a_killed_training_that_saves_behind_ends_as_one_that_is_not(
     assert len(latest) == kills
     assert max(latest) < steps
     killed_training.assert_same_losses(root, alone, steps)
+    first, second = (CheckpointStore(each, "run").load(steps) for each in (root, alone))
+    for name, tensor in first["state_dict"].items():
+        assert torch.equal(tensor, second["state_dict"][name])
+
+
+class InOrderOfRanks(lightning.Callback):  # type: ignore[misc,name-defined]
+    """Adds gradients in the order of ranks, whatever DDP's buckets are: see `mean_by_rank`."""
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        wrapped = trainer.strategy.model
+        assert isinstance(wrapped, torch.nn.parallel.DistributedDataParallel)
+        wrapped.register_comm_hook(trainer.world_size, killed_training.mean_by_rank)
+
+
+def rank(root: str, /, *, number: int, group: str, ranks: int, steps: int) -> None:
+    """Train as one process of several, each with the whole model (DDP)."""
+    torch.set_num_threads(1)
+    killed_training.join_group(number, group, ranks)
+    callback = StoreCallback(root, "run", every=1, asynchronous=True, keep_last=2)
+    latest, unfinished = callback.run.latest(), Unfinished(callback)
+    fit(
+        *(Path(root), callback, unfinished, InOrderOfRanks()),
+        start=None if latest is None else f"store://run@{latest}",
+        steps=steps,
+        root=root,
+        ranks=ranks,
+    )
+    if number == 0:  # the others save nothing, and do not wait for it
+        assert callback.run.latest() == steps
+        assert latest is not None or unfinished.count > 0
+    torch.distributed.destroy_process_group()
+
+
+def kill_ranks(root: str, alone: str, ranks: int, kills: int) -> list[int]:
+    import torch._dynamo  # noqa: F401
+
+    train = partial(rank, ranks=ranks, steps=killed_training.enough_steps(kills))
+    return killed_training.killed_ranks_and_alone(train, root, alone, ranks, kills)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kills"),
+    [
+        (2, 1),
+        pytest.param(2, 6, marks=pytest.mark.long),
+        pytest.param(4, 4, marks=pytest.mark.long),
+    ],
+)
+def test_a_killed_training_of_several_ranks_ends_as_one_that_is_not(
+    tmp_path: Path, ranks: int, kills: int
+) -> None:
+    root, alone = str(tmp_path / "killed"), str(tmp_path / "alone")
+    latest = fresh.call(kill_ranks, root, alone, ranks, kills)
+    steps = killed_training.enough_steps(kills)
+    assert len(latest) == kills
+    assert max(latest) < steps
+    losses = killed_training.assert_same_losses(root, alone, steps * ranks)
+    assert all(len(each) == 1 for each in losses.values())
     first, second = (CheckpointStore(each, "run").load(steps) for each in (root, alone))
     for name, tensor in first["state_dict"].items():
         assert torch.equal(tensor, second["state_dict"][name])

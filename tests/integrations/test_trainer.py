@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from transformers import (
@@ -41,7 +42,7 @@ class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def model() -> Any:
+def model(dropout: float = 0.1) -> Any:
     torch.manual_seed(1)
     make: Any = LlamaForCausalLM
     config = LlamaConfig(
@@ -51,7 +52,7 @@ def model() -> Any:
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=32,
-        attention_dropout=0.1,  # so that random states matter
+        attention_dropout=dropout,  # so that random states matter
     )
     made = make(config)
     made.model.layers[0].requires_grad_(False)
@@ -230,6 +231,19 @@ class Recording(TrainerCallback):
         self.unfinished += any(not each.done() for each in pending)
 
 
+class InOrderOfRanks(TrainerCallback):
+    """Adds gradients in the order of ranks, whatever DDP's buckets are: see `mean_by_rank`."""
+
+    def __init__(self, training: Trainer) -> None:
+        self.training = training
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.world_size > 1:
+            wrapped = self.training.model_wrapped
+            assert isinstance(wrapped, torch.nn.parallel.DistributedDataParallel)
+            wrapped.register_comm_hook(args.world_size, killed_training.mean_by_rank)
+
+
 class RecordingTrainer(Trainer):
     """Notes each loss to the last bit."""
 
@@ -238,28 +252,31 @@ class RecordingTrainer(Trainer):
     def compute_loss(self, *given: Any, **named: Any) -> Any:
         loss = super().compute_loss(*given, **named)
         whole: Any = loss[0] if isinstance(loss, tuple) else loss
-        killed_training.record(self.root, self.state.global_step, whole.item())
+        number = self.state.global_step * self.args.world_size + self.args.process_index
+        killed_training.record(self.root, number, whole.item())
         return loss
 
 
-def train_behind(root: str, steps: int) -> None:
+def train_behind(root: str, steps: int, dropout: float = 0.1) -> None:
     """Save every step in the background, and resume from the latest one."""
     torch.set_num_threads(1)
     callback = StoreCallback(root, "run", every=1, asynchronous=True, keep_last=2)
     recording = Recording(callback)
     training = RecordingTrainer(
-        model(),
+        model(dropout),
         arguments(Path(root), steps),
         train_dataset=Sentences(),
         callbacks=[callback, recording],
     )
     training.root = root
+    training.add_callback(InOrderOfRanks(training))
     folder = None
     if callback.run.latest() is not None:
         folder = callback.check_out(f"{root}-{os.getpid()}")
     training.train(resume_from_checkpoint=folder)
-    assert callback.run.latest() == steps  # the end has waited
-    assert folder is not None or recording.unfinished > 0
+    if training.args.process_index == 0:  # the others save nothing, and do not wait for it
+        assert callback.run.latest() == steps  # the end has waited
+        assert folder is not None or recording.unfinished > 0
 
 
 def kill_trainer(root: str, alone: str, kills: int) -> list[int]:
@@ -280,6 +297,41 @@ def test_a_killed_training_that_saves_behind_ends_as_one_that_is_not(
     assert len(latest) == kills
     assert max(latest) < steps
     killed_training.assert_same_losses(root, alone, steps)
+    first, second = (CheckpointStore(each, "run").load(steps)["model"] for each in (root, alone))
+    assert all(torch.equal(first[name], second[name]) for name in second)
+
+
+def rank(root: str, /, *, number: int, group: str, ranks: int, steps: int) -> None:
+    """Train as one process of several, each with the whole model (DDP)."""
+    killed_training.join_group(number, group, ranks)
+    train_behind(root, steps, dropout=0.0)  # Trainer restores no random states of several processes
+    dist.destroy_process_group()
+
+
+def kill_ranks(root: str, alone: str, ranks: int, kills: int) -> list[int]:
+    import torch._dynamo  # noqa: F401
+
+    train = partial(rank, ranks=ranks, steps=killed_training.enough_steps(kills))
+    return killed_training.killed_ranks_and_alone(train, root, alone, ranks, kills)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kills"),
+    [
+        pytest.param(2, 6, marks=pytest.mark.long),
+        pytest.param(4, 4, marks=pytest.mark.long),
+    ],
+)
+def test_a_killed_training_of_several_ranks_ends_as_one_that_is_not(
+    tmp_path: Path, ranks: int, kills: int
+) -> None:
+    root, alone = str(tmp_path / "killed"), str(tmp_path / "alone")
+    latest = fresh.call(kill_ranks, root, alone, ranks, kills)
+    steps = killed_training.enough_steps(kills)
+    assert len(latest) == kills
+    assert max(latest) < steps
+    losses = killed_training.assert_same_losses(root, alone, steps * ranks)
+    assert all(len(each) == 1 for each in losses.values())
     first, second = (CheckpointStore(each, "run").load(steps)["model"] for each in (root, alone))
     assert all(torch.equal(first[name], second[name]) for name in second)
 

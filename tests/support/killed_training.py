@@ -15,6 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import torch
+import torch.distributed as dist
+
 from tensor_dedup.store.checkpoints import CheckpointStore
 
 # A kill comes so many seconds, at most, after a training has got further.
@@ -129,6 +132,38 @@ def killed_ranks(
         assert found[-1] > before
     end_ranks(train, root, ranks)
     return found
+
+
+def killed_ranks_and_alone(train: Rank, root: str, alone: str, ranks: int, kills: int) -> list[int]:
+    """Kill all ranks as `killed_ranks` does, and let another training of their kind end."""
+    for folder in (root, alone):
+        CheckpointStore(folder, "run").close()  # one rank makes it
+    found = killed_ranks(train, root, ranks, kills, _latest)
+    end_ranks(train, alone, ranks)
+    return found
+
+
+def join_group(number: int, file: str, ranks: int) -> None:
+    """Make this process one of several, as a launcher and a framework do it together."""
+    here = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ.update({name: str(value) for name, value in here.items()})
+    dist.init_process_group("gloo", f"file://{file}", rank=number, world_size=ranks)
+
+
+def mean_by_rank(  # type: ignore[no-untyped-def]  # torch takes no other annotation than its own
+    ranks: int,
+    bucket,  # noqa: ANN001
+) -> torch.futures.Future[torch.Tensor]:
+    """Add gradients in the order of ranks.
+
+    DDP lays its buckets out anew after its first step, and where a gradient lies decides in which
+    order more than two ranks add it up: a training that starts again would differ in last bits.
+    """
+    parts = [torch.empty_like(bucket.buffer()) for _ in range(ranks)]
+    dist.all_gather(parts, bucket.buffer())
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(torch.stack(parts).sum(0) / ranks)
+    return done
 
 
 def start_ranks(train: Rank, root: str, ranks: int) -> list[int]:

@@ -16,7 +16,10 @@ _FOREVER = 10**6
 
 
 def killing(root: str, seconds: float) -> dict[str, Any]:
-    """Trains in children that are killed; what was there at the end. Their clocks jump by hours."""
+    """Trains in children that are killed; what was there at the end. Their clocks jump by hours.
+
+    Every other child writes its steps while they are captured, as large models' are.
+    """
     # Before children are forked nothing is computed, or torch's threads would be missing in them.
     import torch._dynamo  # noqa: F401 (what every optimizer imports when it is made)
 
@@ -28,6 +31,8 @@ def killing(root: str, seconds: float) -> dict[str, Any]:
     while time.monotonic() < end or kills < 3:
         child = os.fork()
         if not child:
+            if kills % 2:
+                stream(Path(f"{root}.streamed"))
             trainings.train(root, _FOREVER, ClockedFiles(SetClock(jumps=JUMPS)))
         if kills % 4 != 3:  # else while it begins
             while os.waitpid(child, os.WNOHANG) == (0, 0) and not _is_further(root, done):
@@ -50,6 +55,23 @@ def killing(root: str, seconds: float) -> dict[str, Any]:
     return {"kills": kills, "losses": losses, "stats": stats}
 
 
+def stream(seen: Path) -> None:
+    """Have every step of this process streamed, piece by piece, and note that one was."""
+    from tensor_dedup.store.checkpoints import background, commit
+
+    class Streamed(background.CapturedStep):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            seen.touch()
+
+    for module, name, value in (
+        (background, "_HELPED_BYTES", 1),
+        (commit, "_BATCH", 1),
+        (background, "CapturedStep", Streamed),
+    ):
+        setattr(module, name, value)
+
+
 def _is_further(root: str, step: int) -> bool:
     from tensor_dedup.store.checkpoints import CheckpointStore
 
@@ -65,11 +87,13 @@ def _is_further(root: str, step: int) -> bool:
     ],
 )
 def test_kill_9_of_a_training(tmp_path: Path, seconds: float) -> None:
-    found = fresh.call(killing, str(tmp_path), seconds)
+    root = str(tmp_path / "store")
+    found = fresh.call(killing, root, seconds)
+    assert Path(f"{root}.streamed").exists()
     assert found["stats"]["unique_chunks"] < found["stats"]["total_chunks"]
     assert found["kills"] >= 3
     latest = max(found["losses"])
-    losses = fresh.call(both, str(tmp_path), latest + 6)
+    losses = fresh.call(both, root, latest + 6)
     assert losses["resumed"] == losses["uninterrupted"]
     assert len(losses["resumed"]) == latest + 6
     for step, loss in found["losses"].items():

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -21,11 +22,12 @@ from clocks import JUMPS, ClockedFiles, SetClock
 from disk_faults import CHANGES, NEEDS_SPACE, WRITES, Crash, Faults, FaultyFiles, Loss
 from stores import Model, assert_same, copied, forest, handle, network, shares, train
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints import CheckpointStore, HostPool
+from tensor_dedup.store.checkpoints import CheckpointStore, HostPool, commit
 from tensor_dedup.store.checkpoints.background import CapturedStep
 from tensor_dedup.store.checkpoints.capture import CaptureContext, StepCapture
 from tensor_dedup.store.checkpoints.runs import in_save_order
 from tensor_dedup.store.errors import NoSpaceError
+from tensor_dedup.store.writing import containers
 
 LOSSES: list[Loss] = ["everything", "bytes", "nothing"]
 CONFIG = {"config.json": "{}"}
@@ -37,7 +39,7 @@ def model_of(step: int) -> Model:
     """A network of which a tensor of each size moves, and an ensemble that grows."""
     model = network(1)
     for seed in range(step + 1):
-        train(model, seed, "layer2.weight", "layer2.bias")
+        train(model, seed, "layer1.weight", "layer2.weight", "layer2.bias")
     return {**model, **forest(20 + 3 * step)}
 
 
@@ -62,8 +64,10 @@ def streamed(run: CheckpointStore) -> None:
     capture = StepCapture(extracted.chunks, context)
     capture.hold()
     step = CapturedStep(extracted, capture)
-    assert any(want.private for _, want in step.arriving())
-    run.commit(step)
+    assert sum(want.private for _, want in step.arriving()) >= 2
+    # Piece by piece, each on its way to the disk before the next is looked at.
+    with patch.object(commit, "_BATCH", 1), patch.object(containers, "_TOGETHER", 1):
+        run.commit(step)
 
 
 ACTS = {
@@ -202,6 +206,27 @@ def test_dying_at_every_operation(tmp_path: Path, name: str, every: bool) -> Non
             seen.add(len(scene.check(folder)))
             shutil.rmtree(folder)
     assert len(seen) == len({len(state) for state in ACTS[name].states})
+
+
+@pytest.mark.parametrize("name", ACTS)
+def test_no_reader_sees_a_step_before_its_pieces(tmp_path: Path, name: str) -> None:
+    """Somebody loads every step that has a name, before each single operation."""
+    scene, seen = Scene(tmp_path, ACTS[name]), list[set[int]]()
+    operations = [number for number, _ in scene.operations()]
+    folder, files = scene.stage("stage", Faults())
+
+    def look() -> None:
+        run = handle(folder / "store")
+        steps = set(run.steps())
+        scene._check_all(run, steps)
+        seen.append(steps)
+
+    files._faults = Faults(at=dict.fromkeys(operations, look))
+    scene.play(folder / "store", files).close()
+    assert len(seen) == len(operations)
+    look()
+    assert all(steps in ACTS[name].states or steps == {0, 1} for steps in seen)
+    assert seen[-1] == ACTS[name].states[-1]
 
 
 @pytest.mark.parametrize("loss", ["everything", "bytes"])

@@ -1,13 +1,29 @@
 """A step is written while it is captured, and none of that is seen before all of it is there."""
 
+import shutil
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from stores import Arrays, PageablePool, assert_same, copied, forest, network, shares, train
+from disk_faults import CHANGES, Faults, FaultyFiles, Loss
+from stores import (
+    Arrays,
+    Model,
+    PageablePool,
+    assert_same,
+    copied,
+    forest,
+    handle,
+    network,
+    shares,
+    train,
+)
+from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints import CheckpointStore, background, commit
 from tensor_dedup.store.checkpoints.capture import host_tensor
 from tensor_dedup.store.checkpoints.policy import Compress
@@ -170,3 +186,71 @@ def test_saves_that_wait_for_each_other_are_committed_in_order(tmp_path: Path) -
     for step, expected in kept.items():
         assert_same(run.load(step), expected)
     assert run.store.verify(full=True).faults == []
+
+
+@pytest.mark.parametrize("loss", ["everything", "bytes", "nothing"])
+def test_dying_while_threads_capture_hash_and_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: Loss
+) -> None:
+    """The threads of a save, as they are, and a training that goes on beside them.
+
+    Operations come in another order each time: whichever is the last, the step is whole or absent.
+    """
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # they die of the crash
+    # One is written past the page cache.
+    model, later = (
+        {**network(1, layers=5), "past": np.full((700, 900), n, np.float32)} for n in (1, 2)
+    )
+    train(later, 1, *(name for name in later if name != "layer0.weight"))
+    with CheckpointStore(tmp_path / "template", "run", Arrays()) as before:
+        before.save(model, 0)
+
+    def play(faults: Faults) -> tuple[FaultyFiles, bool, int]:
+        shutil.copytree(tmp_path / "template", tmp_path / "store")
+        (tmp_path / "limbo").mkdir()
+        files = FaultyFiles(tmp_path / "limbo", faults)
+        store = Store.open(tmp_path / "store", files=files, worker_count=3)
+        run = CheckpointStore(store, "run", Arrays(), compress=None)
+        moving, began, saved = copied(later), len(files.log), False
+        with suppress(StoreError):
+            pending = run.save_async(moving, 1, lazy=True)
+            assert pending.streams
+            run.before_update()
+            train(moving, 2, *moving)
+            pending.wait()
+            saved = True
+        return files, saved, began
+
+    def check() -> set[int]:
+        run = handle(tmp_path / "store")
+        steps: dict[int, Model] = {0: model, 1: later}
+        for step in run.steps():
+            assert_same(run.load(step), steps[step])
+        assert run.store.verify(full=True).faults == []
+        found = set(run.steps())
+        run.save(later, 2)
+        assert shares(run)
+        assert_same(run.load(2), later)
+        run.close()
+        for folder in ("store", "limbo"):
+            shutil.rmtree(tmp_path / folder)
+        return found
+
+    files, saved, began = play(Faults())
+    count = len(files.log)
+    assert saved
+    changes = [number for number in range(began, count) if files.log[number] in CHANGES]
+    assert len(changes) > 20
+    files.lose(loss)
+    assert check() == {0, 1}
+    seen, unsaved = set[int](), 0
+    for number in changes:
+        files, saved, _ = play(Faults(stop_at=number, torn=number % 2 > 0))
+        files.lose(loss)
+        found = check()
+        assert found in ({0}, {0, 1})
+        assert 1 in found or not saved
+        seen |= found
+        unsaved += not saved
+    assert unsaved > len(changes) // 2  # there may be fewer operations than in the first one
+    assert 0 in seen
