@@ -28,7 +28,7 @@ STATUSES = {
     **dict.fromkeys(("remote list", "remote du", "remote verify"), _REMOTE),
     "list": {0, 1},
     "doctor": {0, 1},
-    "stats": {0},
+    "stats": {0, 1},
     "completion": {0, 2},
     "find": {0, 2},
     "rename": {0, 2},
@@ -122,7 +122,7 @@ DAMAGED = [
     ("repair", 1),
 ]
 BAD_MANIFEST = [
-    *((verb, 1) for verb in ("list", "du", "du m", "show m", "cat m a", "export m out")),
+    *((verb, 1) for verb in ("list", "du", "du m", "stats", "show m", "cat m a", "export m out")),
     *((f"{verb} store://m other", 1) for verb in ("analyze", "diff")),
     *((verb, 1) for verb in ("gc --yes", "verify", "repair", "doctor --quick", "push m URL")),
     ("delete m --yes", 0),

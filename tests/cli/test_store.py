@@ -245,6 +245,7 @@ def test_damage_is_status_1_until_it_is_repaired(shell: Shell) -> None:
     data[77] ^= 1
     path.write_bytes(data)
     assert shell.document("verify")["fine"]
+    assert "only bookkeeping was checked: --sample P and --full" in shell.run("verify").stdout
     found = shell.document("verify", "--full", status=1)
     assert {fault["kind"] for fault in found["faults"]} == {"tensor", "lost"}
     assert shell.run("export", "m", shell.root / "out").returncode == 1

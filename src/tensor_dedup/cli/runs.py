@@ -195,8 +195,14 @@ def _heading(metric: str) -> str:
 @click.option("--tensors", is_flag=True, help="Also say how often each tensor of RUN changed.")
 @store_option
 @json_option
-def stats_(run: str | None, tensors: bool, store: str | None, as_json: bool) -> None:
-    """Show the size of RUN, or of all runs, and the space it takes in the store."""
+@click.pass_context
+def stats_(
+    ctx: click.Context, run: str | None, tensors: bool, store: str | None, as_json: bool
+) -> None:
+    """Show the size of RUN, or of all runs, and the space it takes in the store.
+
+    The exit status is 1 if something in the store is damaged, so that the space is not known.
+    """
     if tensors and run is None:
         raise WrongUse("say which run's tensors: runs stats RUN --tensors")
     nothing = RunStats(None, 0, 0, 0, 1.0, 0).to_dict() | {"logical_bytes": 0} | _NO_COST.to_dict()
@@ -220,6 +226,8 @@ def stats_(run: str | None, tensors: bool, store: str | None, as_json: bool) -> 
     if changes is not None and not as_json:
         table, _ = _changes_table(changes, overall)
         console().print(table)
+    if cost["disk_bytes"] is None:
+        ctx.exit(1)
 
 
 def _cost(

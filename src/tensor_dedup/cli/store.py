@@ -488,13 +488,25 @@ def _tensor_table(
 @click.command(name="stats")
 @store_option
 @json_option
-def stats(store: str | None, as_json: bool) -> None:
-    """Show how large the store is, what it saves, and what `gc` would free."""
+@click.pass_context
+def stats(ctx: click.Context, store: str | None, as_json: bool) -> None:
+    """Show how large the store is, what it saves, and what `gc` would free.
+
+    The exit status is 1 if files of its bookkeeping are damaged, which the numbers then leave out.
+    """
     opened = existing_or_said(store, as_json, Stats.of_nothing().to_dict())
     if opened is None:
         return
     found = opened.stats()
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(found.containers.items()))
+    unused = (
+        f"unused        {human(found.reclaimable_bytes)} that gc takes, "
+        f"{human(found.dead_bytes)} in containers that are still needed"
+    )
+    damaged = []
+    if found.damaged_files:  # gc refuses, and what these files refer to was not counted
+        unused = "unused        not known"
+        damaged = [f"damaged       {counted(found.damaged_files, 'file')}; see `verify`"]
     say(
         found.to_dict(),
         as_json,
@@ -503,11 +515,12 @@ def stats(store: str | None, as_json: bool) -> None:
         f"distinct      {human(found.unique_bytes)} ({100 * found.dedup_ratio:.1f} %)",
         f"on disk       {human(found.disk_bytes)} in containers: {kinds or 'none'}",
         *_encoded(found),
-        f"unused        {human(found.reclaimable_bytes)} that gc takes, "
-        f"{human(found.dead_bytes)} in containers that are still needed",
+        unused,
         f"trash         {human(found.trash_bytes)}",
-        *([f"damaged       {counted(found.damaged_files, 'file')}"] if found.damaged_files else []),
+        *damaged,
     )
+    if found.damaged_files:
+        ctx.exit(1)
 
 
 def _encoded(found: Stats) -> list[str]:
