@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 import terminal
-from tensor_dedup.cli import VERBS, data_errors, main
+from tensor_dedup.cli import GROUPS, VERBS, data_errors, main
 from tensor_dedup.cli.tensorcas import main as tensorcas
 from tensor_dedup.errors import CheckpointNotFoundError, ConfigError, NoSuchPathError
 
@@ -74,6 +74,11 @@ def test_the_help_of_a_verb_explains_all_of_it(verb: str) -> None:
     assert not re.search(r"[a-z]-\n", shown.stdout)  # names and paths are there to be copied
     assert not re.search("RANGE|CONVERTED|FILENAME", shown.stdout)  # names of click's own
     assert "--json" in shown.stdout
+
+
+def test_every_verb_has_its_group() -> None:
+    grouped = [verb for group in GROUPS.values() for verb in group]
+    assert sorted(grouped) == sorted(VERBS)
 
 
 def test_help_lists_verbs_with_whole_sentences() -> None:
