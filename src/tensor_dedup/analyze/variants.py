@@ -88,7 +88,7 @@ def variants(checkpoints: Sequence[Measured], count: int) -> list[Variant]:
         )
         distinct = sum({t.fingerprint.digest: t.nbytes for t in base.tensors}.values())
         rows.append(
-            Variant("exact sharing, with the base", distinct + each(own), True, "unchanged")
+            Variant("exact sharing, beside the base", distinct + each(own), True, "unchanged")
         )
     return rows
 
