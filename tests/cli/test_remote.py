@@ -1,6 +1,7 @@
 """push, pull and remote, as they are typed."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -130,6 +131,20 @@ def test_exit_statuses(
     assert "hidden-word" not in result.output
     assert "a-key-of-mine" not in result.output
     assert len(result.stderr.splitlines()) == (status != 0)
+
+
+@pytest.mark.parametrize(
+    ("module", "url", "extra"),
+    [("obstore.store", "s3://bucket/models", "remote"), ("oras.provider", "oci://host/a:b", "oci")],
+)
+def test_what_is_not_installed_is_installed_in_a_clone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, url: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    done = run("push", "base", url, status=1)
+    assert done.stderr.endswith(
+        f"is not installed; in your clone of tensor-dedup, run `pip install '.[{extra}]'`\n"
+    )
 
 
 def test_a_damaged_remote_is_said(folder: Path) -> None:
