@@ -64,8 +64,8 @@ class BadNameError(AdvisedError):
 
     exit_status = WRONG_USE
     advice = (
-        "use letters, digits and . _ - + @ =, in parts separated by /, each beginning with a "
-        "letter, a digit or _, 200 characters at most, 255 with three for each /"
+        "use at most 200 letters, digits and . _ - + @ =, in parts separated by /, each of which "
+        "begins with a letter, a digit or _"
     )
 
 

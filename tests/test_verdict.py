@@ -33,12 +33,16 @@ def both(names: list[str], changed: int = 0, paths: tuple[str, str] = ("a b", "c
 @pytest.mark.parametrize(
     ("analysis", "sentence", "command"),
     [
-        (both(QKV), "that saves 2.9 KiB. Start each", "SERVER 'a b' --tensor-dedup '{"),
+        (both(QKV), "to save 2.9 KiB. Start each one", "SERVER 'a b' --tensor-dedup '{"),
         (both(QKV, 0, ("run@1", "c")), "Start each", "SERVER store://run@1 --tensor-dedup"),
-        (both([*QKV, "x"], 1), "saves 2.9 KiB, 2.0 KiB less in vLLM", "SERVER 'a b' "),
+        (both([*QKV, "x"], 1), "save 2.9 KiB (2.0 KiB less in vLLM, which", "SERVER 'a b' "),
         (both(EXPERTS, 1), "leaves little of it to share there", "tensor-dedup import 'a b'"),
         (both(["x", "y"], 1), "Transformers and Diffusers share", "tensor-dedup import 'a b'"),
-        (both(["x", "y"], 2), "store that holds a b may", "tensor-dedup import c --compress auto"),
+        (
+            both(["x", "y"], 2),
+            "store that holds a b, the diff",
+            "tensor-dedup import c --compress auto",
+        ),
         (
             both(["x", "y"], 1, ("store://a", "run@2")),
             "The store keeps them in 1000 B less",

@@ -67,7 +67,7 @@ td { overflow-wrap: anywhere; } .n { text-align: right; white-space: nowrap; }
 <th scope="col">Checkpoint</th><th scope="col" class="n">Tensors</th>
 <th scope="col" class="n">Size</th><th scope="col" class="n">In use</th><th scope="col">Pinned</th>
 </tr></thead><tbody id="checkpoints"></tbody></table></div>
-<p class="soft">What checkpoints share counts for each of them.</p>
+<p class="soft">Tensors that several checkpoints share are counted for each of them.</p>
 </main>
 <script>
 "use strict";

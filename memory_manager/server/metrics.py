@@ -1,7 +1,7 @@
 """HTTP for operators: the totals for Prometheus, and whether the manager lives and serves.
 
-Any user of the machine may ask: the metrics contain sizes and counts, and no names of checkpoints
-or clients. The dashboard names them, and is there only on request.
+Any user of the machine may ask: the metrics contain sizes and counts, and no names. The dashboard
+names checkpoints and clients and is there only on request; then metrics name checkpoints, too.
 """
 
 import asyncio
@@ -83,6 +83,14 @@ def attach_seconds(device: str) -> tuple[Histogram, Histogram]:
     return family, family.labels(device or _HOST)
 
 
+# Of so many checkpoints, the largest: each is a series of its own in Prometheus.
+_CHECKPOINTS: Final = 100
+_OF_CHECKPOINTS: Final = {
+    "nbytes": ("checkpoint_resident_bytes", "Bytes of its tensors in memory."),
+    "leased_bytes": ("checkpoint_leased_bytes", "Bytes of its tensors that some client uses."),
+}
+
+
 class MetricsSource(Protocol):
     """A source of totals."""
 
@@ -115,7 +123,10 @@ class MetricsSource(Protocol):
 
 
 class TotalsCollector(Collector):
-    """A collector with one metric family for each number of `Totals`, labelled by device."""
+    """A collector with one metric family for each number of `Totals`, labelled by device.
+
+    Where there is an overview, also of the largest checkpoints.
+    """
 
     def __init__(self, source: MetricsSource) -> None:
         self._source = source
@@ -136,6 +147,14 @@ class TotalsCollector(Collector):
         text = "Bytes that clients would use beyond those that are there if nothing were shared."
         yield _gauge("saved_bytes", text, device, source.saved_bytes)
         yield from source.attach_seconds.collect()
+        rows = source.overview.get("checkpoints", [])
+        largest = sorted(rows, key=lambda row: (-row["nbytes"], row["name"]))[:_CHECKPOINTS]
+        for field, (name, text) in _OF_CHECKPOINTS.items():
+            text = f"Of a checkpoint, with `--dashboard` only: {text}"
+            gauge = GaugeMetricFamily(_PREFIX + name, text, labels=["device", "checkpoint"])
+            for row in largest:
+                gauge.add_metric([device, row["name"]], row[field])
+            yield gauge
         build = InfoMetricFamily(_PREFIX + "build", "What runs.", labels=["device"])
         build.add_metric([device], {"version": version("tensor-dedup"), "protocol": str(VERSION)})
         yield build

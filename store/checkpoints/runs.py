@@ -99,7 +99,7 @@ def check_run(run: object) -> str:
     if isinstance(run, str) and len(run) > most:
         what = f"it has {len(run)} characters, and a run's name {most} at most; give a shorter one"
         raise BadNameError(f"{run[:most]!r}...: {what}", name=run)
-    raise BadNameError.at(repr(run), "no name for a run", name=run)
+    raise BadNameError.at(repr(run), "this cannot be the name of a run", name=run)
 
 
 def check_no_step_s_name(objects: Objects, run: str) -> None:

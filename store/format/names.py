@@ -24,7 +24,10 @@ def check_name(name: str) -> str:
         BadNameError: the name is invalid.
     """
     if not _fits(check_form(name)):
-        what = f"its file would have a name of {len(_file(name))} bytes, {_MAX_FILE} at most"
+        what = (
+            f"its file would have a name of {len(_file(name))} bytes, {_MAX_FILE} at most; each / "
+            "takes three"
+        )
         raise BadNameError.at(repr(name), what, name=name)
     return name
 
@@ -37,7 +40,7 @@ def check_form(name: str) -> str:
     """
     if len(name) > MAX_NAME or not _NAME.fullmatch(name):
         raise BadNameError.at(
-            repr(name[:MAX_NAME]), "it cannot be the name of a checkpoint", name=name
+            repr(name[:MAX_NAME]), "this cannot be the name of a checkpoint", name=name
         )
     return name
 

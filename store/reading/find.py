@@ -40,7 +40,7 @@ def find(objects: Objects, digest: str) -> list[TensorPlace]:
         BadDigestError: it is not 4 to 64 hex digits.
     """
     if not _DIGEST.fullmatch(digest.lower()):
-        raise BadDigestError.at(repr(digest), "no digest", digest=digest)
+        raise BadDigestError.at(repr(digest), "this is not a digest", digest=digest)
     pages: dict[bytes, Sequence[Piece]] = {}
     found = list[TensorPlace]()
     for name in objects.names():

@@ -36,6 +36,7 @@ from tensor_dedup.store.remote.errors import (
     RemoteUrlError,
 )
 from tensor_dedup.store.remote.layout import CONTAINER_BYTES, PROBE
+from tensor_dedup.suggestions import install_hint
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -487,7 +488,7 @@ def _open_store(url: str) -> "ObjectStore":
         from obstore.exceptions import BaseError
         from obstore.store import from_url
     except ImportError as error:
-        what = "needs obstore, which is not installed; install the extra `remote`"
+        what = f"needs obstore, which is not installed; {install_hint('remote')}"
         raise UnsupportedError(f"{url}: {what}", url=url) from error
     endpoints = (os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))
     plain = url.startswith("http://") or any(e.startswith("http://") for e in endpoints)

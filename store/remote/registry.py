@@ -27,6 +27,7 @@ from tensor_dedup.store.remote.errors import (
     RemoteUnreachableError,
     RemoteUrlError,
 )
+from tensor_dedup.suggestions import install_hint
 
 SCHEME: Final = "oci://"
 MANIFEST: Final = "application/vnd.oci.image.manifest.v1+json"
@@ -136,7 +137,7 @@ class RegistryRepository:
             from oras.container import Container
             from oras.provider import Registry as Client
         except ImportError as error:
-            what = "needs oras, which is not installed; install the extra `oci`"
+            what = f"needs oras, which is not installed; {install_hint('oci')}"
             raise UnsupportedError(f"{name.url}: {what}", url=name.url) from error
         plain = _HERE.fullmatch(name.host) is not None
         # Of oras we use what it knows of credentials. Its requests wait for seconds before they

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
 from tensor_dedup.errors import StoreError
+from tensor_dedup.store.checkpoints.runs import parse_step_name
 from tensor_dedup.store.codecs.records import chunks, head_bytes
 from tensor_dedup.store.errors import CorruptFrameError, UnfitForCollectionError
 from tensor_dedup.store.format.tables import PLAIN, Record, Table
@@ -66,12 +67,16 @@ class RemoteCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class RemoteUsage:
-    """What a remote takes: bytes in containers, and those of them that no checkpoint needs."""
+    """What a remote takes: bytes in containers, and those of them that no checkpoint needs.
+
+    `run_unique_bytes` are those that only the steps of a run need, by the name of the run.
+    """
 
     checkpoints: tuple[RemoteCheckpoint, ...]
     containers: int
     stored_bytes: int
     unused_bytes: int
+    run_unique_bytes: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, object]:
         """Return the usage as a JSON object."""
@@ -282,6 +287,12 @@ def usage(bucket: Bucket) -> RemoteUsage:
         for record in records.values():
             stored[record.digest] = min(record.stored, stored.get(record.digest, record.stored))
     described_ = []
+    runs: dict[str, int] = {}
+    for digest, users in live.items():
+        owners = {owner(name) for name in users}
+        (name, is_run), *others = owners
+        if is_run and not others:
+            runs[name] = runs.get(name, 0) + stored.get(digest, 0)
     for each in found.manifests:
         own = {p.digest for p in each.pieces if p.nbytes and live[p.digest] == [each.name]}
         described_.append(described(each, sum(stored.get(digest, 0) for digest in own)))
@@ -299,7 +310,14 @@ def usage(bucket: Bucket) -> RemoteUsage:
         len(sizes),
         sum(sizes),
         sum(sizes) - sum(record.stored for record in kept if record.digest in used),
+        runs,
     )
+
+
+def owner(name: str) -> tuple[str, bool]:
+    """Return the name of the run that a checkpoint is a step of, or its own; and which it is."""
+    step = parse_step_name(name)
+    return (name, False) if step is None else (step.run, True)
 
 
 def verify(
@@ -437,12 +455,12 @@ def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan
 def _refuse_unless_certain(bucket: Bucket, found: RemoteInventory) -> None:
     if found.problems:
         first, count = found.problems[0], len(found.problems)
-        what = f"{count} objects cannot be read, this is the first ({first.what})"
+        what = f"objects that cannot be read: {count}, the first of them this ({first.what})"
         raise UncertainRemoteError.at(first.url, what, problems=count)
     lost = found.lost()
     if lost:
         digest = min(lost)
-        what = f"{len(lost)} pieces are lost, {digest.hex()} of {lost[digest][0]!r} is the first"
+        what = f"lost pieces: {len(lost)}, the first of them {digest.hex()} of {lost[digest][0]!r}"
         raise UncertainRemoteError.at(bucket.url, what)
 
 

@@ -160,7 +160,7 @@ def refuse_unless_certain(found: Inventory) -> None:
         more = f" and {len(broken) - _NAMED} more" if len(broken) > _NAMED else ""
         raise UnfitForCollectionError.at(
             problem.path,
-            f"{len(found.problems)} files cannot be read, this is the first "
+            f"files that cannot be read: {len(found.problems)}, the first of them this "
             f"({problem.error}){named}{more}",
             problems=len(found.problems),
             checkpoints=broken,
@@ -170,7 +170,7 @@ def refuse_unless_certain(found: Inventory) -> None:
         digest = min(lost)
         user = found.users.get(digest, ["some checkpoint"])[0]
         raise UnfitForCollectionError.at(
-            user, f"{len(lost)} pieces are lost, {digest.hex()} is the first"
+            user, f"lost pieces: {len(lost)}, the first of them {digest.hex()}"
         )
 
 

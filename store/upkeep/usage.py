@@ -242,7 +242,7 @@ class _Measurement:
                 f"{changed[0]}{more}: gone, or changed since it was indexed in place; import it "
                 "again with --external --replace, or delete the checkpoint"
             )
-        return f"{len(lost)} pieces are lost; run `tensor-dedup repair --from PATH`"
+        return f"lost pieces: {len(lost)}; run `tensor-dedup repair --from PATH`"
 
     def _reclaimable(self, group: _Group) -> int:
         """What gc would free if only this were deleted."""

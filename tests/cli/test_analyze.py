@@ -258,6 +258,8 @@ def test_a_stored_checkpoint_is_known(pair: checkpoints.Pair, tmp_path: Path) ->
     found = document("store://base", "store://tune", *where, "--no-hints")
     assert (found["bytes_read"], found["bytes_hashed"]) == (0, 0)
     assert [c["path"] for c in found["checkpoints"]] == ["store://base", "store://tune"]
+    shown = run("store://base", "store://tune", *where, "--details").stdout
+    assert shown.endswith("\nHashed: nothing, all digests were known.\n")
     for key in ("total_bytes", "unique_bytes", "shared_bytes", "saving", "vllm"):
         assert found[key] == wanted[key], key
     mixed = document(

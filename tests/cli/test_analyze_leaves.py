@@ -35,7 +35,7 @@ def test_leaves_at_the_same_offset_are_counted(paths: list[Path]) -> None:
     document = found.to_dict()
     assert document["leaf_shared_bytes"] == 4 * LEAF_BYTES
     assert [c["leaf_shared_bytes"] for c in document["checkpoints"]] == [0, 4 * LEAF_BYTES]
-    assert "by leaf + 4.9 KiB of 8.0 MiB" in document["checkpoints"][1]["changes"]
+    assert "shared by leaf: + 4.9 KiB instead of 8.0 MiB" in document["checkpoints"][1]["changes"]
 
 
 def test_a_shifted_tail_is_private(tmp_path: Path, paths: list[Path]) -> None:

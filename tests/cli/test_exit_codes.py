@@ -1,4 +1,4 @@
-"""The exit status of every verb of the store and of the manager, as the documentation has them."""
+"""The exit status of every verb but those of `runs`, as the documentation has them."""
 
 import json
 import re
@@ -13,13 +13,47 @@ import managers
 import package_source
 import prompts
 from stores import KIB, noise, safetensors, u8, write
-from tensor_dedup.cli import GROUPS, VERBS, main
+from tensor_dedup.cli import VERBS, main
+from tensor_dedup.digest import digest
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
 
+# What each can end with, Ctrl-C apart where nothing is asked: `tests/cli/test_main.py` has that.
+_ALL = frozenset({0, 1, 2})
+_REMOTE = frozenset({0, 1, 2, 3})
+STATUSES = {
+    **dict.fromkeys(("analyze", "cat", "diff", "du", "export", "import"), _ALL),
+    **dict.fromkeys(("plan", "repair", "show", "substitute", "verify"), _ALL),
+    **dict.fromkeys(("push", "pull", "remote show"), _REMOTE),
+    **dict.fromkeys(("remote list", "remote du", "remote verify"), _REMOTE),
+    "list": {0, 1},
+    "doctor": {0, 1},
+    "stats": {0, 1},
+    "completion": {0, 2},
+    "find": {0, 2},
+    "rename": {0, 2},
+    "delete": {0, 2, 4, 130},
+    "gc": {0, 1, 2, 4, 130},
+    "serve": {2},  # by itself it ends only then
+    "pin": {0, 2, 3},
+    "unpin": {0, 2, 3},
+    "top": {0, 2, 3},
+    "evict": {1, 2, 3},
+    "status": {0, 3},
+    "stop": {0, 3},
+    "remote gc": {*_REMOTE, 4, 130},
+    "remote delete": {0, 2, 3, 4, 130},
+}
 PAGE = package_source.ROOT / "docs" / "reference" / "exit-codes.md"
 # Arguments; `store` and `socket` are appended. A store with the checkpoint m, and none.
 WITH_STORE = [
+    ("analyze m other", 0),
+    ("analyze m nowhere", 2),
+    ("analyze m store://nope", 2),
+    ("analyze m no-weights", 1),
+    ("diff m other", 0),
+    ("diff m nowhere", 2),
+    ("diff m no-weights", 1),
     ("import m", 0),
     ("import other --name m", 2),
     ("import m --name a//b", 2),
@@ -34,6 +68,7 @@ WITH_STORE = [
     ("du", 0),
     ("du m", 0),
     ("du nope", 2),
+    (f"find {digest(noise(1, 90 * KIB))}", 0),
     ("find 0000000000000000", 2),
     ("find not-hex", 2),
     ("cat m a", 0),
@@ -82,7 +117,46 @@ DAMAGED = [
     ("doctor --quick", 0),  # it reads no tensor
     ("export m out", 1),
     ("cat m a", 1),
+    ("diff store://m other", 1),
+    ("push m URL", 1),
     ("repair", 1),
+]
+BAD_MANIFEST = [
+    *((verb, 1) for verb in ("list", "du", "du m", "stats", "show m", "cat m a", "export m out")),
+    *((f"{verb} store://m other", 1) for verb in ("analyze", "diff")),
+    *((verb, 1) for verb in ("gc --yes", "verify", "repair", "doctor --quick", "push m URL")),
+    ("delete m --yes", 0),
+]
+WITH_REMOTE = [
+    ("push m URL", 0),
+    ("push nope URL", 2),
+    ("push m s3://bucket/models", 3),
+    ("pull URL m", 0),
+    ("pull URL nope", 2),
+    ("pull URL", 2),
+    *((f"remote {verb} URL", 0) for verb in ("list", "du", "verify", "verify --full")),
+    ("remote show URL m", 0),
+    ("remote show URL nope", 2),
+    ("remote list STORE", 2),
+    ("remote du oci://host/team:v1", 2),
+    ("remote verify ftp://host/models", 2),
+    ("remote gc URL --yes", 0),
+    ("remote gc URL --lease -1", 2),
+    ("remote delete URL nope --yes", 2),
+    ("remote delete URL m", 2),
+    ("remote delete URL m --yes", 0),
+]
+WITHOUT_REMOTE = [
+    ("pull URL m", 3),
+    *((f"remote {verb} URL", 3) for verb in ("list", "du", "verify", "gc --yes")),
+    ("remote show URL m", 3),
+    ("remote delete URL m --yes", 3),
+]
+DAMAGED_REMOTE = [
+    *((f"remote {verb} URL", 1) for verb in ("list", "du", "verify", "gc --yes")),
+    ("remote show URL m", 1),
+    ("pull URL m --store another", 1),
+    ("remote delete URL m --yes", 0),
 ]
 WITHOUT_MANAGER = [
     *((verb, 3) for verb in ("status", "top", "stop", "pin x", "unpin x", "evict x")),
@@ -96,7 +170,9 @@ WITH_MANAGER = [
     ("top --json", 0),
     ("serve", 2),
     ("pin x --ahead", 0),
+    ("evict x", 2),
     ("unpin x", 0),
+    ("evict base", 1),  # a client has it
     ("stop", 0),
 ]
 
@@ -108,6 +184,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TENSOR_DEDUP_STORE", str(tmp_path / "store"))
     monkeypatch.setenv("TENSOR_DEDUP_SOCKET", str(tmp_path / "m.sock"))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # where nobody is
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    for each in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(each, "none")
     write(tmp_path / "m", {"model.safetensors": safetensors(u8(a=noise(1, 90 * KIB)))})
     write(tmp_path / "other", {"model.safetensors": safetensors(u8(a=noise(2, 90 * KIB)))})
     write(tmp_path / "no-weights", {"config.json": b"{}"})
@@ -117,8 +197,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def typed(arguments: str) -> list[str]:
+    """The words of a command, with places for names of places."""
+    here = Path.cwd()
+    places = {"URL": f"file://{here}/remote", "STORE": str(here / "store")}
+    return [places.get(word, word) for word in arguments.split()]
+
+
 def status(arguments: str) -> int:
-    done = CliRunner().invoke(main, arguments.split())
+    done = CliRunner().invoke(main, typed(arguments))
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     if done.exit_code in (2, 3):
         assert done.stdout == ""
@@ -156,6 +243,42 @@ def test_with_damage(here: Path, arguments: str, expected: int) -> None:
     assert status(arguments) == expected
 
 
+def cut(folder: Path) -> None:
+    """Take the last byte of each file."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert files
+    for path in files:
+        path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(("arguments", "expected"), BAD_MANIFEST)
+def test_with_a_damaged_manifest(here: Path, arguments: str, expected: int) -> None:
+    cut(imported(here) / "manifests")
+    assert status(arguments) == expected
+
+
+@pytest.mark.parametrize(("arguments", "expected"), WITH_REMOTE)
+def test_with_a_remote(here: Path, arguments: str, expected: int) -> None:
+    imported(here)
+    assert status("push m URL") == 0
+    assert status(arguments) == expected
+
+
+@pytest.mark.parametrize(("arguments", "expected"), WITHOUT_REMOTE)
+def test_without_a_remote(here: Path, arguments: str, expected: int) -> None:
+    imported(here)
+    assert status(arguments) == expected
+    assert not (here / "remote").exists()
+
+
+@pytest.mark.parametrize(("arguments", "expected"), DAMAGED_REMOTE)
+def test_with_a_damaged_remote(here: Path, arguments: str, expected: int) -> None:
+    imported(here)
+    assert status("push m URL") == 0
+    cut(here / "remote" / "manifests")
+    assert status(arguments) == expected
+
+
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(("arguments", "expected"), WITHOUT_MANAGER)
 def test_without_a_manager(arguments: str, expected: int) -> None:
@@ -163,24 +286,60 @@ def test_without_a_manager(arguments: str, expected: int) -> None:
 
 
 def test_with_a_manager(here: Path) -> None:
-    with managers.running(here):
+    with managers.running(here) as manager, manager.client() as client:
+        kept = managers.build(client, "layer", managers.pattern(1, KIB))
         for arguments, expected in WITH_MANAGER:
             assert status(arguments) == expected, arguments
+        del kept
+
+
+# What is done before, the question, and what is there until it is answered with yes.
+PROMPTS = [
+    ([], "delete m", "store/refs/m"),
+    (["delete m --yes"], "gc --grace 0", "store/manifests/*/*"),
+    (["push m URL"], "remote delete URL m", "store/refs/m"),
+    (
+        ["push m URL", "remote delete URL m --yes"],
+        "remote gc URL --lease 0",
+        "remote/containers/**/*.pack",
+    ),
+]
 
 
 @pytest.mark.parametrize(("answer", "expected"), [("n\n", 4), ("y\n", 0), (signal.SIGINT, 130)])
-def test_at_a_prompt(here: Path, answer: str | signal.Signals, expected: int) -> None:
+@pytest.mark.parametrize(("before", "question", "there"), PROMPTS)
+def test_at_a_prompt(
+    here: Path,
+    before: list[str],
+    question: str,
+    there: str,
+    answer: str | signal.Signals,
+    expected: int,
+) -> None:
     imported(here)
-    assert prompts.answered(["delete", "m"], answer) == expected
-    assert (here / "store" / "refs" / "m").exists() == (expected != 0)
+    for each in before:
+        assert status(each) == 0
+    assert [*here.glob(there)]
+    assert prompts.answered(typed(question), answer) == expected
+    if question.startswith("remote delete"):
+        assert status("remote show URL m") == (0 if expected else 2)
+    else:
+        assert bool([*here.glob(there)]) == (expected != 0)
 
 
-def test_every_verb_is_tried() -> None:
-    tables = (*WITH_STORE, *WITHOUT_STORE, *WITHOUT_MANAGER, *WITH_MANAGER)
-    tried = {arguments.split()[0] for arguments, _ in tables}
-    groups = (GROUPS[title] for title in ("Store", "Memory", "Other"))
-    listed = {verb for group in groups for verb in group} & VERBS.keys()
-    assert tried == listed | {"plan", "substitute"}
+def test_every_status_of_every_verb_is_tried() -> None:
+    tables = (WITH_STORE, WITHOUT_STORE, DAMAGED, BAD_MANIFEST, WITHOUT_MANAGER, WITH_MANAGER)
+    remotes = (WITH_REMOTE, WITHOUT_REMOTE, DAMAGED_REMOTE)
+    tried: dict[str, set[int]] = {}
+    for arguments, expected in (each for table in (*tables, *remotes) for each in table):
+        words = arguments.split()
+        verb = " ".join(words[: 1 + (words[0] == "remote")])
+        tried.setdefault(verb, set()).add(expected)
+    for _, question, _ in PROMPTS:
+        words = question.split()
+        tried[" ".join(words[: 1 + (words[0] == "remote")])] |= {4, 130}
+    assert tried == STATUSES
+    assert {verb.split()[0] for verb in STATUSES} == VERBS.keys() - {"runs"}
 
 
 def test_the_documentation_and_the_help_have_the_table() -> None:

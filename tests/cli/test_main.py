@@ -5,12 +5,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
 
-from tensor_dedup.cli import VERBS, data_errors, main
+import terminal
+from tensor_dedup.cli import GROUPS, VERBS, data_errors, main
 from tensor_dedup.cli.tensorcas import main as tensorcas
 from tensor_dedup.errors import CheckpointNotFoundError, ConfigError, NoSuchPathError
 
@@ -70,7 +72,13 @@ def test_the_help_of_a_verb_explains_all_of_it(verb: str) -> None:
     shown = CliRunner().invoke(program, [*names, "--help"])
     assert shown.exit_code == 0
     assert not re.search(r"[a-z]-\n", shown.stdout)  # names and paths are there to be copied
-    assert "RANGE" not in shown.stdout
+    assert not re.search("RANGE|CONVERTED|FILENAME", shown.stdout)  # names of click's own
+    assert "--json" in shown.stdout
+
+
+def test_every_verb_has_its_group() -> None:
+    grouped = [verb for group in GROUPS.values() for verb in group]
+    assert sorted(grouped) == sorted(VERBS)
 
 
 def test_help_lists_verbs_with_whole_sentences() -> None:
@@ -80,6 +88,17 @@ def test_help_lists_verbs_with_whole_sentences() -> None:
         listed = " ".join(shown.split(first)[1].split())
         assert listed.endswith(".")
         assert "..." not in listed
+
+
+@pytest.mark.parametrize("verb", [[], ["runs"], ["remote"]])
+def test_no_verb_shows_the_help_as_it_is(tmp_path: Path, verb: list[str]) -> None:
+    with terminal.terminal(tmp_path, {}) as commands:
+        for width in (None, 60, 80):
+            helped = commands.run(*verb, "--help", width=width)
+            shown = commands.run(*verb, width=width)
+            assert (shown.status, helped.status, shown.out) == (2, 0, "")
+            assert shown.err == helped.out
+            assert "\n  list " in shown.err
 
 
 @pytest.mark.parametrize(
@@ -125,6 +144,19 @@ def test_a_failure_is_one_line_on_stderr(error: Exception, status: int) -> None:
     result = CliRunner().invoke(failing(error), [])
     assert (result.exit_code, result.stdout) == (status, "")
     assert result.stderr == f"Error: {' '.join(str(error).split())}\n"
+
+
+@pytest.mark.parametrize("verb", ALL)
+def test_ctrl_c_ends_any_verb_with_130(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ALL[verb], "callback", interrupted)
+    monkeypatch.setattr(ALL[verb], "params", [])
+    first, *rest = verb.split()
+    program, names = (tensorcas, rest) if first == "tensorcas" else (main, [first, *rest])
+    done = CliRunner().invoke(program, names)
+    assert (done.exit_code, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 def test_a_reader_that_went_away_is_no_failure_of_ours() -> None:

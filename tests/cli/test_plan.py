@@ -69,7 +69,7 @@ def test_people_see_where_and_why(fleet: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "node-1: " in done.stdout
     assert re.search(r"model-1 .* are there, most with model-", done.stdout)
-    assert re.search(r"\d+ models, \d+ replicas on 2 of 3 nodes: .*, where nothing is", done.stdout)
+    assert re.search(r"\d+ models, \d+ replicas on 2 of 3 nodes: .*; without sharing ", done.stdout)
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
@@ -118,7 +118,7 @@ def test_a_solver_says_what_the_least_is(fleet: Path) -> None:
     machines = ("--nodes", "3", "--memory", "1GiB", "--exact", "20")
     found = planned("--models", fleet, *machines)
     assert found["least_bytes"] == found["used_bytes"]
-    assert ": this is 0.0 % more." in run("--models", fleet, *machines).stdout
+    assert "; this takes 0.0 % more." in run("--models", fleet, *machines).stdout
 
 
 @pytest.mark.parametrize("dark", [False, True])

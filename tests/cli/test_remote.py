@@ -1,8 +1,10 @@
 """push, pull and remote, as they are typed."""
 
 import json
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
@@ -10,6 +12,7 @@ import registries
 from stores import content, noise, three
 from tensor_dedup.cli import main
 from tensor_dedup.store import Store
+from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.remote import Remote
 
 
@@ -103,7 +106,7 @@ def test_deleting(folder: Path) -> None:
         ("pull URL", 2, "say which checkpoint"),
         ("push base oci://host/Team:v1", 2, "in lower case"),
         ("push base oci://key:hidden-word@host/team:v1", 2, "may be a secret"),
-        ("remote list oci://host/team:v1", 2, "push and pull also take"),
+        ("remote list oci://host/team:v1", 2, "only push and pull take oci://"),
     ],
 )
 def test_exit_statuses(
@@ -130,6 +133,20 @@ def test_exit_statuses(
     assert len(result.stderr.splitlines()) == (status != 0)
 
 
+@pytest.mark.parametrize(
+    ("module", "url", "extra"),
+    [("obstore.store", "s3://bucket/models", "remote"), ("oras.provider", "oci://host/a:b", "oci")],
+)
+def test_what_is_not_installed_is_installed_in_a_clone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, url: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    done = run("push", "base", url, status=1)
+    assert done.stderr.endswith(
+        f"is not installed; in your clone of tensor-dedup, run `pip install '.[{extra}]'`\n"
+    )
+
+
 def test_a_damaged_remote_is_said(folder: Path) -> None:
     url = f"file://{folder}/remote"
     run("push", "base", url)
@@ -140,3 +157,46 @@ def test_a_damaged_remote_is_said(folder: Path) -> None:
     assert "affected: base" in run("remote", "verify", url, status=1).stdout
     assert "manifests/" in run("pull", url, "base", "--store", folder / "x", status=1).stderr
     assert Remote.open(url).names() == []
+
+
+def test_a_run_is_one_row_however_many_steps_it_has(folder: Path) -> None:
+    url = f"file://{folder}/remote"
+    run_ = CheckpointStore(folder / "store", "run")
+    for step in range(30):
+        run_.save({"frozen": np.ones(90_000), "head": np.full(9_000, step)}, step)
+    run("push", "base", url)
+    run("push", "run", url)
+    for verb in ("list", "du"):
+        lines = run("remote", verb, url).stdout.splitlines()
+        rows = [line.split("│")[1:-1] for line in lines if line.startswith("│")]
+        assert [row[0].strip() for row in rows] == ["base", "run"]
+        assert [row[1].strip() for row in rows] == ["-", "30"]
+    before = json.loads(run("remote", "du", url, "--json").stdout)
+    assert len(before["checkpoints"]) == 31
+    for step in range(30):
+        run("remote", "delete", url, f"run@{step}", "--yes")
+    after = json.loads(run("remote", "du", url, "--json").stdout)
+    alone = before["run_unique_bytes"]
+    assert alone == {"run": after["unused_bytes"] - before["unused_bytes"]}
+    assert alone["run"] > sum(each["unique_bytes"] for each in before["checkpoints"][1:])
+    assert after["run_unique_bytes"] == {}
+
+
+def test_a_tensor_is_shown_as_the_store_shows_it(folder: Path) -> None:
+    url = f"file://{folder}/remote"
+    run("push", "base", url)
+    there = run("remote", "show", url, "base").stdout.splitlines()
+    here = run("show", "base").stdout.splitlines()
+    for name in ("a", "b", "c", "tail"):
+        [one] = [line for line in there if line.startswith(f"│ {name} ")]
+        [other] = [line for line in here if line.startswith(f"│ {name} ")]
+        _, *cells, _ = map(str.strip, one.split("│"))
+        assert len(cells) == 5
+        assert {*cells} <= {*map(str.strip, other.split("│"))}
+
+
+def test_what_was_not_read_is_said(folder: Path) -> None:
+    url = f"file://{folder}/remote"
+    run("push", "base", url)
+    assert "only bookkeeping was checked" in run("remote", "verify", url).stdout
+    assert "only bookkeeping" not in run("remote", "verify", url, "--full").stdout

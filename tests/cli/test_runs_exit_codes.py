@@ -134,6 +134,9 @@ def test_damage_is_one(run: CheckpointStore) -> None:
     done = CliRunner().invoke(main, ["runs", "list"])
     assert done.exit_code == 1
     assert invoked("diff r@4 r@5").exit_code == 1
+    done = CliRunner().invoke(main, ["runs", "stats"])
+    assert done.exit_code == 1
+    assert "not known: " in done.stdout
 
 
 @pytest.mark.parametrize(("answer", "expected"), [("n\n", 4), ("y\n", 0), (signal.SIGINT, 130)])

@@ -75,7 +75,7 @@ def test_people_get_text(shell: Shell) -> None:
         ("stats", [], "1 with 2 tensors"),
         ("verify", ["--full"], "0 faults"),
         ("gc", ["--dry-run"], "To the trash: 0 files"),
-        ("repair", [], "restored: 0 pieces"),
+        ("repair", [], "nothing to restore"),
         ("export", ["m", shell.root / "out"], "2 files"),
     ]
     for verb, arguments, expected in cases:
@@ -245,11 +245,14 @@ def test_damage_is_status_1_until_it_is_repaired(shell: Shell) -> None:
     data[77] ^= 1
     path.write_bytes(data)
     assert shell.document("verify")["fine"]
+    assert "only bookkeeping was checked: --sample P and --full" in shell.run("verify").stdout
     found = shell.document("verify", "--full", status=1)
     assert {fault["kind"] for fault in found["faults"]} == {"tensor", "lost"}
     assert shell.run("export", "m", shell.root / "out").returncode == 1
     assert shell.document("repair", status=1)["missing"]
-    assert shell.document("repair", "--from", shell.root / "m")["pieces"] == 1
+    assert shell.run("repair").stdout.startswith("nothing was restored\nmissing: ")
+    assert "restored: 1 piece (" in shell.run("repair", "--from", shell.root / "m").stdout
+    assert shell.document("repair")["pieces"] == 0
     assert shell.document("verify", "--full")["fine"]
 
 

@@ -28,8 +28,8 @@ def test_people_see_what_was_taken_and_what_it_saves(models: list[Path], tmp_pat
     done = run(base, lora, "--layers", "0-3", "--output", tmp_path / "out")
     assert (done.returncode, done.stderr) == (0, "")
     assert "model.layers.3" in done.stdout
-    assert "32 tensors of BASE" in done.stdout
-    assert "--samples says how far" in done.stdout
+    assert "32 tensors taken from BASE" in done.stdout
+    assert "--samples measures by how much" in done.stdout
     lines = [line for line in done.stdout.splitlines() if str(tmp_path) not in line]
     assert max(map(len, lines)) <= 80
     shared = analyze([base, tmp_path / "out"]).contributions[1].adds_bytes

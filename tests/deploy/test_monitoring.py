@@ -17,16 +17,26 @@ ALERTS = DEPLOY / "monitoring" / "alerts.yaml"
 
 @pytest.fixture(scope="module")
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """The labels of each sample of a manager that runs."""
+    """The labels of each sample of a manager that runs, with a checkpoint in it."""
     folder = tmp_path_factory.mktemp("manager")
     folder.chmod(0o700)
-    with managers.running(folder, "--metrics", "0") as manager:
+    with (
+        managers.running(folder, "--metrics", "0", "--dashboard") as manager,
+        manager.client() as client,
+    ):
+        kept = managers.build(client, "layer", managers.pattern(1, 1 << 10))
         managers.until(lambda: "metrics=" in manager.log.read_text())
         [url] = re.findall(r"metrics=(\S+)", manager.log.read_text())
-        text = urllib.request.urlopen(url).read().decode()
+        managers.until(lambda: 'checkpoint="base"' in read(url))
+        text = read(url)
+        del kept
     families = list(text_string_to_metric_families(text))
     assert all(family.documentation for family in families)
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
+
+
+def read(url: str) -> str:
+    return str(urllib.request.urlopen(url).read().decode())
 
 
 def expressions() -> list[str]:

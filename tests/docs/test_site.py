@@ -83,6 +83,13 @@ def test_the_command_line_is_all_there(site: Path) -> None:
     assert "Sentinel" not in text
 
 
+def test_every_verb_is_on_a_page_that_shows_its_use() -> None:
+    docs = ROOT / "docs"
+    parts = (docs / "tutorials", docs / "howto", docs)
+    text = "\n".join(path.read_text() for part in parts for path in part.glob("*.md"))
+    assert [v for v in VERBS if not re.search(rf"\btensor-dedup {v}\b|`{v}\b", text)] == []
+
+
 def test_parts_are_generated(site: Path) -> None:
     assert "tensor_dedup_resident_bytes" in (site / "reference" / "metrics.html").read_text()
     assert [name for name, text in pages(site) if "generated:" in text] == []

@@ -88,6 +88,31 @@ def test_saved_bytes_are_those_beyond_the_first_copy(folder: Path) -> None:
             del kept
 
 
+@pytest.mark.parametrize("options", [[], ["--dashboard"]])
+def test_checkpoints_are_named_with_the_dashboard_only(folder: Path, options: list[str]) -> None:
+    name = 'a "b" \\ é'
+    with managers.running(folder, "--metrics", "0", *options) as manager:
+        base = base_of(manager)
+        with manager.client("an engine") as client:
+            kept = managers.build(client, "a", managers.pattern(1, SIZE), checkpoint=name)
+            kept += managers.build(client, "own", managers.pattern(2, 2 * SIZE))
+            managers.until(lambda: values(base)["tensor_dedup_leased_bytes"][1] == 3 * SIZE)
+            text = asked(f"{base}/metrics")[1]
+            del kept
+    found = {
+        (sample.name, sample.labels["checkpoint"], sample.labels["device"]): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if "checkpoint" in sample.labels
+    }
+    expected = {
+        (f"tensor_dedup_checkpoint_{what}_bytes", each, "host"): nbytes
+        for what in ("resident", "leased")
+        for each, nbytes in {name: SIZE, "base": 2 * SIZE}.items()
+    }
+    assert found == (expected if options else {})
+
+
 def test_a_process_saves_nothing_by_itself() -> None:
     rows = [ClientRow(7, "serve.py", 1, each, 0, 1.0) for each in (SIZE, 3 * SIZE)]
     assert saved_bytes(rows, 3 * SIZE) == 0

@@ -99,7 +99,7 @@ def _by_leaf(added: Contribution) -> str:
     if not added.leaf_shared_bytes:
         return ""
     rest = added.adds_bytes - added.leaf_shared_bytes
-    return f"by leaf + {human(rest)} of {human(added.adds_bytes)}"
+    return f"shared by leaf: + {human(rest)} instead of {human(added.adds_bytes)}"
 
 
 def name_shown(path: str) -> str:

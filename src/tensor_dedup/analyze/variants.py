@@ -65,17 +65,17 @@ def variants(checkpoints: Sequence[Measured], count: int) -> list[Variant]:
 
     rows = [
         Variant(
-            f"{count} independent models", each(sum(c.nbytes for c in examples)), True, "their own"
+            f"{count} independent models", each(sum(c.nbytes for c in examples)), True, "unchanged"
         ),
         *(
             Variant(f"INT{bits}", each(sum(_quantised(c, bits) for c in examples)), False, answers)
-            for bits, answers in ((8, "less exact in every layer"), (4, "less exact still"))
+            for bits, answers in ((8, "approximate"), (4, "approximate, more so"))
         ),
         Variant(
             f"1 frozen base + {count} heads ({HEAD:.0%})",
             base.nbytes + each(round(HEAD * sum(c.nbytes for c in examples))),
             False,
-            "others, where layers are the base's",
+            "changed, by layers of the base",
         ),
     ]
     if others:
@@ -88,7 +88,7 @@ def variants(checkpoints: Sequence[Measured], count: int) -> list[Variant]:
         )
         distinct = sum({t.fingerprint.digest: t.nbytes for t in base.tensors}.values())
         rows.append(
-            Variant("exact sharing, beside the base", distinct + each(own), True, "their own")
+            Variant("exact sharing, beside the base", distinct + each(own), True, "unchanged")
         )
     return rows
 

@@ -58,8 +58,8 @@ def _differences(analysis: Analysis) -> list[Advice]:
     base = name_shown(analysis.checkpoints[nearest or 0].path)
     who = name_shown(path) if len(full) == 1 else f"{len(full)} full fine-tunes"
     sentence = (
-        f"{who} share{'s' * (len(full) == 1)} no memory with the others; a store that holds {base} "
-        "may keep the differences only:"
+        f"{who} share{'s' * (len(full) == 1)} no memory with the others. In a store that holds "
+        f"{base}, the differences may be enough:"
     )
     return [Advice(sentence, f"tensor-dedup import {shlex.quote(path)} --compress auto")]
 
@@ -72,10 +72,10 @@ def _together(analysis: Analysis, first: str) -> Advice:
     in_vllm = analysis.vllm.groups and not any("/" in name for name in names)
     lost = analysis.shared_bytes - analysis.vllm.shared_bytes
     if in_vllm and analysis.vllm.shared_bytes >= _LITTLE * analysis.total_bytes:
-        left = f", {human(lost)} less in vLLM, which fuses layers" if lost > 0 else ""
+        left = f" ({human(lost)} less in vLLM, which fuses layers)" if lost > 0 else ""
         share = """--tensor-dedup '{"memory_manager": "auto"}'"""
         return Advice(
-            f"Load them together: that saves {saved}{left}. Start each like this:",
+            f"Load them together to save {saved}{left}. Start each one like this:",
             f"{vllm_server()} {shlex.quote(_for_vllm(first))} {share}",
         )
     if not outside:

@@ -28,36 +28,36 @@ _WHOLE: Final = 1000
 _HYPHEN: Final = "\ue000"  # of no text
 
 VERBS: Mapping[str, str] = {
-    "analyze": "Say which tensors checkpoints have in common, and what sharing them saves.",
+    "analyze": "Show which tensors checkpoints share, and what sharing them saves.",
     "cat": "Write the bytes of a stored tensor to stdout.",
-    "completion": "Print the script by which a shell completes verbs and names.",
-    "delete": "Forget a checkpoint of the store.",
-    "diff": "Say which tensors of a checkpoint are renamed, changed, added or removed.",
-    "doctor": "Say what will be shared on this machine, and why not.",
-    "du": "Say what each checkpoint takes on disk, and what deleting it gives back.",
-    "evict": "Drop from shared memory what nobody uses.",
+    "completion": "Print a shell script that completes verbs and names.",
+    "delete": "Remove a checkpoint from the store.",
+    "diff": "Show which tensors were renamed, changed, added or removed.",
+    "doctor": "Check what can be shared on this machine, and what prevents it.",
+    "du": "Show the disk space of each checkpoint, and what deleting it frees.",
+    "evict": "Drop a checkpoint that no engine uses from shared memory.",
     "export": "Write a stored checkpoint's files, byte for byte.",
-    "find": "Say which checkpoints hold the tensor of a digest.",
-    "gc": "Give back the space of what no stored checkpoint uses.",
-    "import": "Take a checkpoint into the store, each distinct tensor once.",
+    "find": "Find the checkpoints that hold a tensor, by its digest.",
+    "gc": "Free the space that no stored checkpoint uses.",
+    "import": "Import a checkpoint into the store; each distinct tensor is kept once.",
     "list": "List the checkpoints of the store.",
     "pin": "Keep a checkpoint in shared memory.",
-    "plan": "Say which model goes to which machine, by what models share.",
-    "pull": "Fetch a checkpoint from a remote: only what is not here.",
-    "push": "Send a checkpoint to a remote: only what is not there.",
-    "remote": "Remotes: what object storage or a folder holds, and its upkeep.",
+    "plan": "Assign models to machines so that related ones share memory.",
+    "pull": "Fetch a checkpoint from a remote; only missing tensors are downloaded.",
+    "push": "Send a checkpoint to a remote; only missing tensors are uploaded.",
+    "remote": "Inspect and maintain a remote in object storage or a folder.",
     "rename": "Give a stored checkpoint another name.",
-    "repair": "Restore what is damaged or lost in the store.",
-    "runs": "Training checkpoints: what the runs of a store hold.",
-    "serve": "Run the memory manager, which lends weights to the engines of this user.",
+    "repair": "Restore damaged or lost parts of the store.",
+    "runs": "Inspect, prune and plot training runs.",
+    "serve": "Run the memory manager, which shares weights between engines.",
     "show": "Show the files and tensors of a stored checkpoint.",
-    "stats": "Say how large the store is and what it saves.",
-    "status": "Say what the memory manager holds, and for whom.",
-    "stop": "End the memory manager.",
-    "substitute": "Write a fine-tune with chosen layers of its base.",
-    "top": "Watch the memory manager.",
-    "unpin": "Let a pinned checkpoint be evicted again.",
-    "verify": "Read the store and say what is wrong.",
+    "stats": "Show how large the store is and what it saves.",
+    "status": "Show what the memory manager holds, and for which engines.",
+    "stop": "Stop the memory manager.",
+    "substitute": "Write a fine-tune with some layers replaced by those of its base.",
+    "top": "Watch the memory manager live.",
+    "unpin": "Allow a pinned checkpoint to be evicted again.",
+    "verify": "Check the store for damage.",
 }
 # In the order of the help; a verb that is in none of them is the last group's.
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -240,6 +240,8 @@ class Program(Verbs):
         try:
             with data_errors():
                 result: object = super().invoke(ctx)
+        except click.exceptions.NoArgsIsHelpError:
+            raise  # its message is the help, which has its own lines
         except click.ClickException as error:
             output = importlib.import_module("tensor_dedup.cli.output")  # late: --help is quick
             lines = output.error_lines(error.format_message())

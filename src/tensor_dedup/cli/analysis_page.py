@@ -97,8 +97,8 @@ _PAGE = """<!doctype html>
 {table}
 </div>
 <ul class="legend" aria-label="Meaning of the cells">
-<li><span class="k3">100</span>shared</li><li><span class="k2">50</span>half of it or more</li>
-<li><span class="k1">1</span>less</li><li><span class="k0">0</span>its own</li>
+<li><span class="k3">100</span>shared</li><li><span class="k2">50</span>at least half</li>
+<li><span class="k1">1</span>less than half</li><li><span class="k0">0</span>private</li>
 </ul>
 <h2>What to do</h2>
 {advice}
@@ -126,9 +126,9 @@ def page(analysis: Analysis, labels: Sequence[str]) -> str:
     rows = [list(chain(*row)) for row in draw(analysis.checkpoints, columns).rows]
     names = list(chain(*map(_column_names, columns)))
     lead = (
-        "Loaded one after another, each checkpoint adds the memory for what none before it has. "
-        "A cell is the part of a layer, in percent, that it shares with those before it; in the "
-        "first row, with those after it. A cell opens the list of its tensors."
+        "Loaded in this order, each checkpoint adds only what none before it has. A cell shows "
+        "the percentage of a layer that is shared with earlier checkpoints (in the first row, "
+        "with later ones). Open a cell to list its tensors."
     )
     return _PAGE.format(
         style=_STYLE,

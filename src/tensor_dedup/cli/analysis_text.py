@@ -217,8 +217,8 @@ def _legend(symbols: _Symbols, columns: Sequence[Section], width: int) -> list[T
     ]
     grouped = f"; one cell: {max(map(len, blocks))} layers" if blocks else ""
     legend = (
-        f"{symbols.shared} shared with those before (the first: with those after), "
-        f"{symbols.partly} partly, {symbols.own} its own{grouped}"
+        f"{symbols.shared} shared with an earlier one (first row: with a later one), "
+        f"{symbols.partly} partly, {symbols.own} private{grouped}"
     )
     return _broken(legend, width, "dim")
 

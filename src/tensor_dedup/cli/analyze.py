@@ -43,14 +43,14 @@ _WRONG_SHOWN = 4
     default=0,
     show_default=True,
     metavar="SIZE",
-    help="Leave tensors smaller than this, for example 1MiB, out of every number.",
+    help="Leave tensors smaller than this out of every number; for example 1MiB.",
 )
 @click.option(
     "--hash-algorithm",
     type=click.Choice(ALGORITHMS),
     default="blake3",
     show_default=True,
-    help="What names bytes here; store://NAME and remembered digests of blake3 need no hashing.",
+    help="How tensors are hashed; only blake3 can use the store and remembered digests.",
 )
 @click.option(
     "--top",
@@ -58,33 +58,39 @@ _WRONG_SHOWN = 4
     default=10,
     show_default=True,
     metavar="N",
-    help="With --details and --json: how many of the largest shared tensors to list.",
+    help="With --details and --json: the number of largest shared tensors to list.",
 )
-@click.option("--details", is_flag=True, help="Also print pairs, tensors, layers, what vLLM fuses.")
+@click.option(
+    "--details",
+    is_flag=True,
+    help="Also print tables of pairs, tensors, layers and what vLLM fuses.",
+)
 @click.option(
     "--html",
     "page",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Also draw it as a page of its own, which needs nothing else.",
+    help="Also write the picture as a self-contained HTML page.",
 )
 @click.option(
     "--write-markers",
     "markers",
     type=click.Path(path_type=Path),
     metavar="OUT",
-    help="Write what each PATH has of the first one into the new folder OUT.",
+    help="Write markers of what each PATH shares with the first one to the new folder OUT.",
 )
 @click.option(
     "--variants",
     "count",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Also say what N models like these cost: as they are, quantised, shared.",
+    help="Also estimate what N such models take: as they are, quantised, and shared.",
 )
 @follow_links_option
 @store_option
-@click.option("--no-hints", is_flag=True, help="Hash every file, also those remembered.")
+@click.option(
+    "--no-hints", is_flag=True, help="Hash every file, even those whose digests are remembered."
+)
 @json_option
 def command(
     paths: Sequence[str],
@@ -100,13 +106,13 @@ def command(
     no_hints: bool,
     as_json: bool,
 ) -> None:
-    """Say which tensors checkpoints have in common, and what sharing them saves.
+    """Show which tensors checkpoints share, and what sharing them saves.
 
-    Each PATH is one checkpoint: a file (safetensors, GGUF, or one of torch.save, of which nothing
-    is run), a directory with its sub-folders, a name in your Hugging Face cache (ORG/NAME or
+    Each PATH is one checkpoint: a file (safetensors, GGUF, or torch.save, whose code is never run),
+    a directory with its sub-folders, a name in your Hugging Face cache (ORG/NAME or
     ORG/NAME@REVISION), store://NAME, or a training step RUN@STEP of the store. Each file is read
-    once; one that was hashed before and has not changed is not read at all, and neither is what a
-    store holds.
+    once. Files that were hashed before and have not changed, and checkpoints in the store, are not
+    read at all.
     """
     if page is not None and page.suffix != ".html":
         raise WrongUse(f"{page} does not end in .html; name a file that does")

@@ -15,7 +15,7 @@ _BASH = "COMP_WORDBREAKS=${COMP_WORDBREAKS//@/}\n"
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @json_option
 def command(shell: str, as_json: bool) -> None:
-    """Print the script by which SHELL completes verbs, options and names of what the store holds.
+    """Print a script that lets SHELL complete verbs, options and names in the store.
 
     \b
     bash, in ~/.bashrc:  eval "$(tensor-dedup completion bash)"

@@ -46,14 +46,15 @@ _CHUNK = 64 << 20
 def du(
     ctx: click.Context, name: str | None, follow_links: bool, store: str | None, as_json: bool
 ) -> None:
-    """Say what each checkpoint and each run takes on disk, and what deleting it gives back.
+    """Show the disk space of each checkpoint and each run, and what deleting it frees.
 
-    NAME is one of them, or a step RUN@STEP. `unique` is what it alone needs, `shared` what others
-    need too. What deleting gives back counts whole files: small tensors that lie in one container
-    with those of others stay there. Exit status 1 when something of it cannot be read.
+    NAME selects one of them, or a step RUN@STEP. `unique` is the space that it alone needs, and
+    `shared` what others need too. `gives back` is what deleting it frees: whole files, so small
+    tensors stay while others in the same container are needed. The exit status is 1 if any of it
+    cannot be read.
 
-    NAME can also be a file, a folder or a name in your Hugging Face cache: of such a checkpoint,
-    `shared` is what the store holds already, and `unique` what importing it would add.
+    NAME can also be a file, a folder or a name in your Hugging Face cache. Then `shared` is what
+    the store already holds of it, and `unique` what importing it would add.
     """
     if name is not None and _is_outside(name, store):
         _say_outside(name, store, follow_links, as_json)
@@ -148,7 +149,7 @@ def _totals(found: StoreUsage) -> list[str]:
 @store_option
 @json_option
 def find(digest: str, store: str | None, as_json: bool) -> None:
-    """Say which checkpoints hold the tensor of DIGEST, or of one that begins so."""
+    """Find the checkpoints that hold the tensor with this DIGEST, or one that begins with it."""
     opened = existing(store)
     found = opened.find(digest)
     if not found:
@@ -201,10 +202,10 @@ def is_terminal() -> bool:
 @store_option
 @json_option
 def cat(name: str, tensor: str, store: str | None, as_json: bool) -> None:
-    """Write the bytes of TENSOR of the checkpoint NAME to stdout, each checked before it is.
+    """Write the bytes of a TENSOR of the checkpoint NAME to stdout, verified first.
 
-    They are those of the file: contiguous, little-endian, without a header; --json says what they
-    are instead.
+    They are the bytes of the file: contiguous, little-endian, without a header. --json describes
+    the tensor instead.
     """
     opened = existing(store)
     with opened.checkpoint(full_name(opened, name)) as checkpoint:

@@ -27,11 +27,11 @@ _ALIKE = 4
 def command(
     a: str, b: str, stat: bool, follow_links: bool, store: str | None, as_json: bool
 ) -> None:
-    """Say which tensors of checkpoint B are renamed, changed, added or removed since A.
+    """Show which tensors were renamed, changed, added or removed from checkpoint A to B.
 
     Each is a file, a folder, a name in your Hugging Face cache, store://NAME, or a training step
-    RUN@STEP of the store. Of tensors that changed, the numbers that differ are counted. Exit status
-    0 also where they differ.
+    RUN@STEP of the store. For each changed tensor, the values that differ are counted. The exit
+    status is 0 whether they differ or not.
     """
     with ByteBar("hashing") as progress:
         found = diff(

@@ -75,11 +75,11 @@ class Finding:
 def command(
     ctx: click.Context, quick: bool, store: str | None, socket: str | None, as_json: bool
 ) -> None:
-    """Say what will be shared on this machine, and why not.
+    """Check what can be shared on this machine, and what prevents it.
 
-    It looks at the kernel and its limits, the engines that are installed and whether they are the
-    ones this package knows, the memory manager, GPUs and the store, and changes nothing. Exit
-    status 1 only when the store is damaged.
+    This looks at the kernel and its limits, the installed engines and whether this package knows
+    their versions, the memory manager, GPUs and the store. It changes nothing. The exit status is 1
+    only if the store is damaged.
     """
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("settings", _settings),

@@ -274,9 +274,9 @@ def _close(name: str, names: list[str]) -> list[str]:
 @place_options
 @json_option
 def status(socket: str | None, as_json: bool) -> None:
-    """Show residents, bytes by checkpoint, leases and who holds them, hits, misses, budget.
+    """Show what is held in memory, for which checkpoints and engines, and what sharing saves.
 
-    Of a GPU's manager also what NVML counts, where the package nvidia-ml-py is installed.
+    For a GPU's manager, this includes what NVML reports if the package nvidia-ml-py is installed.
     """
     with Admin(socket) as admin:
         overview = admin.overview(residents=as_json)
@@ -317,9 +317,9 @@ def _shown(
 @place_options
 @json_option
 def top(every: float, socket: str | None, as_json: bool) -> None:
-    """Show the manager's numbers and tables until q or Ctrl-C.
+    """Show the output of `status` and keep it up to date, until you press q or Ctrl-C.
 
-    With --json: once, as `status` does.
+    With --json, print it once, as `status` does.
     """
     with suppress(KeyboardInterrupt), Admin(socket) as admin:
         if as_json:
@@ -374,9 +374,9 @@ def _screen(out: Console, admin: Admin) -> Group:
 @place_options
 @json_option
 def pin(name: str, ahead: bool, socket: str | None, as_json: bool) -> None:
-    """Keep X in memory, a checkpoint or a digest, also while nobody uses it.
+    """Keep the checkpoint or digest X in memory, even while no engine uses it.
 
-    X is what `status` calls it. What comes later under that name is kept too.
+    X is its name in `status`. Tensors that are added under that name later are kept too.
     """
     with Admin(socket) as admin:
         name = name_of(admin, name)
@@ -394,9 +394,9 @@ def pin(name: str, ahead: bool, socket: str | None, as_json: bool) -> None:
 @place_options
 @json_option
 def unpin(name: str, socket: str | None, as_json: bool) -> None:
-    """Let X, a checkpoint or a digest, be evicted when memory is needed and nobody uses it.
+    """Allow the checkpoint or digest X to be evicted when memory is needed and no engine uses it.
 
-    X is what `status` calls it.
+    X is its name in `status`.
     """
     with Admin(socket) as admin:
         name = name_of(admin, name)
@@ -416,10 +416,10 @@ def unpin(name: str, socket: str | None, as_json: bool) -> None:
 @json_option
 @click.pass_context
 def evict(ctx: click.Context, name: str, socket: str | None, as_json: bool) -> None:
-    """Drop X, a checkpoint or a digest, from memory: what is neither in use nor pinned.
+    """Drop what is neither in use nor pinned of the checkpoint or digest X from memory.
 
-    X is what `status` calls it. Memory is given back slab by slab, so tensors that lie beside X's
-    go too. Exit status 1 when nothing could be dropped.
+    X is its name in `status`. Memory is freed in whole slabs, so tensors in the same slab are
+    dropped too. The exit status is 1 if nothing could be dropped.
     """
     with Admin(socket) as admin:
         name = name_of(admin, name)
@@ -441,9 +441,9 @@ _NOBODY: Final = (errno.ENOENT, errno.ECONNREFUSED)
 @place_options
 @json_option
 def stop(socket: str | None, as_json: bool) -> None:
-    """End the memory manager. Engines keep what they have mapped; new ones load from disk.
+    """Stop the memory manager. Engines keep what they have mapped; new ones load from disk.
 
-    Exit status 3 when none runs.
+    The exit status is 3 if none is running.
     """
     try:
         admin = Admin(socket)

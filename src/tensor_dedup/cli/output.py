@@ -35,7 +35,10 @@ _PART: Final = re.compile(r"[^./]+[./]*|[./]+")
 _WORD: Final = re.compile(r"[^./_@+=: -]+[./_@+=: -]*|[./_@+=: -]+")
 # Columns of words; all others are numbers, which stand to the right.
 _WORDS: Final = frozenset(
-    {"kind", "status", "dtype", "codec", "digest", "shape", "imported", "pinned", "saved", "state"}
+    {
+        *("kind", "status", "dtype", "codec", "digest", "shape", "imported", "pinned", "saved"),
+        *("state", "kept", "adapter"),
+    }
 )
 # What a table adds to each of its columns, and once.
 _BORDER: Final = 3

@@ -16,6 +16,7 @@ from tensor_dedup.cli.output import (
     counted,
     json_option,
     say,
+    say_lines,
 )
 from tensor_dedup.cli.plan_page import write_page
 from tensor_dedup.cli.store import store_option
@@ -33,45 +34,45 @@ from tensor_dedup.text_table import human
     required=True,
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="The models to serve, in TOML: names, paths, replicas, room beside the weights.",
+    help="The models to serve, in TOML: names, paths, replicas, memory beyond the weights.",
 )
 @click.option(
-    "--nodes", metavar="N", help="How many machines there are; or their names, with commas."
+    "--nodes", metavar="N", help="The number of machines, or their names, separated by commas."
 )
 @click.option(
     "--memory",
     type=byte_size(1),
     metavar="SIZE",
-    help="What each has for weights and engines, for example 80GiB.",
+    help="The memory of each machine for weights and engines, for example 80GiB.",
 )
 @click.option(
     "--host-memory",
     type=byte_size(),
     metavar="SIZE",
-    help="What each machine has beside that, where --memory is a device's.",
+    help="The host memory of each machine, if --memory is that of its GPU.",
 )
 @click.option(
     "--from",
     "before",
     metavar="PLAN.json",
-    help="A plan that was printed with --json: what it placed stays where it is.",
+    help="An earlier plan, printed with --json; what it placed stays where it is.",
 )
 @click.option(
-    "--rebalance", is_flag=True, help="Say what moving would save and cost. Needs --from."
+    "--rebalance", is_flag=True, help="Show what moving models would save and cost. Needs --from."
 )
 @click.option(
     "--exact",
     "exact_s",
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
-    help="Let a solver (extra `plan`) look for a better plan so long, and say what is the least.",
+    help="Let a solver (extra `plan`) search this long for a better plan and a lower bound.",
 )
 @click.option(
     "--html",
     "page",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Also draw the plan as a page of its own.",
+    help="Also write the plan as a self-contained HTML page.",
 )
 @click.option(
     "--kubernetes",
@@ -95,10 +96,11 @@ def command(
     store: str | None,
     as_json: bool,
 ) -> None:
-    """Say which model goes to which machine, so that what models share is held as rarely as can be.
+    """Assign models to machines so that related models share memory.
 
-    A machine holds each tensor once, whoever uses it. Replicas of a model go to different machines.
-    Nothing is started or moved: the plan is for whatever places your engines.
+    A machine holds each tensor once, however many models use it. Replicas of a model go to
+    different machines. Nothing is started or moved: apply the plan with whatever starts your
+    engines.
     """
     if page is not None and page.suffix != ".html":
         raise WrongUse(f"{page} does not end in .html; name a file that does")
@@ -152,29 +154,29 @@ def _show(found: FleetPlan, out: Console, *, compared: bool) -> None:
     for node in found.nodes:
         if node.models:
             used, memory = human(node.used_bytes), human(node.memory_bytes)
-            out.print(f"{printable(node.name)}: {used} of {memory}")
+            say_lines(f"{node.name}: {used} of {memory}")
             out.print(_table(node))
             out.print()
     replicas = [each for node in found.nodes for each in node.models]
     busy = sum(1 for node in found.nodes if node.models)
-    out.print(
+    say_lines(
         f"{counted(len({each.model for each in replicas}), 'model')}, "
         f"{counted(len(replicas), 'replica')} on {busy} of {counted(len(found.nodes), 'node')}: "
-        f"{human(found.used_bytes)}, where nothing is shared {human(found.alone_bytes)}."
+        f"{human(found.used_bytes)}; without sharing {human(found.alone_bytes)}."
     )
     if found.least_bytes is not None:
         above = 100 * (found.used_bytes / found.least_bytes - 1)
-        out.print(
-            f"No plan takes less than {human(found.least_bytes)}: this is {above:.1f} % more."
+        say_lines(
+            f"No plan takes less than {human(found.least_bytes)}; this takes {above:.1f} % more."
         )
     if compared:
         for move in found.moves:
-            out.print(_movement(move))
+            say_lines(_movement(move))
         if not found.moves:
-            out.print("Nothing moves.")
+            say_lines("Nothing moves.")
         if found.saved_bytes:
             loads = sum(move.loads_bytes for move in found.moves)
-            out.print(f"Moving saves {human(found.saved_bytes)} and loads {human(loads)}.")
+            say_lines(f"Moving saves {human(found.saved_bytes)} and loads {human(loads)}.")
 
 
 def _table(node: PlannedNode) -> Table:
@@ -192,13 +194,12 @@ def _table(node: PlannedNode) -> Table:
 def reason(each: Assignment) -> str:
     """Return why a replica is where it is, in a few words."""
     if each.shares_with is None:
-        return "room for it and its kin"
+        return "room for it and its relatives"
     return f"{human(each.shared_bytes)} are there, most with {printable(each.shares_with)}"
 
 
 def _movement(move: Move) -> str:
-    name = printable(move.model)
     if move.target is None:
-        return f"{name} leaves {printable(move.source or '')}."
-    origin = f"moves from {printable(move.source)}" if move.source else "is new"
-    return f"{name} {origin}: {printable(move.target)} loads {human(move.loads_bytes)}."
+        return f"{move.model} leaves {move.source or ''}."
+    origin = f"moves from {move.source}" if move.source else "is new"
+    return f"{move.model} {origin}: {move.target} loads {human(move.loads_bytes)}."

@@ -1,20 +1,21 @@
 """`tensor-dedup push`, `pull` and `remote`: checkpoints in object storage and in other folders."""
 
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Final
 
 import click
 
 from tensor_dedup.cli import Verbs, WrongUse, printable
 from tensor_dedup.cli.output import (
     ByteBar,
-    Dotted,
     ask,
-    cell,
     console,
     counted,
+    fitted,
     json_option,
-    listing,
     say,
+    say_lines,
     yes_option,
 )
 from tensor_dedup.cli.store import existing, name_argument, store_option
@@ -29,9 +30,10 @@ from tensor_dedup.store.remote import (
 )
 from tensor_dedup.store.remote.oci import default_name, is_artifact
 from tensor_dedup.store.remote.remote import DEFAULT_LEASE_HOURS
+from tensor_dedup.store.remote.upkeep import owner
 from tensor_dedup.text_table import human
 
-_SHOWN = 20
+_DIGITS: Final = 12  # of a digest
 
 
 class _TransferBar(ByteBar):
@@ -57,11 +59,12 @@ def push(name: str, url: str, replace: bool, store: str | None, as_json: bool) -
     """Send the checkpoint NAME, or all steps of the run NAME, to the remote at URL.
 
     URL is s3://BUCKET/PREFIX, gs://, az://, file:///FOLDER, or the folder of another store. Only
-    tensors that are not there travel, as they are stored. Credentials come from the environment.
-    The first push makes the remote, and tries whether the server keeps conditions.
+    tensors that the remote lacks are uploaded, as they are stored. Credentials come from the
+    environment. The first push creates the remote, and tests whether the server honours conditional
+    writes.
 
-    oci://REGISTRY/REPOSITORY:TAG makes an artifact that any client of registries can pull; layers
-    that are there do not travel.
+    oci://REGISTRY/REPOSITORY:TAG creates an artifact that any registry client can pull. Layers that
+    the registry has are not uploaded again.
     """
     with _TransferBar("pushing") as progress:
         result = existing(store).push(url, name, replace=replace, progress=progress)
@@ -77,11 +80,12 @@ def push(name: str, url: str, replace: bool, store: str | None, as_json: bool) -
 def pull(url: str, name: str | None, replace: bool, store: str | None, as_json: bool) -> None:
     """Fetch the checkpoint NAME, or all steps of the run NAME, from the remote at URL.
 
-    Only tensors that are nowhere in the store travel. Every byte is compared with its digest before
-    anything refers to it.
+    Only tensors that the store lacks are downloaded. Every byte is verified against its digest
+    before it can be used.
 
-    An artifact, oci://REGISTRY/REPOSITORY:TAG, is called NAME here, or else as its repository is.
-    One that was not pushed by this program travels as a whole, and is stored once all the same.
+    An artifact at oci://REGISTRY/REPOSITORY:TAG is stored as NAME, by default that of its
+    repository. If another program pushed it, all of it is downloaded, but each tensor is still
+    stored once.
     """
     if name is None:
         if not is_artifact(url):
@@ -107,10 +111,14 @@ def _lines(name: str, result: TransferResult, where: str) -> list[str]:
 
 @click.group(name="remote", cls=Verbs, subcommand_metavar="VERB [OPTIONS]...")
 def command() -> None:
-    """Remotes: what is there, and what it takes. URL is what `push` and `pull` take."""
+    """Inspect and maintain a remote. URL is that of `push` and `pull`."""
 
 
 def _opened(url: str) -> Remote:
+    if is_artifact(url):
+        raise WrongUse(
+            f"{url}: an OCI registry holds single artifacts; only push and pull take oci:// URLs"
+        )
     remote = Remote.open(url)
     folder = remote.store_folder()
     if folder is not None:
@@ -123,32 +131,55 @@ def _opened(url: str) -> Remote:
 @json_option
 @click.pass_context
 def list_(ctx: click.Context, url: str, as_json: bool) -> None:
-    """List the checkpoints of a remote. Exit status 1 when one of them cannot be read."""
+    """List the checkpoints of a remote, and each training run with its number of steps.
+
+    The exit status is 1 if one of them cannot be read.
+    """
     remote = _opened(url)
     found = remote.checkpoints()
     if as_json:
         document = {"url": remote.url, "checkpoints": [each.to_dict() for each in found]}
         say(document, as_json)
     elif found:
-        _print(remote, found, usage=False)
+        _print(remote, found)
     else:
         say({}, as_json, f"{remote.url} holds no checkpoints")
     if any(each.damage is not None for each in found):
         ctx.exit(1)
 
 
-def _print(remote: Remote, found: list[RemoteCheckpoint], *, usage: bool) -> None:
-    table = listing("name", "size", *(["unique"] if usage else []), "tensors", "status")
+def _print(
+    remote: Remote, found: Sequence[RemoteCheckpoint], of_runs: Mapping[str, int] | None = None
+) -> None:
+    """A row for each checkpoint and each run; with `of_runs`, what each alone needs."""
+    rows: dict[tuple[str, bool], list[RemoteCheckpoint]] = {}
     for each in found:
-        unique = [] if not usage else [human(each.unique_bytes or 0)]
-        status = "ok" if each.damage is None else "damaged"
-        table.add_row(Dotted(each.name), human(each.nbytes), *unique, str(each.tensors), status)
+        rows.setdefault(owner(each.name), []).append(each)
+    steps = [str(len(held)) if is_run else "-" for (_, is_run), held in rows.items()]
+    columns = {
+        "steps": steps,
+        "size": [human(sum(each.nbytes for each in held)) for held in rows.values()],
+    }
+    if of_runs is not None:
+        columns["unique"] = [
+            human((of_runs.get(name, 0) if is_run else held[0].unique_bytes) or 0)
+            for (name, is_run), held in rows.items()
+        ]
+    columns["tensors"] = [str(sum(each.tensors for each in held)) for held in rows.values()]
+    columns["status"] = [
+        "ok" if all(each.damage is None for each in held) else "damaged" for held in rows.values()
+    ]
+    if {*steps} == {"-"}:
+        del columns["steps"]
     out = console()
-    out.print(cell(f"remote {remote.url}"), soft_wrap=True)
+    table, left_out = fitted(out, "name", [name for name, _ in rows], columns, ["tensors", "steps"])
+    say_lines(f"remote {remote.url}")
     out.print(table)
-    for each in found:
-        if each.damage is not None:
-            click.echo(printable(f"{each.name} cannot be read: {each.damage}"))
+    damaged = [each for each in found if each.damage is not None]
+    say_lines(
+        *([left_out] if left_out else []),
+        *(f"{each.name} cannot be read: {each.damage}" for each in damaged),
+    )
 
 
 @command.command(name="show")
@@ -175,37 +206,53 @@ def show(url: str, name: str, as_json: bool) -> None:
             for piece in tensors
         ],
     }
-    more = len(tensors) - _SHOWN
-    say(
-        document,
-        as_json,
-        f"{name}: {human(found.content.nbytes)}, {counted(len(tensors), 'tensor')}",
-        *(f"  {file.path}  {human(file.nbytes)}" for file in found.content.files),
-        *(
-            f"  {piece.name}  {piece.dtype}  {human(piece.nbytes)}  {piece.digest.hex()[:12]}"
-            for piece in tensors[:_SHOWN]
-        ),
-        *([f"and {more} more; --json has all"] if more > 0 else []),
+    if as_json:
+        say(document, as_json)
+        return
+    out = console()
+    files, _ = fitted(
+        out,
+        "file",
+        [file.path for file in found.content.files],
+        {"size": [human(file.nbytes) for file in found.content.files]},
+        [],
     )
+    columns = {
+        "dtype": [printable(piece.dtype or "-") for piece in tensors],
+        "shape": ["x".join(map(str, piece.shape or ())) or "-" for piece in tensors],
+        "size": [human(piece.nbytes) for piece in tensors],
+        "digest": [piece.digest.hex()[:_DIGITS] for piece in tensors],
+    }
+    names = [piece.name or "" for piece in tensors]
+    table, left_out = fitted(out, "tensor", names, columns, ["digest", "dtype"])
+    say_lines(f"{name}: {human(found.content.nbytes)}, {counted(len(tensors), 'tensor')}")
+    if found.content.files:
+        out.print(files)
+    out.print(table)
+    say_lines(*([left_out] if left_out else []))
 
 
 @command.command(name="du")
 @click.argument("url", metavar="URL")
 @json_option
-def du(url: str, as_json: bool) -> None:
-    """Say what a remote takes, and what each checkpoint takes for itself alone."""
+@click.pass_context
+def du(ctx: click.Context, url: str, as_json: bool) -> None:
+    """Show the space that a remote takes, and what each checkpoint or run alone needs.
+
+    The exit status is 1 if one of them cannot be read.
+    """
     remote = _opened(url)
     found = remote.usage()
     if as_json:
         say({"url": remote.url, **found.to_dict()}, as_json)
-        return
-    _print(remote, [*found.checkpoints], usage=True)
-    say(
-        {},
-        as_json,
-        f"{human(found.stored_bytes)} in {counted(found.containers, 'container')}, "
-        f"{human(found.unused_bytes)} of them unused",
-    )
+    else:
+        _print(remote, found.checkpoints, found.run_unique_bytes)
+        say_lines(
+            f"{human(found.stored_bytes)} in {counted(found.containers, 'container')}, "
+            f"{human(found.unused_bytes)} of them unused"
+        )
+    if any(each.damage is not None for each in found.checkpoints):
+        ctx.exit(1)
 
 
 @command.command(name="delete")
@@ -214,7 +261,7 @@ def du(url: str, as_json: bool) -> None:
 @yes_option
 @json_option
 def delete(url: str, name: str, yes: bool, as_json: bool) -> None:
-    """Forget the checkpoint NAME of a remote. Its bytes stay until `remote gc` deletes them."""
+    """Delete the checkpoint NAME from a remote. `remote gc` frees the space that no other uses."""
     remote = _opened(url)
     with suppress(TensorDedupError):  # it may be damaged: then it can be deleted all the more
         remote.read(name)
@@ -231,16 +278,16 @@ def delete(url: str, name: str, yes: bool, as_json: bool) -> None:
     default=DEFAULT_LEASE_HOURS,
     show_default=True,
     metavar="HOURS",
-    help="Longer than any push takes; with less, nobody may push meanwhile.",
+    help="A time longer than any push takes; with a shorter one, nobody may push meanwhile.",
 )
-@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be done.")
 @yes_option
 @json_option
 def gc(url: str, lease: float, dry_run: bool, yes: bool, as_json: bool) -> None:
-    """Condemn what no name leads to, and delete what has been condemned for the lease.
+    """Condemn objects that no checkpoint uses, and delete those condemned for the lease.
 
-    So space comes back in two runs that are a lease apart. Where anything cannot be read, nothing
-    is deleted.
+    So space is freed by the second of two runs that are a lease apart. If anything cannot be read,
+    nothing is deleted.
     """
     remote = _opened(url)
     plan = remote.gc(lease, dry_run=True)
@@ -266,9 +313,10 @@ def _gc_lines(plan: RemoteGcPlan) -> list[str]:
 @json_option
 @click.pass_context
 def verify(ctx: click.Context, url: str, full: bool, as_json: bool) -> None:
-    """Check a remote's bookkeeping, and with --full every byte. Exit status 1 on a fault.
+    """Check a remote's bookkeeping, and with --full every byte. The exit status is 1 on a fault.
 
-    Containers with faults leave the catalog, so the next push sends again what was in them.
+    Damaged containers are removed from the catalog, so that the next push sends their contents
+    again.
     """
     with ByteBar("verifying") as progress:
         result = _opened(url).verify(full=full, advance=progress.advance)
@@ -283,4 +331,7 @@ def _verify_lines(result: RemoteVerifyResult) -> list[str]:
     if users:
         lines.append(f"affected: {', '.join(users)}")
     checked = f"{counted(result.checkpoints, 'checkpoint')}, {human(result.bytes_checked)} read"
-    return [*lines, f"{counted(len(result.faults), 'fault')} ({checked})"]
+    lines.append(f"{counted(len(result.faults), 'fault')} ({checked})")
+    if not result.bytes_checked:
+        lines.append("only bookkeeping was checked: --full reads the tensors")
+    return lines

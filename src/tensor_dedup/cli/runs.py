@@ -90,7 +90,7 @@ def runs_argument(verb: _Verb) -> _Verb:
 
 @click.group(name="runs", cls=Verbs, subcommand_metavar="VERB [OPTIONS]...")
 def command() -> None:
-    """Training checkpoints: each step of a run is the checkpoint RUN@STEP of the store."""
+    """Inspect, prune and plot training runs. Each step of a run is the checkpoint RUN@STEP."""
 
 
 @command.command(name="list")
@@ -98,7 +98,7 @@ def command() -> None:
 @json_option
 @click.pass_context
 def list_(ctx: click.Context, store: str | None, as_json: bool) -> None:
-    """List the runs of the store and their steps. Exit status 1 when a step cannot be read."""
+    """List the runs of the store and their steps. The exit status is 1 if one cannot be read."""
     opened = existing_or_said(store, as_json, {"store": store, "runs": [], "damaged": []})
     if opened is None:
         return
@@ -161,7 +161,7 @@ def when(seconds: int) -> str:
 @store_option
 @json_option
 def show(run: str, store: str | None, as_json: bool) -> None:
-    """Show the steps of RUN: when they were saved, their size and their metrics."""
+    """Show the steps of RUN with their time, size and metrics."""
     opened = existing(store)
     steps = steps_of(opened, run)
     if as_json:
@@ -195,8 +195,14 @@ def _heading(metric: str) -> str:
 @click.option("--tensors", is_flag=True, help="Also say how often each tensor of RUN changed.")
 @store_option
 @json_option
-def stats_(run: str | None, tensors: bool, store: str | None, as_json: bool) -> None:
-    """Say what RUN, or all runs together, hold, and what they cost beside the rest of the store."""
+@click.pass_context
+def stats_(
+    ctx: click.Context, run: str | None, tensors: bool, store: str | None, as_json: bool
+) -> None:
+    """Show the size of RUN, or of all runs, and the space it takes in the store.
+
+    The exit status is 1 if something in the store is damaged, so that the space is not known.
+    """
     if tensors and run is None:
         raise WrongUse("say which run's tensors: runs stats RUN --tensors")
     nothing = RunStats(None, 0, 0, 0, 1.0, 0).to_dict() | {"logical_bytes": 0} | _NO_COST.to_dict()
@@ -220,6 +226,8 @@ def stats_(run: str | None, tensors: bool, store: str | None, as_json: bool) -> 
     if changes is not None and not as_json:
         table, _ = _changes_table(changes, overall)
         console().print(table)
+    if cost["disk_bytes"] is None:
+        ctx.exit(1)
 
 
 def _cost(
@@ -281,7 +289,7 @@ def _changes_table(changes: Sequence[TensorChanges], overall: TensorChanges) -> 
 @store_option
 @json_option
 def best(run: str, metric: str, mode: Mode | None, store: str | None, as_json: bool) -> None:
-    """Say which step of RUN has the best METRIC: the least loss, the greatest accuracy."""
+    """Show the step of RUN with the best METRIC, such as the least loss or greatest accuracy."""
     opened = existing(store)
     steps = {step.step: step for step in steps_of(opened, run)}
     chosen = mode or goal(metric, [step.goals for step in reversed(steps.values())])
@@ -299,9 +307,9 @@ def best(run: str, metric: str, mode: Mode | None, store: str | None, as_json: b
 @store_option
 @json_option
 def drain(run: str, folder: str, store: str | None, as_json: bool) -> None:
-    """Copy the steps of RUN that the store in FOLDER lacks, as they are; nothing is deleted.
+    """Copy the steps of RUN that the store in FOLDER lacks. Nothing is deleted.
 
-    FOLDER is a store, or a folder that is empty or not there, which becomes one.
+    FOLDER is a store; an empty or missing folder becomes one.
     """
     opened = existing(store)
     steps_of(opened, run)
@@ -322,7 +330,7 @@ def drain(run: str, folder: str, store: str | None, as_json: bool) -> None:
 @store_option
 @json_option
 def diff(one: str, two: str, store: str | None, as_json: bool) -> None:
-    """Say in which tensors and metrics the second step differs from the first."""
+    """Show the tensors and metrics in which the second step differs from the first."""
     opened = existing(store)
     found = opened.step_difference(_step(one), _step(two))
     # Here too what describes an object counts, which the lists below leave out.
@@ -366,14 +374,16 @@ def _step(name: str) -> tuple[str, int]:
 @click.option(
     "--step", "steps", type=int, multiple=True, metavar="N", help="This step; can be repeated."
 )
-@click.option("--all", "every", is_flag=True, help="All steps that are not kept (`runs keep`).")
+@click.option(
+    "--all", "every", is_flag=True, help="All steps that are not protected by `runs keep`."
+)
 @yes_option
 @store_option
 @json_option
 def delete(
     run: str, steps: tuple[int, ...], every: bool, yes: bool, store: str | None, as_json: bool
 ) -> None:
-    """Forget steps of RUN. Their space comes back when `gc` finds that nobody else needs it."""
+    """Delete steps of RUN. `gc` frees the space that no other checkpoint uses."""
     opened = existing(store)
     if every == bool(steps):
         raise WrongUse("say which steps: --step N, or --all")
@@ -412,16 +422,21 @@ def _steps_text(steps: Sequence[int]) -> str:
 
 @command.command()
 @run_argument
-@click.option("--keep-last", type=click.IntRange(min=1), metavar="N", help="The N saved last.")
 @click.option(
-    "--keep-every", type=click.IntRange(min=1), metavar="N", help="Those whose number N divides."
+    "--keep-last", type=click.IntRange(min=1), metavar="N", help="Keep the N steps saved last."
+)
+@click.option(
+    "--keep-every",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Keep the steps whose number is a multiple of N.",
 )
 @click.option(
     "--keep-best",
     metavar="METRIC[:min|max][:N]",
-    help="The N best by a metric; by default one, and min or max as `runs best` takes it.",
+    help="Keep the N best by a metric; by default one, with min or max chosen as in `runs best`.",
 )
-@click.option("--dry-run", is_flag=True, help="Only say which steps would go.")
+@click.option("--dry-run", is_flag=True, help="Only show which steps would be deleted.")
 @yes_option
 @store_option
 @json_option
@@ -437,8 +452,8 @@ def prune(
 ) -> None:
     """Delete the steps of RUN that no rule keeps, as CheckpointStore does after each save.
 
-    The step that was saved last stays, and those that `runs keep` keeps. Their space comes back
-    when `gc` finds that nobody else needs it.
+    The step that was saved last always stays, and so do the steps that `runs keep` marks. `gc`
+    frees the space that no other checkpoint uses.
     """
     opened = existing(store)
     known = steps_of(opened, run)
@@ -490,11 +505,11 @@ def _best_rule(text: str, run: str, steps: Sequence[Step]) -> tuple[str, int, Mo
 @command.command()
 @run_argument
 @click.argument("step", type=int)
-@click.option("--remove", is_flag=True, help="Let the rules delete it again.")
+@click.option("--remove", is_flag=True, help="Remove the protection.")
 @store_option
 @json_option
 def keep(run: str, step: int, remove: bool, store: str | None, as_json: bool) -> None:
-    """Keep a STEP of RUN whatever the rules say: it is neither deleted nor replaced."""
+    """Protect a STEP of RUN from being deleted or replaced, whatever the rules say."""
     opened = existing(store)
     steps_of(opened, run)
     handle = CheckpointStore(opened, run)
@@ -512,9 +527,9 @@ def keep(run: str, step: int, remove: bool, store: str | None, as_json: bool) ->
 @store_option
 @json_option
 def compare(runs: tuple[str, ...], store: str | None, as_json: bool) -> None:
-    """Compare runs: metrics at their best and latest steps, and what each takes.
+    """Compare runs: metrics at their best and latest steps, and the space each takes.
 
-    ALONE is what only this run needs: what it costs beside all else in the store.
+    `alone` is the space that only this run needs.
     """
     opened = existing(store)
     found = [_compared(opened, run) for run in dict.fromkeys(runs)]
@@ -585,14 +600,14 @@ def _compared(store: Store, run: str) -> dict[str, Any]:
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="A file that ends in .html; by default RUN.html, or runs.html of several.",
+    help="A file that ends in .html; by default RUN.html, or runs.html for several runs.",
 )
 @store_option
 @json_option
 def plot(runs: tuple[str, ...], output: Path | None, store: str | None, as_json: bool) -> None:
-    """Draw what each step of RUN adds, what all of them take, and the metrics, as a page of HTML.
+    """Plot the space that the steps of RUN take, and their metrics, as an HTML page.
 
-    The page needs nothing else: no network, no script. Metrics of several runs share their charts.
+    The page is self-contained: no network, no script. Several runs share the charts of metrics.
     """
     opened = existing(store)
     drawn = [_plotted(opened, run) for run in dict.fromkeys(runs)]

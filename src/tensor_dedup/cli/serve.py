@@ -50,14 +50,14 @@ def _address(_context: click.Context, _parameter: click.Parameter, value: str) -
     "--budget",
     type=byte_size(MIN_BUDGET),
     metavar="SIZE",
-    help="Most memory to hold, for example 64GiB; by default `budget` of "
-    "tensor-dedup.toml, else half of what there is.",
+    help="The most memory to hold, for example 64GiB; by default `budget` of "
+    "tensor-dedup.toml, else half of the machine's.",
 )
 @click.option(
     "--metrics",
     type=click.IntRange(0, 65535),
     metavar="PORT",
-    help="Serve Prometheus metrics, /healthz and /readyz on this port; 0: any; by default none.",
+    help="Serve Prometheus metrics, /healthz and /readyz on this port, or on any free one if 0.",
 )
 @click.option(
     "--metrics-address",
@@ -65,18 +65,18 @@ def _address(_context: click.Context, _parameter: click.Parameter, value: str) -
     show_default=True,
     metavar="ADDRESS",
     callback=_address,
-    help="The address of --metrics and --dashboard; 0.0.0.0 or :: lets other machines ask.",
+    help="The address of --metrics and --dashboard; 0.0.0.0 or :: admits other machines.",
 )
 @click.option(
     "--dashboard",
     is_flag=True,
-    help="Serve a page of what is held, by whom, and what sharing saves, beside --metrics.",
+    help="Serve a live page of what is held, for which engines, and what sharing saves.",
 )
 @click.option(
     "--idle-exit",
     type=click.FloatRange(min=0),
     metavar="SECONDS",
-    help="End when nobody has been connected for so long; by default never.",
+    help="Stop after no engine has been connected for this long; by default never.",
 )
 @click.option(
     "--build-timeout",
@@ -84,49 +84,49 @@ def _address(_context: click.Context, _parameter: click.Parameter, value: str) -
     default=30.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long the builder of a layer may be silent before another one takes over.",
+    help="How long an engine that builds a layer may be silent before another takes over.",
 )
 @click.option(
     "--device",
     default="",
     metavar="GPU",
-    help="Lend memory of this GPU, by its UUID or number, at a socket of its own beside --socket.",
+    help="Hold memory of this GPU (UUID or number), at a socket of its own next to --socket.",
 )
 @click.option(
     "--backend",
     type=click.Choice(["vmm", "ipc"]),
     default="vmm",
     show_default=True,
-    help="With --device: ipc only where memory cannot be handed on as descriptors.",
+    help="With --device: use ipc only where memory cannot be passed on as file descriptors.",
 )
 @click.option(
     "--handle",
     type=byte_size(),
     callback=_handle,
     metavar="SIZE",
-    help="With --device: memory comes in multiples of this, 2MiB (the default) to 64MiB.",
+    help="With --device: allocate multiples of this, 2MiB (the default) to 64MiB.",
 )
 @click.option(
     "--preload",
     multiple=True,
     metavar="PATH...",
-    help="Build the final tensors of these checkpoints in a helper process, and keep them.",
+    help="Load these checkpoints in a helper process, and keep their tensors.",
 )
 @click.option(
     "--engine-args",
     default="{}",
     metavar="JSON",
     callback=_json_object,
-    help='The engine arguments that --preload builds for, for example {"dtype": "bfloat16"}.',
+    help='The engine arguments to load for with --preload, for example {"dtype": "bfloat16"}.',
 )
 @click.option(
     "--log-format",
     type=click.Choice(["text", "json"]),
     default="text",
     show_default=True,
-    help="Lines to read, or a JSON object a line.",
+    help="Plain lines, or one JSON object per line.",
 )
-@click.option("--verbose", is_flag=True, help="Log every tensor too, not only every checkpoint.")
+@click.option("--verbose", is_flag=True, help="Log every tensor, not only every checkpoint.")
 @click.argument("more", nargs=-1, metavar="")
 @socket_option
 @json_option
@@ -148,9 +148,9 @@ def command(
     socket: str | None,
     as_json: bool,
 ) -> None:
-    """Own the memory that engines of this user share, until SIGTERM, Ctrl-C or the verb `stop`.
+    """Hold the memory that this user's engines share, until SIGTERM, Ctrl-C or `tensor-dedup stop`.
 
-    Logs on stderr. With --json: one document on stdout, as soon as clients can connect.
+    Logs go to stderr. With --json, one document is printed as soon as clients can connect.
     """
     if more and not preload:
         raise click.UsageError(f"{more[0]!r} belongs to no option; did you mean --preload?")

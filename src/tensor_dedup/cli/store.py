@@ -39,6 +39,7 @@ from tensor_dedup.store import (
     GcPlan,
     ImportResult,
     Listed,
+    RepairResult,
     Stats,
     Store,
     StoredCheckpoint,
@@ -159,18 +160,24 @@ _FOUND = "auto"
 @click.command(name="import")
 @click.argument("path", required=False, type=click.Path(path_type=Path))
 @click.option(
-    "--name", metavar="N", help="What to call it; by default as its folder, file or repository."
+    "--name",
+    metavar="N",
+    help="Its name in the store; by default that of its folder, file or repository.",
 )
 @click.option("--replace", is_flag=True, help="Replace the checkpoint that has this name.")
-@click.option("--compress", type=click.Choice(["auto"]), help="Encode what gets a tenth smaller.")
+@click.option(
+    "--compress",
+    type=click.Choice(["auto"]),
+    help="Encode tensors that get at least a tenth smaller.",
+)
 @click.option(
     "--base",
     metavar="N",
     shell_complete=stored_names,
-    help="With --compress: what to store differences from; `auto` finds it.",
+    help="With --compress: the checkpoint to store differences from; `auto` finds it.",
 )
-@click.option("--external", is_flag=True, help="Index the weights where they are; copy none.")
-@click.option("--hub-cache", is_flag=True, help="All of your Hugging Face cache, in place.")
+@click.option("--external", is_flag=True, help="Index the weights where they are, without a copy.")
+@click.option("--hub-cache", is_flag=True, help="Index your whole Hugging Face cache, in place.")
 @follow_links_option
 @store_option
 @json_option
@@ -186,27 +193,27 @@ def import_(
     store: str | None,
     as_json: bool,
 ) -> None:
-    """Take a checkpoint into the store: what is new is stored, the rest only referred to.
+    """Import a checkpoint into the store: new tensors are stored, known ones only referenced.
 
     PATH is a file (safetensors, GGUF, torch.save), an index, a folder, or a name in your Hugging
-    Face cache (ORG/NAME or ORG/NAME@REVISION); a folder's other files (config, tokenizer) are kept
+    Face cache (ORG/NAME or ORG/NAME@REVISION). A folder's other files (config, tokenizer) are kept
     too, so that an export works anywhere.
 
-    A new tensor that has leaves (2 MiB) in common with a stored one, at the same offset, costs the
-    others: a vocabulary that grew costs its new rows.
+    A tensor that equals a stored one except for some pieces of 2 MiB takes the space of those
+    pieces only. So a vocabulary that grew takes the space of its new rows.
 
-    With --compress auto, new tensors are stored encoded where samples of them say that it saves a
-    tenth: by themselves, or as differences from a tensor of the stored checkpoint --base, by
-    default (`auto`) the most similar one; those that markers of PATH name are compared first.
-    Exports are byte for byte the same; reading takes longer.
+    With --compress auto, new tensors are encoded where samples show that this saves a tenth: by
+    themselves, or as differences from a tensor of the stored checkpoint --base, by default (`auto`)
+    the most similar one. Tensors that markers in PATH name are compared first. Exports are
+    identical byte for byte; reading takes longer.
 
-    With --external the weights are indexed where they are: no second copy is made, they are never
-    changed or deleted, and a file that somebody else changes is missed and named. --hub-cache does
-    so with every snapshot in HF_HUB_CACHE (or HF_HOME), under names like ORG/NAME@REVISION.
+    With --external the weights are indexed where they are. They are not copied, changed or deleted,
+    and if a file changes later, reading it is refused and the file is named. --hub-cache does this
+    for every snapshot in HF_HUB_CACHE (or HF_HOME), under names like ORG/NAME@REVISION.
 
     A symbolic link that leads out of the folder (or, in a Hugging Face cache, of its repository) is
-    refused: whoever made the folder could have any file of yours stored. If you trust the folder,
-    pass --follow-links.
+    refused, because whoever made the folder could make you store any of your files. If you trust
+    the folder, pass --follow-links.
     """
     if (external or hub_cache) and compress is not None:
         raise WrongUse("--compress stores weights; --external and --hub-cache leave them in place")
@@ -328,9 +335,9 @@ class _CacheImport:
 @store_option
 @json_option
 def export(name: str, directory: Path, store: str | None, as_json: bool) -> None:
-    """Write the files of the checkpoint NAME to DIR, which must be empty or not there.
+    """Write the files of the checkpoint NAME to DIR, which must be empty or not exist.
 
-    Every byte is compared with its digest on the way.
+    Every byte is verified against its digest.
     """
     if str(directory) == "-":
         raise WrongUse("an export is a folder of files: name one; `cat` writes a tensor to stdout")
@@ -347,10 +354,10 @@ def export(name: str, directory: Path, store: str | None, as_json: bool) -> None
 @json_option
 @click.pass_context
 def list_(ctx: click.Context, store: str | None, as_json: bool) -> None:
-    """List what the store holds: checkpoints, and each training run with its steps.
+    """List the checkpoints of the store, and each training run with its number of steps.
 
-    `unique` is what deleting one gives back, once `gc` has run. Exit status 1 when one of them
-    cannot be read, such as an external one whose files were moved.
+    `unique` is the space that deleting one frees, once `gc` has run. The exit status is 1 if one of
+    them cannot be read, for example an external one whose files were moved.
     """
     nothing: dict[str, object] = {"store": store, "checkpoints": [], "damaged": [], "usage": []}
     opened = existing_or_said(store, as_json, nothing)
@@ -413,7 +420,7 @@ _DIGITS: Final = 12  # of a digest; `find` takes the beginning of one, too
 @store_option
 @json_option
 def show(name: str, digests: bool, store: str | None, as_json: bool) -> None:
-    """Show the files and tensors of the checkpoint NAME; digests are those `analyze` shows."""
+    """Show the files and tensors of the checkpoint NAME, with the digests that `analyze` shows."""
     opened = existing(store)
     with opened.checkpoint(full_name(opened, name)) as checkpoint:
         if as_json:
@@ -421,7 +428,8 @@ def show(name: str, digests: bool, store: str | None, as_json: bool) -> None:
             return
         out = console()
         say_lines(checkpoint.name)
-        out.print(_file_table(checkpoint))
+        if checkpoint.files:
+            out.print(_file_table(checkpoint))
         table, left_out = _tensor_table(checkpoint, out, None if digests else _DIGITS)
         out.print(table)
         if left_out:
@@ -480,13 +488,25 @@ def _tensor_table(
 @click.command(name="stats")
 @store_option
 @json_option
-def stats(store: str | None, as_json: bool) -> None:
-    """Say how large the store is, what it saves, and what gc would give back."""
+@click.pass_context
+def stats(ctx: click.Context, store: str | None, as_json: bool) -> None:
+    """Show how large the store is, what it saves, and what `gc` would free.
+
+    The exit status is 1 if files of its bookkeeping are damaged, which the numbers then leave out.
+    """
     opened = existing_or_said(store, as_json, Stats.of_nothing().to_dict())
     if opened is None:
         return
     found = opened.stats()
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(found.containers.items()))
+    unused = (
+        f"unused        {human(found.reclaimable_bytes)} that gc takes, "
+        f"{human(found.dead_bytes)} in containers that are still needed"
+    )
+    damaged = []
+    if found.damaged_files:  # gc refuses, and what these files refer to was not counted
+        unused = "unused        not known"
+        damaged = [f"damaged       {counted(found.damaged_files, 'file')}; see `verify`"]
     say(
         found.to_dict(),
         as_json,
@@ -495,11 +515,12 @@ def stats(store: str | None, as_json: bool) -> None:
         f"distinct      {human(found.unique_bytes)} ({100 * found.dedup_ratio:.1f} %)",
         f"on disk       {human(found.disk_bytes)} in containers: {kinds or 'none'}",
         *_encoded(found),
-        f"unused        {human(found.reclaimable_bytes)} that gc takes, "
-        f"{human(found.dead_bytes)} in containers that are still needed",
+        unused,
         f"trash         {human(found.trash_bytes)}",
-        *([f"damaged       {counted(found.damaged_files, 'file')}"] if found.damaged_files else []),
+        *damaged,
     )
+    if found.damaged_files:
+        ctx.exit(1)
 
 
 def _encoded(found: Stats) -> list[str]:
@@ -526,7 +547,7 @@ def _encoded(found: Stats) -> list[str]:
 @store_option
 @json_option
 def gc(grace: float, dry_run: bool, yes: bool, store: str | None, as_json: bool) -> None:
-    """Move what no checkpoint uses to the trash, and delete what was there for the grace."""
+    """Move files that no checkpoint uses to the trash; delete those that were there for --grace."""
     nothing = GcPlan((), (), (), 0, 0, done=not dry_run)
     opened = existing_or_said(store, as_json, nothing.to_dict())
     if opened is None:
@@ -595,7 +616,7 @@ def space_after(store: Store) -> tuple[dict[str, object], str]:
 @store_option
 @json_option
 def delete(name: str, yes: bool, store: str | None, as_json: bool) -> None:
-    """Forget the checkpoint NAME. Its bytes stay until `gc` finds that nobody else uses them."""
+    """Remove the checkpoint NAME. `gc` frees the space that no other checkpoint uses."""
     opened = existing(store)
     name = full_name(opened, name)
     opened.check_deletable(name)
@@ -610,7 +631,7 @@ def delete(name: str, yes: bool, store: str | None, as_json: bool) -> None:
     "--sample",
     type=click.FloatRange(0, 100),
     metavar="P",
-    help="Read P percent of the tensors, chosen by chance.",
+    help="Read P percent of the tensors, chosen at random.",
 )
 @click.option("--full", is_flag=True, help="Read every byte.")
 @store_option
@@ -621,7 +642,7 @@ def verify(
 ) -> None:
     """Check the store's bookkeeping, and with --sample or --full the tensors themselves.
 
-    What is damaged is named and kept from readers. Exit status 1 when anything is.
+    Whatever is damaged is named, and never handed to a reader. The exit status is 1 if anything is.
     """
     if full and sample is not None:
         raise WrongUse("--sample and --full exclude each other: give one of them")
@@ -655,7 +676,7 @@ def _verify_lines(result: VerifyResult) -> list[str]:
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="PATH",
-    help="A checkpoint that holds what is lost; can be given several times.",
+    help="A checkpoint that may hold what was lost; can be given several times.",
 )
 @click.argument("more", nargs=-1, metavar="[PATH]...", type=click.Path(path_type=Path))
 @store_option
@@ -670,7 +691,8 @@ def repair(
 ) -> None:
     """Restore what `verify` found damaged, from the trash and from checkpoints that hold it.
 
-    Bytes come back only under the digest they have. Exit status 1 while anything is missing.
+    Every restored byte is verified against its digest. The exit status is 1 while anything is
+    missing.
     """
     opened = Store.open(store, create=False, mend=True)
     with ByteBar("repairing") as progress:
@@ -678,13 +700,23 @@ def repair(
     say(
         result.to_dict(),
         as_json,
-        f"restored: {counted(result.pieces, 'piece')} ({human(result.bytes)}), "
-        f"{result.manifests} of manifests and pages, {counted(result.references, 'reference')}, "
-        f"{counted(result.from_trash, 'container')} from the trash",
+        _restored(result),
         *(f"missing: {what}" for what in result.missing),
     )
     if not result.whole:
         ctx.exit(1)
+
+
+def _restored(result: RepairResult) -> str:
+    counts = (result.pieces, result.manifests, result.references, result.from_trash)
+    if not any(counts):
+        return "nothing was restored" if result.missing else "nothing to restore"
+    return (
+        f"restored: {counted(result.pieces, 'piece')} ({human(result.bytes)}), "
+        f"{counted(result.manifests, 'manifest')}, "
+        f"{counted(result.references, 'reference')}, "
+        f"{counted(result.from_trash, 'container')} from the trash"
+    )
 
 
 @click.command(name="rename")
@@ -693,7 +725,7 @@ def repair(
 @store_option
 @json_option
 def rename(name: str, new_name: str, store: str | None, as_json: bool) -> None:
-    """Give the checkpoint NAME the name NEW_NAME, which no other has."""
+    """Rename the checkpoint NAME to NEW_NAME, which must not be taken."""
     opened = existing(store)
     name = full_name(opened, name)
     opened.rename(name, new_name)

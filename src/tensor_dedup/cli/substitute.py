@@ -5,8 +5,16 @@ from typing import TextIO
 import click
 from rich.table import Table
 
-from tensor_dedup.cli import printable
-from tensor_dedup.cli.output import ByteBar, Dotted, byte_size, console, counted, json_option, say
+from tensor_dedup.cli.output import (
+    ByteBar,
+    Dotted,
+    byte_size,
+    console,
+    counted,
+    json_option,
+    say,
+    say_lines,
+)
 from tensor_dedup.cli.store import store_option
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.substitution import Substitution, substitute
@@ -19,19 +27,27 @@ from tensor_dedup.text_table import human
 @click.option(
     "--layers",
     metavar="SPEC",
-    help="Which layers: numbers and patterns, for example 0-7,12 or '*embed*'.",
+    help="The layers to replace: numbers and patterns, for example 0-7,12 or '*embed*'.",
 )
 @click.option(
     "--budget",
     type=byte_size(),
-    help="What the output may add beside BASE, for example 1.4GiB: layers are chosen.",
+    metavar="SIZE",
+    help="Choose layers so that the output adds at most this much to BASE, for example 1.4GiB.",
 )
 @click.option(
     "--samples",
     type=click.File(),
-    help="A file with one text a line: says how far outputs move on them, and --budget uses it.",
+    metavar="FILE",
+    help="A file with one text per line, to measure how far the outputs move; --budget uses it.",
 )
-@click.option("--output", required=True, type=click.Path(), help="A folder that is not there yet.")
+@click.option(
+    "--output",
+    required=True,
+    type=click.Path(),
+    metavar="DIR",
+    help="A folder that does not exist.",
+)
 @store_option
 @json_option
 def command(
@@ -44,12 +60,12 @@ def command(
     store: str | None,
     as_json: bool,
 ) -> None:
-    """Write fine-tune TUNE with chosen layers of BASE, byte for byte, so that they are shared.
+    """Write a copy of TUNE in which chosen layers are those of BASE, byte for byte, to share them.
 
     This changes what the model computes: measure its quality before you use it. TUNE and BASE stay
-    as they are. With --budget those layers are taken first whose numbers have moved least for each
-    byte; with --samples too, those that move the outputs least. The new files say in their metadata
-    which tensors come from BASE.
+    as they are. With --budget, the layers are replaced first whose values moved least for their
+    size; with --samples as well, those that change the outputs least. The metadata of the new files
+    names the tensors that come from BASE.
     """
     with ByteBar("hashing") as progress:
         found = substitute(
@@ -71,20 +87,20 @@ def command(
         out.print(_layers(found))
         out.print()
     count = counted(sum(len(layer.tensors) for layer in found.layers), "tensor")
-    out.print(f"{printable(found.output)}: {count} of BASE")
-    out.print(
-        f"Beside BASE it adds {human(found.adds_bytes)}, where TUNE adds "
-        f"{human(found.tune_adds_bytes)}."
+    adds, tune_adds = human(found.adds_bytes), human(found.tune_adds_bytes)
+    say_lines(
+        f"{found.output}: {count} taken from BASE",
+        f"It adds {adds} to BASE, where TUNE adds {tune_adds}.",
     )
     if found.left_out:
-        names = ", ".join(map(printable, found.left_out))
-        out.print(f"Not copied, for they hold TUNE's weights in other forms: {names}.")
-    out.print(_movement(found))
+        names = ", ".join(found.left_out)
+        say_lines(f"Not copied, because they hold TUNE's weights in other forms: {names}.")
+    say_lines(_movement(found))
 
 
 def _movement(found: Substitution) -> str:
     if found.outputs is None:
-        return "Its outputs are no longer TUNE's: --samples says how far they move."
+        return "Its outputs differ from TUNE's: --samples measures by how much."
     moved = f"On {counted(found.outputs.samples, 'sample')} its outputs are "
     moved += f"{100 * found.outputs.distance:.2f} % from TUNE's"
     if found.outputs.agreement is not None:

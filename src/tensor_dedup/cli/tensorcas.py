@@ -77,7 +77,7 @@ def stats(root: Path, run: str | None, form: str, as_json: bool) -> None:
 @json_option
 @click.pass_obj
 def gc(root: Path, grace: float, yes: bool, as_json: bool) -> None:
-    """Move what no checkpoint uses to the trash, and delete what was there for the grace."""
+    """Move files that no checkpoint uses to the trash; delete those that were there for --grace."""
     store = _opened(root)
     plan = store.gc(grace, dry_run=True)
     if plan.trash or plan.delete or plan.unfinished:
@@ -93,7 +93,7 @@ def gc(root: Path, grace: float, yes: bool, as_json: bool) -> None:
 @json_option
 @click.pass_obj
 def delete(root: Path, run: str, step: int, yes: bool, as_json: bool) -> None:
-    """Delete a single checkpoint; its space comes back with the next gc."""
+    """Delete a single checkpoint; `gc` frees its space."""
     delete_steps(_opened(root), run, [step], yes)
     say({"run": run, "deleted": [step]}, as_json, f"step {step} of {run} is deleted")
 

@@ -51,7 +51,7 @@ def test_a_bad_name_of_a_run_is_the_one_that_was_given(tmp_path: Path, name: Any
     if len(str(name)) > 177:
         assert f"it has {len(name)} characters, and a run's name 177 at most" in told
     else:
-        assert told.startswith(f"{name!r}: no name for a run; use letters")
+        assert told.startswith(f"{name!r}: this cannot be the name of a run; use at most 200")
     assert CheckpointStore(tmp_path, "x" * 177).steps() == []
 
 
