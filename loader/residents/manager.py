@@ -9,6 +9,7 @@ load: it is logged once, and the tensors stay in this process.
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import sys
@@ -17,13 +18,35 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Final,
+    Generic,
+    NamedTuple,
+    Protocol,
+    TypeVar,
+)
+from weakref import WeakSet
 
-import msgspec
 from blake3 import blake3
 
+from tensor_dedup.loader.residents.leaves import leaf_marks, pieces_in_common, shared_in
+from tensor_dedup.loader.residents.lent import (
+    LentInParts,
+    LentResident,
+    PartsPlan,
+    composition_in,
+    leases_of,
+    record_of,
+    record_of_parts,
+)
+from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM
 from tensor_dedup.loader.residents.resident import Resident, key_anywhere, tensor_bytes
-from tensor_dedup.loader.residents.slab import Slab, SlabExtent, SlabUsageError
+from tensor_dedup.loader.residents.slab import (
+    SharedMemoryError,
+    SlabUsageError,
+)
+from tensor_dedup.loader.torch_dtypes import torch_dtype
 from tensor_dedup.memory_manager.client import (
     AUTO,
     Client,
@@ -32,7 +55,6 @@ from tensor_dedup.memory_manager.client import (
     Lease,
     NewLayer,
     NewTensor,
-    SharedSlab,
     connect,
 )
 from tensor_dedup.memory_manager.client.client import PUT_WAIT_S
@@ -43,6 +65,7 @@ from tensor_dedup.memory_manager.errors import (
     MemoryManagerError,
     RefusedError,
 )
+from tensor_dedup.memory_manager.protocol.layout import PAGE
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +75,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _CONTEXT: Final = "tensor-dedup manager key v1"
-_T = TypeVar("_T")
 
 
 class ResidentQuery(NamedTuple):
@@ -141,6 +163,7 @@ class ManagerSession(Generic[Request, Held]):
         self.checkpoint: Final = checkpoint
         self.memory: Final = memory
         self.unusable: str | None = None
+        self.not_by_leaf: str | None = None  # why a tensor was put whole that others have parts of
 
     def by_content(self, keys: Sequence[ResidentKey]) -> list[Held | None]:
         """Return the residents with these bytes, in order, or None, looked up in one batch."""
@@ -196,18 +219,18 @@ class ManagerSession(Generic[Request, Held]):
 
         `resident` must be the registry's own and not an equal one that is dropped at once.
         """
-        if isinstance(resident, LentResident):
+        if isinstance(resident, LentResident | LentInParts):
             key = self._key(recipe)
-            if self.client.remember(key, _record(resident.key), [resident.key.digest]):
+            if self.client.remember(key, *resident.published):
                 weakref.finalize(resident, self.client.forget, key).atexit = False
 
     def _layer(self, request: Request) -> NewLayer:
         data = self.memory.data(request)
         tensor = NewTensor(request.nbytes, request.key.digest, data)
-        return NewLayer(_record(request.key), (tensor,))
+        return NewLayer(record_of(request.key), (tensor,))
 
     def _of_layer(self, layer: LayerFound | None, key: ResidentKey) -> Held | None:
-        if layer is None or len(layer.leases) != 1 or layer.record != _record(key):
+        if layer is None or len(layer.leases) != 1 or layer.record != record_of(key):
             return None
         [lease] = layer.leases
         return self._resident(key, lease) if key.digest in ("", lease.digest) else None
@@ -255,6 +278,11 @@ class ManagerResidents(Generic[Request, Held]):
         """The reason why a requested manager does not hold everything, or None."""
         unusable = self.session.unusable if self.session is not None else None
         return self.failed or self.refused or unusable
+
+    @property
+    def not_by_leaf(self) -> str | None:
+        """The reason why a tensor was put whole although others have leaves of it, or None."""
+        return self.session.not_by_leaf if self.session is not None else None
 
     def find(self, queries: Sequence[ResidentQuery]) -> list[Held | None]:
         """Look residents up, in order: by digest where it is known, else by recipe.
@@ -311,30 +339,6 @@ class ManagerResidents(Generic[Request, Held]):
             )
 
 
-class LentResident(Resident):
-    """A resident in a slab of the manager, which holds the lease and is held by every mapping."""
-
-    __slots__ = ("lease",)
-
-    def __init__(self, key: ResidentKey, lease: Lease) -> None:
-        """Describe the tensor that a lease is on.
-
-        Raises:
-            SlabUsageError: The lease is not of a tensor of these bytes and this geometry.
-        """
-        if lease.digest != key.digest:
-            raise SlabUsageError(
-                f"a lease on {lease.digest} for a tensor of {key.digest}", digest=lease.digest
-            )
-        super().__init__(key, [SlabExtent(_slab(lease.slab), lease.offset, lease.nbytes)])
-        self.lease: Final = lease
-
-    @property
-    def lent(self) -> bool:
-        """Whether the memory is a memory manager's."""
-        return True
-
-
 class HostMemory:
     """Host memory: the client copies the bytes, and the manager hashes them."""
 
@@ -356,12 +360,144 @@ class HostMemory:
         ask()
 
 
+class HostSession(ManagerSession[ResidentRequest, Resident]):
+    """One load's requests to a manager of host memory, where tensors have leaves in common.
+
+    Of a tensor that nobody has, what lies in tensors of the manager is leased with those, and only
+    the rest is put. Its record says what it consists of. So that others find such tensors, the
+    marks of some leaves (`leaf_marks`) are keys of records, too, that lead to whole tensors.
+    """
+
+    def __init__(self, client: Client, checkpoint: str) -> None:
+        super().__init__(client, checkpoint, HostMemory())
+        self._put: WeakSet[Resident] = WeakSet()  # by this load
+
+    def by_content(self, keys: Sequence[ResidentKey]) -> list[Resident | None]:
+        """Return the residents with these bytes, also those that consist of parts."""
+        found = super().by_content(keys)
+        missing = [n for n, each in enumerate(found) if each is None and _is_large(keys[n])]
+        layers = self.client.get([self._content_key(keys[n]) for n in missing], self.checkpoint)
+        for number, layer in zip(missing, layers, strict=True):
+            found[number] = self._of_layer(layer, keys[number])
+        return found
+
+    def put(
+        self, requests: Sequence[ResidentRequest], found: dict[str, tuple[Resident, bool]]
+    ) -> None:
+        """Put these tensors, of large ones only what no tensor of the manager has."""
+        large = [each for each in requests if each.nbytes >= LEAF_SHARED_FROM]
+        there = self.by_content([each.key for each in large])
+        for each, resident in zip(large, there, strict=True):
+            if isinstance(resident, LentInParts):
+                found[each.recipe] = resident, False
+                self._publish(resident, [self._key(each.recipe)])
+            elif resident is None:
+                self._put_in_parts(each, found)
+        super().put(requests, found)
+        # Another process may have put it in parts meanwhile.
+        missing = [each for each in large if each.recipe not in found]
+        queries = [ResidentQuery(each.recipe, each.key) for each in missing]
+        for each, resident in zip(missing, self.by_recipe(queries), strict=True):
+            if resident is not None:
+                found[each.recipe] = resident, False
+        for each in large:
+            resident, written = found.get(each.recipe, (None, False))
+            if resident is not None and written:
+                self._put.add(resident)
+                self._publish(resident, self._marks(each))
+
+    def _put_in_parts(
+        self, request: ResidentRequest, found: dict[str, tuple[Resident, bool]]
+    ) -> None:
+        """Put what no tensor of the manager has of one, if some have a part of it."""
+        try:
+            donors = self._donors(request)
+            pieces = pieces_in_common(request.tensor, donors) if donors else None
+        except SharedMemoryError as error:
+            if self.not_by_leaf is None:
+                self.not_by_leaf = str(error)
+                _log.warning("a tensor is put whole: %s", str(error))
+            return
+        if pieces is None:
+            return
+        leases = [lease for donor in donors for lease in leases_of(donor)]
+        plan = PartsPlan(request.key, tensor_bytes(request.tensor), pieces, leases)
+        if not plan.fits:
+            return
+        key = self._key(request.recipe)
+        layer = NewLayer(record_of_parts(request.key, plan.parts), plan.tensors)
+        result = self.client.put({key: layer}, self.checkpoint, fill=plan.fill)
+        if result.error is not None:
+            raise result.error
+        if key not in result.layers:
+            return  # somebody has put it otherwise: it is looked up
+        try:
+            made = LentInParts(
+                request.key, result.layers[key].leases, plan.parts, shared_in(pieces)
+            )
+        except SlabUsageError as error:
+            self._note_unusable(str(error))
+            return
+        found[request.recipe] = made, result.layers[key].written or plan.rest_bytes == 0
+        self._publish(made, [self._content_key(request.key)])
+
+    def _donors(self, request: ResidentRequest) -> list[Resident]:
+        """Return tensors of the manager that have a marked leaf of this one, without copies."""
+        layers = self.client.get(self._marks(request), self.checkpoint)
+        donors: dict[str, Resident] = {}
+        own = {each.key.digest for each in self._put}
+        for layer in layers:
+            found = None if layer is None else composition_in(layer.record)
+            if found is None or found.digest in (*own, *donors, request.digest):
+                continue
+            resident = self._of_layer(layer, found.key)
+            if resident is not None and resident.offset % PAGE == 0:
+                donors[found.digest] = resident
+        return list(donors.values())
+
+    def _of_layer(self, layer: LayerFound | None, key: ResidentKey) -> Resident | None:
+        """Return the resident of a layer: a whole tensor, or one in parts."""
+        composition = None if layer is None else composition_in(layer.record)
+        if layer is None or composition is None:
+            return super()._of_layer(layer, key)
+        found = composition.key
+        if replace(found, digest=key.digest) != key or key.digest not in ("", found.digest):
+            return None
+        try:
+            return LentInParts(found, layer.leases, composition.parts)
+        except SlabUsageError as error:
+            self._note_unusable(f"what is lent for {found.digest} is not that tensor: {error}")
+            return None
+
+    def _publish(self, resident: Resident, keys: Sequence[str]) -> None:
+        """Have these keys lead to a resident, to the next manager too, while it lives."""
+        if not isinstance(resident, LentResident | LentInParts):
+            return
+        record = record_of_parts(resident.key, resident.parts)
+        digests = [lease.digest for lease in leases_of(resident)]
+        try:
+            new = [key for key in keys if self.client.publish(key, record, digests)]
+        except RefusedError as error:
+            _log.debug("%s: its leaves are not found by others: %s", self.checkpoint, str(error))
+            return
+        for key in new:
+            if self.client.remember(key, record, digests):
+                weakref.finalize(resident, self.client.forget, key).atexit = False
+
+    def _marks(self, request: ResidentRequest) -> list[str]:
+        marks = leaf_marks(request.key, tensor_bytes(request.tensor))
+        return [f"{self.memory.namespace}-leaf:{mark}" for mark in marks]
+
+    def _content_key(self, key: ResidentKey) -> str:
+        return self._key(f"content:{key}")
+
+
 HostResidents = ManagerResidents[ResidentRequest, Resident]
 
 
-def host_session(client: Client, checkpoint: str) -> ManagerSession[ResidentRequest, Resident]:
+def host_session(client: Client, checkpoint: str) -> HostSession:
     """Return a load's session with a manager of host memory."""
-    return ManagerSession(client, checkpoint, HostMemory())
+    return HostSession(client, checkpoint)
 
 
 def host_manager_residents(where: str | os.PathLike[str] | None, checkpoint: str) -> HostResidents:
@@ -380,16 +516,8 @@ def host_manager_residents(where: str | os.PathLike[str] | None, checkpoint: str
         return ManagerResidents(failed=str(error))
 
 
-class _Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The record of a layer of one tensor: the dtype and geometry of its bytes."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-def _record(key: ResidentKey) -> bytes:
-    return msgspec.msgpack.encode(_Geometry(key.dtype, tuple(key.shape), tuple(key.stride)))
+def _is_large(key: ResidentKey) -> bool:
+    return math.prod(key.shape) * torch_dtype(key.dtype).itemsize >= LEAF_SHARED_FROM
 
 
 _clients: dict[tuple[int, str, str], Client] = {}
@@ -433,14 +561,3 @@ def _reconnect(client: Client, where: str, device: str) -> None:
             raise
         connect(AUTO, name="starting", keep_connected=False, device=device).close()
         client.reconnect()
-
-
-_slabs: weakref.WeakValueDictionary[int, Slab] = weakref.WeakValueDictionary()
-
-
-def _slab(shared: SharedSlab) -> Slab:
-    """Return one slab object per slab of the manager, so that equal mappings are recognised."""
-    slab = _slabs.get(id(shared))
-    if slab is None:
-        slab = _slabs[id(shared)] = Slab(shared, shared.nbytes)  # holds it, so the id stays its own
-    return slab

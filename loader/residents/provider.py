@@ -154,7 +154,7 @@ class HostProvider:
     @property
     def not_by_leaf(self) -> str | None:
         """The reason why a tensor was copied although others have leaves of it, or None."""
-        return self._not_by_leaf
+        return self._not_by_leaf or self.manager.not_by_leaf
 
     def find(
         self, queries: Sequence[ResidentQuery], *, ask_manager: bool = True

@@ -1,0 +1,480 @@
+"""Between processes, too, tensors that differ in some leaves have the others in common."""
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import managers
+from process_state import slab_memory
+from tensor_dedup import libc, shared_bytes, verify
+from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.loader.residents import mappings
+from tensor_dedup.loader.residents.lent import LentInParts, composition_in, record_of_parts
+from tensor_dedup.loader.residents.manager import (
+    HostSession,
+    ManagerResidents,
+    ResidentQuery,
+    ResidentRequest,
+    host_session,
+)
+from tensor_dedup.loader.residents.provider import HostProvider
+from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup.loader.residents.resident import Resident, digest_of
+from tensor_dedup.loader.residents.slab import SlabUsageError
+from tensor_dedup.memory_manager.client import Client, connect
+from tensor_dedup.memory_manager.client.connection import Connection
+from tensor_dedup.memory_manager.errors import RefusedError
+from tensor_dedup.memory_manager.protocol.layout import PAGE
+
+ROW = 1024  # numbers; 512 rows are a leaf
+ROWS_OF_A_LEAF = LEAF_BYTES // (4 * ROW)
+LEAVES = 10
+
+
+def rows(leaves: float, seed: int) -> torch.Tensor:
+    """A matrix of so many leaves, of numbers that no other seed has."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(int(leaves * ROWS_OF_A_LEAF), ROW, generator=generator)
+
+
+def changed(base: torch.Tensor, *leaves: int) -> torch.Tensor:
+    """A copy with one number changed in each of these leaves."""
+    tune = base.clone()
+    for leaf in leaves:
+        tune[leaf * ROWS_OF_A_LEAF + 7, 3] += 1
+    return tune
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    return tmp_path
+
+
+@pytest.fixture
+def manager(folder: Path) -> Iterator[managers.Manager]:
+    with managers.running(folder) as running:
+        yield running
+
+
+class Process:
+    """What one process has of a manager; every load of it has a provider of its own."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    def provider(self) -> HostProvider:
+        return HostProvider(ManagerResidents(host_session(self.client, "a checkpoint")))
+
+    def load(self, *tensors: torch.Tensor, recipe: str = "") -> list[tuple[Resident, bool]]:
+        """Residents as a load of its own makes them."""
+        provider = self.provider()
+        made = provider.get_or_build([request_for(each, recipe) for each in tensors])
+        assert provider.not_lent is None
+        assert all(resident.lent for resident, _ in made)
+        return made
+
+    def find(self, tensor: torch.Tensor, recipe: str = "", *, known: bool) -> Resident | None:
+        """What a load finds by a tensor's digest, or by its recipe alone, of the manager."""
+        key = request_for(tensor, recipe).key
+        query = ResidentQuery(
+            request_for(tensor, recipe).recipe, key if known else replace(key, digest="")
+        )
+        return self.provider().manager.find([query])[0]
+
+
+def request_for(tensor: torch.Tensor, recipe: str = "") -> ResidentRequest:
+    name = digest_of(tensor)
+    return ResidentRequest(recipe or f"recipe of {name}", tensor, name)
+
+
+@pytest.fixture
+def process(manager: managers.Manager) -> Iterator[Callable[[], Process]]:
+    """Makes a process, as far as the manager can tell: it has a connection of its own."""
+    with ExitStack() as stack:
+        yield lambda: Process(stack.enter_context(connect(manager.socket, keep_connected=False)))
+        gc.collect()
+
+
+Make = Callable[[], Process]
+
+
+def test_another_process_puts_only_what_differs(manager: managers.Manager, process: Make) -> None:
+    base = rows(LEAVES, 1)
+    [(held, made)] = process().load(base)
+    assert made
+    before = manager.overview().totals
+    tune = changed(base, 2, 3, 7)
+    [(resident, made)] = process().load(tune)
+    assert made
+    assert resident.leaf_shared_bytes == 7 * LEAF_BYTES
+    assert torch.equal(resident.map(), tune)
+    after = manager.overview().totals
+    assert after.resident_bytes - before.resident_bytes == 3 * LEAF_BYTES
+    assert 3 * LEAF_BYTES <= after.charged - before.charged <= 3 * LEAF_BYTES + (64 << 10)
+    assert torch.equal(held.map(), base)
+    # Whoever comes next finds it whole, by its digest and by its recipe.
+    third = process()
+    for known in (True, False):
+        found = third.find(tune, known=known)
+        assert found is not None
+        assert torch.equal(found.map(), tune)
+        assert found.leaf_shared_bytes == 0
+    assert third.find(changed(base, 1), known=True) is None
+    [(again, made)] = process().load(tune, recipe="another recipe")
+    assert not made
+    assert torch.equal(again.map(), tune)
+    assert process().find(tune, "another recipe", known=False) is not None
+    assert manager.overview().totals.resident_bytes == after.resident_bytes
+    assert verify().ok
+
+
+def test_in_one_process_they_are_one_memory(process: Make) -> None:
+    mine = process()
+    base = rows(LEAVES, 2)
+    [(first, _)] = mine.load(base)
+    tune = changed(base, 5)
+    [(second, _)] = mine.load(tune)
+    assert shared_bytes(first.map(), second.map()) == 9 * LEAF_BYTES == second.leaf_shared_bytes
+    writer, reader = second.map(), second.map()
+    writer[0, 0] = writer[-1, -1] = 5
+    assert torch.equal(reader, tune)
+    assert torch.equal(first.map(), base)
+
+
+@pytest.mark.parametrize("leaves", [10.002, 10.5, 9.5, 9, 12])
+def test_more_and_fewer_rows(manager: managers.Manager, process: Make, leaves: float) -> None:
+    base = rows(LEAVES, 3)
+    held = process().load(base)
+    before = manager.overview().totals.charged
+    tune = torch.cat([base, rows(3, 4)])[: int(leaves * ROWS_OF_A_LEAF)]
+    [(resident, made)] = process().load(tune)
+    assert made
+    assert resident.leaf_shared_bytes == min(tune.nbytes, base.nbytes)
+    assert torch.equal(resident.map(), tune)
+    more = manager.overview().totals.charged - before
+    new = max(0, tune.nbytes - base.nbytes)
+    assert new <= more <= new + (128 << 10)
+    found = process().find(tune, known=True)
+    assert found is not None
+    assert torch.equal(found.map(), tune)
+    assert held
+
+
+def test_a_fine_tune_of_a_fine_tune(manager: managers.Manager, process: Make) -> None:
+    """It has leaves of both, and what is only in the first is not needed twice."""
+    base = rows(LEAVES, 5)
+    held = process().load(base)
+    first = base.clone()
+    first[ROWS_OF_A_LEAF : 3 * ROWS_OF_A_LEAF] += (
+        1  # marks are of first pages
+    )
+    held += process().load(first)
+    before = manager.overview().totals.charged
+    second = changed(first, 8)
+    [(resident, _)] = process().load(second)
+    assert resident.leaf_shared_bytes == 9 * LEAF_BYTES
+    assert manager.overview().totals.charged - before <= LEAF_BYTES + (64 << 10)
+    assert torch.equal(resident.map(), second)
+    assert held
+
+
+def test_a_quarter_in_the_middle_is_found(process: Make) -> None:
+    """An eighth of a tensor has a mark, wherever it lies."""
+    base = rows(40, 6)
+    held = process().load(base)
+    tune = rows(40, 7)
+    part = slice(21 * ROWS_OF_A_LEAF, 31 * ROWS_OF_A_LEAF)
+    tune[part] = base[part]
+    [(resident, _)] = process().load(tune)
+    assert resident.leaf_shared_bytes == 10 * LEAF_BYTES
+    assert torch.equal(resident.map(), tune)
+    assert held
+
+
+def test_nothing_in_common_and_small_tensors(manager: managers.Manager, process: Make) -> None:
+    base, small = rows(LEAVES, 8), rows(3, 9)
+    held = process().load(base, small)
+    for tune in (rows(LEAVES, 10), changed(small, 0), changed(base, *range(1, 10))):
+        [(resident, made)] = process().load(tune)
+        assert made
+        assert resident.leaf_shared_bytes == 0
+        assert len(resident.extents) == 1
+    assert held
+
+
+def test_names_of_one_load_have_no_leaves_in_common(process: Make) -> None:
+    base = rows(LEAVES, 11)
+    mine = process()
+    [(one, _), (two, _)] = mine.load(base, changed(base, 3))
+    assert shared_bytes(one.map(), two.map()) == 0
+    [(three, _)] = mine.load(changed(base, 4))
+    assert three.leaf_shared_bytes == 9 * LEAF_BYTES
+
+
+def test_equal_marks_are_no_equal_leaves(process: Make) -> None:
+    base = torch.zeros(LEAVES * ROWS_OF_A_LEAF, ROW)
+    held = process().load(base)
+    tune = base.clone()
+    for leaf in range(LEAVES - 1):
+        tune[(leaf + 1) * ROWS_OF_A_LEAF - 1, ROW - 1] = 1  # the last number of each but one
+    [(resident, _)] = process().load(tune)
+    assert resident.leaf_shared_bytes in (0, LEAF_BYTES)
+    assert torch.equal(resident.map(), tune)
+    assert held
+
+
+def test_what_a_fine_tune_is_of_is_not_evicted(folder: Path) -> None:
+    """Its base is gone, and the manager needs room: the leaves that are mapped stay."""
+    with managers.running(folder, "--budget", str(46 << 20)) as manager, ExitStack() as stack:
+
+        def process() -> Process:
+            return Process(stack.enter_context(connect(manager.socket, keep_connected=False)))
+
+        base, tune = rows(LEAVES, 12), changed(rows(LEAVES, 12), 0)
+        held = process().load(base)
+        [(resident, _)] = process().load(tune)
+        mapped = resident.map()
+        held.clear()
+        del resident
+        gc.collect()
+        for seed in range(3):  # which takes the place of what nobody uses
+            other = rows(LEAVES, 13 + seed)
+            assert torch.equal(process().load(other)[0][0].map(), other)
+            gc.collect()
+        assert torch.equal(mapped, tune)
+        charged = manager.overview().totals.charged
+        assert charged <= 46 << 20
+        found = process().find(base, known=True)
+        assert found is not None  # all of its slab is kept for what a fine-tune has of it
+        del mapped, found
+        gc.collect()
+        # Nobody has it any more: it goes when there is need.
+        most = process().load(rows(LEAVES, 20), rows(LEAVES, 21))
+        assert process().find(tune, known=True) is None
+        assert most
+
+
+def test_the_next_manager_is_told_what_a_fine_tune_is_of(folder: Path) -> None:
+    base, tune = rows(LEAVES, 22), changed(rows(LEAVES, 22), 4)
+    with ExitStack() as stack:
+        with managers.running(folder) as first:
+            one = Process(stack.enter_context(connect(first.socket, keep_connected=False)))
+            two = Process(stack.enter_context(connect(first.socket, keep_connected=False)))
+            held = one.load(base)
+            [(resident, _)] = two.load(tune)
+            mapped = resident.map()
+            first.kill()
+            assert torch.equal(mapped, tune)
+        with managers.running(folder) as second:
+            assert two.client.reconnect() == 2  # slabs: of the base, and of the rest
+            three = Process(stack.enter_context(connect(second.socket, keep_connected=False)))
+            for known in (True, False):
+                found = three.find(tune, known=known)
+                assert found is not None
+                assert torch.equal(found.map(), tune)
+            # A slab that has come already is not taken twice.
+            one.client.reconnect()
+            charged = second.overview().totals.charged
+            assert charged <= base.nbytes + LEAF_BYTES + (2 << 20)
+            # And it has leaves for others, as before.
+            other = changed(base, 6)
+            assert three.load(other)[0][0].leaf_shared_bytes == 9 * LEAF_BYTES
+            assert held
+
+
+def test_a_base_that_another_manager_lacks_costs_sharing_and_no_error(
+    process: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = rows(LEAVES, 23)
+    held = process().load(base)
+    lease = Client.lease
+
+    def gone(self: Client, digests: Sequence[str], checkpoint: str = "") -> list[Any]:
+        return [None] * len(digests) if digests else lease(self, digests, checkpoint)
+
+    tune = changed(base, 1)
+    provider = process().provider()
+    monkeypatch.setattr(Client, "lease", gone)
+    [(resident, made)] = provider.get_or_build([request_for(tune)])
+    assert made
+    assert torch.equal(resident.map(), tune)
+    assert "not resident" in (provider.not_lent or "")
+    assert held
+
+
+def test_near_the_limit_of_mappings_a_tensor_is_put_whole(
+    process: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = rows(LEAVES, 24)
+    held = process().load(base)
+    monkeypatch.setattr(libc, "max_mappings", libc.count_mappings)
+    monkeypatch.setattr(mappings.BUDGET, "_until", 0.0)
+    provider = process().provider()
+    tune = changed(base, 4)
+    [(resident, made)] = provider.get_or_build([request_for(tune)])
+    assert made
+    assert resident.lent
+    assert len(resident.extents) == 1
+    assert "max_map_count" in (provider.not_by_leaf or "")
+    assert torch.equal(resident.map(), tune)
+    assert held
+
+
+def test_a_record_that_is_no_tensor_is_not_used(process: Make) -> None:
+    """Records are other clients' word, so what they say is checked before anything is mapped."""
+    mine = process()
+    tensor = rows(LEAVES, 25)
+    [(held, _)] = mine.load(tensor)
+    session = mine.provider().manager.session
+    assert isinstance(session, HostSession)
+    size, digest = tensor.nbytes, held.key.digest
+    for number, parts in enumerate(
+        [
+            [(0, 0, size + 1)],
+            [(0, PAGE, size)],
+            [(1, 0, size)],
+            [(0, 0, size - PAGE)],
+            [(0, 0, 0), (0, 0, size)],
+            [(0, 0, PAGE + 1), (0, PAGE + 1, size - PAGE - 1)],
+            [],
+        ]
+    ):
+        key = replace(held.key, digest=f"{number:064}")
+        mine.client.publish(session._content_key(key), record_of_parts(key, parts), [digest])
+        assert session.by_content([key]) == [None]
+    for record in (b"", b"\x95", msgspec.msgpack.encode(["F32", [1], [1], "x", [[0, -1, 4]]])):
+        assert composition_in(record) is None
+        key = replace(held.key, digest="f" * 64)
+        mine.client.publish(session._key(f"garbage {len(record)}"), record, [digest])
+        assert session.by_recipe([ResidentQuery(f"garbage {len(record)}", key)]) == [None]
+    # Another geometry, and another digest.
+    key = replace(held.key, digest="e" * 64)
+    mine.client.publish(session._key("other"), record_of_parts(key, [(0, 0, size)]), [digest])
+    for wanted in (replace(key, shape=(2, size // 8)), replace(key, digest="d" * 64)):
+        assert session.by_recipe([ResidentQuery("other", wanted)]) == [None]
+    with pytest.raises(SlabUsageError):
+        LentInParts(key, [], [(0, 0, size)])
+
+
+def test_no_memory_for_records_costs_sharing_by_leaf_only(
+    process: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> bool:
+        raise RefusedError("the manager can remember no more", code="no_room")
+
+    base = rows(LEAVES, 26)
+    with monkeypatch.context() as patch:
+        patch.setattr(Client, "publish", full)
+        held = process().load(base)
+    [(resident, _)] = process().load(changed(base, 1))
+    assert resident.leaf_shared_bytes == 0
+    assert held
+
+
+def test_few_messages_more_are_sent(process: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by its digest, one by its marks, one a mark to be found; to attach costs nothing more."""
+    asked: list[str] = []
+    ask = Connection.ask
+
+    def counting(self: Connection, message: object, *args: Any, **more: Any) -> Any:
+        asked.append(type(message).__name__)
+        return ask(self, message, *args, **more)  # type: ignore[arg-type]
+
+    base = rows(LEAVES, 27)
+    mine, other = process(), process()
+    monkeypatch.setattr(Connection, "ask", counting)
+    held = mine.load(base)
+    assert asked.count("Publish") == 1 + LEAVES
+    assert len(asked) <= 8 + 1 + LEAVES
+    asked.clear()
+    registry._residents.clear()
+    assert other.find(base, known=True) is not None
+    assert asked == ["LookupDigests"]
+    assert held
+
+
+# In processes of their own.
+
+
+def _join(state: dict[str, object]) -> object:
+    state["process"] = Process(connect(Path(str(state["path"])), keep_connected=False))
+    return os.getpid()
+
+
+def _load(tensor: torch.Tensor) -> Callable[[dict[str, object]], object]:
+    def load(state: dict[str, object]) -> object:
+        process = state["process"]
+        assert isinstance(process, Process)
+        [(resident, _)] = process.load(tensor)
+        state["mapped"] = mapped = resident.map()
+        assert torch.equal(mapped, tensor)  # every page is read
+        return resident.leaf_shared_bytes, slab_memory()["Pss"]
+
+    return load
+
+
+def _pss(_: dict[str, object]) -> object:
+    return slab_memory()["Pss"]
+
+
+def _is(tensor: torch.Tensor) -> Callable[[dict[str, object]], object]:
+    return lambda state: bool(torch.equal(state["mapped"], tensor))  # type: ignore[arg-type]
+
+
+def _write(state: dict[str, object]) -> object:
+    mapped = state["mapped"]
+    assert isinstance(mapped, torch.Tensor)
+    mapped.zero_()
+    return not mapped.any()
+
+
+def test_memory_of_two_processes_is_one_copy_and_what_differs(manager: managers.Manager) -> None:
+    base = rows(LEAVES, 30)
+    tune = changed(base, 5)
+    one = managers.Actor(manager.socket, _join, _load(base), _pss, _is(base))
+    two = managers.Actor(manager.socket, _join, _load(tune), _pss, _write)
+    try:
+        assert one.step() != two.step()
+        _, alone = one.step()  # type: ignore[misc]
+        common, _ = two.step()  # type: ignore[misc]
+        both = one.step() + two.step()  # type: ignore[operator]
+        assert common == 9 * LEAF_BYTES
+        assert LEAF_BYTES <= both - alone <= 1.05 * LEAF_BYTES
+        assert two.step() is True
+        assert one.step() is True  # no neighbour sees what was written
+    finally:
+        one.kill()
+        two.kill()
+
+
+def test_a_process_that_is_killed_leaves_what_it_put_and_what_others_have_of_it(
+    manager: managers.Manager,
+) -> None:
+    base = rows(LEAVES, 31)
+    tune = changed(base, 5)
+    one = managers.Actor(manager.socket, _join, _load(base))
+    two = managers.Actor(manager.socket, _join, _load(tune), _is(tune), _is(tune))
+    three = managers.Actor(manager.socket, _join, _load(tune))
+    try:
+        for actor in (one, two, three):
+            actor.step()
+        one.step()
+        assert two.step()[0] == 9 * LEAF_BYTES  # type: ignore[index]
+        one.kill()
+        assert two.step() is True
+        assert three.step()[0] == 0  # type: ignore[index]  # all of it was there
+        assert two.step() is True
+    finally:
+        for actor in (one, two, three):
+            with suppress(ProcessLookupError):
+                actor.kill()
+    managers.until(lambda: manager.overview().totals.leases == 0)
