@@ -86,7 +86,7 @@ class _Unit(NamedTuple):
     leaf: int | None
 
 
-class Piece(NamedTuple):
+class LeafPiece(NamedTuple):
     """Bytes `start` to `end` of the new tensor: where they are already, or None: to be copied."""
 
     start: int
@@ -121,7 +121,7 @@ def build_from_leaves(
     return Resident(key, rest.extents(), shared_in(pieces))
 
 
-def pieces_in_common(tensor: torch.Tensor, residents: Sequence[Resident]) -> list[Piece] | None:
+def pieces_in_common(tensor: torch.Tensor, residents: Sequence[Resident]) -> list[LeafPiece] | None:
     """Return the pieces of a sharable tensor of which these residents have parts; None if none has.
 
     The residents begin with pages. Every leaf that is there was compared byte by byte.
@@ -357,7 +357,7 @@ def _equal_leaves(
     return equal
 
 
-def _planned(taken: Sequence[tuple[int, int, Resident]], nbytes: int) -> list[Piece] | None:
+def _planned(taken: Sequence[tuple[int, int, Resident]], nbytes: int) -> list[LeafPiece] | None:
     """Return the pieces of a tensor of which residents have parts; None if none is worth it.
 
     Raises:
@@ -378,27 +378,27 @@ def _phase(taken: Sequence[tuple[int, int, Resident]]) -> int:
     return taken[0][2].offset % PAGE if taken else 0
 
 
-def shared_in(pieces: Sequence[Piece]) -> int:
+def shared_in(pieces: Sequence[LeafPiece]) -> int:
     """Return how many bytes of a tensor are there already."""
     return sum(piece.end - piece.start for piece in pieces if piece.there is not None)
 
 
-def _joined(taken: Sequence[tuple[int, int, Resident]], nbytes: int, phase: int) -> list[Piece]:
+def _joined(taken: Sequence[tuple[int, int, Resident]], nbytes: int, phase: int) -> list[LeafPiece]:
     """Return what is there, joined where it lies side by side in a slab: each is a mapping.
 
     Pieces begin and end with pages, where the tensor begins at `phase`: a page on which two meet
     is copied.
     """
-    joined: list[Piece] = []
+    joined: list[LeafPiece] = []
     for at, end, donor in taken:
         for extent in donor.extents_of(at, end):
             before = joined[-1] if joined else None
             if before is not None and before.end == at and _goes_on(before.there, extent):
                 assert before.there is not None
                 there = before.there._replace(nbytes=before.there.nbytes + extent.nbytes)
-                joined[-1] = Piece(before.start, at + extent.nbytes, there)
+                joined[-1] = LeafPiece(before.start, at + extent.nbytes, there)
             else:
-                joined.append(Piece(at, at + extent.nbytes, extent))
+                joined.append(LeafPiece(at, at + extent.nbytes, extent))
             at += extent.nbytes
     cut = (_cut_to_pages(piece, nbytes, phase) for piece in joined)
     return [piece for piece in cut if piece.start < piece.end]
@@ -412,15 +412,17 @@ def _goes_on(before: SlabExtent | None, extent: SlabExtent) -> bool:
     )
 
 
-def _cut_to_pages(piece: Piece, nbytes: int, phase: int) -> Piece:
+def _cut_to_pages(piece: LeafPiece, nbytes: int, phase: int) -> LeafPiece:
     start, end, there = piece
     assert there is not None
     first = round_up(phase + start) - phase if start else 0
     last = (phase + end) // PAGE * PAGE - phase if end < nbytes else nbytes
-    return Piece(first, last, SlabExtent(there.slab, there.offset + first - start, last - first))
+    return LeafPiece(
+        first, last, SlabExtent(there.slab, there.offset + first - start, last - first)
+    )
 
 
-def _of_slabs_worth_keeping(pieces: Sequence[Piece]) -> list[Piece]:
+def _of_slabs_worth_keeping(pieces: Sequence[LeafPiece]) -> list[LeafPiece]:
     """Return the pieces without those of slabs that would be kept for a small part of them.
 
     What is left is never more than the tensor and one slab, should nobody else use the slabs.
@@ -440,16 +442,16 @@ def _of_slabs_worth_keeping(pieces: Sequence[Piece]) -> list[Piece]:
     return [piece for piece in pieces if piece.there is not None and piece.there.slab in keep]
 
 
-def _with_gaps(pieces: Sequence[Piece], nbytes: int) -> Iterator[Piece]:
+def _with_gaps(pieces: Sequence[LeafPiece], nbytes: int) -> Iterator[LeafPiece]:
     """Yield the pieces, and between them what is to be copied."""
     at = 0
     for piece in pieces:
         if at < piece.start:
-            yield Piece(at, piece.start, None)
+            yield LeafPiece(at, piece.start, None)
         yield piece
         at = piece.end
     if at < nbytes:
-        yield Piece(at, nbytes, None)
+        yield LeafPiece(at, nbytes, None)
 
 
 class _Rest:
@@ -458,7 +460,7 @@ class _Rest:
     `put` is safe from several threads.
     """
 
-    def __init__(self, pieces: Sequence[Piece], phase: int) -> None:
+    def __init__(self, pieces: Sequence[LeafPiece], phase: int) -> None:
         self._pieces = pieces
         self._offsets: dict[int, int] = {}  # in the slab, by where in the tensor a piece begins
         end = 0

@@ -21,7 +21,7 @@ from tensor_dedup.memory_manager.protocol.limits import MAX_RECORD, MAX_RECORD_D
 from tensor_dedup.types import ResidentKey
 
 if TYPE_CHECKING:
-    from tensor_dedup.loader.residents.leaves import Piece
+    from tensor_dedup.loader.residents.leaves import LeafPiece
     from tensor_dedup.memory_manager.client.puts import Put, TensorSlot
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
@@ -175,7 +175,7 @@ class PartsPlan:
         self,
         key: ResidentKey,
         data: memoryview,
-        pieces: Sequence[Piece],
+        pieces: Sequence[LeafPiece],
         leases: Sequence[Lease],
     ) -> None:
         self._data = data

@@ -174,9 +174,7 @@ def test_a_fine_tune_of_a_fine_tune(manager: managers.Manager, process: Make) ->
     base = rows(LEAVES, 5)
     held = process().load(base)
     first = base.clone()
-    first[ROWS_OF_A_LEAF : 3 * ROWS_OF_A_LEAF] += (
-        1  # marks are of first pages
-    )
+    first[ROWS_OF_A_LEAF : 3 * ROWS_OF_A_LEAF] += 1  # marks are of first pages
     held += process().load(first)
     before = manager.overview().totals.charged
     second = changed(first, 8)

@@ -15,6 +15,7 @@ import transformers as hf
 from torch import nn
 
 import engines
+import fleet
 import fresh
 import hinted
 import plain
@@ -190,6 +191,44 @@ def _assert_costs_what_changed(base: Path, tune: Path, common: int, opened: list
             each.zero_()
     assert plain.outputs(first) == expected[0]
     assert verify().ok
+
+
+def all_of_them(source: Path, target: Path) -> Path:
+    """Every change of `LLAMAS` at once."""
+    for case, (change, _) in LLAMAS.items():
+        source = change(source, target.with_name(f"{target.name} {case}"))
+    return source
+
+
+@pytest.mark.vllm
+def test_vllm_in_another_process_keeps_what_changed(llama: Path, tmp_path: Path) -> None:
+    tune = all_of_them(llama, tmp_path / "tune")
+    common = sum(expected for _, expected in LLAMAS.values())
+    differ, tensors = changed_bytes(llama, tune)
+    with fleet.fleet(tmp_path) as engines, fleet.manager(tmp_path) as manager:
+        plain_tune = engines.start(tune, None, worker_extension_cls="unpacked.Worker")
+        config = {"memory_manager": str(manager.socket)}
+        first = engines.start(llama, config)
+        of_base = first.loaded["outputs"]
+        first.read()
+        before, charged = fleet.slab_pss(first.pid), manager.charged()
+        second = engines.start(tune, config)
+        report = second.report
+        assert report["leaf_shared_bytes"] == common
+        assert report["shared_bytes"] + report["private_bytes"] == report["total_bytes"]
+        second.read()
+        more = fleet.slab_pss(first.pid) + fleet.slab_pss(second.pid) - before
+        assert 0.95 * (report["private_bytes"] - common) <= more
+        assert more <= 1.05 * differ + tensors * LEAF_BYTES
+        records = 1 << 20  # what a manager remembers is charged, too
+        assert manager.charged() - charged <= 1.05 * differ + tensors * LEAF_BYTES + records
+        assert second.loaded["outputs"] == plain_tune.loaded["outputs"] != of_base
+        # What it consists of outlives the process that has put most of it, and the manager.
+        third = engines.start(tune, config)
+        assert third.report["leaf_shared_bytes"] == third.report["private_bytes"] == 0
+        first.end()
+        manager.kill()
+        assert second.outputs() == third.loaded["outputs"] == plain_tune.loaded["outputs"]
 
 
 @pytest.mark.vllm
