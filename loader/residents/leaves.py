@@ -18,7 +18,7 @@ from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from operator import eq
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from blake3 import blake3
@@ -63,6 +63,7 @@ _LEAST_MARKS: Final = 8
 
 # What residents consist of, where that is known.
 _contents: Final[WeakKeyDictionary[Resident, tuple[Content, ...]]] = WeakKeyDictionary()
+_T = TypeVar("_T")
 
 
 class Content(NamedTuple):
@@ -147,20 +148,35 @@ def leaf_marks(key: ResidentKey, data: memoryview) -> list[str]:
     Tensors of such rows whose leaves begin with the same page have the same name for that leaf, so
     every eighth of a tensor that another has leads to it. Reads a page of each marked leaf.
     """
-    leaves = -(-data.nbytes // LEAF_BYTES)
+    starts = _marked(range(0, data.nbytes, LEAF_BYTES))
+    return [_mark(key, start, data[start : start + _MARK_BYTES]) for start in starts]
+
+
+def content_marks(key: ResidentKey, contents: Sequence[Content]) -> list[str]:
+    """Return names of some contents of a tensor, or of leaves of them, by their digests.
+
+    They are as many as `leaf_marks` of so many, and serve for tensors that are not in memory.
+    """
+    digests = (
+        (unit, contents[unit.content].digest)
+        if unit.leaf is None
+        else (unit, contents[unit.content].leaves[unit.leaf])
+        for unit in _marked([*_units(contents)])
+    )
+    return [_mark(key, unit.start, digest.encode()) for unit, digest in digests]
+
+
+def _marked(items: Sequence[_T]) -> Sequence[_T]:
     # Powers of two, so that the marks of the smaller of two tensors have those of the larger.
     step = 1
-    while leaves // (2 * step) >= _LEAST_MARKS:
+    while len(items) // (2 * step) >= _LEAST_MARKS:
         step *= 2
-    rows = f"{key.dtype} {tuple(key.shape[1:])} {tuple(key.stride)}"
-    return [
-        blake3(
-            f"{rows} {number} ".encode() + data[start : start + _MARK_BYTES],
-            derive_key_context=_MARK_CONTEXT,
-        ).hexdigest()
-        for number in range(0, leaves, step)
-        for start in (number * LEAF_BYTES,)
-    ]
+    return items[::step]
+
+
+def _mark(key: ResidentKey, start: int, what: bytes | memoryview) -> str:
+    rows = f"{key.dtype} {tuple(key.shape[1:])} {tuple(key.stride)} {start} "
+    return blake3(rows.encode() + what, derive_key_context=_MARK_CONTEXT).hexdigest()
 
 
 def may_have_parts(tensor: torch.Tensor, own: Container[Resident] = ()) -> bool:
@@ -186,20 +202,24 @@ def build_from_contents(
     contents: Sequence[Content],
     read: Callable[[int, Sequence[int] | None, Write], None],
     digest_of: Callable[[torch.Tensor], str],
-    own: Container[Resident] = (),
+    residents: Sequence[Resident] | None = None,
 ) -> Resident | None:
     """Return a resident of which others have a part, without reading that; None if none has one.
 
-    `contents` fill the tensor, in order. `read(n, leaves, write)` reads these leaves of a content,
-    or all of it for None, and calls `write(piece, offset)` for every piece, with the offset in the
-    content, from any threads; its errors are passed on. The digest of `geometry` is ignored: that
+    `residents` are those to take parts of, whose contents were noted; by default all of this
+    process that are like it. `contents` fill the tensor, in order. `read(n, leaves, write)` reads
+    these leaves of a content, or all of it for None, and calls `write(piece, offset)` for every
+    piece, with the offset in the content, from any threads; its errors are passed on. The digest of
+    `geometry` is ignored: that
     of the resident is what `digest_of` returns for its bytes.
 
     Raises:
         MappingLimitError, OutOfMemoryError: As `build_from_leaves` does.
     """
     nbytes = contents[-1].end
-    residents = [each for each in registry.alike(geometry) if each in _contents and each not in own]
+    if residents is None:
+        residents = registry.alike(geometry)
+    residents = [each for each in residents if each in _contents]
     if nbytes < LEAF_SHARED_FROM or not residents:
         return None
     units = [*_units(contents)]

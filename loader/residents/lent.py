@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import msgspec
 
+from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.loader.residents.leaves import Content  # noqa: TC001 (msgspec resolves it)
 from tensor_dedup.loader.residents.resident import Resident
 from tensor_dedup.loader.residents.slab import ExtentLayout, Slab, SlabExtent, SlabUsageError
 from tensor_dedup.memory_manager.client import Lease, NewTensor, SharedSlab
@@ -135,6 +137,7 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
     stride: tuple[int, ...]
     digest: str
     parts: tuple[tuple[_Count, _Count, _Count], ...]
+    contents: tuple[Content, ...] = ()
 
     @property
     def key(self) -> ResidentKey:
@@ -142,19 +145,36 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
         return ResidentKey(self.dtype, self.shape, self.stride, self.digest)
 
 
-def record_of_parts(key: ResidentKey, parts: Sequence[LeasedPart]) -> bytes:
-    """Return the record of a tensor of parts of the tensors that it names."""
-    return msgspec.msgpack.encode(
-        Composition(key.dtype, tuple(key.shape), tuple(key.stride), key.digest, tuple(parts))
-    )
+def record_of_parts(
+    key: ResidentKey, parts: Sequence[LeasedPart], contents: Sequence[Content] = ()
+) -> bytes:
+    """Return the record of a tensor of parts of the tensors that it names.
+
+    `contents` is what it consists of, where that is known.
+    """
+    geometry = key.dtype, tuple(key.shape), tuple(key.stride)
+    return msgspec.msgpack.encode(Composition(*geometry, key.digest, tuple(parts), tuple(contents)))
 
 
 def composition_in(record: bytes) -> Composition | None:
     """Return what a record says that a tensor consists of, or None if it is of another kind."""
     try:
-        return msgspec.msgpack.decode(record, type=Composition)
+        found = msgspec.msgpack.decode(record, type=Composition)
     except msgspec.MsgspecError:
         return None
+    return found if _fill(found.contents, sum(nbytes for _, _, nbytes in found.parts)) else None
+
+
+def _fill(contents: Sequence[Content], nbytes: int) -> bool:
+    """Return whether contents lie one beside the other in a tensor and fill it, or are unknown."""
+    at = 0
+    for start, end, _, leaves in contents:
+        if start != at or end < start:
+            return False
+        if leaves and len(leaves) != -(-(end - start) // LEAF_BYTES):
+            return False
+        at = end
+    return not contents or at == nbytes
 
 
 def leases_of(resident: Resident) -> tuple[Lease, ...]:
@@ -162,6 +182,11 @@ def leases_of(resident: Resident) -> tuple[Lease, ...]:
     if isinstance(resident, LentResident):
         return (resident.lease,)
     return resident.leases if isinstance(resident, LentInParts) else ()
+
+
+def is_of(lease: Lease, slab: Slab) -> bool:
+    """Return whether a lease is on a tensor in this slab."""
+    return _slab(lease.slab) is slab
 
 
 class PartsPlan:
@@ -223,7 +248,7 @@ class PartsPlan:
 def _leased(there: SlabExtent, leases: Sequence[Lease]) -> Iterator[tuple[Lease, int, int]]:
     """Yield what an extent is of leased tensors: the lease, the first byte in it, how many."""
     slab, at, nbytes = there
-    inside = [each for each in leases if _slab(each.slab) is slab]
+    inside = [each for each in leases if is_of(each, slab)]
     end = at + nbytes
     for lease in sorted(inside, key=lambda each: each.offset):
         first, last = max(at, lease.offset), min(end, lease.offset + lease.nbytes)

@@ -30,12 +30,21 @@ from weakref import WeakSet
 
 from blake3 import blake3
 
-from tensor_dedup.loader.residents.leaves import leaf_marks, pieces_in_common, shared_in
+from tensor_dedup.loader.residents.leaves import (
+    Content,
+    LeafPiece,
+    content_marks,
+    leaf_marks,
+    note_contents,
+    pieces_in_common,
+    shared_in,
+)
 from tensor_dedup.loader.residents.lent import (
     LentInParts,
     LentResident,
     PartsPlan,
     composition_in,
+    is_of,
     leases_of,
     record_of,
     record_of_parts,
@@ -66,6 +75,7 @@ from tensor_dedup.memory_manager.errors import (
     RefusedError,
 )
 from tensor_dedup.memory_manager.protocol.layout import PAGE
+from tensor_dedup.memory_manager.protocol.limits import MAX_RECORD
 
 if TYPE_CHECKING:
     import torch
@@ -224,6 +234,18 @@ class ManagerSession(Generic[Request, Held]):
             if self.client.remember(key, *resident.published):
                 weakref.finalize(resident, self.client.forget, key).atexit = False
 
+    def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Held]:
+        """Return nothing: only in host memory tensors are known to have parts in common."""
+        return []
+
+    def put_built(
+        self, recipe: str, resident: Resident, found: dict[str, tuple[Held, bool]]
+    ) -> None:
+        """Put nothing."""
+
+    def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
+        """Remember nothing."""
+
     def _layer(self, request: Request) -> NewLayer:
         data = self.memory.data(request)
         tensor = NewTensor(request.nbytes, request.key.digest, data)
@@ -314,6 +336,22 @@ class ManagerResidents(Generic[Request, Held]):
             self._ask(lambda session: session.put(requests, found))
         return [found.get(each.recipe) for each in requests]
 
+    def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Held]:
+        """Return residents of the manager that have some of these contents, which are noted."""
+        found: list[Held] = []
+        self._ask(lambda session: found.extend(session.having(geometry, contents)))
+        return found
+
+    def put_built(self, recipe: str, resident: Resident) -> tuple[Held, bool] | None:
+        """Put what was built of residents from `having`; return what is lent for it, or None."""
+        found: dict[str, tuple[Held, bool]] = {}
+        self._ask(lambda session: session.put_built(recipe, resident, found))
+        return found.get(recipe)
+
+    def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
+        """Have others find what this load has put by what it consists of."""
+        self._ask(lambda session: session.note_contents(resident, contents))
+
     def announce_to_next_manager(self, recipe: str, resident: Resident) -> None:
         """Call `ManagerSession.announce_to_next_manager`; without a manager do nothing."""
         if self.session is not None:
@@ -371,6 +409,7 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
     def __init__(self, client: Client, checkpoint: str) -> None:
         super().__init__(client, checkpoint, HostMemory())
         self._put: WeakSet[Resident] = WeakSet()  # by this load
+        self._having: list[Resident] = []  # with their leases, until what is built of them is put
 
     def by_content(self, keys: Sequence[ResidentKey]) -> list[Resident | None]:
         """Return the residents with these bytes, also those that consist of parts."""
@@ -406,21 +445,65 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
                 self._put.add(resident)
                 self._publish(resident, self._marks(each))
 
+    def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Resident]:
+        """Return tensors of the manager that have some of these contents, and note theirs."""
+        donors = self._donors(self._keys_of(content_marks(geometry, contents)))
+        for resident, theirs in donors:
+            note_contents(resident, theirs)
+        self._having = [resident for resident, _ in donors]
+        return self._having
+
+    def put_built(
+        self, recipe: str, resident: Resident, found: dict[str, tuple[Resident, bool]]
+    ) -> None:
+        """Put what lies in no tensor of the manager of one that was built of such from `having`."""
+        donors, self._having = self._having, []
+        [there] = self.by_content([resident.key])
+        if there is not None:
+            found[recipe] = there, False
+            self._publish(there, [self._key(recipe)])
+            return
+        pieces, at = [], 0
+        leases = [lease for donor in donors for lease in leases_of(donor)]
+        for extent in resident.extents:
+            lent = any(is_of(lease, extent.slab) for lease in leases)
+            pieces.append(LeafPiece(at, at + extent.nbytes, extent if lent else None))
+            at += extent.nbytes
+        tensor = resident.map(writable=False)
+        request = ResidentRequest(recipe, tensor, resident.key.digest)
+        self._put_pieces(request, pieces, leases, found)
+        if recipe in found and found[recipe][1]:
+            self._put.add(found[recipe][0])
+            self._publish(found[recipe][0], self._marks(request))
+
+    def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
+        """Have others find what this load has put by what it consists of."""
+        if resident in self._put:
+            self._publish(resident, self._keys_of(content_marks(resident.key, contents)), contents)
+
     def _put_in_parts(
         self, request: ResidentRequest, found: dict[str, tuple[Resident, bool]]
     ) -> None:
         """Put what no tensor of the manager has of one, if some have a part of it."""
         try:
-            donors = self._donors(request)
+            donors = [donor for donor, _ in self._donors(self._marks(request), request.digest)]
             pieces = pieces_in_common(request.tensor, donors) if donors else None
         except SharedMemoryError as error:
             if self.not_by_leaf is None:
                 self.not_by_leaf = str(error)
                 _log.warning("a tensor is put whole: %s", str(error))
             return
-        if pieces is None:
-            return
-        leases = [lease for donor in donors for lease in leases_of(donor)]
+        if pieces is not None:
+            leases = [lease for donor in donors for lease in leases_of(donor)]
+            self._put_pieces(request, pieces, leases, found)
+
+    def _put_pieces(
+        self,
+        request: ResidentRequest,
+        pieces: Sequence[LeafPiece],
+        leases: Sequence[Lease],
+        found: dict[str, tuple[Resident, bool]],
+    ) -> None:
         plan = PartsPlan(request.key, tensor_bytes(request.tensor), pieces, leases)
         if not plan.fits:
             return
@@ -441,18 +524,19 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         found[request.recipe] = made, result.layers[key].written or plan.rest_bytes == 0
         self._publish(made, [self._content_key(request.key)])
 
-    def _donors(self, request: ResidentRequest) -> list[Resident]:
-        """Return tensors of the manager that have a marked leaf of this one, without copies."""
-        layers = self.client.get(self._marks(request), self.checkpoint)
-        donors: dict[str, Resident] = {}
+    def _donors(
+        self, keys: Sequence[str], but: str = ""
+    ) -> list[tuple[Resident, tuple[Content, ...]]]:
+        """Return tensors that these keys lead to, without copies, and what they consist of."""
+        donors: dict[str, tuple[Resident, tuple[Content, ...]]] = {}
         own = {each.key.digest for each in self._put}
-        for layer in layers:
+        for layer in self.client.get(keys, self.checkpoint):
             found = None if layer is None else composition_in(layer.record)
-            if found is None or found.digest in (*own, *donors, request.digest):
+            if found is None or found.digest in (*own, *donors, but):
                 continue
             resident = self._of_layer(layer, found.key)
             if resident is not None and resident.offset % PAGE == 0:
-                donors[found.digest] = resident
+                donors[found.digest] = resident, found.contents
         return list(donors.values())
 
     def _of_layer(self, layer: LayerFound | None, key: ResidentKey) -> Resident | None:
@@ -469,11 +553,15 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
             self._note_unusable(f"what is lent for {found.digest} is not that tensor: {error}")
             return None
 
-    def _publish(self, resident: Resident, keys: Sequence[str]) -> None:
+    def _publish(
+        self, resident: Resident, keys: Sequence[str], contents: Sequence[Content] = ()
+    ) -> None:
         """Have these keys lead to a resident, to the next manager too, while it lives."""
         if not isinstance(resident, LentResident | LentInParts):
             return
-        record = record_of_parts(resident.key, resident.parts)
+        record = record_of_parts(resident.key, resident.parts, contents)
+        if len(record) > MAX_RECORD:  # of a tensor of 2 GB and more
+            return
         digests = [lease.digest for lease in leases_of(resident)]
         try:
             new = [key for key in keys if self.client.publish(key, record, digests)]
@@ -485,7 +573,9 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
                 weakref.finalize(resident, self.client.forget, key).atexit = False
 
     def _marks(self, request: ResidentRequest) -> list[str]:
-        marks = leaf_marks(request.key, tensor_bytes(request.tensor))
+        return self._keys_of(leaf_marks(request.key, tensor_bytes(request.tensor)))
+
+    def _keys_of(self, marks: Sequence[str]) -> list[str]:
         return [f"{self.memory.namespace}-leaf:{mark}" for mark in marks]
 
     def _content_key(self, key: ResidentKey) -> str:

@@ -15,8 +15,9 @@ import torch
 import managers
 from process_state import slab_memory
 from tensor_dedup import libc, shared_bytes, verify
-from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.digest import LEAF_BYTES, digest, leaf_places
 from tensor_dedup.loader.residents import mappings
+from tensor_dedup.loader.residents.leaves import Content, build_from_contents
 from tensor_dedup.loader.residents.lent import LentInParts, composition_in, record_of_parts
 from tensor_dedup.loader.residents.manager import (
     HostSession,
@@ -27,7 +28,13 @@ from tensor_dedup.loader.residents.manager import (
 )
 from tensor_dedup.loader.residents.provider import HostProvider
 from tensor_dedup.loader.residents.registry import registry
-from tensor_dedup.loader.residents.resident import Resident, digest_of
+from tensor_dedup.loader.residents.resident import (
+    Resident,
+    Write,
+    digest_of,
+    resident_key,
+    tensor_bytes,
+)
 from tensor_dedup.loader.residents.slab import SlabUsageError
 from tensor_dedup.memory_manager.client import Client, connect
 from tensor_dedup.memory_manager.client.connection import Connection
@@ -398,6 +405,101 @@ def test_few_messages_more_are_sent(process: Make, monkeypatch: pytest.MonkeyPat
     assert other.find(base, known=True) is not None
     assert asked == ["LookupDigests"]
     assert held
+
+
+def contents_of(parts: Sequence[torch.Tensor]) -> list[Content]:
+    """What a tensor of these parts, one beside the other, consists of."""
+    found, at = [], 0
+    for part in parts:
+        data = tensor_bytes(part)
+        places = leaf_places(0, part.nbytes)
+        leaves = tuple(digest(data[start : start + size]) for start, size in places)
+        found.append(Content(at, at + part.nbytes, digest(data), leaves))
+        at += part.nbytes
+    return found
+
+
+def load_known(
+    process: Process, parts: Sequence[torch.Tensor], recipe: str
+) -> tuple[Resident | None, int]:
+    """What a load makes of a known tensor of these parts, and how many bytes it reads for it."""
+    whole, provider, read = torch.cat([*parts]), process.provider(), list[int]()
+
+    def fetch(number: int, leaves: Sequence[int] | None, write: Write) -> None:
+        data = tensor_bytes(parts[number])
+        wanted = range(-(-len(data) // LEAF_BYTES)) if leaves is None else leaves
+        for leaf in wanted:
+            piece = data[leaf * LEAF_BYTES : (leaf + 1) * LEAF_BYTES]
+            read.append(len(piece))
+            write(piece, leaf * LEAF_BYTES)
+
+    contents, geometry = contents_of(parts), resident_key(whole, "")
+
+    def build(residents: Sequence[Resident]) -> Resident | None:
+        return build_from_contents(geometry, contents, fetch, digest_of, residents)
+
+    built = provider.build_known(geometry, contents, build)
+    if built is None:
+        return None, sum(read)
+    entered = provider.enter_known(recipe, built)
+    assert entered is not None
+    assert entered[0].key == resident_key(whole, digest_of(whole))
+    if entered[1]:
+        provider.note_contents(entered[0], contents)
+    return entered[0], sum(read)
+
+
+def test_of_a_known_tensor_only_what_no_other_process_has_is_read(
+    manager: managers.Manager, process: Make
+) -> None:
+    parts = [rows(4, 40), rows(4, 41), rows(4, 42)]
+    whole = torch.cat(parts)
+    one = process()
+    provider = one.provider()
+    [(held, _)] = provider.get_or_build([request_for(whole)])
+    provider.note_contents(held, contents_of(parts))
+    charged = manager.overview().totals.resident_bytes
+    # One of the parts is another, and in one a single number has changed, not on its first page.
+    tune = [rows(4, 43), parts[1], changed(parts[2], 1)]
+    made, read = load_known(process(), tune, "a fine-tune")
+    assert isinstance(made, LentInParts)
+    assert read == 5 * LEAF_BYTES
+    assert made.leaf_shared_bytes == 7 * LEAF_BYTES
+    assert torch.equal(made.map(), torch.cat(tune))
+    assert manager.overview().totals.resident_bytes - charged == 5 * LEAF_BYTES
+    found = process().find(torch.cat(tune), "a fine-tune", known=False)
+    assert found is not None
+    assert torch.equal(found.map(), torch.cat(tune))
+    # Another of that one: what only the first fine-tune has is known, too.
+    next_tune = [tune[0], rows(4, 44), tune[2]]
+    third, read = load_known(process(), next_tune, "a third")
+    assert third is not None
+    assert read == 4 * LEAF_BYTES
+    assert torch.equal(third.map(), torch.cat(next_tune))
+    # What is there by its digest is not put again, and what nobody has a part of is not read.
+    again, read = load_known(process(), tune, "the same")
+    assert again is not None
+    assert read == 0
+    assert process().find(torch.cat(tune), "the same", known=False) is not None
+    assert load_known(process(), [rows(4, 45), rows(4, 46)], "new") == (None, 0)
+    assert verify().ok
+
+
+def test_contents_that_do_not_fill_a_tensor_are_no_contents() -> None:
+    """They are another client's word."""
+    tensor = rows(LEAVES, 47)
+    key = request_for(tensor).key
+    [whole] = contents_of([tensor])
+    parts = [(0, 0, tensor.nbytes)]
+    assert composition_in(record_of_parts(key, parts, [whole])) is not None
+    for wrong in (
+        [whole._replace(end=whole.end + 1)],
+        [whole._replace(start=1)],
+        [whole._replace(leaves=whole.leaves[:-1])],
+        [whole, whole],
+        [whole._replace(end=-5)],
+    ):
+        assert composition_in(record_of_parts(key, parts, wrong)) is None
 
 
 # In processes of their own.

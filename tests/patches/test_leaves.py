@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 import transformers as hf
@@ -19,6 +20,7 @@ import fleet
 import fresh
 import hinted
 import plain
+import quantised
 import shared
 import tiny_checkpoints as checkpoints
 from process_state import slab_memory
@@ -44,19 +46,39 @@ _WIDE: dict[str, Any] = {
     "vocab_size": 8192,
     "max_position_embeddings": 512,
 }
-# Sixteen experts: 4 MiB each of gate and up, 2 MiB of down.
+# 64 experts: 1 MiB each of gate and up, half of that of down.
 _EXPERTS: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 512,
-    "moe_intermediate_size": 1024,
+    "moe_intermediate_size": 256,
     "num_hidden_layers": 1,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
     "head_dim": 128,
-    "num_experts": 16,
+    "num_experts": 64,
     "num_experts_per_tok": 2,
     "vocab_size": 512,
     "max_position_embeddings": 512,
+}
+# Matrices of gate and up in fp8 are 8 MiB each, and vLLM fuses them.
+_BLOCKS: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+}
+# Files of Phi-3 hold q, k and v as one, 8 MiB each, and gate and up, too.
+_FUSED: dict[str, Any] = {
+    **_BLOCKS,
+    "hidden_size": 2048,
+    "intermediate_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "pad_token_id": 0,
 }
 Change = Callable[[Path, Path], Path]
 
@@ -73,6 +95,64 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts") / "base"
     make: Any = hf.Qwen3MoeForCausalLM
     return checkpoints.save(make(hf.Qwen3MoeConfig(**_EXPERTS)), folder)
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("blocks")
+    make: Any = hf.LlamaForCausalLM
+    plain_weights = checkpoints.save(make(hf.LlamaConfig(**_BLOCKS)), folder / "plain")
+    return quantised.make("fp8 block", plain_weights, folder / "base")
+
+
+@pytest.fixture(scope="module")
+def fused(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fused") / "base"
+    make: Any = hf.Phi3ForCausalLM
+    return checkpoints.save(make(hf.Phi3Config(**_FUSED)), folder)
+
+
+@pytest.fixture(scope="module")
+def unet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Blocks of 1,024 channels: what GEGLU stacks is 16 MiB."""
+    kind: Any = diffusers.UNet2DConditionModel
+    torch.manual_seed(0)
+    model = kind(
+        sample_size=4,
+        block_out_channels=(32, 1024),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        mid_block_type=None,
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+        cross_attention_dim=32,
+    )
+    folder = tmp_path_factory.mktemp("unet") / "base"
+    model.bfloat16().save_pretrained(folder)
+    return folder
+
+
+def block_changed(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Change one block of 128 x 128 numbers of gate, in its fourth leaf."""
+    if name.endswith("gate_proj.weight"):
+        tensor = tensor.clone()
+        tensor.view(torch.uint8)[7040:7168, 128:256] ^= 1
+    return tensor
+
+
+def first_third_changed(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return _scaled(tensor, 0, 1) if "qkv_proj" in name else tensor
+
+
+def first_and_last_third_changed(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return _scaled(_scaled(tensor, 0, 1), 2, 3) if "qkv_proj" in name else tensor
+
+
+def _scaled(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """Change some thirds of the rows."""
+    third = len(tensor) // 3
+    tensor = tensor.clone()
+    tensor[start * third : end * third] *= 1.5
+    return tensor
 
 
 def grown(source: Path, target: Path) -> Path:
@@ -157,7 +237,21 @@ def test_vllm_keeps_one_expert_of_a_stack(mixture: Path, tmp_path: Path) -> None
 def experts_in_vllm(base: Path, tune: Path) -> None:
     """In a process of its own, because a MoE model must be its first."""
     engines.warm_up(base)
-    _assert_costs_what_changed(base, tune, 90 * MIB, [])
+    _assert_costs_what_changed(base, tune, 92 * MIB, [])
+
+
+@pytest.mark.vllm
+def test_vllm_keeps_all_but_one_block_of_fp8(blocks: Path, tmp_path: Path) -> None:
+    tune = checkpoints.mapped(blocks, tmp_path / "tune", block_changed)
+    fresh.call_forked(blocks_in_vllm, blocks, tune)
+
+
+def blocks_in_vllm(base: Path, tune: Path) -> None:
+    import reference_kernels  # which imports vllm
+
+    with reference_kernels.installed():
+        engines.warm_up(base)
+        _assert_costs_what_changed(base, tune, 14 * MIB, [])
 
 
 def _assert_costs_what_changed(base: Path, tune: Path, common: int, opened: list[Any]) -> None:
@@ -430,15 +524,36 @@ def test_transformers_keeps_what_grew(llama: Path, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_transformers_keeps_one_expert_of_a_stack(mixture: Path, tmp_path: Path) -> None:
     tune = scaled("experts.5.")(mixture, tmp_path / "tune")
-    _assert_costs_what_changed_in_transformers(mixture, tune, 90 * MIB)
+    _assert_costs_what_changed_in_transformers(mixture, tune, 92 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("change", "common"), [(first_third_changed, 16 * MIB), (first_and_last_third_changed, 8 * MIB)]
+)
+def test_transformers_keeps_k_and_v_of_what_files_hold_as_one(
+    fused: Path, tmp_path: Path, change: Any, common: int
+) -> None:
+    """`q_proj` only, and q and v as a merged LoRA changes them."""
+    tune = checkpoints.mapped(fused, tmp_path / "tune", change)
+    _assert_costs_what_changed_in_transformers(fused, tune, common)
 
 
 def _assert_costs_what_changed_in_transformers(base: Path, tune: Path, common: int) -> None:
-    expected = [_logits(_load(path)) for path in (base, tune)]
+    _assert_costs_what_changed_after_load(base, tune, common, _load, _logits)
+
+
+def _assert_costs_what_changed_after_load(
+    base: Path,
+    tune: Path,
+    common: int,
+    load: Callable[[Path], Any],
+    answer: Callable[[Any], torch.Tensor],
+) -> None:
+    expected = [answer(load(path)) for path in (base, tune)]
     with enable():
-        first = _load(base)
+        first = load(base)
         before = slab_pss(first)
-        second = _load(tune)
+        second = load(tune)
     more = slab_pss(first, second) - before
     differ, tensors = changed_bytes(base, tune)
     last = report().models[-1]
@@ -452,9 +567,39 @@ def _assert_costs_what_changed_in_transformers(base: Path, tune: Path, common: i
         for mine, theirs in zip(second.parameters(), first.parameters(), strict=True)
     )
     assert found == last.shared_bytes + last.leaf_shared_bytes
-    assert torch.equal(_logits(first), expected[0])
-    assert torch.equal(_logits(second), expected[1])
+    assert torch.equal(answer(first), expected[0])
+    assert torch.equal(answer(second), expected[1])
     assert verify().ok
+
+
+def test_a_unet_keeps_the_half_of_a_stacked_matrix_of_one_block(unet: Path, tmp_path: Path) -> None:
+    """GEGLU stacks the rows of the gate on those of what it gates."""
+    tune = checkpoints.mapped(unet, tmp_path / "tune", gate_changed)
+    _assert_costs_what_changed_after_load(unet, tune, 8 * MIB, _load_unet, _denoised)
+
+
+def gate_changed(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Change the gates of the first transformer block."""
+    if not name.endswith("down_blocks.1.attentions.0.transformer_blocks.0.ff.net.0.proj.weight"):
+        return tensor
+    tensor = tensor.clone()
+    tensor[: len(tensor) // 2] *= 1.5
+    return tensor
+
+
+def _load_unet(path: Path) -> Any:
+    kind: Any = diffusers.UNet2DConditionModel
+    return kind.from_pretrained(path, torch_dtype=torch.bfloat16)
+
+
+def _denoised(model: Any) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    noise, text = (
+        torch.randn(shape, generator=generator).bfloat16() for shape in ((1, 4, 4, 4), (1, 7, 32))
+    )
+    with torch.no_grad():
+        result: torch.Tensor = model(noise, 3, text).sample
+    return result
 
 
 def _load(path: Path) -> Any:
