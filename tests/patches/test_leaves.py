@@ -19,6 +19,7 @@ import engines
 import fleet
 import fresh
 import hinted
+import managers
 import plain
 import quantised
 import shared
@@ -116,19 +117,19 @@ def fused(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def unet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Blocks of 1,024 channels: what GEGLU stacks is 16 MiB."""
     kind: Any = diffusers.UNet2DConditionModel
-    torch.manual_seed(0)
-    model = kind(
-        sample_size=4,
-        block_out_channels=(32, 1024),
-        layers_per_block=1,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        mid_block_type=None,
-        up_block_types=("UpBlock2D", "UpBlock2D"),
-        cross_attention_dim=32,
+    with torch.device("meta"):
+        model = kind(
+            sample_size=4,
+            block_out_channels=(32, 1024),
+            layers_per_block=1,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            mid_block_type=None,
+            up_block_types=("UpBlock2D", "UpBlock2D"),
+            cross_attention_dim=32,
+        )
+    return checkpoints.save(
+        model.bfloat16().to_empty(device="cpu"), tmp_path_factory.mktemp("unet") / "base"
     )
-    folder = tmp_path_factory.mktemp("unet") / "base"
-    model.bfloat16().save_pretrained(folder)
-    return folder
 
 
 def block_changed(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -304,13 +305,13 @@ def test_vllm_in_another_process_keeps_what_changed(llama: Path, tmp_path: Path)
         config = {"memory_manager": str(manager.socket)}
         first = engines.start(llama, config)
         of_base = first.loaded["outputs"]
-        first.read()
+        assert first.read()
         before, charged = fleet.slab_pss(first.pid), manager.charged()
         second = engines.start(tune, config)
         report = second.report
         assert report["leaf_shared_bytes"] == common
         assert report["shared_bytes"] + report["private_bytes"] == report["total_bytes"]
-        second.read()
+        assert second.read()
         more = fleet.slab_pss(first.pid) + fleet.slab_pss(second.pid) - before
         assert 0.95 * (report["private_bytes"] - common) <= more
         assert more <= 1.05 * differ + tensors * LEAF_BYTES
@@ -323,6 +324,67 @@ def test_vllm_in_another_process_keeps_what_changed(llama: Path, tmp_path: Path)
         first.end()
         manager.kill()
         assert second.outputs() == third.loaded["outputs"] == plain_tune.loaded["outputs"]
+
+
+@pytest.mark.vllm
+def test_vllm_keeps_what_changed_through_a_manager(llama: Path, tmp_path: Path) -> None:
+    tune = all_of_them(llama, tmp_path / "tune")
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir(mode=0o700)
+    shared.quiet(llama, tune)
+    fresh.call_forked(managed_in_vllm, llama, tune)
+
+
+def managed_in_vllm(base: Path, tune: Path) -> None:
+    """In a process that holds nothing of other tests: the checkpoints are new, and then known."""
+    root, common = tune.parent, sum(expected for _, expected in LLAMAS.values())
+    with plain.kept_as("plain"):
+        expected = []
+        for path in (base, tune):
+            alone = plain.engine(path)
+            expected.append(plain.outputs(alone))
+            engines.drop(alone)
+            del alone
+            gc.collect()
+    differ, _ = changed_leaves(base, tune)
+    for folder in ("one", "two"):
+        with managers.running(root / folder) as manager:
+            config: dict[str, Any] = {"memory_manager": str(manager.socket)}
+            first = engines.sharing(base, **config)
+            charged = manager.overview().totals.charged
+            second = engines.sharing(tune, **config)
+            last = engines.last_report()
+            assert last.known == (folder == "two")
+            # A leaf of q begins where one of the file does, so that all that is equal is known.
+            assert last.leaf_shared_bytes == common
+            records = 1 << 20  # what a manager remembers is charged, too
+            more = manager.overview().totals.charged - charged
+            assert last.private_bytes - common <= more <= last.private_bytes - common + records
+            assert last.bytes_read <= 1.05 * differ if last.known else last.bytes_read > common
+            theirs = dict(plain.model(first).named_parameters())
+            mine = dict(plain.model(second).named_parameters())
+            found = sum(shared_bytes(mine[name], theirs[name]) for name in mine)
+            assert found == last.shared_bytes + common
+            assert [plain.outputs(first), plain.outputs(second)] == expected
+            assert verify().ok
+            with torch.no_grad():
+                for each in mine.values():
+                    each.zero_()
+            del mine, theirs
+            assert plain.outputs(first) == expected[0]
+            third = engines.sharing(tune, **config, audit=1.0, verify_bytes=True)
+            assert engines.last_report().private_bytes == 0
+            assert plain.outputs(third) == expected[1]
+            assert unshare(plain.model(third))
+            assert plain.outputs(third) == expected[1]
+            model: Any = plain.model(third)
+            model.load_weights(iter(checkpoints.tensors(base).items()))
+            del model
+            # What it adds to the vocabulary is in neither's reach, so the rest decides.
+            assert plain.outputs(third) != expected[1]
+            engines.drop(first, second, third)
+            del first, second, third
+            gc.collect()
 
 
 @pytest.mark.vllm

@@ -147,10 +147,10 @@ class Engine:
         self.answers.send("again")
         return self._answer()
 
-    def read(self) -> None:
-        """Have it read every page of its weights."""
+    def read(self) -> int:
+        """Have it read every page of its weights; the number of their bytes."""
         self.answers.send("read")
-        self._answer()
+        return int(self._answer())
 
     def end(self) -> None:
         """Let the process end by itself."""
@@ -245,9 +245,13 @@ def _serve(
             caller.send(_read(llm) if asked == "read" else _outputs(llm))
 
 
-def _read(llm: Any) -> None:
+def _read(llm: Any) -> int:
+    """Read every page of its weights; the number of their bytes."""
+    read = 0
     for each in plain.model(llm).parameters():
         each.view(torch.uint8).max()
+        read += each.nbytes
+    return read
 
 
 def _outputs(llm: Any) -> list[Any]:
