@@ -600,6 +600,42 @@ def test_transformers_keeps_k_and_v_of_what_files_hold_as_one(
     _assert_costs_what_changed_in_transformers(fused, tune, common)
 
 
+def test_transformers_keeps_k_and_v_through_a_manager(fused: Path, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    tune = checkpoints.mapped(fused, tmp_path / "tune", first_third_changed)
+    fresh.call_forked(managed_in_transformers, fused, tune)
+
+
+def managed_in_transformers(base: Path, tune: Path) -> None:
+    """In a process that holds nothing of other tests."""
+    expected = [_logits(_load(path)) for path in (base, tune)]
+    with managers.running(tune.parent) as manager:
+        config: dict[str, Any] = {"memory_manager": str(manager.socket)}
+        with enable({**config, "audit": 1.0, "verify_bytes": True}):
+            first = _load(base)
+            charged = manager.overview().totals.charged
+            second = _load(tune)
+            third = _load(tune)
+        _, last, again = report().models
+        assert last.leaf_shared_bytes == 16 * MIB
+        assert (again.private_bytes, again.collisions) == (0, 0)
+        more = manager.overview().totals.charged - charged
+        assert last.private_bytes - 16 * MIB <= more <= last.private_bytes - 15 * MIB
+        found = sum(
+            shared_bytes(mine, theirs)
+            for mine, theirs in zip(second.parameters(), first.parameters(), strict=True)
+        )
+        assert found == last.shared_bytes + last.leaf_shared_bytes
+        with torch.no_grad():
+            for each in third.parameters():
+                each.zero_()
+        assert torch.equal(_logits(first), expected[0])
+        assert torch.equal(_logits(second), expected[1])
+        assert verify().ok
+        manager.kill()
+        assert torch.equal(_logits(second), expected[1])
+
+
 def _assert_costs_what_changed_in_transformers(base: Path, tune: Path, common: int) -> None:
     _assert_costs_what_changed_after_load(base, tune, common, _load, _logits)
 
