@@ -15,11 +15,17 @@ import torch
 from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from safetensors.torch import load_file
 
+import deferring
 import managers
 from process_state import slab_memory
 from tensor_dedup import libc, shared_bytes, verify
+from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.digest import LEAF_BYTES, digest, leaf_places
+from tensor_dedup.errors import AuditError
+from tensor_dedup.loader.deferred.evaluate import Scratch
+from tensor_dedup.loader.deferred.session import LoadSession
 from tensor_dedup.loader.residents import mappings
 from tensor_dedup.loader.residents.leaves import Content, build_from_contents
 from tensor_dedup.loader.residents.lent import LentInParts, composition_in, record_of_parts
@@ -491,6 +497,78 @@ def test_of_a_known_tensor_only_what_no_other_process_has_is_read(
     assert process().find(torch.cat(tune), "the same", known=False) is not None
     assert load_known(process(), [rows(4, 45), rows(4, 46)], "new") == (None, 0)
     assert verify().ok
+
+
+def _fuse(model: Any, weights: deferring.Weights) -> None:
+    """As vLLM's own code loads q, k and v."""
+    at = 0
+    for name in "qkv":
+        model.fused.data[at : at + len(weights[name])].copy_(weights[name])
+        at += len(weights[name])
+
+
+def _load_file(
+    process: Process, path: Path, *, known: bool, **config: Any
+) -> tuple[torch.Tensor, LoadSession, int]:
+    """A fused tensor as a session loads it; how many bytes of the file were read."""
+    model = deferring.module(fused=torch.zeros(12 * ROWS_OF_A_LEAF, ROW))
+    with deferring.deferred(model, path, _fuse) as run:
+        for source in run.file.tensors.values() if known else ():
+            [content] = contents_of([load_file(path)[source.spec.name]])
+            source.digest, source.leaves = content.digest, content.leaves
+        session = LoadSession(
+            TensorDedupConfig(**config), run.reader, Scratch(), run.evaluator, process.provider()
+        )
+        session.expect(list(run.parameters.values()))
+        session.share(list(run.parameters.values()))
+        session.close()
+        read = run.reader.counters.bytes_read
+    assert session.provider.not_lent is None
+    return run.model.get_parameter("fused").data, session, read
+
+
+def test_a_session_reads_of_a_known_file_what_no_other_process_has(
+    manager: managers.Manager, process: Make, tmp_path: Path
+) -> None:
+    base = {name: rows(4, 50 + n) for n, name in enumerate("qkv")}
+    tune = {**base, "q": rows(4, 60), "v": changed(base["v"], 1)}
+    paths = [
+        deferring.save(tmp_path / f"{n}.safetensors", each) for n, each in enumerate((base, tune))
+    ]
+    first, session, read = _load_file(process(), paths[0], known=False)
+    assert (read, session.ledger.leaf_shared_bytes) == (12 * LEAF_BYTES, 0)
+    charged = manager.overview().totals.resident_bytes
+    second, session, read = _load_file(process(), paths[1], known=True)
+    assert (read, session.ledger.leaf_shared_bytes) == (5 * LEAF_BYTES, 7 * LEAF_BYTES)
+    assert torch.equal(second, torch.cat([*tune.values()]))
+    assert manager.overview().totals.resident_bytes - charged == 5 * LEAF_BYTES
+    # It is there now; what is checked is read, and is right.
+    for config, expected in (({}, 0), ({"audit": 1.0}, 12), ({"verify_bytes": True}, 12)):
+        third, session, read = _load_file(process(), paths[1], known=True, **config)
+        assert read == expected * LEAF_BYTES
+        assert session.ledger.leaf_shared_bytes == 0
+        assert torch.equal(third, second)
+    assert torch.equal(first, torch.cat([*base.values()]))
+
+
+def test_an_audit_finds_that_a_record_lies(process: Make, tmp_path: Path) -> None:
+    """As if two digests collided: k is said to be there, and is read by nobody."""
+    base = {name: rows(4, 70 + n) for n, name in enumerate("qkv")}
+    tune = {**base, "k": rows(4, 80)}
+    path = deferring.save(tmp_path / "tune.safetensors", tune)
+    one = process()
+    provider = one.provider()
+    [(held, _)] = provider.get_or_build([request_for(torch.cat([*base.values()]))])
+    q, k, v = contents_of([*base.values()])
+    [lie] = contents_of([tune["k"]])
+    lies = [q, lie._replace(start=k.start, end=k.end), v]
+    provider.note_contents(held, lies)
+    with pytest.raises(AuditError):
+        _load_file(process(), path, known=True, audit=1.0)
+    loaded, session, _ = _load_file(process(), path, known=True, verify_bytes=True)
+    assert session.ledger.collisions == 1
+    assert torch.equal(loaded, torch.cat([*tune.values()]))
+    assert held
 
 
 def test_contents_that_do_not_fill_a_tensor_are_no_contents() -> None:
