@@ -508,7 +508,7 @@ def _fuse(model: Any, weights: deferring.Weights) -> None:
 
 
 def _load_file(
-    process: Process, path: Path, *, known: bool, **config: Any
+    process: Process | None, path: Path, *, known: bool, **config: Any
 ) -> tuple[torch.Tensor, LoadSession, int]:
     """A fused tensor as a session loads it; how many bytes of the file were read."""
     model = deferring.module(fused=torch.zeros(12 * ROWS_OF_A_LEAF, ROW))
@@ -516,8 +516,9 @@ def _load_file(
         for source in run.file.tensors.values() if known else ():
             [content] = contents_of([load_file(path)[source.spec.name]])
             source.digest, source.leaves = content.digest, content.leaves
+        provider = HostProvider() if process is None else process.provider()
         session = LoadSession(
-            TensorDedupConfig(**config), run.reader, Scratch(), run.evaluator, process.provider()
+            TensorDedupConfig(**config), run.reader, Scratch(), run.evaluator, provider
         )
         session.expect(list(run.parameters.values()))
         session.share(list(run.parameters.values()))
@@ -549,6 +550,21 @@ def test_a_session_reads_of_a_known_file_what_no_other_process_has(
         assert session.ledger.leaf_shared_bytes == 0
         assert torch.equal(third, second)
     assert torch.equal(first, torch.cat([*base.values()]))
+
+
+def test_a_session_without_a_manager_reads_what_nobody_has_here(tmp_path: Path) -> None:
+    base = {name: rows(4, 90 + n) for n, name in enumerate("qkv")}
+    tune = {**base, "q": rows(4, 93)}
+    paths = [
+        deferring.save(tmp_path / f"{n}.safetensors", each) for n, each in enumerate((base, tune))
+    ]
+    first, _, _ = _load_file(None, paths[0], known=False)
+    held = [*registry.residents()]
+    second, session, read = _load_file(None, paths[1], known=True)
+    assert (read, session.ledger.leaf_shared_bytes) == (4 * LEAF_BYTES, 8 * LEAF_BYTES)
+    assert shared_bytes(first, second) == 8 * LEAF_BYTES
+    assert torch.equal(second, torch.cat([*tune.values()]))
+    assert held
 
 
 def test_an_audit_finds_that_a_record_lies(process: Make, tmp_path: Path) -> None:
