@@ -6,7 +6,7 @@ Tensors that vLLM's own processing computed are shared through `share_by_content
 from __future__ import annotations
 
 import random
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -29,7 +29,7 @@ from tensor_dedup.loader.deferred.recipe import (
 from tensor_dedup.loader.deferred.storage import View, as_view
 from tensor_dedup.loader.ledger import LoadLedger, NotShared
 from tensor_dedup.loader.residents.compare import raise_audit, same_bytes
-from tensor_dedup.loader.residents.leaves import Content, build_from_contents, note_contents
+from tensor_dedup.loader.residents.leaves import Content, build_from_contents
 from tensor_dedup.loader.residents.manager import ResidentQuery, ResidentRequest
 from tensor_dedup.loader.residents.provider import HostProvider
 from tensor_dedup.loader.residents.registry import registry
@@ -315,7 +315,7 @@ class LoadSession:
             StaleHintError: What was read is not what was remembered.
         """
         known, provider = self._contents(each), self.provider
-        if not known or not isinstance(provider, HostProvider) or not provider.local:
+        if not known or not isinstance(provider, HostProvider) or provider.keep_alignment:
             return False
         sources, contents = [source for source, _ in known], [content for _, content in known]
         shape, stride = tuple(each.parameter.shape), tuple(each.parameter.stride())
@@ -327,11 +327,11 @@ class LoadSession:
             else:
                 self.reader.read_leaves(sources[number], leaves, write)
 
-        def build(own: Container[Resident]) -> Resident | None:
-            return build_from_contents(geometry, contents, read, self.digest_of, own)
+        def build(others: Sequence[Resident]) -> Resident | None:
+            return build_from_contents(geometry, contents, read, self.digest_of, others)
 
         try:
-            resident = provider.build_known(build)
+            resident = provider.build_known(geometry, contents, build)
         except SharedMemoryError:
             return False  # met again, and said, on the ordinary way
         if resident is None:
@@ -340,12 +340,27 @@ class LoadSession:
             raise_stale(sources[0], resident.key.digest, "it", contents[0].digest)
         if not self._is_as_loaded(each, resident):
             return True
-        first, made = provider.enter(resident)
+        return self._install_known(each, provider, resident, contents)
+
+    def _install_known(
+        self,
+        each: DeferredParameter,
+        provider: HostProvider,
+        resident: Resident,
+        contents: Sequence[Content],
+    ) -> bool:
+        """Install what was built of remembered digests; return False if it cannot be lent."""
+        entered = provider.enter_known(self._recipe_key(each), resident)
+        if entered is None:
+            return False
+        first, made = entered
         if not made and not self.agrees(first, tensor := resident.map()):
             self.keep_private(each, NotShared.COLLISION, ScratchTensor(tensor, tensor))
             return True
         self._install(each, first, made=made)
         provider.note(self._recipe_key(each), first)
+        if made:
+            provider.note_contents(first, contents)
         return True
 
     def _is_as_loaded(self, each: DeferredParameter, resident: Resident) -> bool:
@@ -385,8 +400,8 @@ class LoadSession:
     def _note_contents(self, each: DeferredParameter, resident: AnyResident) -> None:
         """Remember what a resident consists of whose sources have all been read."""
         known = self._contents(each)
-        if known and isinstance(resident, Resident):
-            note_contents(resident, [content for _, content in known])
+        if known and isinstance(resident, Resident) and isinstance(self.provider, HostProvider):
+            self.provider.note_contents(resident, [content for _, content in known])
 
     def is_streamed(self, each: DeferredParameter) -> bool:
         """Return whether a tensor is read directly into shared memory, without scratch memory."""

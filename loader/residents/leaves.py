@@ -18,8 +18,10 @@ from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 from operator import eq
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
+
+from blake3 import blake3
 
 from tensor_dedup import libc
 from tensor_dedup.digest import LEAF_BYTES
@@ -53,8 +55,15 @@ _LEAST_PART_OF_SLAB: Final = 1 / 8
 _samples: Final[WeakKeyDictionary[Resident, tuple[bytes, ...]]] = WeakKeyDictionary()
 
 
+# What a mark is of: enough to tell most leaves of two tensors apart, wherever they are compared.
+_MARK_BYTES: Final = PAGE
+_MARK_CONTEXT: Final = "tensor-dedup leaf mark v1"
+# At least so many leaves of a tensor have marks, or all: as many as `_LEAST_PART_OF_SLAB` asks for.
+_LEAST_MARKS: Final = 8
+
 # What residents consist of, where that is known.
 _contents: Final[WeakKeyDictionary[Resident, tuple[Content, ...]]] = WeakKeyDictionary()
+_T = TypeVar("_T")
 
 
 class Content(NamedTuple):
@@ -78,7 +87,7 @@ class _Unit(NamedTuple):
     leaf: int | None
 
 
-class _Piece(NamedTuple):
+class LeafPiece(NamedTuple):
     """Bytes `start` to `end` of the new tensor: where they are already, or None: to be copied."""
 
     start: int
@@ -103,18 +112,71 @@ def build_from_leaves(
     key = resident_key(tensor, digest)
     residents = [each for each in registry.alike(key) if each not in own]
     data = tensor_bytes(tensor)
-    common = _leaves_in_common(tensor.data_ptr(), data, residents)
-    taken = [
-        (n * LEAF_BYTES, min((n + 1) * LEAF_BYTES, data.nbytes), each)
-        for n, each in sorted(common.items())
-    ]
+    taken = _taken(tensor, residents)
     pieces = _planned(taken, data.nbytes)
     if pieces is None:
         return None
     rest = _Rest(pieces, _phase(taken))
     for start, end in rest.gaps():
         rest.put(data[start:end], start)
-    return Resident(key, rest.extents(), _shared(pieces))
+    return Resident(key, rest.extents(), shared_in(pieces))
+
+
+def pieces_in_common(tensor: torch.Tensor, residents: Sequence[Resident]) -> list[LeafPiece] | None:
+    """Return the pieces of a sharable tensor of which these residents have parts; None if none has.
+
+    The residents begin with pages. Every leaf that is there was compared byte by byte.
+
+    Raises:
+        MappingLimitError: This process has too many mappings for one that consists of parts.
+    """
+    return _planned(_taken(tensor, residents), tensor.nbytes)
+
+
+def _taken(tensor: torch.Tensor, residents: Sequence[Resident]) -> list[tuple[int, int, Resident]]:
+    data = tensor_bytes(tensor)
+    common = _leaves_in_common(tensor.data_ptr(), data, residents)
+    return [
+        (n * LEAF_BYTES, min((n + 1) * LEAF_BYTES, data.nbytes), each)
+        for n, each in sorted(common.items())
+    ]
+
+
+def leaf_marks(key: ResidentKey, data: memoryview) -> list[str]:
+    """Return names of some leaves of a tensor: 8 to 15, or one a leaf where it has fewer.
+
+    Tensors of such rows whose leaves begin with the same page have the same name for that leaf, so
+    every eighth of a tensor that another has leads to it. Reads a page of each marked leaf.
+    """
+    starts = _marked(range(0, data.nbytes, LEAF_BYTES))
+    return [_mark(key, start, data[start : start + _MARK_BYTES]) for start in starts]
+
+
+def content_marks(key: ResidentKey, contents: Sequence[Content]) -> list[str]:
+    """Return names of some contents of a tensor, or of leaves of them, by their digests.
+
+    They are as many as `leaf_marks` of so many, and serve for tensors that are not in memory.
+    """
+    digests = (
+        (unit, contents[unit.content].digest)
+        if unit.leaf is None
+        else (unit, contents[unit.content].leaves[unit.leaf])
+        for unit in _marked([*_units(contents)])
+    )
+    return [_mark(key, unit.start, digest.encode()) for unit, digest in digests]
+
+
+def _marked(items: Sequence[_T]) -> Sequence[_T]:
+    # Powers of two, so that the marks of the smaller of two tensors have those of the larger.
+    step = 1
+    while len(items) // (2 * step) >= _LEAST_MARKS:
+        step *= 2
+    return items[::step]
+
+
+def _mark(key: ResidentKey, start: int, what: bytes | memoryview) -> str:
+    rows = f"{key.dtype} {tuple(key.shape[1:])} {tuple(key.stride)} {start} "
+    return blake3(rows.encode() + what, derive_key_context=_MARK_CONTEXT).hexdigest()
 
 
 def may_have_parts(tensor: torch.Tensor, own: Container[Resident] = ()) -> bool:
@@ -140,20 +202,24 @@ def build_from_contents(
     contents: Sequence[Content],
     read: Callable[[int, Sequence[int] | None, Write], None],
     digest_of: Callable[[torch.Tensor], str],
-    own: Container[Resident] = (),
+    residents: Sequence[Resident] | None = None,
 ) -> Resident | None:
     """Return a resident of which others have a part, without reading that; None if none has one.
 
-    `contents` fill the tensor, in order. `read(n, leaves, write)` reads these leaves of a content,
-    or all of it for None, and calls `write(piece, offset)` for every piece, with the offset in the
-    content, from any threads; its errors are passed on. The digest of `geometry` is ignored: that
+    `residents` are those to take parts of, whose contents were noted; by default all of this
+    process that are like it. `contents` fill the tensor, in order. `read(n, leaves, write)` reads
+    these leaves of a content, or all of it for None, and calls `write(piece, offset)` for every
+    piece, with the offset in the content, from any threads; its errors are passed on. The digest of
+    `geometry` is ignored: that
     of the resident is what `digest_of` returns for its bytes.
 
     Raises:
         MappingLimitError, OutOfMemoryError: As `build_from_leaves` does.
     """
     nbytes = contents[-1].end
-    residents = [each for each in registry.alike(geometry) if each in _contents and each not in own]
+    if residents is None:
+        residents = registry.alike(geometry)
+    residents = [each for each in residents if each in _contents]
     if nbytes < LEAF_SHARED_FROM or not residents:
         return None
     units = [*_units(contents)]
@@ -170,7 +236,7 @@ def build_from_contents(
         if missing:
             write = partial(_put_beyond, rest, content.start)
             read(number, leaves if 0 < len(leaves) < len(content.leaves) else None, write)
-    unnamed = Resident(geometry, rest.extents(), _shared(pieces))
+    unnamed = Resident(geometry, rest.extents(), shared_in(pieces))
     key = replace(geometry, digest=digest_of(unnamed.map(writable=False)))
     made = Resident(key, unnamed.extents, unnamed.leaf_shared_bytes)
     note_contents(made, contents)
@@ -311,7 +377,7 @@ def _equal_leaves(
     return equal
 
 
-def _planned(taken: Sequence[tuple[int, int, Resident]], nbytes: int) -> list[_Piece] | None:
+def _planned(taken: Sequence[tuple[int, int, Resident]], nbytes: int) -> list[LeafPiece] | None:
     """Return the pieces of a tensor of which residents have parts; None if none is worth it.
 
     Raises:
@@ -332,26 +398,27 @@ def _phase(taken: Sequence[tuple[int, int, Resident]]) -> int:
     return taken[0][2].offset % PAGE if taken else 0
 
 
-def _shared(pieces: Sequence[_Piece]) -> int:
+def shared_in(pieces: Sequence[LeafPiece]) -> int:
+    """Return how many bytes of a tensor are there already."""
     return sum(piece.end - piece.start for piece in pieces if piece.there is not None)
 
 
-def _joined(taken: Sequence[tuple[int, int, Resident]], nbytes: int, phase: int) -> list[_Piece]:
+def _joined(taken: Sequence[tuple[int, int, Resident]], nbytes: int, phase: int) -> list[LeafPiece]:
     """Return what is there, joined where it lies side by side in a slab: each is a mapping.
 
     Pieces begin and end with pages, where the tensor begins at `phase`: a page on which two meet
     is copied.
     """
-    joined: list[_Piece] = []
+    joined: list[LeafPiece] = []
     for at, end, donor in taken:
         for extent in donor.extents_of(at, end):
             before = joined[-1] if joined else None
             if before is not None and before.end == at and _goes_on(before.there, extent):
                 assert before.there is not None
                 there = before.there._replace(nbytes=before.there.nbytes + extent.nbytes)
-                joined[-1] = _Piece(before.start, at + extent.nbytes, there)
+                joined[-1] = LeafPiece(before.start, at + extent.nbytes, there)
             else:
-                joined.append(_Piece(at, at + extent.nbytes, extent))
+                joined.append(LeafPiece(at, at + extent.nbytes, extent))
             at += extent.nbytes
     cut = (_cut_to_pages(piece, nbytes, phase) for piece in joined)
     return [piece for piece in cut if piece.start < piece.end]
@@ -365,15 +432,17 @@ def _goes_on(before: SlabExtent | None, extent: SlabExtent) -> bool:
     )
 
 
-def _cut_to_pages(piece: _Piece, nbytes: int, phase: int) -> _Piece:
+def _cut_to_pages(piece: LeafPiece, nbytes: int, phase: int) -> LeafPiece:
     start, end, there = piece
     assert there is not None
     first = round_up(phase + start) - phase if start else 0
     last = (phase + end) // PAGE * PAGE - phase if end < nbytes else nbytes
-    return _Piece(first, last, SlabExtent(there.slab, there.offset + first - start, last - first))
+    return LeafPiece(
+        first, last, SlabExtent(there.slab, there.offset + first - start, last - first)
+    )
 
 
-def _of_slabs_worth_keeping(pieces: Sequence[_Piece]) -> list[_Piece]:
+def _of_slabs_worth_keeping(pieces: Sequence[LeafPiece]) -> list[LeafPiece]:
     """Return the pieces without those of slabs that would be kept for a small part of them.
 
     What is left is never more than the tensor and one slab, should nobody else use the slabs.
@@ -393,16 +462,16 @@ def _of_slabs_worth_keeping(pieces: Sequence[_Piece]) -> list[_Piece]:
     return [piece for piece in pieces if piece.there is not None and piece.there.slab in keep]
 
 
-def _with_gaps(pieces: Sequence[_Piece], nbytes: int) -> Iterator[_Piece]:
+def _with_gaps(pieces: Sequence[LeafPiece], nbytes: int) -> Iterator[LeafPiece]:
     """Yield the pieces, and between them what is to be copied."""
     at = 0
     for piece in pieces:
         if at < piece.start:
-            yield _Piece(at, piece.start, None)
+            yield LeafPiece(at, piece.start, None)
         yield piece
         at = piece.end
     if at < nbytes:
-        yield _Piece(at, nbytes, None)
+        yield LeafPiece(at, nbytes, None)
 
 
 class _Rest:
@@ -411,7 +480,7 @@ class _Rest:
     `put` is safe from several threads.
     """
 
-    def __init__(self, pieces: Sequence[_Piece], phase: int) -> None:
+    def __init__(self, pieces: Sequence[LeafPiece], phase: int) -> None:
         self._pieces = pieces
         self._offsets: dict[int, int] = {}  # in the slab, by where in the tensor a piece begins
         end = 0

@@ -9,6 +9,7 @@ load: it is logged once, and the tensors stay in this process.
 from __future__ import annotations
 
 import logging
+import math
 import multiprocessing
 import os
 import sys
@@ -17,13 +18,44 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Final,
+    Generic,
+    NamedTuple,
+    Protocol,
+    TypeVar,
+)
+from weakref import WeakSet
 
-import msgspec
 from blake3 import blake3
 
+from tensor_dedup.loader.residents.leaves import (
+    Content,
+    LeafPiece,
+    content_marks,
+    leaf_marks,
+    note_contents,
+    pieces_in_common,
+    shared_in,
+)
+from tensor_dedup.loader.residents.lent import (
+    LentInParts,
+    LentResident,
+    PartsPlan,
+    composition_in,
+    is_of,
+    leases_of,
+    record_of,
+    record_of_parts,
+)
+from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM
 from tensor_dedup.loader.residents.resident import Resident, key_anywhere, tensor_bytes
-from tensor_dedup.loader.residents.slab import Slab, SlabExtent, SlabUsageError
+from tensor_dedup.loader.residents.slab import (
+    SharedMemoryError,
+    SlabUsageError,
+)
+from tensor_dedup.loader.torch_dtypes import torch_dtype
 from tensor_dedup.memory_manager.client import (
     AUTO,
     Client,
@@ -32,7 +64,6 @@ from tensor_dedup.memory_manager.client import (
     Lease,
     NewLayer,
     NewTensor,
-    SharedSlab,
     connect,
 )
 from tensor_dedup.memory_manager.client.client import PUT_WAIT_S
@@ -43,6 +74,8 @@ from tensor_dedup.memory_manager.errors import (
     MemoryManagerError,
     RefusedError,
 )
+from tensor_dedup.memory_manager.protocol.layout import PAGE
+from tensor_dedup.memory_manager.protocol.limits import MAX_RECORD
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +85,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _CONTEXT: Final = "tensor-dedup manager key v1"
-_T = TypeVar("_T")
 
 
 class ResidentQuery(NamedTuple):
@@ -141,6 +173,7 @@ class ManagerSession(Generic[Request, Held]):
         self.checkpoint: Final = checkpoint
         self.memory: Final = memory
         self.unusable: str | None = None
+        self.not_by_leaf: str | None = None  # why a tensor was put whole that others have parts of
 
     def by_content(self, keys: Sequence[ResidentKey]) -> list[Held | None]:
         """Return the residents with these bytes, in order, or None, looked up in one batch."""
@@ -196,18 +229,30 @@ class ManagerSession(Generic[Request, Held]):
 
         `resident` must be the registry's own and not an equal one that is dropped at once.
         """
-        if isinstance(resident, LentResident):
+        if isinstance(resident, LentResident | LentInParts):
             key = self._key(recipe)
-            if self.client.remember(key, _record(resident.key), [resident.key.digest]):
+            if self.client.remember(key, *resident.published):
                 weakref.finalize(resident, self.client.forget, key).atexit = False
+
+    def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Held]:
+        """Return nothing: only in host memory tensors are known to have parts in common."""
+        return []
+
+    def put_built(
+        self, recipe: str, resident: Resident, found: dict[str, tuple[Held, bool]]
+    ) -> None:
+        """Put nothing."""
+
+    def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
+        """Remember nothing."""
 
     def _layer(self, request: Request) -> NewLayer:
         data = self.memory.data(request)
         tensor = NewTensor(request.nbytes, request.key.digest, data)
-        return NewLayer(_record(request.key), (tensor,))
+        return NewLayer(record_of(request.key), (tensor,))
 
     def _of_layer(self, layer: LayerFound | None, key: ResidentKey) -> Held | None:
-        if layer is None or len(layer.leases) != 1 or layer.record != _record(key):
+        if layer is None or len(layer.leases) != 1 or layer.record != record_of(key):
             return None
         [lease] = layer.leases
         return self._resident(key, lease) if key.digest in ("", lease.digest) else None
@@ -256,6 +301,11 @@ class ManagerResidents(Generic[Request, Held]):
         unusable = self.session.unusable if self.session is not None else None
         return self.failed or self.refused or unusable
 
+    @property
+    def not_by_leaf(self) -> str | None:
+        """The reason why a tensor was put whole although others have leaves of it, or None."""
+        return self.session.not_by_leaf if self.session is not None else None
+
     def find(self, queries: Sequence[ResidentQuery]) -> list[Held | None]:
         """Look residents up, in order: by digest where it is known, else by recipe.
 
@@ -286,6 +336,22 @@ class ManagerResidents(Generic[Request, Held]):
             self._ask(lambda session: session.put(requests, found))
         return [found.get(each.recipe) for each in requests]
 
+    def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Held]:
+        """Return residents of the manager that have some of these contents, which are noted."""
+        found: list[Held] = []
+        self._ask(lambda session: found.extend(session.having(geometry, contents)))
+        return found
+
+    def put_built(self, recipe: str, resident: Resident) -> tuple[Held, bool] | None:
+        """Put what was built of residents from `having`; return what is lent for it, or None."""
+        found: dict[str, tuple[Held, bool]] = {}
+        self._ask(lambda session: session.put_built(recipe, resident, found))
+        return found.get(recipe)
+
+    def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
+        """Have others find what this load has put by what it consists of."""
+        self._ask(lambda session: session.note_contents(resident, contents))
+
     def announce_to_next_manager(self, recipe: str, resident: Resident) -> None:
         """Call `ManagerSession.announce_to_next_manager`; without a manager do nothing."""
         if self.session is not None:
@@ -311,30 +377,6 @@ class ManagerResidents(Generic[Request, Held]):
             )
 
 
-class LentResident(Resident):
-    """A resident in a slab of the manager, which holds the lease and is held by every mapping."""
-
-    __slots__ = ("lease",)
-
-    def __init__(self, key: ResidentKey, lease: Lease) -> None:
-        """Describe the tensor that a lease is on.
-
-        Raises:
-            SlabUsageError: The lease is not of a tensor of these bytes and this geometry.
-        """
-        if lease.digest != key.digest:
-            raise SlabUsageError(
-                f"a lease on {lease.digest} for a tensor of {key.digest}", digest=lease.digest
-            )
-        super().__init__(key, [SlabExtent(_slab(lease.slab), lease.offset, lease.nbytes)])
-        self.lease: Final = lease
-
-    @property
-    def lent(self) -> bool:
-        """Whether the memory is a memory manager's."""
-        return True
-
-
 class HostMemory:
     """Host memory: the client copies the bytes, and the manager hashes them."""
 
@@ -356,12 +398,196 @@ class HostMemory:
         ask()
 
 
+class HostSession(ManagerSession[ResidentRequest, Resident]):
+    """One load's requests to a manager of host memory, where tensors have leaves in common.
+
+    Of a tensor that nobody has, what lies in tensors of the manager is leased with those, and only
+    the rest is put. Its record says what it consists of. So that others find such tensors, the
+    marks of some leaves (`leaf_marks`) are keys of records, too, that lead to whole tensors.
+    """
+
+    def __init__(self, client: Client, checkpoint: str) -> None:
+        super().__init__(client, checkpoint, HostMemory())
+        self._put: WeakSet[Resident] = WeakSet()  # by this load
+        self._having: list[Resident] = []  # with their leases, until what is built of them is put
+
+    def by_content(self, keys: Sequence[ResidentKey]) -> list[Resident | None]:
+        """Return the residents with these bytes, also those that consist of parts."""
+        found = super().by_content(keys)
+        missing = [n for n, each in enumerate(found) if each is None and _is_large(keys[n])]
+        layers = self.client.get([self._content_key(keys[n]) for n in missing], self.checkpoint)
+        for number, layer in zip(missing, layers, strict=True):
+            found[number] = self._of_layer(layer, keys[number])
+        return found
+
+    def put(
+        self, requests: Sequence[ResidentRequest], found: dict[str, tuple[Resident, bool]]
+    ) -> None:
+        """Put these tensors, of large ones only what no tensor of the manager has."""
+        large = [each for each in requests if each.nbytes >= LEAF_SHARED_FROM]
+        there = self.by_content([each.key for each in large])
+        for each, resident in zip(large, there, strict=True):
+            if isinstance(resident, LentInParts):
+                found[each.recipe] = resident, False
+                self._publish(resident, [self._key(each.recipe)])
+            elif resident is None:
+                self._put_in_parts(each, found)
+        super().put(requests, found)
+        # Another process may have put it in parts meanwhile.
+        missing = [each for each in large if each.recipe not in found]
+        queries = [ResidentQuery(each.recipe, each.key) for each in missing]
+        for each, resident in zip(missing, self.by_recipe(queries), strict=True):
+            if resident is not None:
+                found[each.recipe] = resident, False
+        for each in large:
+            resident, written = found.get(each.recipe, (None, False))
+            if resident is not None and written:
+                self._put.add(resident)
+                self._publish(resident, self._marks(each))
+
+    def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Resident]:
+        """Return tensors of the manager that have some of these contents, and note theirs."""
+        donors = self._donors(self._keys_of(content_marks(geometry, contents)))
+        for resident, theirs in donors:
+            note_contents(resident, theirs)
+        self._having = [resident for resident, _ in donors]
+        return self._having
+
+    def put_built(
+        self, recipe: str, resident: Resident, found: dict[str, tuple[Resident, bool]]
+    ) -> None:
+        """Put what lies in no tensor of the manager of one that was built of such from `having`."""
+        donors, self._having = self._having, []
+        [there] = self.by_content([resident.key])
+        if there is not None:
+            found[recipe] = there, False
+            self._publish(there, [self._key(recipe)])
+            return
+        pieces, at = [], 0
+        leases = [lease for donor in donors for lease in leases_of(donor)]
+        for extent in resident.extents:
+            lent = any(is_of(lease, extent.slab) for lease in leases)
+            pieces.append(LeafPiece(at, at + extent.nbytes, extent if lent else None))
+            at += extent.nbytes
+        tensor = resident.map(writable=False)
+        request = ResidentRequest(recipe, tensor, resident.key.digest)
+        self._put_pieces(request, pieces, leases, found)
+        if recipe in found and found[recipe][1]:
+            self._put.add(found[recipe][0])
+            self._publish(found[recipe][0], self._marks(request))
+
+    def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
+        """Have others find what this load has put by what it consists of."""
+        if resident in self._put:
+            self._publish(resident, self._keys_of(content_marks(resident.key, contents)), contents)
+
+    def _put_in_parts(
+        self, request: ResidentRequest, found: dict[str, tuple[Resident, bool]]
+    ) -> None:
+        """Put what no tensor of the manager has of one, if some have a part of it."""
+        try:
+            donors = [donor for donor, _ in self._donors(self._marks(request), request.digest)]
+            pieces = pieces_in_common(request.tensor, donors) if donors else None
+        except SharedMemoryError as error:
+            if self.not_by_leaf is None:
+                self.not_by_leaf = str(error)
+                _log.warning("a tensor is put whole: %s", str(error))
+            return
+        if pieces is not None:
+            leases = [lease for donor in donors for lease in leases_of(donor)]
+            self._put_pieces(request, pieces, leases, found)
+
+    def _put_pieces(
+        self,
+        request: ResidentRequest,
+        pieces: Sequence[LeafPiece],
+        leases: Sequence[Lease],
+        found: dict[str, tuple[Resident, bool]],
+    ) -> None:
+        plan = PartsPlan(request.key, tensor_bytes(request.tensor), pieces, leases)
+        if not plan.fits:
+            return
+        key = self._key(request.recipe)
+        layer = NewLayer(record_of_parts(request.key, plan.parts), plan.tensors)
+        result = self.client.put({key: layer}, self.checkpoint, fill=plan.fill)
+        if result.error is not None:
+            raise result.error
+        if key not in result.layers:
+            return  # somebody has put it otherwise: it is looked up
+        try:
+            made = LentInParts(
+                request.key, result.layers[key].leases, plan.parts, shared_in(pieces)
+            )
+        except SlabUsageError as error:
+            self._note_unusable(str(error))
+            return
+        found[request.recipe] = made, result.layers[key].written or plan.rest_bytes == 0
+        self._publish(made, [self._content_key(request.key)])
+
+    def _donors(
+        self, keys: Sequence[str], but: str = ""
+    ) -> list[tuple[Resident, tuple[Content, ...]]]:
+        """Return tensors that these keys lead to, without copies, and what they consist of."""
+        donors: dict[str, tuple[Resident, tuple[Content, ...]]] = {}
+        own = {each.key.digest for each in self._put}
+        for layer in self.client.get(keys, self.checkpoint):
+            found = None if layer is None else composition_in(layer.record)
+            if found is None or found.digest in (*own, *donors, but):
+                continue
+            resident = self._of_layer(layer, found.key)
+            if resident is not None and resident.offset % PAGE == 0:
+                donors[found.digest] = resident, found.contents
+        return list(donors.values())
+
+    def _of_layer(self, layer: LayerFound | None, key: ResidentKey) -> Resident | None:
+        """Return the resident of a layer: a whole tensor, or one in parts."""
+        composition = None if layer is None else composition_in(layer.record)
+        if layer is None or composition is None:
+            return super()._of_layer(layer, key)
+        found = composition.key
+        if replace(found, digest=key.digest) != key or key.digest not in ("", found.digest):
+            return None
+        try:
+            return LentInParts(found, layer.leases, composition.parts)
+        except SlabUsageError as error:
+            self._note_unusable(f"what is lent for {found.digest} is not that tensor: {error}")
+            return None
+
+    def _publish(
+        self, resident: Resident, keys: Sequence[str], contents: Sequence[Content] = ()
+    ) -> None:
+        """Have these keys lead to a resident, to the next manager too, while it lives."""
+        if not isinstance(resident, LentResident | LentInParts):
+            return
+        record = record_of_parts(resident.key, resident.parts, contents)
+        if len(record) > MAX_RECORD:  # of a tensor of 2 GB and more
+            return
+        digests = [lease.digest for lease in leases_of(resident)]
+        try:
+            new = [key for key in keys if self.client.publish(key, record, digests)]
+        except RefusedError as error:
+            _log.debug("%s: its leaves are not found by others: %s", self.checkpoint, str(error))
+            return
+        for key in new:
+            if self.client.remember(key, record, digests):
+                weakref.finalize(resident, self.client.forget, key).atexit = False
+
+    def _marks(self, request: ResidentRequest) -> list[str]:
+        return self._keys_of(leaf_marks(request.key, tensor_bytes(request.tensor)))
+
+    def _keys_of(self, marks: Sequence[str]) -> list[str]:
+        return [f"{self.memory.namespace}-leaf:{mark}" for mark in marks]
+
+    def _content_key(self, key: ResidentKey) -> str:
+        return self._key(f"content:{key}")
+
+
 HostResidents = ManagerResidents[ResidentRequest, Resident]
 
 
-def host_session(client: Client, checkpoint: str) -> ManagerSession[ResidentRequest, Resident]:
+def host_session(client: Client, checkpoint: str) -> HostSession:
     """Return a load's session with a manager of host memory."""
-    return ManagerSession(client, checkpoint, HostMemory())
+    return HostSession(client, checkpoint)
 
 
 def host_manager_residents(where: str | os.PathLike[str] | None, checkpoint: str) -> HostResidents:
@@ -380,16 +606,8 @@ def host_manager_residents(where: str | os.PathLike[str] | None, checkpoint: str
         return ManagerResidents(failed=str(error))
 
 
-class _Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The record of a layer of one tensor: the dtype and geometry of its bytes."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-def _record(key: ResidentKey) -> bytes:
-    return msgspec.msgpack.encode(_Geometry(key.dtype, tuple(key.shape), tuple(key.stride)))
+def _is_large(key: ResidentKey) -> bool:
+    return math.prod(key.shape) * torch_dtype(key.dtype).itemsize >= LEAF_SHARED_FROM
 
 
 _clients: dict[tuple[int, str, str], Client] = {}
@@ -433,14 +651,3 @@ def _reconnect(client: Client, where: str, device: str) -> None:
             raise
         connect(AUTO, name="starting", keep_connected=False, device=device).close()
         client.reconnect()
-
-
-_slabs: weakref.WeakValueDictionary[int, Slab] = weakref.WeakValueDictionary()
-
-
-def _slab(shared: SharedSlab) -> Slab:
-    """Return one slab object per slab of the manager, so that equal mappings are recognised."""
-    slab = _slabs.get(id(shared))
-    if slab is None:
-        slab = _slabs[id(shared)] = Slab(shared, shared.nbytes)  # holds it, so the id stays its own
-    return slab

@@ -13,7 +13,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 from weakref import WeakSet
 
-from tensor_dedup.loader.residents.leaves import build_from_leaves, relink
+from tensor_dedup.loader.residents.leaves import (
+    Content,
+    build_from_leaves,
+    note_contents,
+    relink,
+)
 from tensor_dedup.loader.residents.manager import (
     HostResidents,
     ManagerResidents,
@@ -27,7 +32,7 @@ from tensor_dedup.loader.residents.slab import MappingLimitError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Container, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
@@ -154,7 +159,7 @@ class HostProvider:
     @property
     def not_by_leaf(self) -> str | None:
         """The reason why a tensor was copied although others have leaves of it, or None."""
-        return self._not_by_leaf
+        return self._not_by_leaf or self.manager.not_by_leaf
 
     def find(
         self, queries: Sequence[ResidentQuery], *, ask_manager: bool = True
@@ -237,14 +242,42 @@ class HostProvider:
             return None
 
     def build_known(
-        self, build: Callable[[Container[Resident]], Resident | None]
+        self,
+        geometry: ResidentKey,
+        contents: Sequence[Content],
+        build: Callable[[Sequence[Resident]], Resident | None],
     ) -> Resident | None:
-        """Return what `build` makes of residents that are not this load's own, or None.
+        """Return what `build` makes of residents that have some of these contents, or None.
+
+        They are not this load's own, and with a memory manager they are that one's. What is built
+        is to be entered with `enter_known`.
 
         Raises:
             SharedMemoryError: There is no memory for what nobody has.
         """
-        return self._of_leaves(partial(build, self._built))
+        if self.manager.in_use:
+            return self._of_leaves(partial(build, self.manager.having(geometry, contents)))
+        others = [each for each in registry.alike(geometry) if each not in self._built]
+        return self._of_leaves(partial(build, others))
+
+    def enter_known(self, recipe: str, resident: Resident) -> tuple[Resident, bool] | None:
+        """Enter what `build_known` returned; return the one to use, and whether it is new.
+
+        None means that the memory manager does not take it: drop it.
+        """
+        if not self.manager.in_use:
+            return self.enter(resident)
+        put = self.manager.put_built(recipe, resident)
+        if put is None:
+            return None
+        first = registry.register(put[0])
+        self.manager.announce_to_next_manager(recipe, first)
+        return first, put[1] and first is put[0]
+
+    def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
+        """Remember what a resident consists of, for this process and where it is lent."""
+        note_contents(resident, contents)
+        self.manager.note_contents(resident, contents)
 
     def enter_read(self, resident: Resident) -> tuple[Resident, bool]:
         """Enter a resident that was read straight into a slab, as one that `get_or_build` built.

@@ -366,6 +366,15 @@ class Client:
             if reply.outcome != "building" or time.monotonic() >= deadline:
                 return reply.outcome
 
+    def publish(self, key: str, record: bytes, digests: Sequence[str]) -> bool:
+        """Publish a record whose tensors are leased here; return False if its key has one.
+
+        Raises:
+            RefusedError: Another client builds that layer, or the manager can remember no more.
+        """
+        reply, _ = self._connection.ask(Publish(0, key, record, list(digests)), Done)
+        return bool(reply.count)
+
     def remember(self, key: str, record: bytes, digests: Sequence[str]) -> bool:
         """Publish this record again if the manager is replaced while its tensors are leased.
 

@@ -5,7 +5,8 @@
 
 *make*: a tensor of which one leaf, or one in eight, differs from a resident, by leaf and copied
 whole, for sizes above and below the least that is shared by leaf. *miss*: a tensor that nobody has
-a leaf of, beside 300 residents with such rows. *map*: a resident of 1,000 extents and one of one.
+a leaf of, beside 300 residents with such rows. *put*: both through a memory manager, whose time
+counts, too. *map*: a resident of 1,000 extents and one of one.
 *multiply*: what a token costs, a vector times eight matrices of 64 MiB with a seam at every leaf,
 in such memory, in private memory and in whole slabs. In one thread and in turns, each pair in the
 other order than the one before. Times are the processor's, which other work on the machine changes
@@ -13,7 +14,9 @@ less than the clock's.
 `--write` puts the section into docs/benchmarks/tables.md.
 """
 
+import itertools
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,13 +29,22 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import click
+import psutil
 import torch
 
+from bench import attach
 from bench.stats import Estimate, Section, estimate, verdict
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.loader.residents import leaves, registry
-from tensor_dedup.loader.residents.resident import Resident, pack
+from tensor_dedup.loader.residents.manager import (
+    HostMemory,
+    ManagerSession,
+    ResidentRequest,
+    host_session,
+)
+from tensor_dedup.loader.residents.resident import Resident, digest_of, pack
 from tensor_dedup.loader.residents.slab import SlabExtent, SlabWriter
+from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.types import ResidentKey
 
 ROW: Final = 1024
@@ -86,11 +98,16 @@ def in_pieces(count: int) -> Resident:
     return Resident(ResidentKey("F32", (count * LEAF_BYTES // 4,), (1,), str(count)), extents)
 
 
-def milliseconds(work: Callable[[], object]) -> float:
-    """Return the processor's time, what was made not yet freed."""
-    began = time.process_time()
+def milliseconds(work: Callable[[], object], helper: psutil.Process | None = None) -> float:
+    """Return the processor's time, a helper's included, what was made not yet freed."""
+
+    def now() -> float:
+        times = helper.cpu_times() if helper is not None else None
+        return time.process_time() + (times.user + times.system if times is not None else 0.0)
+
+    began = now()
     kept = work()
-    spent = (time.process_time() - began) * 1e3
+    spent = (now() - began) * 1e3
     del kept
     return spent
 
@@ -102,14 +119,15 @@ def row(
     *,
     difference: bool = False,
     aim: tuple[float, float] | None = None,
+    helper: psutil.Process | None = None,
 ) -> str:
     """Measure two sides in pairs; return the row of the table."""
     for side in sides:
-        milliseconds(side)
+        milliseconds(side, helper)
     found: list[tuple[float, float]] = []
     for number in range(pairs):
         order = (0, 1) if number % 2 else (1, 0)
-        spent = {side: milliseconds(sides[side]) for side in order}
+        spent = {side: milliseconds(sides[side], helper) for side in order}
         found.append((spent[0], spent[1]))
     one, other = (estimate([pair[side] for pair in found]) for side in (0, 1))
     compared = estimate([b - a if difference else b / a for a, b in found])
@@ -145,6 +163,55 @@ def make_rows(pairs: int) -> list[str]:
             what = f"make a tensor of {size * 2} MiB"
             found.append(row(what, pairs, (partial(whole, tune), partial(by_leaf, tune))))
             del held
+    return found
+
+
+def put_rows(pairs: int) -> list[str]:
+    """Measure what it takes to put four tensors of 64 MiB, whole and by leaf."""
+    with tempfile.TemporaryDirectory() as folder, attach.manager(Path(folder), 1 << 30) as path:
+        client = connect(path, keep_connected=False)
+        helper = psutil.Process(client.welcome.pid)
+        numbers = itertools.count()
+
+        def put(kind: Callable[[], ManagerSession[ResidentRequest, Resident]], rest: int) -> object:
+            """Put tensors that nobody has put, of whose leaves one in `rest` is new, if any."""
+            found: dict[str, tuple[Resident, bool]] = {}
+            for tensor in tensors:
+                number = next(numbers)
+                tensor[:: rest * ROWS_OF_A_LEAF] = number
+                name = digest_of(tensor)
+                kind().put([ResidentRequest(f"recipe {number}", tensor, name)], found)
+            return found
+
+        def whole_session() -> ManagerSession[ResidentRequest, Resident]:
+            return ManagerSession(client, "bench", HostMemory())
+
+        def leaf_session() -> ManagerSession[ResidentRequest, Resident]:
+            return host_session(client, "bench")
+
+        tensors = [matrix(32) for _ in range(4)]
+        found = [
+            row(
+                "put 4 x 64 MiB of which nobody has a part, hashed",
+                pairs,
+                (partial(put, whole_session, 1), partial(put, leaf_session, 1)),
+                helper=helper,
+            )
+        ]
+        base: dict[str, tuple[Resident, bool]] = {}
+        for number, tensor in enumerate(tensors):
+            request = ResidentRequest(f"base {number}", tensor, digest_of(tensor))
+            leaf_session().put([request], base)
+        found.append(
+            row(
+                "put 4 x 64 MiB of which one leaf in 8 is new, hashed",
+                pairs,
+                (partial(put, whole_session, 8), partial(put, leaf_session, 8)),
+                helper=helper,
+            )
+        )
+        assert len(base) == len(tensors)
+        client.close()
     return found
 
 
@@ -196,6 +263,7 @@ def main(pairs: int, write: bool) -> None:
         )
     )
     crowd.clear()
+    rows += put_rows(pairs)
     pieces = in_pieces(1000)
     one = Resident(pieces.key, [SlabExtent(pieces.extents[0].slab, 0, pieces.nbytes)])
     rows.append(

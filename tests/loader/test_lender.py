@@ -14,10 +14,10 @@ import torch
 
 import managers
 from tensor_dedup.digest import digest
+from tensor_dedup.loader.residents.lent import LentResident
 from tensor_dedup.loader.residents.manager import (
     HostMemory,
     HostResidents,
-    LentResident,
     ManagerResidents,
     ResidentQuery,
     ResidentRequest,

@@ -9,15 +9,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 import transformers as hf
 from torch import nn
 
 import engines
+import fleet
 import fresh
 import hinted
+import managers
 import plain
+import quantised
 import shared
 import tiny_checkpoints as checkpoints
 from process_state import slab_memory
@@ -43,19 +47,39 @@ _WIDE: dict[str, Any] = {
     "vocab_size": 8192,
     "max_position_embeddings": 512,
 }
-# Sixteen experts: 4 MiB each of gate and up, 2 MiB of down.
+# 64 experts: 1 MiB each of gate and up, half of that of down.
 _EXPERTS: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 512,
-    "moe_intermediate_size": 1024,
+    "moe_intermediate_size": 256,
     "num_hidden_layers": 1,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
     "head_dim": 128,
-    "num_experts": 16,
+    "num_experts": 64,
     "num_experts_per_tok": 2,
     "vocab_size": 512,
     "max_position_embeddings": 512,
+}
+# Matrices of gate and up in fp8 are 8 MiB each, and vLLM fuses them.
+_BLOCKS: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+}
+# Files of Phi-3 hold q, k and v as one, 8 MiB each, and gate and up, too.
+_FUSED: dict[str, Any] = {
+    **_BLOCKS,
+    "hidden_size": 2048,
+    "intermediate_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "pad_token_id": 0,
 }
 Change = Callable[[Path, Path], Path]
 
@@ -72,6 +96,64 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts") / "base"
     make: Any = hf.Qwen3MoeForCausalLM
     return checkpoints.save(make(hf.Qwen3MoeConfig(**_EXPERTS)), folder)
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("blocks")
+    make: Any = hf.LlamaForCausalLM
+    plain_weights = checkpoints.save(make(hf.LlamaConfig(**_BLOCKS)), folder / "plain")
+    return quantised.make("fp8 block", plain_weights, folder / "base")
+
+
+@pytest.fixture(scope="module")
+def fused(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fused") / "base"
+    make: Any = hf.Phi3ForCausalLM
+    return checkpoints.save(make(hf.Phi3Config(**_FUSED)), folder)
+
+
+@pytest.fixture(scope="module")
+def unet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Blocks of 1,024 channels: what GEGLU stacks is 16 MiB."""
+    kind: Any = diffusers.UNet2DConditionModel
+    with torch.device("meta"):
+        model = kind(
+            sample_size=4,
+            block_out_channels=(32, 1024),
+            layers_per_block=1,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            mid_block_type=None,
+            up_block_types=("UpBlock2D", "UpBlock2D"),
+            cross_attention_dim=32,
+        )
+    return checkpoints.save(
+        model.bfloat16().to_empty(device="cpu"), tmp_path_factory.mktemp("unet") / "base"
+    )
+
+
+def block_changed(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Change one block of 128 x 128 numbers of gate, in its fourth leaf."""
+    if name.endswith("gate_proj.weight"):
+        tensor = tensor.clone()
+        tensor.view(torch.uint8)[7040:7168, 128:256] ^= 1
+    return tensor
+
+
+def first_third_changed(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return _scaled(tensor, 0, 1) if "qkv_proj" in name else tensor
+
+
+def first_and_last_third_changed(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return _scaled(_scaled(tensor, 0, 1), 2, 3) if "qkv_proj" in name else tensor
+
+
+def _scaled(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """Change some thirds of the rows."""
+    third = len(tensor) // 3
+    tensor = tensor.clone()
+    tensor[start * third : end * third] *= 1.5
+    return tensor
 
 
 def grown(source: Path, target: Path) -> Path:
@@ -156,7 +238,21 @@ def test_vllm_keeps_one_expert_of_a_stack(mixture: Path, tmp_path: Path) -> None
 def experts_in_vllm(base: Path, tune: Path) -> None:
     """In a process of its own, because a MoE model must be its first."""
     engines.warm_up(base)
-    _assert_costs_what_changed(base, tune, 90 * MIB, [])
+    _assert_costs_what_changed(base, tune, 92 * MIB, [])
+
+
+@pytest.mark.vllm
+def test_vllm_keeps_all_but_one_block_of_fp8(blocks: Path, tmp_path: Path) -> None:
+    tune = checkpoints.mapped(blocks, tmp_path / "tune", block_changed)
+    fresh.call_forked(blocks_in_vllm, blocks, tune)
+
+
+def blocks_in_vllm(base: Path, tune: Path) -> None:
+    import reference_kernels  # which imports vllm
+
+    with reference_kernels.installed():
+        engines.warm_up(base)
+        _assert_costs_what_changed(base, tune, 14 * MIB, [])
 
 
 def _assert_costs_what_changed(base: Path, tune: Path, common: int, opened: list[Any]) -> None:
@@ -190,6 +286,105 @@ def _assert_costs_what_changed(base: Path, tune: Path, common: int, opened: list
             each.zero_()
     assert plain.outputs(first) == expected[0]
     assert verify().ok
+
+
+def all_of_them(source: Path, target: Path) -> Path:
+    """Every change of `LLAMAS` at once."""
+    for case, (change, _) in LLAMAS.items():
+        source = change(source, target.with_name(f"{target.name} {case}"))
+    return source
+
+
+@pytest.mark.vllm
+def test_vllm_in_another_process_keeps_what_changed(llama: Path, tmp_path: Path) -> None:
+    tune = all_of_them(llama, tmp_path / "tune")
+    common = sum(expected for _, expected in LLAMAS.values())
+    differ, tensors = changed_bytes(llama, tune)
+    with fleet.fleet(tmp_path) as engines, fleet.manager(tmp_path) as manager:
+        plain_tune = engines.start(tune, None, worker_extension_cls="unpacked.Worker")
+        config = {"memory_manager": str(manager.socket)}
+        first = engines.start(llama, config)
+        of_base = first.loaded["outputs"]
+        assert first.read()
+        before, charged = fleet.slab_pss(first.pid), manager.charged()
+        second = engines.start(tune, config)
+        report = second.report
+        assert report["leaf_shared_bytes"] == common
+        assert report["shared_bytes"] + report["private_bytes"] == report["total_bytes"]
+        assert second.read()
+        more = fleet.slab_pss(first.pid) + fleet.slab_pss(second.pid) - before
+        assert 0.95 * (report["private_bytes"] - common) <= more
+        assert more <= 1.05 * differ + tensors * LEAF_BYTES
+        records = 1 << 20  # what a manager remembers is charged, too
+        assert manager.charged() - charged <= 1.05 * differ + tensors * LEAF_BYTES + records
+        assert second.loaded["outputs"] == plain_tune.loaded["outputs"] != of_base
+        # What it consists of outlives the process that has put most of it, and the manager.
+        third = engines.start(tune, config)
+        assert third.report["leaf_shared_bytes"] == third.report["private_bytes"] == 0
+        first.end()
+        manager.kill()
+        assert second.outputs() == third.loaded["outputs"] == plain_tune.loaded["outputs"]
+
+
+@pytest.mark.vllm
+def test_vllm_keeps_what_changed_through_a_manager(llama: Path, tmp_path: Path) -> None:
+    tune = all_of_them(llama, tmp_path / "tune")
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir(mode=0o700)
+    shared.quiet(llama, tune)
+    fresh.call_forked(managed_in_vllm, llama, tune)
+
+
+def managed_in_vllm(base: Path, tune: Path) -> None:
+    """In a process that holds nothing of other tests: the checkpoints are new, and then known."""
+    root, common = tune.parent, sum(expected for _, expected in LLAMAS.values())
+    with plain.kept_as("plain"):
+        expected = []
+        for path in (base, tune):
+            alone = plain.engine(path)
+            expected.append(plain.outputs(alone))
+            engines.drop(alone)
+            del alone
+            gc.collect()
+    differ, _ = changed_leaves(base, tune)
+    for folder in ("one", "two"):
+        with managers.running(root / folder) as manager:
+            config: dict[str, Any] = {"memory_manager": str(manager.socket)}
+            first = engines.sharing(base, **config)
+            charged = manager.overview().totals.charged
+            second = engines.sharing(tune, **config)
+            last = engines.last_report()
+            assert last.known == (folder == "two")
+            # A leaf of q begins where one of the file does, so that all that is equal is known.
+            assert last.leaf_shared_bytes == common
+            records = 1 << 20  # what a manager remembers is charged, too
+            more = manager.overview().totals.charged - charged
+            assert last.private_bytes - common <= more <= last.private_bytes - common + records
+            assert last.bytes_read <= 1.05 * differ if last.known else last.bytes_read > common
+            theirs = dict(plain.model(first).named_parameters())
+            mine = dict(plain.model(second).named_parameters())
+            found = sum(shared_bytes(mine[name], theirs[name]) for name in mine)
+            assert found == last.shared_bytes + common
+            assert [plain.outputs(first), plain.outputs(second)] == expected
+            assert verify().ok
+            with torch.no_grad():
+                for each in mine.values():
+                    each.zero_()
+            del mine, theirs
+            assert plain.outputs(first) == expected[0]
+            third = engines.sharing(tune, **config, audit=1.0, verify_bytes=True)
+            assert engines.last_report().private_bytes == 0
+            assert plain.outputs(third) == expected[1]
+            assert unshare(plain.model(third))
+            assert plain.outputs(third) == expected[1]
+            model: Any = plain.model(third)
+            model.load_weights(iter(checkpoints.tensors(base).items()))
+            del model
+            # What it adds to the vocabulary is in neither's reach, so the rest decides.
+            assert plain.outputs(third) != expected[1]
+            engines.drop(first, second, third)
+            del first, second, third
+            gc.collect()
 
 
 @pytest.mark.vllm
@@ -391,15 +586,72 @@ def test_transformers_keeps_what_grew(llama: Path, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_transformers_keeps_one_expert_of_a_stack(mixture: Path, tmp_path: Path) -> None:
     tune = scaled("experts.5.")(mixture, tmp_path / "tune")
-    _assert_costs_what_changed_in_transformers(mixture, tune, 90 * MIB)
+    _assert_costs_what_changed_in_transformers(mixture, tune, 92 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("change", "common"), [(first_third_changed, 16 * MIB), (first_and_last_third_changed, 8 * MIB)]
+)
+def test_transformers_keeps_k_and_v_of_what_files_hold_as_one(
+    fused: Path, tmp_path: Path, change: Any, common: int
+) -> None:
+    """`q_proj` only, and q and v as a merged LoRA changes them."""
+    tune = checkpoints.mapped(fused, tmp_path / "tune", change)
+    _assert_costs_what_changed_in_transformers(fused, tune, common)
+
+
+def test_transformers_keeps_k_and_v_through_a_manager(fused: Path, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    tune = checkpoints.mapped(fused, tmp_path / "tune", first_third_changed)
+    fresh.call_forked(managed_in_transformers, fused, tune)
+
+
+def managed_in_transformers(base: Path, tune: Path) -> None:
+    """In a process that holds nothing of other tests."""
+    expected = [_logits(_load(path)) for path in (base, tune)]
+    with managers.running(tune.parent) as manager:
+        config: dict[str, Any] = {"memory_manager": str(manager.socket)}
+        with enable({**config, "audit": 1.0, "verify_bytes": True}):
+            first = _load(base)
+            charged = manager.overview().totals.charged
+            second = _load(tune)
+            third = _load(tune)
+        _, last, again = report().models
+        assert last.leaf_shared_bytes == 16 * MIB
+        assert (again.private_bytes, again.collisions) == (0, 0)
+        more = manager.overview().totals.charged - charged
+        assert last.private_bytes - 16 * MIB <= more <= last.private_bytes - 15 * MIB
+        found = sum(
+            shared_bytes(mine, theirs)
+            for mine, theirs in zip(second.parameters(), first.parameters(), strict=True)
+        )
+        assert found == last.shared_bytes + last.leaf_shared_bytes
+        with torch.no_grad():
+            for each in third.parameters():
+                each.zero_()
+        assert torch.equal(_logits(first), expected[0])
+        assert torch.equal(_logits(second), expected[1])
+        assert verify().ok
+        manager.kill()
+        assert torch.equal(_logits(second), expected[1])
 
 
 def _assert_costs_what_changed_in_transformers(base: Path, tune: Path, common: int) -> None:
-    expected = [_logits(_load(path)) for path in (base, tune)]
+    _assert_costs_what_changed_after_load(base, tune, common, _load, _logits)
+
+
+def _assert_costs_what_changed_after_load(
+    base: Path,
+    tune: Path,
+    common: int,
+    load: Callable[[Path], Any],
+    answer: Callable[[Any], torch.Tensor],
+) -> None:
+    expected = [answer(load(path)) for path in (base, tune)]
     with enable():
-        first = _load(base)
+        first = load(base)
         before = slab_pss(first)
-        second = _load(tune)
+        second = load(tune)
     more = slab_pss(first, second) - before
     differ, tensors = changed_bytes(base, tune)
     last = report().models[-1]
@@ -413,9 +665,39 @@ def _assert_costs_what_changed_in_transformers(base: Path, tune: Path, common: i
         for mine, theirs in zip(second.parameters(), first.parameters(), strict=True)
     )
     assert found == last.shared_bytes + last.leaf_shared_bytes
-    assert torch.equal(_logits(first), expected[0])
-    assert torch.equal(_logits(second), expected[1])
+    assert torch.equal(answer(first), expected[0])
+    assert torch.equal(answer(second), expected[1])
     assert verify().ok
+
+
+def test_a_unet_keeps_the_half_of_a_stacked_matrix_of_one_block(unet: Path, tmp_path: Path) -> None:
+    """GEGLU stacks the rows of the gate on those of what it gates."""
+    tune = checkpoints.mapped(unet, tmp_path / "tune", gate_changed)
+    _assert_costs_what_changed_after_load(unet, tune, 8 * MIB, _load_unet, _denoised)
+
+
+def gate_changed(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Change the gates of the first transformer block."""
+    if not name.endswith("down_blocks.1.attentions.0.transformer_blocks.0.ff.net.0.proj.weight"):
+        return tensor
+    tensor = tensor.clone()
+    tensor[: len(tensor) // 2] *= 1.5
+    return tensor
+
+
+def _load_unet(path: Path) -> Any:
+    kind: Any = diffusers.UNet2DConditionModel
+    return kind.from_pretrained(path, torch_dtype=torch.bfloat16)
+
+
+def _denoised(model: Any) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    noise, text = (
+        torch.randn(shape, generator=generator).bfloat16() for shape in ((1, 4, 4, 4), (1, 7, 32))
+    )
+    with torch.no_grad():
+        result: torch.Tensor = model(noise, 3, text).sample
+    return result
 
 
 def _load(path: Path) -> Any:

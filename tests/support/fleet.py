@@ -21,6 +21,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 import forked
 import plain
 from tensor_dedup.loader.report import REPORT_DIR_VARIABLE
@@ -61,6 +63,11 @@ class Manager:
                 return
             assert time.monotonic() < until, f"{held} of {count} leases"
             time.sleep(0.2)
+
+    def charged(self) -> int:
+        """The bytes that count towards its budget."""
+        with Admin(self.socket) as admin:
+            return admin.totals().charged
 
     def built(self) -> list[str]:
         """The layer keys that were built, as often as they were."""
@@ -139,6 +146,11 @@ class Engine:
         """What it answers to the prompts now."""
         self.answers.send("again")
         return self._answer()
+
+    def read(self) -> int:
+        """Have it read every page of its weights; the number of their bytes."""
+        self.answers.send("read")
+        return int(self._answer())
 
     def end(self) -> None:
         """Let the process end by itself."""
@@ -229,8 +241,17 @@ def _serve(
         answer["looks"] = llm.collective_rpc("look")
     caller.send(answer)
     with suppress(EOFError):
-        while caller.recv():
-            caller.send(_outputs(llm))
+        while asked := caller.recv():
+            caller.send(_read(llm) if asked == "read" else _outputs(llm))
+
+
+def _read(llm: Any) -> int:
+    """Read every page of its weights; the number of their bytes."""
+    read = 0
+    for each in plain.model(llm).parameters():
+        each.view(torch.uint8).max()
+        read += each.nbytes
+    return read
 
 
 def _outputs(llm: Any) -> list[Any]:

@@ -1,0 +1,268 @@
+"""Residents in slabs of the memory manager, whole tensors and such that consist of parts of them.
+
+The record of a layer says what its tensors are: `record` for a whole one, `record_of_parts` for one
+whose parts lie in several. The manager does not read records.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
+
+import msgspec
+
+from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.loader.residents.leaves import Content  # noqa: TC001 (msgspec resolves it)
+from tensor_dedup.loader.residents.resident import Resident
+from tensor_dedup.loader.residents.slab import ExtentLayout, Slab, SlabExtent, SlabUsageError
+from tensor_dedup.memory_manager.client import Lease, NewTensor, SharedSlab
+from tensor_dedup.memory_manager.errors import RefusedError
+from tensor_dedup.memory_manager.protocol.layout import PAGE_ALIGNED_FROM
+from tensor_dedup.memory_manager.protocol.limits import MAX_RECORD, MAX_RECORD_DIGESTS
+from tensor_dedup.types import ResidentKey
+
+if TYPE_CHECKING:
+    from tensor_dedup.loader.residents.leaves import LeafPiece
+    from tensor_dedup.memory_manager.client.puts import Put, TensorSlot
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
+LeasedPart: TypeAlias = tuple[int, int, int]
+"""A part of a tensor: the number of a lease, the first byte in what is leased, and how many."""
+
+
+class LentResident(Resident):
+    """A resident in a slab of the manager, which holds the lease and is held by every mapping."""
+
+    __slots__ = ("lease",)
+
+    def __init__(self, key: ResidentKey, lease: Lease) -> None:
+        """Describe the tensor that a lease is on.
+
+        Raises:
+            SlabUsageError: The lease is not of a tensor of these bytes and this geometry.
+        """
+        if lease.digest != key.digest:
+            raise SlabUsageError(
+                f"a lease on {lease.digest} for a tensor of {key.digest}", digest=lease.digest
+            )
+        super().__init__(key, [SlabExtent(_slab(lease.slab), lease.offset, lease.nbytes)])
+        self.lease: Final = lease
+
+    @property
+    def parts(self) -> tuple[LeasedPart, ...]:
+        """What it is of its lease: the whole."""
+        return ((0, 0, self.nbytes),)
+
+    @property
+    def lent(self) -> bool:
+        """Whether the memory is a memory manager's."""
+        return True
+
+    @property
+    def published(self) -> tuple[bytes, list[str]]:
+        """The record that tells of this resident, and the digests that it names."""
+        return record_of(self.key), [self.key.digest]
+
+
+class LentInParts(Resident):
+    """A resident of parts of tensors in slabs of the manager, with a lease on each of those.
+
+    `parts` are, in order: which of the leases it is of, the first byte in that, and how many.
+    """
+
+    __slots__ = ("leases", "parts")
+
+    def __init__(
+        self,
+        key: ResidentKey,
+        leases: Sequence[Lease],
+        parts: Sequence[LeasedPart],
+        leaf_shared_bytes: int = 0,
+    ) -> None:
+        """Describe a tensor of parts of leased ones.
+
+        Raises:
+            SlabUsageError: A part is of no lease or exceeds it, they do not meet at pages, or are
+                not as large as the key's geometry needs.
+        """
+        if not parts:
+            raise SlabUsageError(f"no parts for a tensor of {key.digest}", digest=key.digest)
+        for number, offset, nbytes in parts:
+            if number >= len(leases) or offset + nbytes > leases[number].nbytes:
+                raise SlabUsageError(
+                    f"bytes {offset} to {offset + nbytes} of lease {number} of {len(leases)}",
+                    offset=offset,
+                    nbytes=nbytes,
+                )
+        extents = [
+            SlabExtent(_slab(lease.slab), lease.offset + offset, nbytes)
+            for number, offset, nbytes in parts
+            for lease in (leases[number],)
+        ]
+        super().__init__(key, extents, leaf_shared_bytes)
+        self._layout = ExtentLayout(self.extents)
+        self.leases: Final = tuple(leases)
+        self.parts: Final = tuple(parts)
+
+    @property
+    def lent(self) -> bool:
+        """Whether the memory is a memory manager's."""
+        return True
+
+    @property
+    def published(self) -> tuple[bytes, list[str]]:
+        """The record that tells of this resident, and the digests that it names."""
+        return record_of_parts(self.key, self.parts), [lease.digest for lease in self.leases]
+
+
+class _Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """The record of a layer of one tensor: the dtype and geometry of its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def record_of(key: ResidentKey) -> bytes:
+    """Return the record of a whole tensor."""
+    return msgspec.msgpack.encode(_Geometry(key.dtype, tuple(key.shape), tuple(key.stride)))
+
+
+class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """The record of a tensor of parts: its key, and the part of a leased tensor that each is."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    digest: str
+    parts: tuple[tuple[_Count, _Count, _Count], ...]
+    contents: tuple[Content, ...] = ()
+
+    @property
+    def key(self) -> ResidentKey:
+        """The key of the tensor."""
+        return ResidentKey(self.dtype, self.shape, self.stride, self.digest)
+
+
+def record_of_parts(
+    key: ResidentKey, parts: Sequence[LeasedPart], contents: Sequence[Content] = ()
+) -> bytes:
+    """Return the record of a tensor of parts of the tensors that it names.
+
+    `contents` is what it consists of, where that is known.
+    """
+    geometry = key.dtype, tuple(key.shape), tuple(key.stride)
+    return msgspec.msgpack.encode(Composition(*geometry, key.digest, tuple(parts), tuple(contents)))
+
+
+def composition_in(record: bytes) -> Composition | None:
+    """Return what a record says that a tensor consists of, or None if it is of another kind."""
+    try:
+        found = msgspec.msgpack.decode(record, type=Composition)
+    except msgspec.MsgspecError:
+        return None
+    return found if _fill(found.contents, sum(nbytes for _, _, nbytes in found.parts)) else None
+
+
+def _fill(contents: Sequence[Content], nbytes: int) -> bool:
+    """Return whether contents lie one beside the other in a tensor and fill it, or are unknown."""
+    at = 0
+    for start, end, _, leaves in contents:
+        if start != at or end < start:
+            return False
+        if leaves and len(leaves) != -(-(end - start) // LEAF_BYTES):
+            return False
+        at = end
+    return not contents or at == nbytes
+
+
+def leases_of(resident: Resident) -> tuple[Lease, ...]:
+    """Return the leases that a resident holds, none if its memory is this process's own."""
+    if isinstance(resident, LentResident):
+        return (resident.lease,)
+    return resident.leases if isinstance(resident, LentInParts) else ()
+
+
+def is_of(lease: Lease, slab: Slab) -> bool:
+    """Return whether a lease is on a tensor in this slab."""
+    return _slab(lease.slab) is slab
+
+
+class PartsPlan:
+    """What is put of a tensor of which leased ones have parts.
+
+    `tensors` are those of its layer: the leased ones that it needs, and the rest, all of it one
+    beside the other, if there is any. `parts` says what the tensor is of these.
+    """
+
+    def __init__(
+        self,
+        key: ResidentKey,
+        data: memoryview,
+        pieces: Sequence[LeafPiece],
+        leases: Sequence[Lease],
+    ) -> None:
+        self._data = data
+        self._gaps: list[tuple[int, int, int]] = []  # in the tensor from, to, and where in the rest
+        used: dict[str, int] = {}  # the number of each lease, by its digest
+        needed: list[Lease] = []
+        self.rest_bytes = 0
+        parts: list[LeasedPart] = []
+        for start, end, there in pieces:
+            if there is None:
+                self._gaps.append((start, end, self.rest_bytes))
+                parts.append((-1, self.rest_bytes, end - start))
+                self.rest_bytes += end - start
+                continue
+            for lease, offset, nbytes in _leased(there, leases):
+                if lease.digest not in used:
+                    used[lease.digest] = len(needed)
+                    needed.append(lease)
+                parts.append((used[lease.digest], offset, nbytes))
+        rest = len(needed)
+        self.parts = tuple((rest if n < 0 else n, at, nbytes) for n, at, nbytes in parts)
+        self.tensors = tuple(NewTensor(each.nbytes, each.digest) for each in needed)
+        if self.rest_bytes:
+            # What is smaller need not begin with a page where others have the same bytes.
+            self.tensors += (NewTensor(max(self.rest_bytes, PAGE_ALIGNED_FROM)),)
+        covered = sum(nbytes for _, _, nbytes in parts) == self._data.nbytes
+        small = len(record_of_parts(key, self.parts)) <= MAX_RECORD
+        self.fits = covered and small and len(self.tensors) <= MAX_RECORD_DIGESTS
+
+    def fill(self, put: Put, missing: Sequence[TensorSlot]) -> Sequence[str]:
+        """Write the rest.
+
+        Raises:
+            RefusedError: A leased tensor is not there any more, as in another manager.
+        """
+        if [index for _, index in missing] != [len(self.tensors) - 1] or not self.rest_bytes:
+            raise RefusedError(
+                "a tensor that was leased is not resident; load privately", code="not_resident"
+            )
+        for start, end, at in self._gaps:
+            put.write(0, self._data[start:end], at)
+        return ()
+
+
+def _leased(there: SlabExtent, leases: Sequence[Lease]) -> Iterator[tuple[Lease, int, int]]:
+    """Yield what an extent is of leased tensors: the lease, the first byte in it, how many."""
+    slab, at, nbytes = there
+    inside = [each for each in leases if is_of(each, slab)]
+    end = at + nbytes
+    for lease in sorted(inside, key=lambda each: each.offset):
+        first, last = max(at, lease.offset), min(end, lease.offset + lease.nbytes)
+        if first < last:
+            yield lease, first - lease.offset, last - first
+            at = last
+
+
+_slabs: weakref.WeakValueDictionary[int, Slab] = weakref.WeakValueDictionary()
+
+
+def _slab(shared: SharedSlab) -> Slab:
+    """Return one slab object per slab of the manager, so that equal mappings are recognised."""
+    slab = _slabs.get(id(shared))
+    if slab is None:
+        slab = _slabs[id(shared)] = Slab(shared, shared.nbytes)  # holds it, so the id stays its own
+    return slab
