@@ -106,7 +106,7 @@ def _rows(pair: Pair, theirs: Sequence[str]) -> list[str]:
     return lines
 
 
-def sdxl(folder: Path, scale: int, real: Sequence[Path]) -> list[str]:
+def _sdxl(folder: Path, scale: int, real: Sequence[Path]) -> list[str]:
     """SDXL Base, then CLIP."""
     from bench import article_loads, article_models
 
@@ -117,7 +117,7 @@ def sdxl(folder: Path, scale: int, real: Sequence[Path]) -> list[str]:
     return [title, "", *_rows(pair, theirs)]
 
 
-def deepfloyd(folder: Path, scale: int, real: Sequence[Path]) -> list[str]:
+def _deepfloyd(folder: Path, scale: int, real: Sequence[Path]) -> list[str]:
     """DeepFloyd IF's stages, with the article's tables of stages and of components."""
     from bench import article_loads, article_models
 
@@ -143,7 +143,7 @@ def deepfloyd(folder: Path, scale: int, real: Sequence[Path]) -> list[str]:
     return [*lines, "", *_rows(pair, ("58.42 GB", "39.54 GB", "18.87 GB", "32.31 %", ""))]
 
 
-def qwen2(folder: Path, scale: int, real: Sequence[Path]) -> list[str]:
+def _qwen2(folder: Path, scale: int, real: Sequence[Path]) -> list[str]:
     """One model twice through vLLM."""
     from bench import article_loads, article_models
 
@@ -210,7 +210,7 @@ def main(
     root.mkdir(parents=True, exist_ok=True)
     section = Section("article.py", "The tensor deduplication article, measured", PACKAGES)
     body: list[str] = []
-    measures = {"sdxl": _SDXL, "deepfloyd": _DEEPFLOYD, "qwen2": _QWEN2}
+    measures = {"sdxl": _sdxl, "deepfloyd": _deepfloyd, "qwen2": _qwen2}
     for part in only or PARTS:
         with tempfile.TemporaryDirectory(dir=root, prefix=".article-") as folder:
             os.environ.update(ENVIRONMENT, TENSOR_DEDUP_HINTS=str(Path(folder) / "hints.sqlite"))
@@ -218,10 +218,6 @@ def main(
             size = total if part == "deepfloyd" else scale
             body += [*measures[part](Path(folder), size, given[part]), ""]
     section.finish("article", "one load each", body, _NOTES, write=write)
-
-
-# The options of `main` have the names of the functions.
-_SDXL, _DEEPFLOYD, _QWEN2 = sdxl, deepfloyd, qwen2
 
 
 if __name__ == "__main__":
