@@ -279,6 +279,40 @@ def test_what_cannot_be_taken_is_refused_with_the_reason(
     mixed(base, other, tmp_path / "out", {n for n in tensors(other) if n[13] in "02" and "s." in n})
 
 
+def test_layers_that_are_quantised_alike_are_taken_with_their_scales(tmp_path: Path) -> None:
+    def quantised(held: Weights) -> Weights:
+        found = {}
+        for name, tensor in held.items():
+            if not name.endswith("mlp.weight"):
+                found[name] = tensor
+                continue
+            scale = tensor.float().abs().amax() / 127
+            found[name] = (tensor.float() / scale).round().to(torch.int8)
+            found[f"{name}_scale"] = scale.reshape(1)
+        return found
+
+    base = saved(tmp_path / "base", quantised(weights(1)))
+    tune = saved(tmp_path / "tune", quantised(moved(weights(1))))
+    substitute(base, tune, tmp_path / "out", layers="1-2")
+    taken = {n for n in tensors(tune) if ".layers.1." in n or ".layers.2." in n}
+    assert {f"model.layers.{n}.mlp.weight_scale" for n in (1, 2)} < taken
+    mixed(base, tune, tmp_path / "out", taken)
+    shared = analyze([base, tmp_path / "out"]).pairs[0].shared_tensors
+    assert shared >= len(taken)
+
+
+def test_a_tied_fine_tune_stays_tied(base: Path, tmp_path: Path) -> None:
+    held = moved(weights(1))
+    del held["lm_head.weight"]
+    tune = saved(tmp_path / "tied", held)
+    with pytest.raises(ConfigError, match="no layer and no tensor"):
+        substitute(base, tune, tmp_path / "out", layers="lm_head")
+    substitute(base, tune, tmp_path / "out", layers="*")
+    old = tensors(base)
+    del old["lm_head.weight"]
+    assert tensors(tmp_path / "out") == old
+
+
 def test_a_base_that_ties_its_head_has_none_to_take(tune: Path, tmp_path: Path) -> None:
     held = weights(1)
     del held["lm_head.weight"]

@@ -16,6 +16,7 @@ from tensor_dedup.memory_manager.server.worker_threads import start_threads
 
 # By name: the manager never loads torch or vLLM.
 _MODULE: Final = "tensor_dedup.patches.vllm.preload"
+_NAMED: Final = "tensor_dedup.loader.preload"
 _PATIENCE_S: Final = 5.0
 
 
@@ -25,11 +26,15 @@ def _signal(group: int, number: int) -> None:
 
 
 class Preload:
-    """Runs a helper for each checkpoint, in order, in a thread. `close` ends the running one."""
+    """Runs a helper for each checkpoint, in order, in a thread. `close` ends the running one.
+
+    A checkpoint is a path, or NAME=PATH: then its tensors are published under that name, as
+    `connect().put` does, instead of being built for engines.
+    """
 
     def __init__(self, socket: Path, checkpoints: Sequence[str], engine_args: str) -> None:
-        self._command = [sys.executable, "-m", _MODULE, "--socket", str(socket)]
-        self._command += ["--engine-args", engine_args]
+        self._socket = str(socket)
+        self._engine_args = engine_args
         self._checkpoints = tuple(checkpoints)
         self._lock = threading.Lock()
         self._running: subprocess.Popen[str] | None = None
@@ -59,6 +64,14 @@ class Preload:
             log.debug("the helper does not end by itself")
         _signal(running.pid, signal.SIGKILL)
 
+    def _command(self, checkpoint: str) -> list[str]:
+        name, named, path = checkpoint.partition("=")
+        if named and not Path(checkpoint).exists():
+            helper = [_NAMED, "--name", name]
+        else:
+            helper, path = [_MODULE, "--engine-args", self._engine_args], checkpoint
+        return [sys.executable, "-m", *helper, "--socket", self._socket, "--", path]
+
     def _run(self) -> None:
         for checkpoint in self._checkpoints:
             with self._lock:
@@ -67,7 +80,7 @@ class Preload:
                 log.info("preloading checkpoint=%s", checkpoint)
                 try:
                     self._running = subprocess.Popen(
-                        [*self._command, checkpoint],
+                        self._command(checkpoint),
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.DEVNULL,
                         stderr=subprocess.PIPE,

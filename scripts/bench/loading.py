@@ -80,17 +80,17 @@ def prepare_process(path: Path) -> None:
     settle()
 
 
-def configuration(path: Path, *, dedup: bool) -> VllmConfig:
+def configuration(path: Path, *, dedup: bool, **more: Any) -> VllmConfig:
     """A new configuration, as a model's layers enter themselves in it."""
-    options = dict(_ENGINE, model=str(path))
+    options = dict(_ENGINE, model=str(path), **more)
     if dedup:
-        options["tensor_dedup"] = {}
+        options.setdefault("tensor_dedup", {})
     return EngineArgs(**options).create_engine_config()
 
 
-def load(path: Path, *, dedup: bool) -> tuple[nn.Module, Load]:
-    """Load one model, alone of what is timed."""
-    config = configuration(path, dedup=dedup)
+def load(path: Path, *, dedup: bool, **more: Any) -> tuple[nn.Module, Load]:
+    """Load one model, alone of what is timed; `more` are engine arguments."""
+    config = configuration(path, dedup=dedup, **more)
     trim()
     loader = get_model_loader(config.load_config)
     with set_current_vllm_config(config), _clocked() as clock:

@@ -1,11 +1,12 @@
 """A first and a second image pipeline, with and without sharing: seconds and memory.
 
-    python scripts/bench/pipelines.py [--pairs N | --quick] [--work DIR] [--write]
+    python scripts/bench/pipelines.py [--pairs N | --quick] [--stored] [--work DIR] [--write]
 
 One process, one run; both sides alternate (A B, B A, ...) after the same preparation. Two pipelines
 with the text encoder and VAE of Stable Diffusion 1.5 in true size and different tiny UNets, in
-float16, of random weights, each in files of its own. Prints a section of Markdown; `--write` puts
-it into docs/benchmarks/tables.md instead of the one there.
+float16, of random weights, each in files of its own; with `--stored`, tensor-dedup loads them from
+a store (`store://NAME`), and plain Diffusers from these files. Prints a section of Markdown;
+`--write` puts it into docs/benchmarks/tables.md instead of the one there.
 """
 
 import sys
@@ -23,6 +24,8 @@ import click
 
 from bench.stats import Section
 from demonstration import models, pictures
+from tensor_dedup import Store
+from tensor_dedup.loader.checkpoint_io.stub_folder import ENVIRONMENT as CACHE
 
 DEFAULT_PAIRS = 12
 QUICK_PAIRS = 3
@@ -43,6 +46,7 @@ _NOTES = """\
 - *Added memory* is PSS with every page read, less PSS before that load; garbage was collected and
   the allocator trimmed before each reading. Plain loading's are clean pages of mapped files: the
   kernel can take them back, and loads of one same file would share them.
+- *Bytes read* are of the report: what was fetched of tensors, hashing included.
 - *What differs* are the bytes of parameters that are not equal in both pipelines.
 - An aim is *met* where the whole interval lies inside it, *missed* where none of it does, otherwise
   *not shown*. Intervals are of medians, 95 %, from order statistics; ratios are taken by pairs.
@@ -52,6 +56,7 @@ _NOTES = """\
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--pairs", default=DEFAULT_PAIRS, show_default=True, type=click.IntRange(min=1))
 @click.option("--quick", is_flag=True, help=f"{QUICK_PAIRS} pairs: shows that it runs.")
+@click.option("--stored", is_flag=True, help="Load from a store, which takes as much disk again.")
 @click.option("--tiny", is_flag=True, help="Tiny models: for tests, no measurement.")
 @click.option(
     "--work",
@@ -59,20 +64,29 @@ _NOTES = """\
     help="Folder for the pipelines, 0.9 GB [default: in the user's cache directory].",
 )
 @click.option("--write", is_flag=True, help="Put the section into docs/benchmarks/tables.md.")
-def main(pairs: int, quick: bool, tiny: bool, work: Path | None, write: bool) -> None:
+def main(pairs: int, quick: bool, stored: bool, tiny: bool, work: Path | None, write: bool) -> None:
     """Measure two pipelines that have most of their weights in common."""
     pairs = QUICK_PAIRS if quick else pairs
     folder = (work or models.default_folder()) / ("tiny-halves" if tiny else "halves")
     folder.mkdir(parents=True, exist_ok=True)
-    section = Section("pipelines.py", "Two image pipelines", PACKAGES)
+    title = "Two image pipelines, from a store" if stored else "Two image pipelines"
+    section = Section("pipelines.py", title, PACKAGES)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".hints-") as hints:
         os.environ.update(_ENVIRONMENT, TENSOR_DEDUP_HINTS=str(Path(hints) / "hints.sqlite"))
+        os.environ[CACHE] = str(Path(hints) / "cache")
         from bench import pipeline_runs  # it loads the libraries, which read the environment then
 
         for name in pictures.missing(folder):
             pictures.make(name, folder, tiny=tiny, dtype="float16")
-        table = pipeline_runs.run([folder / name for name in pictures.NAMES], pairs)
-    section.finish("pipelines", f"{pairs} pairs", [table], _NOTES, write=write)
+        paths = [folder / name for name in pictures.NAMES]
+        store = Path(hints) / "store" if stored else None
+        if store is not None:
+            with Store.open(store) as made:
+                for path in paths:
+                    made.import_(path, path.name)
+        table = pipeline_runs.run(paths, pairs, store)
+    name = "pipelines-stored" if stored else "pipelines"
+    section.finish(name, f"{pairs} pairs", [table], _NOTES, write=write)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
 """Writing a state dict as a new folder of numbered data files with an index. Needs torch.
 
 The folder appears atomically, complete and durable, or not at all. Bytes go through a few reused
-buffers: one thread fills them, another writes them, a third hashes them. They take `num_buffers`
-times `buffer_size_mb` of memory, or less when there is less to write.
+buffers: one thread fills them, others write them past the page cache and hash them. They take
+`num_buffers` times `buffer_size_mb` of memory at most.
 """
 
 import json
-import queue
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +22,7 @@ import torch
 from tensor_dedup.errors import ConfigError, UnsupportedError
 from tensor_dedup.formats.serverless.artifact import (
     CANONICAL,
+    HASH_LEAF_BYTES,
     TreeHash,
     Verifier,
     describe,
@@ -36,24 +38,29 @@ from tensor_dedup.formats.serverless.tensor_index import (
     encode_index_cbor,
 )
 from tensor_dedup.store.buffers import PAGE, allocate
+from tensor_dedup.store.direct import DIRECT_BYTES, DirectFile
 from tensor_dedup.store.errors import ExportTargetError, os_errors
 from tensor_dedup.store.files import Files, Handle, RealFiles
+from tensor_dedup.store.init import workers
 from tensor_dedup.store.interchange.storages import HeldStorages, copy_into, hold
 from tensor_dedup.store.objects import make_folders
 
 DATA_NAME = "tensor.data_"
 _LEAST_BYTES = 1 << 20
+# More memory would be slower: to touch it for the first time costs more than to use some again.
+_MOST_BYTES: Final = 8 << 20
+# So many threads wait for the disk.
+_WRITERS: Final = 3
 MAX_FILE_BYTES: Final = 10_000_000_000
 _VIEW_STEP = 8 << 20
-Sink = Callable[[memoryview], None]
 
 
 @dataclass(frozen=True, slots=True)
 class StreamingConfig:
     """The buffering of a save. The defaults are tensorcast's.
 
-    There are `num_buffers` buffers of `buffer_size_mb` MiB each. With `enable_async_write`, bytes
-    are written and hashed in threads of their own.
+    There are `num_buffers` buffers, each of at most `buffer_size_mb` MiB: the default is more than
+    is ever taken. With `enable_async_write`, bytes are written and hashed in threads of their own.
 
     Raises:
         ConfigError: a number is not a positive integer.
@@ -106,33 +113,66 @@ class DataFiles:
         self._folder = folder
         # Whole pages, so that a reader past the page cache can read any file from its beginning.
         self._limit = limit // PAGE * PAGE
+        self._opening = threading.Lock()
         self._handles: list[Handle] = []
+        self._direct: list[DirectFile] = []
 
     def write(self, view: memoryview, start: int) -> None:
-        """Write bytes at offset `start` of the range, creating files as needed."""
+        """Write bytes at offset `start` of the range, creating files as needed; from any thread."""
         done = 0
         while done < view.nbytes:
             number, at = divmod(start + done, self._limit)
             with view[done : done + self._limit - at] as part:
-                self._files.pwrite(self._file(number), part, at)
+                self._open(number)
+                if part.nbytes >= DIRECT_BYTES:
+                    self._direct[number].write(part, at)
+                else:
+                    self._files.pwrite(self._handles[number], part, at)
                 done += part.nbytes
 
-    def _file(self, number: int) -> Handle:
-        while len(self._handles) <= number:
-            path = self._folder / f"{DATA_NAME}{len(self._handles)}"
-            self._handles.append(self._files.open(path, "create"))
-        return self._handles[number]
+    def _open(self, number: int) -> None:
+        with self._opening:
+            while len(self._handles) <= number:
+                path = self._folder / f"{DATA_NAME}{len(self._handles)}"
+                self._handles.append(self._files.open(path, "create"))
+                self._direct.append(DirectFile(self._files, self._handles[-1]))
 
     def sync(self) -> None:
         """Make all bytes durable. At least one file exists afterwards."""
-        self._file(0)
+        self._open(0)
         for handle in self._handles:
             self._files.fsync(handle)
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all files, once no thread writes."""
+        for direct in self._direct:
+            direct.close()
         while self._handles:
             self._files.close(self._handles.pop())
+
+
+class DataHashes:
+    """The hashes of the data on its way. What fills up the last page is not part of it."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self.tree = TreeHash()
+        self.verifier = Verifier(total)
+
+    def work(self, view: memoryview, start: int) -> Iterator[tuple[bool, Callable[[], None]]]:
+        """Yield the hashing of a buffer that begins at `start`: whether in order, and what to do.
+
+        What is in order is for one thread, buffer after buffer; the rest is for any.
+        """
+        counted = view[: max(0, self._total - start)]
+        yield True, partial(self.verifier.update, counted)
+        last = start + counted.nbytes == self._total
+        if start % HASH_LEAF_BYTES or (counted.nbytes % HASH_LEAF_BYTES and not last):
+            yield True, partial(self.tree.update, counted)
+            return
+        for at in range(0, counted.nbytes, HASH_LEAF_BYTES):
+            leaf = counted[at : at + HASH_LEAF_BYTES]
+            yield False, partial(self.tree.leaf, (start + at) // HASH_LEAF_BYTES, leaf)
 
 
 class Stream:
@@ -144,24 +184,26 @@ class Stream:
     """
 
     def __init__(
-        self, data: DataFiles, hash_: Sink, config: StreamingConfig, expected_bytes: int
+        self,
+        data: DataFiles,
+        hashes: DataHashes | None,
+        config: StreamingConfig,
+        expected_bytes: int,
     ) -> None:
         self._data = data
-        self._hash = hash_
-        # All buffers together hold at most half of it, or nothing would be written meanwhile.
-        share = max(_LEAST_BYTES, expected_bytes // (2 * config.num_buffers))
-        wanted = min(share, max(expected_bytes, 1))
-        self._size = min(config.buffer_bytes, -(-wanted // PAGE) * PAGE)
+        self._hashes = hashes
+        self._size = _buffer_bytes(expected_bytes, config)
         self._unmade = config.num_buffers
-        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._current: memoryview | None = None
         self._filled = 0
         self._start = 0
         self._busy: deque[tuple[memoryview, list[Future[None]]]] = deque()
         self._pools: list[ThreadPoolExecutor] = []
         if config.enable_async_write:
-            names = ("tensor-dedup-write", "tensor-dedup-hash")
-            self._pools = [ThreadPoolExecutor(1, name) for name in names]
+            sizes = {"write": _WRITERS, "hash": workers(), "chain": 1}
+            self._pools = [
+                ThreadPoolExecutor(size, f"tensor-dedup-{name}") for name, size in sizes.items()
+            ]
 
     def room(self) -> memoryview:
         """Return free memory to fill, of at least one byte."""
@@ -200,14 +242,18 @@ class Stream:
         buffer, self._current = self._current, None
         self._start += self._filled
         self._filled = 0
+        write = partial(self._data.write, view, start)
+        hashing = self._hashes.work(view, start) if self._hashes is not None else ()
+        futures: list[Future[None]] = []
         if self._pools:
-            writer, hasher = self._pools
-            work = [writer.submit(self._data.write, view, start), hasher.submit(self._hash, view)]
+            writers, hashers, chain = self._pools
+            futures.append(writers.submit(write))
+            futures += ((chain if ordered else hashers).submit(work) for ordered, work in hashing)
         else:
-            self._data.write(view, start)
-            self._hash(view)
-            work = []
-        self._busy.append((buffer, work))
+            write()
+            for _, work in hashing:
+                work()
+        self._busy.append((buffer, futures))
 
     def finish(self) -> None:
         """Wait until all bytes are written, durable and hashed."""
@@ -224,6 +270,15 @@ class Stream:
         self._data.close()
 
 
+def _buffer_bytes(expected: int, config: StreamingConfig) -> int:
+    # All buffers together hold at most half of it, or nothing would be written meanwhile.
+    share = max(_LEAST_BYTES, expected // (2 * config.num_buffers))
+    size = min(config.buffer_bytes, _MOST_BYTES, share, max(expected, 1))
+    # Whole leaves, so that threads can hash what is in different buffers.
+    step = HASH_LEAF_BYTES if size > HASH_LEAF_BYTES else PAGE
+    return size // step * step if size >= step else step
+
+
 def save_dict(
     state_dict: Mapping[str, torch.Tensor],
     path: str | PathLike[str],
@@ -232,6 +287,7 @@ def save_dict(
     views: Mapping[str, Collection[str]] | None = None,
     fields: Fields = 6,
     max_file_bytes: int = MAX_FILE_BYTES,
+    verification: bool = True,
     files: Files | None = None,
 ) -> dict[str, Any]:
     """Write tensors to a new folder, each storage once; return the descriptor.
@@ -243,8 +299,11 @@ def save_dict(
     offsets. `max_file_bytes` limits each data file. `files` is the file system.
 
     The descriptor holds tensorcast's fields, and `storage_entries` and `tensor_aliases`, from which
-    `rebuild_index` restores `tensor_index.json`. Nobody may write to the tensors meanwhile. Use one
-    thread for each folder.
+    `rebuild_index` restores `tensor_index.json`. With `verification=False` no byte is hashed: there
+    is neither `verification.json` nor `artifact_descriptor.json`, `load_dict` has nothing to
+    compare, and what is returned has only those two fields.
+
+    Nobody may write to the tensors meanwhile. Use one thread for each folder.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -256,42 +315,30 @@ def save_dict(
     held = hold(state_dict)
     entries = held.graph.index_entries()
     _check(held.graph, entries, fields, views or {})
+    if views and not verification:
+        raise ConfigError("a view is a verification file; leave out views, or verification=False")
     target, door = Path(path).absolute(), files or RealFiles()
     with os_errors(target), new_folder(door, target) as folder:
         data = DataFiles(door, folder, max_file_bytes)
-        hashes = _Hashes(max((e.offset + e.size for e in entries), default=0))
-        _write_data(held, Stream(data, hashes.update, config, hashes.total))
+        total = max((e.offset + e.size for e in entries), default=0)
+        hashes = DataHashes(total) if verification else None
+        _write_data(held, Stream(data, hashes, config, total))
         index = encode_index(entries, fields)
-        descriptor = describe(index_multihash(index), hashes.tree.multihash(), hashes.total)
-        descriptor |= held.graph.to_json()
         blobs = {
             "tensor_index.json": index,
             "tensor_index.cbor": encode_index_cbor(entries, fields),
-            "artifact_descriptor.json": json.dumps(descriptor, indent=2).encode(),
-            verification_name(CANONICAL): hashes.verifier.result().encode(),
         }
+        descriptor = held.graph.to_json()
+        if hashes is not None:
+            found = describe(index_multihash(index), hashes.tree.multihash(), total)
+            descriptor = found | descriptor
+            blobs["artifact_descriptor.json"] = json.dumps(descriptor, indent=2).encode()
+            blobs[verification_name(CANONICAL)] = hashes.verifier.result().encode()
         for view, names in (views or {}).items():
             blobs[verification_name(view)] = _verify_view(held, view, names)
         for name, blob in blobs.items():
             write_file(door, folder / name, blob)
     return descriptor
-
-
-class _Hashes:
-    """The hashes of the data on its way. What fills up the last page is not part of it."""
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.tree = TreeHash()
-        self.verifier = Verifier(total)
-        self._left = total
-
-    def update(self, view: memoryview) -> None:
-        """Hash the next bytes."""
-        with view[: self._left] as part:
-            self.tree.update(part)
-            self.verifier.update(part)
-            self._left -= part.nbytes
 
 
 def _check(

@@ -9,6 +9,7 @@ import torch
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.formats.serverless.storage_graph import StorageEntry, StorageGraph, TensorAlias
 from tensor_dedup.formats.serverless.tensor_index import DTYPES
+from tensor_dedup.store.buffers import copy
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
     name: dtype
@@ -98,7 +99,7 @@ def copy_into(room: memoryview, storage: torch.Tensor, start: int) -> int:
         if part.device.type == "cpu":
             # Not by torch: its threads wait for each other on a busy machine, and one is enough.
             source = (ctypes.c_char * part.nbytes).from_address(part.data_ptr())
-            target[:] = memoryview(source).cast("B")
+            copy(memoryview(source).cast("B"), target)
         else:
             torch.frombuffer(target, dtype=torch.uint8).copy_(part)
     return part.nbytes

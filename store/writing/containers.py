@@ -6,7 +6,6 @@ stored. A container never holds bytes that do not match their digest: what is wr
 what was hashed, or a copy that is compared with it, even if a file or a model changes meanwhile.
 """
 
-import errno
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests
 from tensor_dedup.store.buffers import PAGE, address, allocate, copy
+from tensor_dedup.store.direct import DIRECT_BYTES, DirectFile
 from tensor_dedup.store.errors import ChangedModelError, NoSpaceError
 from tensor_dedup.store.files import FileStatus, Handle
 from tensor_dedup.store.format import tables
@@ -47,8 +47,7 @@ _TOGETHER = 1 << 20
 _HANDED_OVER = 256 << 10
 # The disk begins with so much while more is encoded.
 _BEGUN = 4 << 20
-# From here on a piece is written past the page cache, so much at a time, so many at once.
-_DIRECT = 1 << 20
+# So much is written at a time past the page cache, so many at once.
 _DIRECT_STEP = 8 << 20
 _AT_ONCE = 8
 
@@ -169,12 +168,12 @@ class ContainerWriter:
             ChangedModelError: it has changed since it was hashed.
         """
         start, view = self._reserve(piece.view.nbytes), piece.view
-        if view.nbytes >= _DIRECT and not piece.private:
+        if view.nbytes >= DIRECT_BYTES and not piece.private:
             self._flush()  # it would fill the place of this piece with zeros
             for at, expected in zip(_leaf_starts(view), piece.leaf_changes, strict=True):
                 part = _LeafToCopy(view[at : at + LEAF_BYTES], expected, piece.name)
                 self._direct.write(self._opened(), part, start + at)
-        elif view.nbytes >= _DIRECT and address(view) % PAGE == 0:
+        elif view.nbytes >= DIRECT_BYTES and address(view) % PAGE == 0:
             self._flush()
             for at in range(0, view.nbytes, _DIRECT_STEP):
                 self._direct.write(self._opened(), view[at : at + _DIRECT_STEP], start + at)
@@ -284,16 +283,14 @@ class _LeafToCopy:
 
 
 class _DirectWriter:
-    """Writes whole pages past the page cache, on the hasher's threads, while more is hashed.
+    """Writes large pieces past the page cache, on the hasher's threads, while more is hashed.
 
-    The page cache would take a copy of everything, in fresh memory, for nobody: what a training
-    saves is read at its next start. Where the file system cannot, the bytes are written as others.
+    What a training saves is read at its next start.
     """
 
     def __init__(self, objects: Objects, hasher: Hasher) -> None:
         self._files, self._hasher = objects.files, hasher
-        self._handle: Handle | None = None
-        self._refused = False
+        self._file: DirectFile | None = None
         self._writing: deque[Future[None]] = deque()
         self._local = threading.local()  # each thread's memory for one leaf
 
@@ -302,28 +299,15 @@ class _DirectWriter:
 
         It must stay as it is until `finish`, but for a leaf that is copied.
         """
-        if self._handle is None and not self._refused:
-            try:
-                self._handle = self._files.open(buffered.path, "modify direct")
-            except OSError:  # what is wrong with more than this way of writing, the others will say
-                self._refused = True
+        if self._file is None:
+            self._file = DirectFile(self._files, buffered)
         if len(self._writing) >= _AT_ONCE:
             self._writing.popleft().result()
-        handle = self._handle
+        file = self._file
 
         def work(data: memoryview | _LeafToCopy) -> None:
             view = data if isinstance(data, memoryview) else data.copied(self._scratch())
-            whole = 0 if handle is None else view.nbytes // PAGE * PAGE
-            if handle is not None and whole:
-                try:
-                    self._files.pwrite(handle, view[:whole], at)
-                except OSError as error:
-                    if error.errno != errno.EINVAL:
-                        raise
-                    whole = 0
-            if whole < view.nbytes:  # its last page may not be whole
-                self._files.pwrite(buffered, view[whole:], at + whole)
-                self._files.begin_writing(buffered, at + whole, view.nbytes - whole)
+            file.write(view, at)
 
         self._writing.append(self._hasher.hand(work, data, waits=True))
 
@@ -346,9 +330,9 @@ class _DirectWriter:
         settle(self._writing)
         self._writing.clear()
         self._local = threading.local()
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            self._files.close(handle)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def hash_pieces(hasher: Hasher, wanted: Wanted) -> Iterator[Fresh]:

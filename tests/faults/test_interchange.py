@@ -13,6 +13,7 @@ from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.interchange import load_dict, save_dict
 
 CONFIG = {"enable_async_write": False, "buffer_size_mb": 1}
+LARGE = {"a": torch.arange((5 << 20) // 4 + 1, dtype=torch.int32), "b": torch.ones(7)}
 TENSORS = {"a": torch.arange(1500.0), "b": torch.ones(7, dtype=torch.bfloat16)}
 LOSSES: list[Loss] = ["everything", "bytes", "nothing"]
 
@@ -59,6 +60,29 @@ def test_a_save_that_dies_anywhere(tmp_path: Path) -> None:
                 points += 1
     assert outcomes == {True, False}
     assert points >= 80
+
+
+def test_a_save_past_the_page_cache_that_dies_anywhere(tmp_path: Path) -> None:
+    def saved(folder: Path, files: FaultyFiles) -> None:
+        config = {**CONFIG, "buffer_size_mb": 2}
+        save_dict(LARGE, folder / "root" / "saved", config, max_file_bytes=3 << 20, files=files)
+
+    whole = fresh(tmp_path, "whole")
+    files = FaultyFiles(whole / "limbo")
+    saved(whole, files)
+    assert files.log.count("open") >= 2  # each data file once more, for direct writes
+    files.lose("everything")
+    found = load_dict(whole / "root" / "saved")
+    assert all(torch.equal(found[name], tensor) for name, tensor in LARGE.items())
+    for number, operation in enumerate(files.log):
+        folder = fresh(tmp_path, str(number))
+        dying = FaultyFiles(folder / "limbo", Faults(stop_at=number, torn=operation in WRITES))
+        with pytest.raises(Crash):
+            saved(folder, dying)
+        dying.lose("everything" if number % 2 else "nothing")
+        if (folder / "root" / "saved").exists():
+            found = load_dict(folder / "root" / "saved")
+            assert all(torch.equal(found[name], tensor) for name, tensor in LARGE.items())
 
 
 def test_what_was_reported_survives_everything(tmp_path: Path) -> None:

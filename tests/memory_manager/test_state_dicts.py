@@ -15,15 +15,19 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+import fleet
 import managers
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import ConfigError, FormatError, UnsupportedError
 from tensor_dedup.memory_manager import StateDictClient, connect
 from tensor_dedup.memory_manager.client import NewLayer, NewTensor
+from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.client.connection import Connection
 from tensor_dedup.memory_manager.client.state_dicts import _key
 from tensor_dedup.memory_manager.errors import ManagerGoneError, MemoryManagerError
+from tensor_dedup.store.store import Store
 
 FORK = multiprocessing.get_context("fork")
 # A process that gets `full`, and writes what it found, and what is of one storage, to a file.
@@ -198,6 +202,34 @@ def test_tensors_outlive_the_connection_and_the_manager(
         shared.get("full")
     with pytest.raises(ManagerGoneError):
         connect(manager.socket)
+
+
+def test_a_checkpoint_is_preloaded_under_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pipe" / "unet").mkdir(parents=True)
+    (tmp_path / "pipe" / "text").mkdir()
+    held = {"w": torch.randn(70, 30), "b": torch.ones(3, dtype=torch.bfloat16)}
+    for part in ("unet", "text"):
+        save_file(held, tmp_path / "pipe" / part / "model.safetensors")
+    monkeypatch.setenv("TENSOR_DEDUP_STORE", str(tmp_path / "store"))
+    with Store.open() as store:
+        store.import_(tmp_path / "pipe", "kept")
+    names = [f"mine={tmp_path / 'pipe'}", "stored=store://kept", "none=nowhere/at/all"]
+    options = [each for name in names for each in ("--preload", name)]
+    with fleet.manager(tmp_path, *options) as manager:
+        manager.wait_for("preload failed")
+        with connect(manager.socket) as shared:
+            for name in ("mine", "stored"):
+                found = shared.get(name)
+                assert found is not None
+                assert set(found) == {"unet/w", "unet/b", "text/w", "text/b"}
+                assert torch.equal(found["unet/w"], held["w"])
+            assert shared.get("none") is None
+        with Admin(manager.socket) as admin:
+            totals = admin.totals()
+    assert totals.pinned_bytes == totals.resident_bytes > held["w"].nbytes
+    assert totals.resident_bytes < 2 * held["w"].nbytes  # four tensors of two kinds of bytes
 
 
 def test_leases_end_with_the_last_tensor(

@@ -184,6 +184,51 @@ def test_the_descriptor_names_index_and_data(tmp_path: Path) -> None:
     assert descriptor["total_size"] == len(data)
 
 
+@pytest.mark.parametrize("config", [{}, {"buffer_size_mb": 5}, {"enable_async_write": False}])
+def test_leaves_that_threads_hash_are_those_of_the_whole(
+    tmp_path: Path, config: dict[str, Any], made: list[int]
+) -> None:
+    data = any_bytes(torch.uint8, 41 * MIB + 5)
+    descriptor = save_dict({"a": data}, tmp_path / "a", config)
+    assert len(made) == 4
+    assert all(size % (4 * MIB) == 0 for size in made)
+    whole = raw(data)
+    assert data_of(tmp_path / "a") == whole + bytes(3)
+    level = [
+        hashlib.sha256(whole[at : at + 4 * MIB]).digest() for at in range(0, 42 * MIB, 4 * MIB)
+    ]
+    while len(level) > 1:
+        pairs = [level[at : at + 2] for at in range(0, len(level), 2)]
+        level = [hashlib.sha256(b"".join(p)).digest() if len(p) == 2 else p[0] for p in pairs]
+    name = "b" + base64.b32encode(b"\x12\x20" + level[0]).decode().lower().strip("=")
+    assert descriptor["data_multihash"] == name
+    found = json.loads((tmp_path / "a" / "verification.json").read_text())
+    assert found == expected_verification(whole, "")
+    assert_same(load_dict(tmp_path / "a"), {"a": data})
+
+
+def test_without_verification_nothing_is_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = several() | {"large": any_bytes(torch.uint8, 5 * MIB + 1)}
+    verified = save_dict(tensors, tmp_path / "a")
+    monkeypatch.setattr(save, "DataHashes", None)  # which is not even asked
+    plain = save_dict(tensors, tmp_path / "b", verification=False)
+    names = {path.name for path in (tmp_path / "b").iterdir()}
+    assert names == {"tensor.data_0", "tensor_index.json", "tensor_index.cbor"}
+    for name in names:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert plain == {key: verified[key] for key in ("storage_entries", "tensor_aliases")}
+    assert (
+        rebuild_index(plain["storage_entries"], plain["tensor_aliases"])
+        == (tmp_path / "b" / "tensor_index.json").read_bytes()
+    )
+    assert_same(load_dict(tmp_path / "b"), tensors)
+    with pytest.raises(ConfigError, match="leave out views"):
+        save_dict(tensors, tmp_path / "c", verification=False, views={"v": ["odd"]})
+    assert not (tmp_path / "c").exists()
+
+
 def expected_verification(data: bytes, space: str) -> dict[str, Any]:
     """By the book, all in memory."""
     length = len(data) // 8

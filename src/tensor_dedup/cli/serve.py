@@ -109,8 +109,9 @@ def _address(_context: click.Context, _parameter: click.Parameter, value: str) -
 @click.option(
     "--preload",
     multiple=True,
-    metavar="PATH...",
-    help="Load these checkpoints in a helper process, and keep their tensors.",
+    metavar="[NAME=]PATH...",
+    help="Build the final tensors of these checkpoints for engines, and keep them. With NAME=, "
+    "publish the checkpoint's own tensors under a name, for connect().get(NAME).",
 )
 @click.option(
     "--engine-args",

@@ -53,33 +53,41 @@ def tree_root(leaves: Sequence[bytes]) -> bytes:
 
 
 class TreeHash:
-    """The data multihash of bytes that arrive in order, in pieces of any size. One thread."""
+    """The data multihash of bytes: of whole leaves in any order, or of any pieces in order.
+
+    `leaf` is for any thread, `update` for one. Leaves before a piece must have been hashed by
+    `update`, too, unless it begins with a leaf.
+    """
 
     def __init__(self) -> None:
-        self._leaves: list[bytes] = []
-        self._leaf = hashlib.sha256()
-        self._filled = 0
+        self._leaves: dict[int, bytes] = {}
+        self._open = hashlib.sha256()
+        self._at = 0
+
+    def leaf(self, number: int, data: memoryview) -> None:
+        """Hash a leaf: HASH_LEAF_BYTES from `number` times as many, or the short rest."""
+        self._leaves[number] = hashlib.sha256(data).digest()
 
     def update(self, data: memoryview) -> None:
         """Add the next bytes."""
         at = 0
         while at < data.nbytes:
-            with data[at : at + HASH_LEAF_BYTES - self._filled] as part:
-                self._leaf.update(part)
+            with data[at : at + HASH_LEAF_BYTES - self._at % HASH_LEAF_BYTES] as part:
+                self._open.update(part)
                 at += part.nbytes
-                self._filled += part.nbytes
-            if self._filled == HASH_LEAF_BYTES:
+                self._at += part.nbytes
+            if self._at % HASH_LEAF_BYTES == 0:
                 self._close_leaf()
 
     def _close_leaf(self) -> None:
-        self._leaves.append(self._leaf.digest())
-        self._leaf, self._filled = hashlib.sha256(), 0
+        self._leaves[(self._at - 1) // HASH_LEAF_BYTES] = self._open.digest()
+        self._open = hashlib.sha256()
 
     def multihash(self) -> str:
         """Return the multihash of all bytes; none may be added afterwards."""
-        if self._filled:
+        if self._at % HASH_LEAF_BYTES:
             self._close_leaf()
-        return multihash(tree_root(self._leaves))
+        return multihash(tree_root([self._leaves[number] for number in sorted(self._leaves)]))
 
 
 @dataclass(frozen=True, slots=True)

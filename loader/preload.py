@@ -1,0 +1,86 @@
+"""Publish a checkpoint's tensors in a memory manager under a name, and exit.
+
+    python -m tensor_dedup.loader.preload --socket SOCKET --name NAME CHECKPOINT
+
+This runs as a process of its own, because the manager never loads torch. The tensors have the names
+that the files give them, after their folder's where they lie in one ("unet/conv_in.weight"). They
+stay pinned until `tensor-dedup unpin NAME`.
+"""
+
+import sys
+from pathlib import Path
+from typing import Final
+
+import click
+import torch
+from safetensors.torch import load_file
+
+from tensor_dedup.errors import TensorDedupError, UnsupportedError
+from tensor_dedup.formats.checkpoint import open_checkpoint
+from tensor_dedup.memory_manager import connect
+from tensor_dedup.memory_manager.client.admin import Admin
+from tensor_dedup.store.reading.tensors import load_tensors
+from tensor_dedup.store.store import Store
+
+_SCHEME: Final = "store://"
+
+
+def publish(checkpoint: str, name: str, socket: str) -> str:
+    """Publish and pin; return what was done, as a line to read.
+
+    Raises:
+        TensorDedupError: the checkpoint cannot be read, or the manager does not take it.
+    """
+    with connect(socket, name=f"preload {name}") as shared, Admin(socket) as admin:
+        done = shared.put(name, _alone(_tensors(checkpoint)))
+        admin.pin(name)
+    return f"{checkpoint}: {done.tensors} tensors, {done.nbytes} bytes published as {name}"
+
+
+def _tensors(checkpoint: str) -> dict[str, torch.Tensor]:
+    if checkpoint.startswith(_SCHEME):
+        with Store.open() as store, store.checkpoint(checkpoint.removeprefix(_SCHEME)) as stored:
+            return load_tensors(stored)
+    found: dict[str, torch.Tensor] = {}
+    for file in open_checkpoint(Path(checkpoint)).files:
+        if file.path.suffix != ".safetensors":
+            raise UnsupportedError(
+                f"{file.path}: only safetensors are published from files; import the checkpoint "
+                "into the store, and preload it as store://NAME",
+                path=str(file.path),
+            )
+        held = load_file(file.path)
+        found |= {file.prefix + key: tensor for key, tensor in held.items()}
+    return found
+
+
+def _alone(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Give each tensor a storage of its own, so that it is one with its equals of other files.
+
+    Readers lay many into one region, and `put` publishes whole storages. Names that are the same
+    tensor stay so.
+    """
+    copies: dict[tuple[object, ...], torch.Tensor] = {}
+    found = {}
+    for name, tensor in tensors.items():
+        place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        if not tensor.numel() or place not in copies:
+            copies[place] = tensor.clone()
+        found[name] = copies[place]
+    return found
+
+
+@click.command()
+@click.option("--socket", required=True)
+@click.option("--name", required=True)
+@click.argument("checkpoint")
+def main(socket: str, name: str, checkpoint: str) -> None:
+    """Publish the tensors of CHECKPOINT as NAME in the memory manager at SOCKET."""
+    try:
+        sys.stderr.write(publish(checkpoint, name, socket) + "\n")
+    except (TensorDedupError, OSError) as error:
+        raise SystemExit(f"{checkpoint}: not preloaded: {error}") from error
+
+
+if __name__ == "__main__":
+    main()
