@@ -49,6 +49,11 @@ _SINGLE_BYTES: Final = 80 << 20
 _QUERY: Final = re.compile(r"\?[^\s\"'>)]*")
 _USER: Final = re.compile(r"//[^/\s@]*@")
 _SHOWN: Final = 240
+# What may lead to a server of the user's own, by http too; Google's is in the key of an account.
+_ENDPOINTS: Final = (
+    *("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
+    *("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL", "GOOGLE_SERVICE_ACCOUNT_KEY"),
+)
 # What obstore says of a server that answers a range with the whole object.
 _NO_RANGES: Final = ("non-partial response", "Range request not supported")
 _SECRETS: Final = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS", re.IGNORECASE)
@@ -489,9 +494,10 @@ def _open_store(url: str) -> "ObjectStore":
     except ImportError as error:
         what = "needs obstore, which is not installed; install the extra `remote`"
         raise UnsupportedError(f"{url}: {what}", url=url) from error
-    endpoints = (os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))
-    plain = url.startswith("http://") or any(e.startswith("http://") for e in endpoints)
-    client: Any = {"timeout": "600s", "connect_timeout": "10s"}
+    endpoints = (os.environ.get(name, "") for name in _ENDPOINTS)
+    plain = url.startswith("http://") or any("http://" in endpoint for endpoint in endpoints)
+    # A connection that has gone silent is given up long before a slow one is.
+    client: Any = {"timeout": "600s", "connect_timeout": "10s", "read_timeout": "60s"}
     if plain:
         client["allow_http"] = True
     retry: Any = {"max_retries": 5, "retry_timeout": timedelta(seconds=120)}
