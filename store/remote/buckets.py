@@ -47,7 +47,11 @@ _LOCK_WAIT_S: Final = 60.0
 _PART_BYTES: Final = 16 << 20
 _SINGLE_BYTES: Final = 80 << 20
 _QUERY: Final = re.compile(r"\?[^\s\"'>)]*")
-_USER: Final = re.compile(r"//[^/\s@]*@")
+# Up to the last @: a password may hold one.
+_USER: Final = re.compile(r"//[^/\s]*@")
+_HOST: Final = re.compile(r"[A-Za-z0-9._-]+(:[0-9]+)?|\[[0-9A-Fa-f:]+\](:[0-9]+)?")
+# A scheme with less than two slashes behind it would else be a folder of that name.
+_MISTYPED: Final = re.compile(r"(s3|gs|az|https?|file|oci):(?!//)", re.IGNORECASE)
 _SHOWN: Final = 240
 # What may lead to a server of the user's own, by http too; Google's is in the key of an account.
 _ENDPOINTS: Final = (
@@ -515,6 +519,8 @@ def open_bucket(url: str, files: Files) -> Bucket:
         UnsupportedError: obstore is not installed.
     """
     scheme, colon, _ = url.partition("://")
+    if (mistyped := _MISTYPED.match(url)) is not None:
+        raise RemoteUrlError.at(f"{mistyped[0]}...", "it is no URL, for two slashes are missing")
     if not colon:
         return FolderBucket(Path(url).absolute(), files)
     try:
@@ -523,7 +529,8 @@ def open_bucket(url: str, files: Files) -> Bucket:
     except ValueError:
         raise RemoteUrlError.at(f"{scheme}://...", "it is no URL") from None
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
-        shown = f"{scheme}://{parts.hostname or ''}{parts.path}"
+        host = parts.hostname or ""
+        shown = f"{scheme}://{host}{parts.path}" if "\\" not in url else f"{scheme}://..."
         raise RemoteUrlError.at(shown, "a user, a password or a query in it may be a secret")
     if scheme == "file":
         if parts.netloc not in ("", "localhost") or not parts.path:
@@ -531,4 +538,6 @@ def open_bucket(url: str, files: Files) -> Bucket:
         return FolderBucket(Path(unquote(parts.path)), files)
     if scheme not in (*_SERVERS, *_WEB) or not parts.netloc:
         raise RemoteUrlError.at(url, f"no remote has the scheme {scheme!r} and this host")
+    if not _HOST.fullmatch(parts.netloc):
+        raise RemoteUrlError.at(f"{scheme}://...", "its host or bucket cannot be the name of one")
     return ServerBucket(url.rstrip("/"))

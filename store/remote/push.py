@@ -7,8 +7,9 @@ attempt finds the containers by their names, which depend on their content alone
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Final, Protocol
@@ -227,7 +228,8 @@ class _Push:
         manifest = layout.referred(text, checkpoint.name, self._bucket.at(key))
         if manifest is not None and manifest != checkpoint.manifest and not self._replace:
             raise self._taken(checkpoint)
-        return manifest == checkpoint.manifest, tag
+        # To replace a checkpoint by itself is to send what was found damaged or lost of it.
+        return manifest == checkpoint.manifest and not self._replace, tag
 
     def _taken(self, checkpoint: Outgoing) -> RemoteNameTakenError:
         what = f"{checkpoint.name!r} stands for another checkpoint there"
@@ -320,26 +322,37 @@ class _Push:
         return Record(digest, 0, nbytes, nbytes, PLAIN, None, records[0].leaves)
 
     def _upload(self, source: StoredPieces, loads: Sequence[_Load], catalog: Catalog) -> None:
-        """Send containers, some at once, each before its table."""
+        """Send containers, some at once, and their tables in order.
+
+        So those that have tables when it is cut short are the first ones, and what is left is laid
+        out as it was: then a container is found that was sent and has no table yet.
+        """
         self._progress.start(sum(load.nbytes for load in loads))
-        sending: set[Future[None]] = set()
+        sending: deque[tuple[_Load, Future[None]]] = deque()
+
+        def settle() -> None:
+            load, sent = sending.popleft()
+            sent.result()
+            key = layout.table_key(load.container.name)
+            self._bucket.put(key, [memoryview(load.frame.blob)])
+            self._progress.advance(load.nbytes)
+
         with ExitStack() as undo:
             pool = undo.enter_context(ThreadPoolExecutor(_AT_ONCE))
-            undo.callback(lambda: [each.cancel() for each in sending])
+            undo.callback(lambda: [each.cancel() for _, each in sending])
             for load in loads:
                 while len(sending) >= _AT_ONCE:
-                    done, sending = wait(sending, return_when=FIRST_COMPLETED)
-                    for each in done:
-                        each.result()
-                if load.nbytes > layout.CONTAINER_BYTES * 2:
-                    parts: Iterator[memoryview] = _content(source, load)
-                    self._send_one(load, parts, catalog)
-                    continue
-                # Read and checked here, sent by the threads.
-                whole = [_gathered(_content(source, load), load.nbytes)]
-                sending.add(pool.submit(self._send_one, load, whole, catalog))
-            for each in sending:
-                each.result()
+                    settle()
+                parts: Sequence[memoryview] | Iterator[memoryview] = _content(source, load)
+                if load.nbytes <= layout.CONTAINER_BYTES * 2:
+                    # Read and checked here, sent by the threads.
+                    parts = [_gathered(_content(source, load), load.nbytes)]
+                sending.append((load, pool.submit(self._send_one, load, parts, catalog)))
+                if not isinstance(parts, Sequence):
+                    while sending:  # it is read as it is sent
+                        settle()
+            while sending:
+                settle()
 
     def _send_one(
         self, load: _Load, parts: Sequence[memoryview] | Iterator[memoryview], catalog: Catalog
@@ -350,8 +363,6 @@ class _Push:
         status = bucket.head(key) if may_be_there else None
         if status is None or status.size != load.nbytes:
             bucket.put(key, parts)
-        bucket.put(layout.table_key(load.container.name), [memoryview(load.frame.blob)])
-        self._progress.advance(load.nbytes)
 
     def _reused(
         self, catalog: Catalog, missing: Collection[bytes], loads: Sequence[_Load]

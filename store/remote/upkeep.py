@@ -6,7 +6,7 @@ the references again. A push that still relied on it is over by then, or has tak
 both change the head of the catalog by a condition, so one of them sees the other.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
@@ -20,6 +20,7 @@ from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus
 from tensor_dedup.store.remote.catalog import (
     Catalog,
     CatalogChange,
+    ListedContainer,
     Trash,
     catalog_of,
     commit,
@@ -41,6 +42,8 @@ from tensor_dedup.store.upkeep.gc import needed
 
 # Stands for the second since when a container is condemned that was found damaged.
 _DAMAGED = 0
+# A list may tell the time of an object more finely than the object itself.
+_CLOCK_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +312,7 @@ def verify(
 
     Deltas are compared with the checksums of their chunks, everything else leaf by leaf. Nothing is
     changed but the catalog: containers with faults are taken out, so that a push sends anew what
-    was in them.
+    was in them, and what it says of others is made to be what their tables say.
     """
     check_remote(bucket)
     faults, read = list[RemoteFault](), 0
@@ -321,10 +324,6 @@ def verify(
     found = take_inventory(bucket)
     faults += found.problems
     live = found.live()
-    for container in catalog.containers if catalog is not None else ():
-        if container not in found.tables:
-            where = bucket.at(layout.container_key(container))
-            faults.append(RemoteFault(where, "the catalog names it, and it is not there, whole"))
     for digest, losers in found.lost().items():
         what = f"no container holds {digest.hex()}"
         faults.append(RemoteFault(bucket.url, what, tuple(sorted(losers))))
@@ -338,9 +337,7 @@ def verify(
                 faults.append(RemoteFault(where, what, users))
             read += sum(record.stored for record in table.records)
             advance(table.data_bytes)
-    absent = {*(catalog.containers if catalog is not None else ())} - found.tables.keys()
-    if bad | absent:
-        _drop(bucket, bad | absent)
+    faults += _mended(bucket, catalog, found, bad)
     return RemoteVerifyResult(
         len(found.manifests) + sum(bool(each.affected) for each in found.problems),
         len(found.tables),
@@ -374,6 +371,38 @@ def _check_chunks(source: RemotePieces, container: ContainerId, record: Record) 
         if not chunk.holds(view):
             what = f"a chunk of {record.digest.hex()} at {record.offset} is wrong"
             raise CorruptFrameError.at(layout.container_key(container), what)
+
+
+def _mended(
+    bucket: Bucket, catalog: Catalog | None, found: RemoteInventory, bad: Collection[ContainerId]
+) -> Iterator[RemoteFault]:
+    """What the catalog says that is not so, when it has been put right."""
+    named = catalog.containers if catalog is not None else {}
+    absent = named.keys() - found.tables.keys()
+    right = {c: listed(c, found.tables[c]) for c in named if c not in absent}
+    lies = {c: entry for c, entry in right.items() if entry != named[c] and c not in bad}
+    if gone := {*bad, *absent}:
+        _drop(bucket, gone)
+    if lies:
+        _correct(bucket, lies)
+    for containers, what in (
+        (absent, "the catalog names it, and it is not there, whole"),
+        (lies.keys(), "the catalog says of it what its table does not"),
+    ):
+        for container in sorted(containers):
+            yield RemoteFault(bucket.at(layout.container_key(container)), what)
+
+
+def _correct(bucket: Bucket, right: Mapping[ContainerId, ListedContainer]) -> None:
+    """Write of containers what their tables say."""
+
+    def change(catalog: Catalog) -> CatalogChange | None:
+        entries = [right.get(c, entry) for c, entry in catalog.containers.items()]
+        if entries == [*catalog.containers.values()]:
+            return None
+        return segment_of(entries), catalog.trash
+
+    commit(bucket, catalog_of(bucket), change)
 
 
 def _drop(bucket: Bucket, containers: Collection[ContainerId]) -> None:
@@ -501,12 +530,17 @@ def _delete(bucket: Bucket, found: RemoteInventory, keys: Sequence[str]) -> None
 
     def one(key: str) -> None:
         status, listed_ = bucket.head(key), found.objects.get(key)
-        if status is not None and (listed_ is None or listed_.tag == status.tag):
+        if status is not None and (listed_ is None or _same(listed_, status)):
             bucket.delete(key)
 
     for first in (True, False):
         for _ in bucket.each(one, [key for key in keys if (_order(key)[0] == 0) == first]):
             pass
+
+
+def _same(one: ObjectStatus, other: ObjectStatus) -> bool:
+    """Whether nobody wrote it in between, for equal bytes have equal tags."""
+    return one.tag == other.tag and abs(one.modified - other.modified) < _CLOCK_S
 
 
 def _forget(bucket: Bucket, keys: Collection[str]) -> None:

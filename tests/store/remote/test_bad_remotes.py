@@ -1,8 +1,9 @@
 """Remotes that are damaged, hostile or something else: a typed error, and the store stays whole."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import remotes
@@ -51,6 +52,18 @@ def store(tmp_path: Path, paths: dict[str, Path]) -> Store:
     found = open_store(tmp_path / "here")
     found.import_(paths["tiny"], "mine")
     return found
+
+
+def lie(bucket: MemoryBucket, digests: Sequence[bytes]) -> str:
+    """Make the catalog say that a container holds these pieces; its URL."""
+    from tensor_dedup.store.remote.catalog import PREFIX_BYTES, catalog_of, commit, segment_of
+
+    catalog = catalog_of(bucket)
+    liar, *others = sorted(catalog.containers.values(), key=lambda entry: -len(entry.alone))
+    more = b"".join(digest[:PREFIX_BYTES] for digest in digests)
+    false = [msgspec.structs.replace(liar, alone=liar.alone + more), *others]
+    commit(bucket, catalog, lambda _: (segment_of(false), catalog.trash))
+    return bucket.at(f"containers/{liar.name.hex()[:2]}/{liar.name.hex()}.{liar.kind}")
 
 
 def spoil(bucket: MemoryBucket, key: str, change: Callable[[bytes], bytes]) -> None:
@@ -114,6 +127,32 @@ def test_a_container_that_is_gone_is_named(bucket: MemoryBucket, store: Store) -
     with pytest.raises(MissingRemoteError, match="this container is gone, with"):
         store.pull(Remote(bucket), "base")
     assert store.names() == ["mine"]
+
+
+def test_a_catalog_that_lies_is_found_out_and_put_right(
+    tmp_path: Path, paths: dict[str, Path]
+) -> None:
+    """A pull goes by tables in the end; what a push has left out, since it was said to be there,
+    a pull names, verify finds, and a push that replaces sends."""
+    bucket, full, other = MemoryBucket(), open_store(tmp_path / "full"), open_store(tmp_path / "o")
+    for name in ("base", "tune"):
+        full.import_(paths[name], name)
+    full.push(Remote(bucket), "base")
+    with full.checkpoint("tune") as checkpoint:
+        where = lie(bucket, [bytes.fromhex(tensor.digest) for tensor in checkpoint])
+    other.pull(Remote(bucket), "base")
+    full.push(Remote(bucket), "tune")
+    with pytest.raises(MissingRemoteError, match=r"no container there holds.*--replace"):
+        other.pull(Remote(bucket), "tune")
+    assert other.names() == ["base"]
+    assert other.verify(full=True).fine
+    found = Remote(bucket).verify()
+    assert where in [fault.url for fault in found.faults if "its table does not" in fault.what]
+    assert {name for fault in found.faults for name in fault.affected} == {"tune"}
+    full.push(Remote(bucket), "tune", replace=True)
+    assert Remote(bucket).verify(full=True).fine
+    other.pull(Remote(bucket), "tune")
+    assert stored(other, "tune") == content(paths["tune"])
 
 
 def put_manifest(
@@ -202,6 +241,12 @@ def test_a_full_disk_is_said_before_anything_travels(tmp_path: Path, bucket: Mem
         "https://user:hidden-word@host/x",
         "az://container/x?sig=hidden-word",
         "s3://bucket/x#hidden-word",
+        "s3:/key:hidden-word@bucket/x",
+        "S3:key:hidden-word@bucket/x",
+        "s3://key%3Ahidden-word%40bucket/x",
+        "s3://bucket\\@hidden-word/x",
+        "s3://key:hidden/word@hidden-word/x",
+        "oci:/user:hidden-word@host/x",
         "ftp://host/x",
         "s3://",
         "file://host/x",
@@ -218,6 +263,7 @@ def test_nothing_of_a_server_s_message_tells_a_secret(monkeypatch: pytest.Monkey
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden-word")
     text = "PUT https://me:hidden@host/x?X-Amz-Signature=abc hidden-word Debug source: hidden"
     assert scrubbed(text) == "PUT https://host/x ***"
+    assert "den-word" not in scrubbed("GET http://user:hid@den-word@127.0.0.1:9/x failed")
 
 
 @pytest.fixture(scope="module")
