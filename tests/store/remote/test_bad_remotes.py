@@ -1,5 +1,7 @@
 """Remotes that are damaged, hostile or something else: a typed error, and the store stays whole."""
 
+import errno
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from tensor_dedup.digest import digest
 from tensor_dedup.errors import NOBODY_THERE, StoreError, TensorDedupError
 from tensor_dedup.store import Store
 from tensor_dedup.store.errors import EscapingPathError, NewerFormatError, NoSpaceError
-from tensor_dedup.store.files import RealFiles
+from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.format import frames, manifests
 from tensor_dedup.store.format.manifests import FileEntry, Manifest, Piece, encode_manifest
 from tensor_dedup.store.remote import Remote, layout
@@ -232,6 +234,44 @@ def test_a_full_disk_is_said_before_anything_travels(tmp_path: Path, bucket: Mem
         store.pull(Remote(bucket), "base")
     assert store.names() == []
     assert [*(store.path / "containers").rglob("*.*")] == []
+
+
+def test_a_disk_that_fills_up_at_any_moment_of_a_pull(
+    tmp_path: Path, bucket: MemoryBucket, paths: dict[str, Path]
+) -> None:
+    """And its room comes back: then the same pull goes on."""
+
+    class Filling(RealFiles):
+        """A disk that is full from its n-th write on."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.left = 10**9
+
+        def pwrite(self, handle: Handle, data: bytes | memoryview, offset: int) -> None:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(handle.path))
+            super().pwrite(handle, data, offset)
+
+    probe = open_store(tmp_path / "probe", files := Filling())
+    probe.import_(paths["tiny"], "mine")
+    files.left = 10**9
+    probe.pull(Remote(bucket), "tune")
+    writes = 10**9 - files.left
+    assert writes > 5
+    for number in range(writes):
+        store = open_store(tmp_path / f"here-{number}", files := Filling())
+        store.import_(paths["tiny"], "mine")
+        files.left = number
+        with pytest.raises(StoreError, match=r"(?i)space") as caught:
+            store.pull(Remote(bucket), "tune")
+        assert str(tmp_path) in str(caught.value)
+        files.left = 10**9
+        assert store.names() == ["mine"]
+        assert store.verify(full=True).fine
+        store.pull(Remote(bucket), "tune")
+        assert stored(store, "tune") == content(paths["tune"])
 
 
 @pytest.mark.parametrize(

@@ -600,3 +600,28 @@ def test_tokens_are_asked_for_with_what_each_request_needs(
         other = open_store(tmp_path / "other")
         other.pull(url, "base")
     assert stored(other, "base") == content(tmp_path / "base")
+
+
+@pytest.mark.parametrize("media", [None, "application/vnd.oci.image.layer.v1.tar"])
+def test_what_oras_pushes_is_pulled(
+    tmp_path: Path, proxy: Proxy, team: str, monkeypatch: pytest.MonkeyPatch, media: str | None
+) -> None:
+    """Files with titles, and a folder that it packs itself. The type that its command line gives
+    to a file says that it is an archive, which it is not."""
+    from oras.client import OrasClient
+
+    path = model(tmp_path / "model", [weights(n, 64 * KIB) for n in range(3)])
+    monkeypatch.chdir(path)
+    target = f"{team}/oras:v1".removeprefix("oci://")
+    ending = f":{media}" if media else ""
+    files = [f"{name}{ending}" for name in ("model.safetensors", "config.json", "README.md")]
+    OrasClient(hostname=registries.host(proxy), insecure=True).push(
+        target=target, files=[*files, "code"], disable_path_validation=True
+    )
+    store = open_store(tmp_path / "store")
+    first = store.pull(f"{team}/oras:v1", "oras")
+    assert stored(store, "oras") == content(path)
+    assert store.pull(f"{team}/oras:v1", "oras").unchanged
+    store.import_(path, "here")
+    assert store.manifest("here") == store.manifest("oras")
+    assert first.moved_bytes > 0
