@@ -199,6 +199,9 @@ class _Push:
     def run(self, began: float) -> TransferResult:
         bucket = self._bucket
         tags = dict(enumerate(bucket.each(self._look, self._checkpoints)))
+        for number, (there, tag) in tags.items():
+            if there:
+                self._confirm(self._checkpoints[number], tag)
         unchanged = all(there for there, _ in tags.values())
         if not unchanged:
             fresh, read = prepare(bucket), time.monotonic()
@@ -230,6 +233,18 @@ class _Push:
             raise self._taken(checkpoint)
         # To replace a checkpoint by itself is to send what was found damaged or lost of it.
         return manifest == checkpoint.manifest and not self._replace, tag
+
+    def _confirm(self, checkpoint: Outgoing, tag: str | None) -> None:
+        """See that the name stands for this now: what was read may be an old answer of a cache.
+
+        Only a condition is judged by what is there, so the reference is written as it is.
+        """
+        key = layout.ref_key(checkpoint.name)
+        text = layout.reference(checkpoint.name, checkpoint.manifest)
+        if not self._bucket.put_if(key, text, tag):
+            found = self._bucket.get(key, layout.TEXT_BYTES)
+            if found is None or found[0] != text:
+                raise _OutdatedError
 
     def _taken(self, checkpoint: Outgoing) -> RemoteNameTakenError:
         what = f"{checkpoint.name!r} stands for another checkpoint there"

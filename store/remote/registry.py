@@ -340,6 +340,7 @@ class RegistryRepository:
                 if found.status_code not in _AGAIN:
                     return found
                 failure = f"it answers {found.status_code}"
+                found.close()
                 with suppress(ValueError):
                     pause = max(pause, float(found.headers.get("Retry-After", "")))
             attempts -= 1
