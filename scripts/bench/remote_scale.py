@@ -107,6 +107,13 @@ class Models:
                 added.append(held[place])
             yield self.model(f"tune-{number}-{at}", kind, held, added), added
 
+    def alike(self, family: Sequence[ListedContainer]) -> Iterator[ListedContainer]:
+        """Containers of other pieces as large as these: in the catalog, and nowhere else."""
+        for each in family:
+            drawn = (self._dice.bytes(len(held)) for held in (each.name, each.alone, each.deltas))
+            name, alone, deltas = drawn
+            yield ListedContainer(name, each.kind, each.nbytes, alone, deltas)
+
     def model(self, name: str, kind: str, held: Sequence[Record], new: Sequence[Record]) -> Model:
         """A checkpoint of these pieces."""
         found = [
@@ -126,25 +133,16 @@ def changed(kind: str, seed: int) -> list[int]:
     return list(range(len(SIZES)))
 
 
-def put(
-    bucket: Sizes, model: Model, records: Sequence[Record], *, kept: bool
-) -> list[ListedContainer]:
-    """Put what a push of a model would: tables, sizes, pages, manifest, reference.
-
-    What is not `kept` is in the catalog only.
-    """
+def put(bucket: Sizes, model: Model, records: Sequence[Record]) -> list[ListedContainer]:
+    """Put what a push of a model would: tables, sizes, pages, manifest, reference."""
     plain = [(record, None) for record in records if record.base is None]
     encoded = [(record, None) for record in records if record.base is not None]
     listed: list[ListedContainer] = []
     for kind, held in (("pack", plain), (ENCODED, encoded)):
         for load in push._loads(kind, held):
             listed.append(catalog.listed(load.container, load.table))
-            if kept:
-                bucket.size(layout.container_key(load.container), load.nbytes)
-                key = layout.table_key(load.container.name)
-                bucket.put(key, [memoryview(load.frame.blob)])
-    if not kept:
-        return listed
+            bucket.size(layout.container_key(load.container), load.nbytes)
+            bucket.put(layout.table_key(load.container.name), [memoryview(load.frame.blob)])
     name, blobs = manifests.build([], model.pieces)
     for part, blob in blobs.items():
         bucket.put(layout.manifest_key(part), [memoryview(blob)])
@@ -178,12 +176,16 @@ def scale(count: int, *, sweep: bool) -> None:
     bucket.put(layout.MARKER, [memoryview(catalog.frames.encode_text(layout.MARKER_LINES))])
     entries: list[ListedContainer] = []
     last: list[Model] = []
+    family: list[ListedContainer] = []
     for number in range(count // 10):
-        last = []
+        if last and not sweep:
+            entries += models.alike(family)
+            continue
+        last, family = [], []
         for model, records in models.family(number):
-            kept = sweep or number == count // 10 - 1
-            entries += put(bucket, model, records, kept=kept)
+            family += put(bucket, model, records)
             last.append(model)
+        entries += family
     catalog.commit(bucket, Catalog(rebuilt=True), lambda _: (catalog.segment_of(entries), _NONE))
     stored = sum(entry.nbytes for entry in entries)
     whole, nbytes, _, took = counted(bucket, lambda: catalog.catalog_of(bucket))

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
+import real_servers
 from remotes import MemoryBucket
-from s3_faults import FAULTS, FaultyProxy, MemoryS3, Request, Turns, client, possible
+from s3_faults import FAULTS, FaultyProxy, MemoryS3, RealS3, Request, Turns, client, possible
 from stores import content, open_store, stored, three
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store import Store
@@ -258,3 +259,75 @@ def test_all_cases(
             f"\n{len(found)} cases, {distinct} distinct ones so far, listed in {listed}\n"
         )
     assert len({*found}) > 0.95 * len(found)
+
+
+def works_of(verb: str, full: Store, here: Store) -> Callable[[Remote], object]:
+    """What a verb does where nobody else is at work."""
+    return {
+        "first push": lambda remote: full.push(remote, "base"),
+        "push": lambda remote: full.push(remote, "tune"),
+        "pull": lambda remote: here.pull(remote, "tune"),
+        "delete": lambda remote: remote.delete("tune"),
+        "gc": lambda remote: remote.gc(0),
+    }[verb]
+
+
+def assert_whole(direct: Remote, here: Store, paths: dict[str, Path], case: object) -> None:
+    """Whatever has a name, there or here, has all of its pieces."""
+    if direct.bucket.get("FORMAT", 1 << 12) is not None:
+        found = direct.verify(full=True)
+        assert not [fault for fault in found.faults if fault.affected], (case, found.faults)
+    for name in here.names():
+        assert stored(here, name) == content(paths[name]), case
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("verb", ["first push", "push", "pull", "delete", "gc"])
+def test_a_server_that_others_have_written(tmp_path: Path, verb: str) -> None:
+    """Every fifth case of one client, before SeaweedFS; what is stale is from before the remote.
+
+    That server does not compare what it is sent with the checksum that comes with it.
+    """
+    paths, full = three(tmp_path), open_store(tmp_path / "full")
+    for name, path in paths.items():
+        full.import_(path, name, compress="auto")
+    with real_servers.weed(tmp_path / "weed") as server:
+        proxy, numbers = FaultyProxy(RealS3(server.port)), iter(range(10**6))
+
+        def start() -> tuple[Remote, Remote, Store]:
+            prefix = f"case-{next(numbers)}"
+            direct = Remote(client(server.port, prefix))
+            for name in {"first push": (), "push": ("base",)}.get(verb, ("base", "tune")):
+                full.push(direct, name)
+            if verb == "gc":
+                direct.delete("tune")
+            return direct, Remote(client(proxy.port, prefix)), open_store(tmp_path / prefix)
+
+        _, remote, here = start()
+        proxy.arm()
+        works_of(verb, full, here)(remote)
+        names = list(proxy.requests)
+        every = [
+            (number, fault)
+            for number, name in enumerate(names)
+            for fault in FAULTS
+            if possible(name, fault) and not (fault.startswith("wrong") and name.startswith("PUT"))
+        ]
+        for number, fault in every[:: 5 if len(names) > 5 else 1]:
+            case = (verb, names[number], fault)
+            direct, remote, here = start()
+            proxy.arm(number, fault, stale=MemoryS3(MemoryBucket()))
+            with suppress(StoreError):
+                works_of(verb, full, here)(remote)
+            assert proxy.struck, case
+            proxy.late = [request for request in proxy.late if not request.deletes]
+            proxy.deliver()
+            assert_whole(direct, here, paths, case)
+            proxy.arm()
+            with suppress(*_REFUSALS.get(verb, ())):
+                works_of(verb, full, here)(remote)
+            assert_whole(direct, here, paths, case)
+            expected = ["base", "tune"] if verb in ("push", "pull") else ["base"]
+            assert direct.names() == expected, case
+            assert verb != "pull" or here.names() == ["tune"], case
+        proxy.close()
