@@ -32,6 +32,7 @@ from tensor_dedup.store.remote.catalog import (
 from tensor_dedup.store.remote.conditions import check_remote
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
+    MissingRemoteError,
     RemoteBusyError,
     UncertainRemoteError,
     UnknownRemoteNameError,
@@ -231,14 +232,22 @@ def take_inventory(bucket: Bucket) -> RemoteInventory:
             what = "no program of this version makes such an object"
             found.problems.append(RemoteFault(bucket.at(key), what))
     _read_tables(bucket, found)
-    for name in names(bucket):
+    # No reference is ever deleted. So one that either list has is there, and an answer that it is
+    # not, as a list without it, is an old one.
+    listed_ = {layout.name_of_ref(key) for key in found.objects if key.startswith(layout.REFS)}
+    for name in sorted({*names(bucket), *(name for name in listed_ if name is not None)}):
+        key = layout.ref_key(name)
         try:
-            found.manifests.append(read_manifest(bucket, name, read_ref(bucket, name)))
-        except UnknownRemoteNameError:
-            found.deleted.append(name)
+            ref = bucket.get(key, layout.TEXT_BYTES)
+            if ref is None:
+                raise MissingRemoteError.at(bucket.at(key), "it is listed, and it is not there")
+            manifest = layout.referred(ref[0], name, bucket.at(key))
+            if manifest is None:
+                found.deleted.append(name)
+            else:
+                found.manifests.append(read_manifest(bucket, name, manifest))
         except StoreError as error:
-            where = bucket.at(layout.ref_key(name))
-            found.problems.append(RemoteFault(where, str(error), (name,)))
+            found.problems.append(RemoteFault(bucket.at(key), str(error), (name,)))
     return found
 
 
