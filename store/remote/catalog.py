@@ -275,7 +275,7 @@ def commit(
         now = bucket.get(layout.HEAD, layout.FRAME_BYTES)
         if now is not None and now[0] == blob:
             return catalog  # ours: the answer to it was lost
-        pause(_PAUSE_S * random.random() * min(attempt + 1, 8))
+        pause(_PAUSE_S * random.random() * (attempt + 1))
         catalog = catalog_of(bucket, before=catalog)
     raise RemoteBusyError.at(bucket.at(layout.HEAD), f"others wrote it {_ATTEMPTS} times meanwhile")
 
