@@ -144,7 +144,7 @@ def load_header(folder: Path) -> list[str]:
 def main(base: Path, work: Path, count: int) -> None:
     """Print a table for each kind of past."""
     models = {**tuning.tuned(base, work)}
-    models["one layer"] = one_layer(models["base"], work / "one-layer")
+    models["one-layer"] = one_layer(models["base"], work / "one-layer")
     for full in (False, True):
         kind = "full fine-tunes" if full else "fine-tunes of one layer"
         click.echo(f"\n{count} checkpoints there before: {kind}\n")

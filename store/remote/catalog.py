@@ -36,6 +36,8 @@ _SEGMENTS: Final = 2
 # A push may write so much catalog beside its own; what is larger waits for a later push or a gc.
 _MERGE_BYTES: Final = 48 << 10
 _MOST_SEGMENTS: Final = 8
+# A catalog that is no larger has one segment: reading another costs more than writing it again.
+_SMALL_BYTES: Final = 32 << 10
 _ATTEMPTS: Final = 40
 _PAUSE_S: Final = 0.05
 _T = TypeVar("_T")
@@ -225,11 +227,10 @@ def rebuilt(bucket: Bucket, catalog: Catalog | None = None) -> Catalog:
     return found
 
 
-def catalog_of(bucket: Bucket, *, fresh: bool = False, before: Catalog | None = None) -> Catalog:
+def catalog_of(bucket: Bucket, *, before: Catalog | None = None) -> Catalog:
     """Read the catalog for a push; put it together anew where it is lost or damaged.
 
-    A `fresh` remote has nothing to look for. Of a catalog that was read `before`, only what is new
-    is read.
+    Of a catalog that was read `before`, only what is new is read.
     """
     known = None if before is None else before.segments
     try:
@@ -238,7 +239,7 @@ def catalog_of(bucket: Bucket, *, fresh: bool = False, before: Catalog | None = 
         head = bucket.get(layout.HEAD, layout.FRAME_BYTES)
         return rebuilt(bucket, Catalog(tag=None if head is None else head[1]))
     if found is None:
-        return Catalog(rebuilt=True) if fresh else rebuilt(bucket)
+        return rebuilt(bucket)
     return found
 
 
@@ -318,6 +319,8 @@ def with_more(
     known = {(each.name, each.kind) for held in catalog.segments.values() for each in held}
     more = [each for each in new if (each.name, each.kind) not in known]
     segments = dict(catalog.segments) | segment_of(more)
+    if len(segments) > 1 and _weight(_together(segments.values())) <= _SMALL_BYTES:
+        return segment_of(_together(segments.values()))
     if len(segments) <= _SEGMENTS:
         return segments
     ranked = sorted(segments, key=lambda name: -_weight(segments[name]))

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Final, Protocol
 
@@ -18,7 +18,12 @@ import msgspec
 
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.store.codecs.records import chunks, head_bytes
-from tensor_dedup.store.errors import CorruptFrameError, CorruptTensorError, MissingObjectError
+from tensor_dedup.store.errors import (
+    CorruptFrameError,
+    CorruptTensorError,
+    MissingObjectError,
+    NewerFormatError,
+)
 from tensor_dedup.store.format import tables
 from tensor_dedup.store.format.tables import ALIGNMENT, ENCODED, PLAIN, Encoded, Record, Table
 from tensor_dedup.store.objects import ContainerId
@@ -32,10 +37,12 @@ from tensor_dedup.store.remote.catalog import (
     catalog_of,
     commit,
     listed,
+    read_catalog,
     with_more,
 )
-from tensor_dedup.store.remote.conditions import prepare
+from tensor_dedup.store.remote.conditions import check_still, prepare
 from tensor_dedup.store.remote.errors import (
+    DamagedRemoteError,
     MissingRemoteError,
     RemoteBusyError,
     RemoteNameTakenError,
@@ -204,8 +211,8 @@ class _Push:
                 self._confirm(self._checkpoints[number], tag)
         unchanged = all(there for there, _ in tags.values())
         if not unchanged:
-            fresh, read = prepare(bucket), time.monotonic()
-            catalog = catalog_of(bucket, fresh=fresh)
+            read = time.monotonic()
+            catalog = self._catalog()
             self._send(catalog, {n: tag for n, (there, tag) in tags.items() if not there}, read)
         nbytes, calls = bucket.traffic.counts()
         return TransferResult(
@@ -220,6 +227,17 @@ class _Push:
             seconds=time.monotonic() - began,
             unchanged=unchanged,
         )
+
+    def _catalog(self) -> Catalog:
+        """Read the catalog of a remote that may be written to; make one where nothing is."""
+        bucket = self._bucket
+        with suppress(DamagedRemoteError, MissingRemoteError, NewerFormatError):
+            found = read_catalog(bucket, with_trash=True)
+            if found is not None:
+                check_still(bucket)
+                return found
+        # A new remote has no catalog, unless another first push was faster: `commit` sees that.
+        return Catalog(rebuilt=True) if prepare(bucket) else catalog_of(bucket)
 
     def _look(self, checkpoint: Outgoing) -> tuple[bool, str | None]:
         """Whether the name stands for this already, and the tag of its reference."""
