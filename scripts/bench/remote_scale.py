@@ -31,11 +31,12 @@ from safetensors.numpy import save_file
 from remotes import MemoryBucket
 from tensor_dedup.digest import LEAF_BYTES, combine
 from tensor_dedup.store import Store
-from tensor_dedup.store.format import manifests
+from tensor_dedup.store.format import frames, manifests
 from tensor_dedup.store.format.manifests import Piece
 from tensor_dedup.store.format.tables import ENCODED, PLAIN, Record
 from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.remote import Remote, catalog, layout, pieces, pull, push, upkeep
+from tensor_dedup.store.remote.buckets import ObjectStatus
 from tensor_dedup.store.remote.catalog import Catalog, ListedContainer
 
 HIDDEN, INNER, WORDS, LAYERS = 4096, 11008, 32000, 32
@@ -59,11 +60,11 @@ class Sizes(MemoryBucket):
 
     sizes: dict[str, int] = {}  # noqa: RUF012
 
-    def list(self, prefix: str) -> Iterator[upkeep.ObjectStatus]:
+    def list(self, prefix: str) -> Iterator[ObjectStatus]:
         # docstring inherited
         for status in super().list(prefix):
             nbytes = self.sizes.get(status.key, status.size)
-            yield upkeep.ObjectStatus(status.key, nbytes, status.tag, status.modified)
+            yield ObjectStatus(status.key, nbytes, status.tag, status.modified)
 
 
 @dataclass
@@ -173,7 +174,7 @@ def places(bucket: Sizes, model: Model, here: set[bytes]) -> tuple[Any, int]:
 def scale(count: int, *, sweep: bool) -> None:
     """Print a block about a remote of so many checkpoints."""
     bucket, models = Sizes(), Models(count)
-    bucket.put(layout.MARKER, [memoryview(catalog.frames.encode_text(layout.MARKER_LINES))])
+    bucket.put(layout.MARKER, [memoryview(frames.encode_text(layout.MARKER_LINES))])
     entries: list[ListedContainer] = []
     last: list[Model] = []
     family: list[ListedContainer] = []

@@ -133,10 +133,13 @@ def test_a_client_is_killed_at_every_request(kit: Kit, verb: str, kills: int) ->
     for number in range(0, 2 * requests, -(-2 * requests // kills)):
         kit.reset(verb)
         before, where = {*kit.bucket.objects}, kit.store()
-        process: subprocess.Popen[bytes] | None = None
-        killer = Killer(number // 2, lambda: process and process.kill())  # noqa: B023
-        kit.proxy.arm(**{"before" if number % 2 else "after": killer})
-        process = kit.start(verb, where)
+        started: list[subprocess.Popen[bytes]] = []
+        killer = Killer(number // 2, lambda held=started: held[0].kill())  # type: ignore[misc]
+        if number % 2:
+            kit.proxy.arm(before=killer)
+        else:
+            kit.proxy.arm(after=killer)
+        started.append(process := kit.start(verb, where))
         assert kit.end(process) == (-signal.SIGKILL if killer.struck else 0)
         assert_whole(Remote(kit.bucket), where, kit)
         landed = sum(

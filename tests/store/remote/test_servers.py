@@ -41,10 +41,10 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         with real_servers.azurite(tmp_path / "azurite"):
             yield "az://models/team"
     elif request.param == "google":
-        proxy = FaultyProxy(MemoryGoogle(MemoryBucket()))
-        with real_servers.environment(MemoryGoogle.environment(proxy.port)):
+        stand_in = FaultyProxy(MemoryGoogle(MemoryBucket()))
+        with real_servers.environment(MemoryGoogle.environment(stand_in.port)):
             yield "gs://bucket/models"
-        proxy.close()
+        stand_in.close()
     else:
         pytest.importorskip("oras")
         with (
