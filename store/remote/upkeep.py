@@ -518,6 +518,11 @@ def _plan(
         and layout.container_key(c) not in expired
         and layout.container_key(c) not in waiting
     ]
+    segments = segment_of([*entries, *fresh])
+    # Segments are named by what they hold: one that was given up may be the one that is due.
+    due = {layout.segment_key(name.hex()) for name in segments}
+    expired -= due
+    waiting = {k: since for k, since in waiting.items() if k not in due}
     sizes = {k: s.size for k, s in (dead | old).items()}
     plan = RemoteGcPlan(
         condemn=tuple(sorted(k for k in waiting if k not in before)),
@@ -526,7 +531,7 @@ def _plan(
         deleted_bytes=sum(sizes[k] for k in expired),
         waiting=len(waiting),
     )
-    return plan, (segment_of([*entries, *fresh]), Trash(waiting, sorted(expired)))
+    return plan, (segments, Trash(waiting, sorted(expired)))
 
 
 def _order(key: str) -> tuple[int, str]:
