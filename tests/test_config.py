@@ -228,7 +228,13 @@ def test_hits_are_compared_by_default_where_the_hash_can_be_forged(
 
 
 @pytest.mark.parametrize(
-    "url", ["s3://key:hidden@bucket/x", "https://host/x?token=hidden", "https://[hidden/x"]
+    "url",
+    [
+        "s3://key:hidden@bucket/x",
+        "s3:/key:hidden@bucket",
+        "https://host/x?token=hidden",
+        "https://[hidden/x",
+    ],
 )
 def test_a_remote_holds_no_credential(url: str) -> None:
     with pytest.raises(ConfigError, match=r"^remote: .*environment") as caught:

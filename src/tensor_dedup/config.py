@@ -299,7 +299,8 @@ def _may_hold_secret(url: str) -> bool:
         parts = urlsplit(url)
     except ValueError:
         return True  # nobody can say what it holds
-    return "@" in parts.netloc or bool(parts.query or parts.fragment)
+    mistyped = parts.scheme and not parts.netloc and "@" in url
+    return "@" in parts.netloc or bool(mistyped or parts.query or parts.fragment)
 
 
 def _wrong(name: str, value: object, advice: str) -> ConfigError:

@@ -48,8 +48,17 @@ _LOCK_WAIT_S: Final = 60.0
 _PART_BYTES: Final = 16 << 20
 _SINGLE_BYTES: Final = 80 << 20
 _QUERY: Final = re.compile(r"\?[^\s\"'>)]*")
-_USER: Final = re.compile(r"//[^/\s@]*@")
+# Up to the last @: a password may hold one.
+_USER: Final = re.compile(r"//[^/\s]*@")
+_HOST: Final = re.compile(r"[A-Za-z0-9._-]+(:[0-9]+)?|\[[0-9A-Fa-f:]+\](:[0-9]+)?")
+# A scheme with less than two slashes behind it would else be a folder of that name.
+_MISTYPED: Final = re.compile(r"(s3|gs|az|https?|file|oci):(?!//)", re.IGNORECASE)
 _SHOWN: Final = 240
+# What may lead to a server of the user's own, by http too; Google's is in the key of an account.
+_ENDPOINTS: Final = (
+    *("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
+    *("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL", "GOOGLE_SERVICE_ACCOUNT_KEY"),
+)
 # What obstore says of a server that answers a range with the whole object.
 _NO_RANGES: Final = ("non-partial response", "Range request not supported")
 _SECRETS: Final = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS", re.IGNORECASE)
@@ -490,9 +499,10 @@ def _open_store(url: str) -> "ObjectStore":
     except ImportError as error:
         what = f"needs obstore, which is not installed; {install_hint('remote')}"
         raise UnsupportedError(f"{url}: {what}", url=url) from error
-    endpoints = (os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"))
-    plain = url.startswith("http://") or any(e.startswith("http://") for e in endpoints)
-    client: Any = {"timeout": "600s", "connect_timeout": "10s"}
+    endpoints = (os.environ.get(name, "") for name in _ENDPOINTS)
+    plain = url.startswith("http://") or any("http://" in endpoint for endpoint in endpoints)
+    # A connection that has gone silent is given up long before a slow one is.
+    client: Any = {"timeout": "600s", "connect_timeout": "10s", "read_timeout": "60s"}
     if plain:
         client["allow_http"] = True
     retry: Any = {"max_retries": 5, "retry_timeout": timedelta(seconds=120)}
@@ -510,6 +520,8 @@ def open_bucket(url: str, files: Files) -> Bucket:
         UnsupportedError: obstore is not installed.
     """
     scheme, colon, _ = url.partition("://")
+    if (mistyped := _MISTYPED.match(url)) is not None:
+        raise RemoteUrlError.at(f"{mistyped[0]}...", "it is no URL, for two slashes are missing")
     if not colon:
         return FolderBucket(Path(url).absolute(), files)
     try:
@@ -518,7 +530,8 @@ def open_bucket(url: str, files: Files) -> Bucket:
     except ValueError:
         raise RemoteUrlError.at(f"{scheme}://...", "it is no URL") from None
     if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
-        shown = f"{scheme}://{parts.hostname or ''}{parts.path}"
+        host = parts.hostname or ""
+        shown = f"{scheme}://{host}{parts.path}" if "\\" not in url else f"{scheme}://..."
         raise RemoteUrlError.at(shown, "a user, a password or a query in it may be a secret")
     if scheme == "file":
         if parts.netloc not in ("", "localhost") or not parts.path:
@@ -526,4 +539,6 @@ def open_bucket(url: str, files: Files) -> Bucket:
         return FolderBucket(Path(unquote(parts.path)), files)
     if scheme not in (*_SERVERS, *_WEB) or not parts.netloc:
         raise RemoteUrlError.at(url, f"no remote has the scheme {scheme!r} and this host")
+    if not _HOST.fullmatch(parts.netloc):
+        raise RemoteUrlError.at(f"{scheme}://...", "its host or bucket cannot be the name of one")
     return ServerBucket(url.rstrip("/"))

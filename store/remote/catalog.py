@@ -36,6 +36,8 @@ _SEGMENTS: Final = 2
 # A push may write so much catalog beside its own; what is larger waits for a later push or a gc.
 _MERGE_BYTES: Final = 48 << 10
 _MOST_SEGMENTS: Final = 8
+# A catalog that is no larger has one segment: reading another costs more than writing it again.
+_SMALL_BYTES: Final = 32 << 10
 _ATTEMPTS: Final = 40
 _PAUSE_S: Final = 0.05
 _T = TypeVar("_T")
@@ -125,8 +127,15 @@ class Catalog:
         return self._alone.get(key, []) + ([] if alone else self._deltas.get(key, []))
 
 
-def read_catalog(bucket: Bucket, *, with_trash: bool = False) -> Catalog | None:
+def read_catalog(
+    bucket: Bucket,
+    *,
+    with_trash: bool = False,
+    known: Mapping[bytes, list[ListedContainer]] | None = None,
+) -> Catalog | None:
     """Read the catalog, or return None if there is no head.
+
+    Segments that are `known` are not read again: they are named by what they hold.
 
     Raises:
         DamagedRemoteError, MissingRemoteError: its head or a segment is damaged, or gone.
@@ -140,6 +149,8 @@ def read_catalog(bucket: Bucket, *, with_trash: bool = False) -> Catalog | None:
     catalog = Catalog(tag=tag)
 
     def segment(name: bytes) -> list[ListedContainer]:
+        if known is not None and name in known:
+            return known[name]
         part = _frame(bucket, layout.segment_key(name.hex()), name.hex(), _SEGMENT, _Segment)
         return part.containers
 
@@ -216,18 +227,19 @@ def rebuilt(bucket: Bucket, catalog: Catalog | None = None) -> Catalog:
     return found
 
 
-def catalog_of(bucket: Bucket, *, fresh: bool = False) -> Catalog:
+def catalog_of(bucket: Bucket, *, before: Catalog | None = None) -> Catalog:
     """Read the catalog for a push; put it together anew where it is lost or damaged.
 
-    A `fresh` remote has nothing to look for.
+    Of a catalog that was read `before`, only what is new is read.
     """
+    known = None if before is None else before.segments
     try:
-        found = read_catalog(bucket, with_trash=True)
+        found = read_catalog(bucket, with_trash=True, known=known)
     except (DamagedRemoteError, MissingRemoteError):
         head = bucket.get(layout.HEAD, layout.FRAME_BYTES)
         return rebuilt(bucket, Catalog(tag=None if head is None else head[1]))
     if found is None:
-        return Catalog(rebuilt=True) if fresh else rebuilt(bucket)
+        return rebuilt(bucket)
     return found
 
 
@@ -250,7 +262,7 @@ def commit(
         if wanted is None:
             if _tag_of(bucket) == catalog.tag:
                 return catalog
-            catalog = catalog_of(bucket)
+            catalog = catalog_of(bucket, before=catalog)
             continue
         segments, trash = wanted
         for name, held in segments.items():
@@ -264,8 +276,8 @@ def commit(
         now = bucket.get(layout.HEAD, layout.FRAME_BYTES)
         if now is not None and now[0] == blob:
             return catalog  # ours: the answer to it was lost
-        pause(_PAUSE_S * random.random() * min(attempt + 1, 8))
-        catalog = catalog_of(bucket)
+        pause(_PAUSE_S * random.random() * (attempt + 1))
+        catalog = catalog_of(bucket, before=catalog)
     raise RemoteBusyError.at(bucket.at(layout.HEAD), f"others wrote it {_ATTEMPTS} times meanwhile")
 
 
@@ -307,6 +319,8 @@ def with_more(
     known = {(each.name, each.kind) for held in catalog.segments.values() for each in held}
     more = [each for each in new if (each.name, each.kind) not in known]
     segments = dict(catalog.segments) | segment_of(more)
+    if len(segments) > 1 and _weight(_together(segments.values())) <= _SMALL_BYTES:
+        return segment_of(_together(segments.values()))
     if len(segments) <= _SEGMENTS:
         return segments
     ranked = sorted(segments, key=lambda name: -_weight(segments[name]))

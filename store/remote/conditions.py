@@ -51,6 +51,24 @@ def prepare(bucket: Bucket) -> bool:
     return True
 
 
+def check_still(bucket: Bucket) -> None:
+    """Check that a bucket whose catalog was read may be written to; one request.
+
+    A later version of the layout has another catalog, so its marker need not be read.
+
+    Raises:
+        NotARemoteError: its marker is gone.
+        NoConditionsError: the server does not keep conditions.
+    """
+    marker = frames.encode_text(layout.MARKER_LINES)
+    if not bucket.put_if(layout.MARKER, marker, None):
+        return
+    if bucket.put_if(layout.MARKER, marker, None):
+        raise _ignored(bucket, "If-None-Match")
+    bucket.delete(layout.MARKER)
+    raise NotARemoteError.at(bucket.url, f"it holds {layout.HEAD} and no {layout.MARKER}")
+
+
 def check_remote(bucket: Bucket) -> None:
     """Check that a bucket holds a remote of this version.
 

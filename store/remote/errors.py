@@ -100,7 +100,10 @@ class RemoteNameTakenError(NameTakenError):
 class DamagedRemoteError(DamagedFileError):
     """An object of a remote is not what it was written as; nothing of it was taken."""
 
-    advice = "run `tensor-dedup remote verify URL --full`, then push again from a store that has it"
+    advice = (
+        "run `tensor-dedup remote verify URL --full`, then `tensor-dedup push NAME URL --replace` "
+        "from a store that has it"
+    )
 
 
 class MissingRemoteError(MissingObjectError):

@@ -543,8 +543,11 @@ def _packing_of(layer: Descriptor) -> str | None:
     model = (
         media.startswith(artifacts.MODEL_LAYERS) or "image.layer" in media or ".rootfs." in media
     )
-    if not model and notes.get(_ORAS_FOLDER) != "true":
-        return None
+    if notes.get(_ORAS_FOLDER) != "true":
+        # ORAS calls a file an archive, too, and gives it a title; what it packs, it compresses.
+        file = TITLE in notes and "image.layer" in media and media.endswith(".tar")
+        if file or not model:
+            return None
     for ending, packing in (("gzip", "gz"), ("zstd", "zst"), (".tar", "")):
         if media.endswith(ending):
             return packing

@@ -7,9 +7,10 @@ attempt finds the containers by their names, which depend on their content alone
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Final, Protocol
 
@@ -17,7 +18,12 @@ import msgspec
 
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.store.codecs.records import chunks, head_bytes
-from tensor_dedup.store.errors import CorruptFrameError, CorruptTensorError, MissingObjectError
+from tensor_dedup.store.errors import (
+    CorruptFrameError,
+    CorruptTensorError,
+    MissingObjectError,
+    NewerFormatError,
+)
 from tensor_dedup.store.format import tables
 from tensor_dedup.store.format.tables import ALIGNMENT, ENCODED, PLAIN, Encoded, Record, Table
 from tensor_dedup.store.objects import ContainerId
@@ -31,10 +37,12 @@ from tensor_dedup.store.remote.catalog import (
     catalog_of,
     commit,
     listed,
+    read_catalog,
     with_more,
 )
-from tensor_dedup.store.remote.conditions import prepare
+from tensor_dedup.store.remote.conditions import check_still, prepare
 from tensor_dedup.store.remote.errors import (
+    DamagedRemoteError,
     MissingRemoteError,
     RemoteBusyError,
     RemoteNameTakenError,
@@ -198,10 +206,13 @@ class _Push:
     def run(self, began: float) -> TransferResult:
         bucket = self._bucket
         tags = dict(enumerate(bucket.each(self._look, self._checkpoints)))
+        for number, (there, tag) in tags.items():
+            if there:
+                self._confirm(self._checkpoints[number], tag)
         unchanged = all(there for there, _ in tags.values())
         if not unchanged:
-            fresh, read = prepare(bucket), time.monotonic()
-            catalog = catalog_of(bucket, fresh=fresh)
+            read = time.monotonic()
+            catalog = self._catalog()
             self._send(catalog, {n: tag for n, (there, tag) in tags.items() if not there}, read)
         nbytes, calls = bucket.traffic.counts()
         return TransferResult(
@@ -217,6 +228,17 @@ class _Push:
             unchanged=unchanged,
         )
 
+    def _catalog(self) -> Catalog:
+        """Read the catalog of a remote that may be written to; make one where nothing is."""
+        bucket = self._bucket
+        with suppress(DamagedRemoteError, MissingRemoteError, NewerFormatError):
+            found = read_catalog(bucket, with_trash=True)
+            if found is not None:
+                check_still(bucket)
+                return found
+        # A new remote has no catalog, unless another first push was faster: `commit` sees that.
+        return Catalog(rebuilt=True) if prepare(bucket) else catalog_of(bucket)
+
     def _look(self, checkpoint: Outgoing) -> tuple[bool, str | None]:
         """Whether the name stands for this already, and the tag of its reference."""
         key = layout.ref_key(checkpoint.name)
@@ -227,7 +249,20 @@ class _Push:
         manifest = layout.referred(text, checkpoint.name, self._bucket.at(key))
         if manifest is not None and manifest != checkpoint.manifest and not self._replace:
             raise self._taken(checkpoint)
-        return manifest == checkpoint.manifest, tag
+        # To replace a checkpoint by itself is to send what was found damaged or lost of it.
+        return manifest == checkpoint.manifest and not self._replace, tag
+
+    def _confirm(self, checkpoint: Outgoing, tag: str | None) -> None:
+        """See that the name stands for this now: what was read may be an old answer of a cache.
+
+        Only a condition is judged by what is there, so the reference is written as it is.
+        """
+        key = layout.ref_key(checkpoint.name)
+        text = layout.reference(checkpoint.name, checkpoint.manifest)
+        if not self._bucket.put_if(key, text, tag):
+            found = self._bucket.get(key, layout.TEXT_BYTES)
+            if found is None or found[0] != text:
+                raise _OutdatedError
 
     def _taken(self, checkpoint: Outgoing) -> RemoteNameTakenError:
         what = f"{checkpoint.name!r} stands for another checkpoint there"
@@ -320,26 +355,37 @@ class _Push:
         return Record(digest, 0, nbytes, nbytes, PLAIN, None, records[0].leaves)
 
     def _upload(self, source: StoredPieces, loads: Sequence[_Load], catalog: Catalog) -> None:
-        """Send containers, some at once, each before its table."""
+        """Send containers, some at once, and their tables in order.
+
+        So those that have tables when it is cut short are the first ones, and what is left is laid
+        out as it was: then a container is found that was sent and has no table yet.
+        """
         self._progress.start(sum(load.nbytes for load in loads))
-        sending: set[Future[None]] = set()
+        sending: deque[tuple[_Load, Future[None]]] = deque()
+
+        def settle() -> None:
+            load, sent = sending.popleft()
+            sent.result()
+            key = layout.table_key(load.container.name)
+            self._bucket.put(key, [memoryview(load.frame.blob)])
+            self._progress.advance(load.nbytes)
+
         with ExitStack() as undo:
             pool = undo.enter_context(ThreadPoolExecutor(_AT_ONCE))
-            undo.callback(lambda: [each.cancel() for each in sending])
+            undo.callback(lambda: [each.cancel() for _, each in sending])
             for load in loads:
                 while len(sending) >= _AT_ONCE:
-                    done, sending = wait(sending, return_when=FIRST_COMPLETED)
-                    for each in done:
-                        each.result()
-                if load.nbytes > layout.CONTAINER_BYTES * 2:
-                    parts: Iterator[memoryview] = _content(source, load)
-                    self._send_one(load, parts, catalog)
-                    continue
-                # Read and checked here, sent by the threads.
-                whole = [_gathered(_content(source, load), load.nbytes)]
-                sending.add(pool.submit(self._send_one, load, whole, catalog))
-            for each in sending:
-                each.result()
+                    settle()
+                parts: Sequence[memoryview] | Iterator[memoryview] = _content(source, load)
+                if load.nbytes <= layout.CONTAINER_BYTES * 2:
+                    # Read and checked here, sent by the threads.
+                    parts = [_gathered(_content(source, load), load.nbytes)]
+                sending.append((load, pool.submit(self._send_one, load, parts, catalog)))
+                if not isinstance(parts, Sequence):
+                    while sending:  # it is read as it is sent
+                        settle()
+            while sending:
+                settle()
 
     def _send_one(
         self, load: _Load, parts: Sequence[memoryview] | Iterator[memoryview], catalog: Catalog
@@ -350,8 +396,6 @@ class _Push:
         status = bucket.head(key) if may_be_there else None
         if status is None or status.size != load.nbytes:
             bucket.put(key, parts)
-        bucket.put(layout.table_key(load.container.name), [memoryview(load.frame.blob)])
-        self._progress.advance(load.nbytes)
 
     def _reused(
         self, catalog: Catalog, missing: Collection[bytes], loads: Sequence[_Load]

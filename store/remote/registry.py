@@ -39,6 +39,7 @@ _HOST: Final = re.compile(r"[A-Za-z0-9.-]+(:[0-9]+)?|\[[0-9A-Fa-f:]+\](:[0-9]+)?
 _PART: Final = r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*"
 _REPOSITORY: Final = re.compile(f"{_PART}(/{_PART})*")
 _TAG: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_PLAIN: Final = re.compile(r"[A-Za-z0-9._/:-]*")
 _DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
 _HERE: Final = re.compile(r"(localhost|127\.[0-9.]+|\[::1\])(:[0-9]+)?")
 _TIMEOUT_S: Final = (10.0, 600.0)
@@ -91,7 +92,10 @@ class ArtifactName:
         fits = _HOST.fullmatch(host) and _REPOSITORY.fullmatch(repository)
         if not fits or not form.fullmatch(reference):
             what = "it is no artifact; write oci://REGISTRY/REPOSITORY:TAG, in lower case"
-            raise RemoteUrlError.at(url, what)
+            # What is wrong in it may be a secret that stands in a wrong place.
+            plain = _PLAIN.fullmatch(path) is not None
+            shown = f"{host if _HOST.fullmatch(host) else '...'}/{path if plain else '...'}"
+            raise RemoteUrlError.at(f"{SCHEME}{shown}", what)
         return cls(host, repository, reference)
 
     @property
@@ -337,6 +341,7 @@ class RegistryRepository:
                 if found.status_code not in _AGAIN:
                     return found
                 failure = f"it answers {found.status_code}"
+                found.close()
                 with suppress(ValueError):
                     pause = max(pause, float(found.headers.get("Retry-After", "")))
             attempts -= 1

@@ -6,7 +6,7 @@ the references again. A push that still relied on it is over by then, or has tak
 both change the head of the catalog by a condition, so one of them sees the other.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
@@ -21,6 +21,7 @@ from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus
 from tensor_dedup.store.remote.catalog import (
     Catalog,
     CatalogChange,
+    ListedContainer,
     Trash,
     catalog_of,
     commit,
@@ -32,6 +33,7 @@ from tensor_dedup.store.remote.catalog import (
 from tensor_dedup.store.remote.conditions import check_remote
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
+    MissingRemoteError,
     RemoteBusyError,
     UncertainRemoteError,
     UnknownRemoteNameError,
@@ -42,6 +44,8 @@ from tensor_dedup.store.upkeep.gc import needed
 
 # Stands for the second since when a container is condemned that was found damaged.
 _DAMAGED = 0
+# A list may tell the time of an object more finely than the object itself.
+_CLOCK_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,14 +237,22 @@ def take_inventory(bucket: Bucket) -> RemoteInventory:
             what = "no program of this version makes such an object"
             found.problems.append(RemoteFault(bucket.at(key), what))
     _read_tables(bucket, found)
-    for name in names(bucket):
+    # No reference is ever deleted. So one that either list has is there, and an answer that it is
+    # not, as a list without it, is an old one.
+    listed_ = {layout.name_of_ref(key) for key in found.objects if key.startswith(layout.REFS)}
+    for name in sorted({*names(bucket), *(name for name in listed_ if name is not None)}):
+        key = layout.ref_key(name)
         try:
-            found.manifests.append(read_manifest(bucket, name, read_ref(bucket, name)))
-        except UnknownRemoteNameError:
-            found.deleted.append(name)
+            ref = bucket.get(key, layout.TEXT_BYTES)
+            if ref is None:
+                raise MissingRemoteError.at(bucket.at(key), "it is listed, and it is not there")
+            manifest = layout.referred(ref[0], name, bucket.at(key))
+            if manifest is None:
+                found.deleted.append(name)
+            else:
+                found.manifests.append(read_manifest(bucket, name, manifest))
         except StoreError as error:
-            where = bucket.at(layout.ref_key(name))
-            found.problems.append(RemoteFault(where, str(error), (name,)))
+            found.problems.append(RemoteFault(bucket.at(key), str(error), (name,)))
     return found
 
 
@@ -327,7 +339,7 @@ def verify(
 
     Deltas are compared with the checksums of their chunks, everything else leaf by leaf. Nothing is
     changed but the catalog: containers with faults are taken out, so that a push sends anew what
-    was in them.
+    was in them, and what it says of others is made to be what their tables say.
     """
     check_remote(bucket)
     faults, read = list[RemoteFault](), 0
@@ -339,10 +351,6 @@ def verify(
     found = take_inventory(bucket)
     faults += found.problems
     live = found.live()
-    for container in catalog.containers if catalog is not None else ():
-        if container not in found.tables:
-            where = bucket.at(layout.container_key(container))
-            faults.append(RemoteFault(where, "the catalog names it, and it is not there, whole"))
     for digest, losers in found.lost().items():
         what = f"no container holds {digest.hex()}"
         faults.append(RemoteFault(bucket.url, what, tuple(sorted(losers))))
@@ -356,9 +364,7 @@ def verify(
                 faults.append(RemoteFault(where, what, users))
             read += sum(record.stored for record in table.records)
             advance(table.data_bytes)
-    absent = {*(catalog.containers if catalog is not None else ())} - found.tables.keys()
-    if bad | absent:
-        _drop(bucket, bad | absent)
+    faults += _mended(bucket, catalog, found, bad)
     return RemoteVerifyResult(
         len(found.manifests) + sum(bool(each.affected) for each in found.problems),
         len(found.tables),
@@ -392,6 +398,38 @@ def _check_chunks(source: RemotePieces, container: ContainerId, record: Record) 
         if not chunk.holds(view):
             what = f"a chunk of {record.digest.hex()} at {record.offset} is wrong"
             raise CorruptFrameError.at(layout.container_key(container), what)
+
+
+def _mended(
+    bucket: Bucket, catalog: Catalog | None, found: RemoteInventory, bad: Collection[ContainerId]
+) -> Iterator[RemoteFault]:
+    """What the catalog says that is not so, when it has been put right."""
+    named = catalog.containers if catalog is not None else {}
+    absent = named.keys() - found.tables.keys()
+    right = {c: listed(c, found.tables[c]) for c in named if c not in absent}
+    lies = {c: entry for c, entry in right.items() if entry != named[c] and c not in bad}
+    if gone := {*bad, *absent}:
+        _drop(bucket, gone)
+    if lies:
+        _correct(bucket, lies)
+    for containers, what in (
+        (absent, "the catalog names it, and it is not there, whole"),
+        (lies.keys(), "the catalog says of it what its table does not"),
+    ):
+        for container in sorted(containers):
+            yield RemoteFault(bucket.at(layout.container_key(container)), what)
+
+
+def _correct(bucket: Bucket, right: Mapping[ContainerId, ListedContainer]) -> None:
+    """Write of containers what their tables say."""
+
+    def change(catalog: Catalog) -> CatalogChange | None:
+        entries = [right.get(c, entry) for c, entry in catalog.containers.items()]
+        if entries == [*catalog.containers.values()]:
+            return None
+        return segment_of(entries), catalog.trash
+
+    commit(bucket, catalog_of(bucket), change)
 
 
 def _drop(bucket: Bucket, containers: Collection[ContainerId]) -> None:
@@ -498,6 +536,11 @@ def _plan(
         and layout.container_key(c) not in expired
         and layout.container_key(c) not in waiting
     ]
+    segments = segment_of([*entries, *fresh])
+    # Segments are named by what they hold: one that was given up may be the one that is due.
+    due = {layout.segment_key(name.hex()) for name in segments}
+    expired -= due
+    waiting = {k: since for k, since in waiting.items() if k not in due}
     sizes = {k: s.size for k, s in (dead | old).items()}
     plan = RemoteGcPlan(
         condemn=tuple(sorted(k for k in waiting if k not in before)),
@@ -506,7 +549,7 @@ def _plan(
         deleted_bytes=sum(sizes[k] for k in expired),
         waiting=len(waiting),
     )
-    return plan, (segment_of([*entries, *fresh]), Trash(waiting, sorted(expired)))
+    return plan, (segments, Trash(waiting, sorted(expired)))
 
 
 def _order(key: str) -> tuple[int, str]:
@@ -519,12 +562,17 @@ def _delete(bucket: Bucket, found: RemoteInventory, keys: Sequence[str]) -> None
 
     def one(key: str) -> None:
         status, listed_ = bucket.head(key), found.objects.get(key)
-        if status is not None and (listed_ is None or listed_.tag == status.tag):
+        if status is not None and (listed_ is None or _same(listed_, status)):
             bucket.delete(key)
 
     for first in (True, False):
         for _ in bucket.each(one, [key for key in keys if (_order(key)[0] == 0) == first]):
             pass
+
+
+def _same(one: ObjectStatus, other: ObjectStatus) -> bool:
+    """Whether nobody wrote it in between, for equal bytes have equal tags."""
+    return one.tag == other.tag and abs(one.modified - other.modified) < _CLOCK_S
 
 
 def _forget(bucket: Bucket, keys: Collection[str]) -> None:

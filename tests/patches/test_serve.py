@@ -22,6 +22,7 @@ import safetensors.torch
 
 import fleet
 import plain
+import remotes
 import tiny_checkpoints as checkpoints
 from tensor_dedup.loader.report import REPORT_DIR_VARIABLE
 from tensor_dedup.store import Store
@@ -279,6 +280,36 @@ def test_a_stored_checkpoint_is_served(
     (load,) = reported(environment)
     assert load["name"] == "store://org/tiny@v1"
     assert load["bytes_from_store"] == load["bytes_read"] == load["checkpoint_bytes"] > 0
+
+
+@pytest.mark.vllm
+@pytest.mark.long
+def test_a_stored_checkpoint_is_pulled_and_served_and_then_without_the_remote(
+    model: str, environment: dict[str, str], tmp_path: Path
+) -> None:
+    size = checkpoints.nbytes(Path(model))
+    answers = []
+    with remotes.s3() as proxy:
+        full = Store.open(tmp_path / "full")
+        full.import_(model, "base")
+        full.push("s3://bucket/models", "base")
+        environment |= {name: os.environ[name] for name in os.environ if name.startswith("AWS_")}
+        environment["TENSOR_DEDUP_CACHE"] = str(tmp_path / "cache")
+        environment["TENSOR_DEDUP_STORE"] = str(tmp_path / "here")
+        environment["TENSOR_DEDUP_REMOTE"] = "s3://bucket/models"
+        shutil.rmtree(full.path)
+        proxy.reset()
+        with server(["store://base", "--tensor-dedup"], environment, tmp_path / "log") as address:
+            answers.append(complete(address))
+        assert size <= proxy.received <= 1.02 * size + 64 * 1024
+    # The server is gone, and so is whoever could answer for it.
+    with server(["store://base", "--tensor-dedup"], environment, tmp_path / "log2") as address:
+        answers.append(complete(address))
+    assert answers == [expected(model)] * 2
+    first, second = reported(environment)
+    assert first["bytes_from_store"] == second["bytes_from_store"] == size
+    assert "on the wire" in (tmp_path / "log").read_text()
+    assert "on the wire" not in (tmp_path / "log2").read_text()
 
 
 @pytest.mark.vllm

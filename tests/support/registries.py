@@ -7,19 +7,16 @@ they are missing, tests skip and name the command that installs them.
 import http.client
 import json
 import os
-import shutil
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import pytest
-
+from real_servers import Server, free_ports, needs
 from remotes import Proxy
 
 _CONFIG = """
@@ -34,58 +31,33 @@ http: {{addr: "127.0.0.1:{port}"}}
 _AUTH = "auth: {{htpasswd: {{realm: test, path: {root}/htpasswd}}}}"
 
 
-def needs(program: str) -> str:
-    """The program's path; skips the test where it is not installed."""
-    found = shutil.which(program)
-    if found is None:
-        pytest.skip(f"needs {program}: apt-get install {program}")
-    return found
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
 @contextmanager
-def registry(root: Path, *, htpasswd: str | None = None) -> Iterator[Proxy]:
-    """A registry behind a proxy that counts; its name is `127.0.0.1:PORT` with the proxy's port.
-
-    With `htpasswd`, lines of that file, it wants a user.
-    """
-    program, port = needs("docker-registry"), _free_port()
+def program(root: Path, *, htpasswd: str | None = None) -> Iterator[Server]:
+    """A registry's process; with `htpasswd`, lines of that file, it wants a user."""
+    path, (port,) = needs("docker-registry"), free_ports(1)
     root.mkdir(parents=True, exist_ok=True)
     if htpasswd is not None:
         (root / "htpasswd").write_text(htpasswd)
     auth = _AUTH.format(root=root) if htpasswd is not None else ""
     (root / "config.yml").write_text(_CONFIG.format(root=root, port=port, auth=auth))
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("REGISTRY_")}
-    with (root / "log").open("wb") as log:
-        server = subprocess.Popen(
-            [program, "serve", str(root / "config.yml")], stdout=log, stderr=log, env=environment
-        )
-    proxy = None
+    unset = [name for name in os.environ if name.startswith("REGISTRY_")]
+    command = ["env", *(f"--unset={name}" for name in unset), path, "serve"]
+    server = Server([*command, str(root / "config.yml")], port, root / "log")
     try:
-        for _ in range(600):
-            with suppress(OSError):
-                link = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-                link.request("GET", "/v2/")
-                status = link.getresponse().status
-                link.close()
-                if status in (200, 401):
-                    break
-            assert server.poll() is None, (root / "log").read_text()
-            time.sleep(0.05)
-        proxy = Proxy(port)
-        yield proxy
+        yield server
     finally:
-        if proxy is not None:
+        server.stop()
+
+
+@contextmanager
+def registry(root: Path, *, htpasswd: str | None = None) -> Iterator[Proxy]:
+    """A registry behind a proxy that counts; its name is `127.0.0.1:PORT` with the proxy's port."""
+    with program(root, htpasswd=htpasswd) as server:
+        proxy = Proxy(server.port)
+        try:
+            yield proxy
+        finally:
             proxy.close()
-        server.terminate()
-        server.wait(30)
 
 
 @contextmanager

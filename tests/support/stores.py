@@ -103,6 +103,21 @@ def stored(store: Store, name: str) -> Content:
         }
 
 
+def layered(root: Path, name: str, layers: list[bytes]) -> Path:
+    """The folder `name` with a checkpoint of these layers in bf16."""
+    tensors = {f"layers.{n}.weight": ("BF16", (len(d) // 2,), d) for n, d in enumerate(layers)}
+    return write(root / name, {"model.safetensors": safetensors(tensors)})
+
+
+def with_lora(data: bytes, seed: int) -> bytes:
+    """A matrix in bf16 with an adapter of rank 8 merged into it."""
+    dice = np.random.default_rng(seed)
+    held = (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4").reshape(256, -1)
+    rank = dice.standard_normal((256, 8)) @ dice.standard_normal((8, held.shape[1]))
+    merged = np.ascontiguousarray(held + 1e-3 * rank, "<f4")
+    return (merged.view("<u4") >> 16).astype("<u2").tobytes()
+
+
 def size_on_disk(folder: Path) -> int:
     """Bytes of all files below, the index with them."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,8 +1,11 @@
 """Remotes that are damaged, hostile or something else: a typed error, and the store stays whole."""
 
-from collections.abc import Callable, Iterator
+import errno
+import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import remotes
@@ -12,7 +15,7 @@ from tensor_dedup.digest import digest
 from tensor_dedup.errors import NOBODY_THERE, StoreError, TensorDedupError
 from tensor_dedup.store import Store
 from tensor_dedup.store.errors import EscapingPathError, NewerFormatError, NoSpaceError
-from tensor_dedup.store.files import RealFiles
+from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.format import frames, manifests
 from tensor_dedup.store.format.manifests import FileEntry, Manifest, Piece, encode_manifest
 from tensor_dedup.store.remote import Remote, layout
@@ -51,6 +54,18 @@ def store(tmp_path: Path, paths: dict[str, Path]) -> Store:
     found = open_store(tmp_path / "here")
     found.import_(paths["tiny"], "mine")
     return found
+
+
+def lie(bucket: MemoryBucket, digests: Sequence[bytes]) -> str:
+    """Make the catalog say that a container holds these pieces; its URL."""
+    from tensor_dedup.store.remote.catalog import PREFIX_BYTES, catalog_of, commit, segment_of
+
+    catalog = catalog_of(bucket)
+    liar, *others = sorted(catalog.containers.values(), key=lambda entry: -len(entry.alone))
+    more = b"".join(digest[:PREFIX_BYTES] for digest in digests)
+    false = [msgspec.structs.replace(liar, alone=liar.alone + more), *others]
+    commit(bucket, catalog, lambda _: (segment_of(false), catalog.trash))
+    return bucket.at(f"containers/{liar.name.hex()[:2]}/{liar.name.hex()}.{liar.kind}")
 
 
 def spoil(bucket: MemoryBucket, key: str, change: Callable[[bytes], bytes]) -> None:
@@ -114,6 +129,32 @@ def test_a_container_that_is_gone_is_named(bucket: MemoryBucket, store: Store) -
     with pytest.raises(MissingRemoteError, match="this container is gone, with"):
         store.pull(Remote(bucket), "base")
     assert store.names() == ["mine"]
+
+
+def test_a_catalog_that_lies_is_found_out_and_put_right(
+    tmp_path: Path, paths: dict[str, Path]
+) -> None:
+    """A pull goes by tables in the end; what a push has left out, since it was said to be there,
+    a pull names, verify finds, and a push that replaces sends."""
+    bucket, full, other = MemoryBucket(), open_store(tmp_path / "full"), open_store(tmp_path / "o")
+    for name in ("base", "tune"):
+        full.import_(paths[name], name)
+    full.push(Remote(bucket), "base")
+    with full.checkpoint("tune") as checkpoint:
+        where = lie(bucket, [bytes.fromhex(tensor.digest) for tensor in checkpoint])
+    other.pull(Remote(bucket), "base")
+    full.push(Remote(bucket), "tune")
+    with pytest.raises(MissingRemoteError, match=r"no container there holds.*--replace"):
+        other.pull(Remote(bucket), "tune")
+    assert other.names() == ["base"]
+    assert other.verify(full=True).fine
+    found = Remote(bucket).verify()
+    assert where in [fault.url for fault in found.faults if "its table does not" in fault.what]
+    assert {name for fault in found.faults for name in fault.affected} == {"tune"}
+    full.push(Remote(bucket), "tune", replace=True)
+    assert Remote(bucket).verify(full=True).fine
+    other.pull(Remote(bucket), "tune")
+    assert stored(other, "tune") == content(paths["tune"])
 
 
 def put_manifest(
@@ -195,6 +236,44 @@ def test_a_full_disk_is_said_before_anything_travels(tmp_path: Path, bucket: Mem
     assert [*(store.path / "containers").rglob("*.*")] == []
 
 
+def test_a_disk_that_fills_up_at_any_moment_of_a_pull(
+    tmp_path: Path, bucket: MemoryBucket, paths: dict[str, Path]
+) -> None:
+    """And its room comes back: then the same pull goes on."""
+
+    class Filling(RealFiles):
+        """A disk that is full from its n-th write on."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.left = 10**9
+
+        def pwrite(self, handle: Handle, data: bytes | memoryview, offset: int) -> None:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(handle.path))
+            super().pwrite(handle, data, offset)
+
+    probe = open_store(tmp_path / "probe", files := Filling())
+    probe.import_(paths["tiny"], "mine")
+    files.left = 10**9
+    probe.pull(Remote(bucket), "tune")
+    writes = 10**9 - files.left
+    assert writes > 5
+    for number in range(writes):
+        store = open_store(tmp_path / f"here-{number}", files := Filling())
+        store.import_(paths["tiny"], "mine")
+        files.left = number
+        with pytest.raises(StoreError, match=r"(?i)space") as caught:
+            store.pull(Remote(bucket), "tune")
+        assert str(tmp_path) in str(caught.value)
+        files.left = 10**9
+        assert store.names() == ["mine"]
+        assert store.verify(full=True).fine
+        store.pull(Remote(bucket), "tune")
+        assert stored(store, "tune") == content(paths["tune"])
+
+
 @pytest.mark.parametrize(
     "url",
     [
@@ -202,6 +281,12 @@ def test_a_full_disk_is_said_before_anything_travels(tmp_path: Path, bucket: Mem
         "https://user:hidden-word@host/x",
         "az://container/x?sig=hidden-word",
         "s3://bucket/x#hidden-word",
+        "s3:/key:hidden-word@bucket/x",
+        "S3:key:hidden-word@bucket/x",
+        "s3://key%3Ahidden-word%40bucket/x",
+        "s3://bucket\\@hidden-word/x",
+        "s3://key:hidden/word@hidden-word/x",
+        "oci:/user:hidden-word@host/x",
         "ftp://host/x",
         "s3://",
         "file://host/x",
@@ -218,6 +303,7 @@ def test_nothing_of_a_server_s_message_tells_a_secret(monkeypatch: pytest.Monkey
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden-word")
     text = "PUT https://me:hidden@host/x?X-Amz-Signature=abc hidden-word Debug source: hidden"
     assert scrubbed(text) == "PUT https://host/x ***"
+    assert "den-word" not in scrubbed("GET http://user:hid@den-word@127.0.0.1:9/x failed")
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import logging
 import tarfile
 from base64 import b64encode
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import zstandard
 
 import registries
 from remotes import Proxy
+from s3_faults import FAULTS, FaultyProxy, RealS3, Request, Response, possible
 from stores import (
     KIB,
     content,
@@ -34,7 +36,7 @@ from stores import (
     weights,
     write,
 )
-from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.errors import StoreError, UnsupportedError
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.errors import NameTakenError, UnknownNameError
@@ -539,13 +541,16 @@ def test_a_digest_pins_it(tmp_path: Path, proxy: Proxy, team: str, full: Store) 
         "oci://host/a@sha256:12",
         "oci://user:hidden@host/a:tag",
         "oci://host/a?key=hidden",
+        "oci://host/u:hidden@x/a:tag",
+        "oci://host/a:hidden@sha256:12",
+        "oci://host:hidden/a:tag",
     ],
 )
 def test_bad_urls(tmp_path: Path, url: str, full: Store) -> None:
     for work in (full.push, full.pull):
         with pytest.raises(RemoteUrlError) as caught:
             work(url, "base")
-        assert "user:hidden" not in str(caught.value)
+        assert "hidden" not in str(caught.value) + repr(caught.value.facts)
     with pytest.raises(RemoteUrlError, match="push and pull also take"):
         Remote.open("oci://host/a:tag")
 
@@ -597,3 +602,86 @@ def test_tokens_are_asked_for_with_what_each_request_needs(
         other = open_store(tmp_path / "other")
         other.pull(url, "base")
     assert stored(other, "base") == content(tmp_path / "base")
+
+
+@pytest.mark.parametrize("media", [None, "application/vnd.oci.image.layer.v1.tar"])
+def test_what_oras_pushes_is_pulled(
+    tmp_path: Path, proxy: Proxy, team: str, monkeypatch: pytest.MonkeyPatch, media: str | None
+) -> None:
+    """Files with titles, and a folder that it packs itself. The type that its command line gives
+    to a file says that it is an archive, which it is not."""
+    from oras.client import OrasClient
+
+    path = model(tmp_path / "model", [weights(n, 64 * KIB) for n in range(3)])
+    monkeypatch.chdir(path)
+    target = f"{team}/oras:v1".removeprefix("oci://")
+    ending = f":{media}" if media else ""
+    files = [f"{name}{ending}" for name in ("model.safetensors", "config.json", "README.md")]
+    OrasClient(hostname=registries.host(proxy), insecure=True).push(
+        target=target, files=[*files, "code"], disable_path_validation=True
+    )
+    store = open_store(tmp_path / "store")
+    first = store.pull(f"{team}/oras:v1", "oras")
+    assert stored(store, "oras") == content(path)
+    assert store.pull(f"{team}/oras:v1", "oras").unchanged
+    store.import_(path, "here")
+    assert store.manifest("here") == store.manifest("oras")
+    assert first.moved_bytes > 0
+
+
+class Nothing:
+    """A registry that has not heard of what was pushed."""
+
+    def answer(self, request: Request) -> Response:
+        return Response(404, {}, b'{"errors": [{"code": "MANIFEST_UNKNOWN"}]}')
+
+
+@pytest.mark.parametrize("verb", ["push", "pull"])
+@pytest.mark.parametrize("step", [37, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
+def test_whatever_befalls_a_request_nothing_is_lost(
+    tmp_path: Path, proxy: Proxy, full: Store, verb: str, step: int, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("tensor_dedup.store.remote.registry._PAUSE_S", 0.001)
+    monkeypatch.setattr("tensor_dedup.store.remote.oci._AT_ONCE", 1)
+    monkeypatch.setattr("tensor_dedup.store.remote.pieces._AHEAD", 1)
+    gate, numbers = FaultyProxy(RealS3(proxy.port)), iter(range(10**6))
+    clean, spoilt = registries.host(proxy), f"127.0.0.1:{gate.port}"
+
+    def start() -> tuple[str, Store]:
+        number = next(numbers)
+        path = f"{tmp_path.name[-8:].strip('_').lower()}-{number}/base:v1"
+        if verb == "pull":
+            full.push(f"oci://{clean}/{path}", "base")
+        # Nothing is remembered that could be mounted.
+        monkeypatch.setenv("TENSOR_DEDUP_CACHE", str(tmp_path / f"cache-{number}"))
+        return path, open_store(tmp_path / f"here-{number}")
+
+    def work(path: str, here: Store) -> None:
+        url = f"oci://{spoilt}/{path}"
+        full.push(url, "base") if verb == "push" else here.pull(url, "base")
+
+    gate.arm()
+    work(*start())
+    names = list(gate.requests)
+    assert len(names) > 3
+    every = [(n, f) for n, name in enumerate(names) for f in FAULTS if possible(name, f)]
+    for number, fault in every[::step]:
+        case = (number, names[number], fault)
+        path, here = start()
+        gate.arm(number, fault, stale=Nothing())
+        with suppress(StoreError):
+            work(path, here)
+        assert gate.struck, case
+        assert here.names() in ([], ["base"]), case
+        assert here.verify(full=True).fine, case
+        gate.deliver()
+        other = open_store(tmp_path / f"other-{next(numbers)}")
+        with suppress(NotARemoteError):  # the tag is there with all that it needs, or it is not
+            other.pull(f"oci://{clean}/{path}", "base")
+            assert stored(other, "base") == content(tmp_path / "base"), case
+        gate.arm()
+        work(path, here)
+        other.pull(f"oci://{clean}/{path}", "base")
+        assert stored(other, "base") == content(tmp_path / "base"), case
+        assert verb == "push" or stored(here, "base") == content(tmp_path / "base"), case
+    gate.close()

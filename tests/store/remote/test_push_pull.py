@@ -13,6 +13,7 @@ from stores import (
     KIB,
     MIB,
     content,
+    layered,
     noise,
     open_store,
     safetensors,
@@ -21,6 +22,7 @@ from stores import (
     tuned,
     u8,
     weights,
+    with_lora,
     write,
 )
 from tensor_dedup.digest import LEAF_BYTES
@@ -197,20 +199,6 @@ def test_what_was_lost_here_comes_back_by_a_pull(
     assert full.verify().faults
     full.pull(remote, "base")
     assert stored(full, "base") == content(tmp_path / "base")
-
-
-def layered(root: Path, name: str, layers: list[bytes]) -> Path:
-    tensors = {f"layers.{n}.weight": ("BF16", (len(d) // 2,), d) for n, d in enumerate(layers)}
-    return write(root / name, {"model.safetensors": safetensors(tensors)})
-
-
-def with_lora(data: bytes, seed: int) -> bytes:
-    """A matrix in bf16 with an adapter of rank 8 merged into it."""
-    dice = np.random.default_rng(seed)
-    held = (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4").reshape(256, -1)
-    rank = dice.standard_normal((256, 8)) @ dice.standard_normal((8, held.shape[1]))
-    merged = np.ascontiguousarray(held + 1e-3 * rank, "<f4")
-    return (merged.view("<u4") >> 16).astype("<u2").tobytes()
 
 
 @pytest.mark.parametrize("kind", ["one layer", "merged LoRA", "all of it"])

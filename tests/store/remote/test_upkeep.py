@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from remotes import Faulty, MemoryBucket
+from s3_faults import FaultyProxy, MemoryS3, client
 from stores import content, open_store, stored, three
 from tensor_dedup.store import Store
 from tensor_dedup.store.remote import Remote
+from tensor_dedup.store.remote.catalog import read_catalog
 from tensor_dedup.store.remote.errors import (
     RemoteBusyError,
     UncertainRemoteError,
@@ -149,6 +151,28 @@ def test_what_verify_finds_damaged_is_sent_again(
     assert remote.verify(full=True).fine
     for name in users:
         pulled(tmp_path, bucket, name, f"of-{name}")
+
+
+@pytest.mark.parametrize("lease", [0, 24])
+def test_a_sweep_that_writes_a_segment_of_the_past_does_not_delete_it(
+    tmp_path: Path, full: Store, lease: int
+) -> None:
+    """What the catalog says when a name is deleted is what it said before the name was there."""
+    bucket = MemoryBucket()
+    proxy = FaultyProxy(MemoryS3(bucket))  # equal bytes have equal tags there
+    remote = Remote(client(proxy.port))
+    for name in ("base", "tune"):
+        full.push(remote, name)
+    before = [key for key in bucket.objects if key.startswith("catalog/")]
+    remote.delete("tune")
+    for _ in range(3):
+        bucket.clock += 1.5 * lease * HOUR
+        remote.gc(lease)
+        named = read_catalog(remote.bucket)  # which reads its segments
+        assert named is not None
+    assert {f"catalog/{name.hex()}" for name in named.segments} <= {*before}
+    assert remote.verify(full=True).fine
+    proxy.close()
 
 
 def calls_of(bucket: MemoryBucket) -> int:
