@@ -15,8 +15,8 @@ from tensor_dedup.store.checkpoints import CheckpointStore
 MIB = 1 << 20
 TENSOR, COUNT = 16 * MIB, 8
 POOL = 2 * TENSOR
-# Leaves that threads hash and write, two MiB each, and what the allocator keeps.
-SCRATCH = 24 * MIB
+# Blocks of some MiB that threads hash, write and drain, and what the allocator keeps.
+SCRATCH = 48 * MIB
 # Decoded leaves of anchors, 64 MiB at most, and the leaves that are being encoded.
 ENCODING = 96 * MIB
 
