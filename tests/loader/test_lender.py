@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -181,7 +182,7 @@ def test_a_bad_lease_costs_one_tensor_and_no_load(
 
 
 def test_a_reply_that_nobody_waited_for_answers_nothing_else(
-    manager: managers.Manager, lender: Lend
+    manager: managers.Manager, lender: Lend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C while the manager is slow: the late reply must not be taken for the next one's."""
     zeros, ones = wanted(0), wanted(1)
@@ -191,13 +192,27 @@ def test_a_reply_that_nobody_waited_for_answers_nothing_else(
     os.kill(manager.pid, signal.SIGSTOP)
     main = threading.main_thread().ident
     assert main is not None
-    timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
-    timer.start()
+    asking = threading.Event()
+
+    def interrupt() -> None:
+        # Not before it is on its way: on a busy machine that takes a while.
+        asking.wait()
+        time.sleep(0.3)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    def ask(self: Connection, *args: Any, **more: Any) -> Any:
+        asking.set()
+        return original(self, *args, **more)
+
+    original = Connection.ask
+    monkeypatch.setattr(Connection, "ask", ask)
+    impatient = threading.Thread(target=interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
+            impatient.start()
             client_of(mine).lease([zeros.digest])
     finally:
-        timer.join()
+        impatient.join()
         os.kill(manager.pid, signal.SIGCONT)
     with pytest.raises(ManagerGoneError):
         client_of(mine).lease([ones.digest])
