@@ -79,13 +79,9 @@ def bars(chart: Chart, text: str) -> list[Bar]:
     Raises:
         LookupError: the section or the table is not there, or too few rows have a value.
     """
-    _, found, rest = text.partition(f"<!-- {chart.section}: begin -->\n")
-    tables = re.findall(r"(?:^\|.*\n)+", rest.split("<!-- ")[0], re.MULTILINE)
-    if not found or len(tables) <= chart.table:
-        raise LookupError(f"{TABLES}: no table {chart.table} in {chart.section!r}")
     drawn, before = list[Bar](), ""
-    for line in tables[chart.table].splitlines()[2:]:
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
+    for line in _lines(chart.section, chart.table, text)[2:]:
+        cells = _cells(line)
         if cells[0].startswith("the same"):
             cells[0] = cells[0].replace("the same", before)
         else:
@@ -103,6 +99,28 @@ def bars(chart: Chart, text: str) -> list[Bar]:
     if len(drawn) < 2:
         raise LookupError(f"{TABLES}: no rows for a chart of {chart.section!r}")
     return drawn
+
+
+def table(section: str, number: int, text: str) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the rows of a table of a section, from the text of all tables.
+
+    Raises:
+        LookupError: the section or the table is not there.
+    """
+    header, _, *rows = map(_cells, _lines(section, number, text))
+    return header, rows
+
+
+def _lines(section: str, number: int, text: str) -> list[str]:
+    _, found, rest = text.partition(f"<!-- {section}: begin -->\n")
+    tables = re.findall(r"(?:^\|.*\n)+", rest.split("<!-- ")[0], re.MULTILINE)
+    if not found or len(tables) <= number:
+        raise LookupError(f"{TABLES}: no table {number} in {section!r}")
+    return [*tables[number].splitlines()]
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip().removeprefix("|").removesuffix("|").split("|")]
 
 
 def _float(text: str) -> float:

@@ -1,7 +1,7 @@
 """A hook of MkDocs: fills the parts of pages that are generated from the code.
 
 A page says `<!-- generated: metrics -->` where a table is to stand; each name is a function below.
-`<!-- chart: load -->` is a chart of `site_charts`.
+`<!-- chart: load -->` is a chart of `site_charts`, or curves of `site_curves`.
 """
 
 import re
@@ -18,6 +18,7 @@ from tensor_dedup.memory_manager.server.metrics import TotalsCollector, attach_s
 
 sys.path.append(str(Path(__file__).parent))  # a hook is loaded by its path
 import site_charts
+import site_curves
 
 _MARK: Final = re.compile(r"<!-- generated: ([a-z-]+) -->")
 _CHART: Final = re.compile(r"<!-- chart: ([a-z-]+) -->")
@@ -77,8 +78,12 @@ _PARTS: Final[dict[str, Callable[[], str]]] = {
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Return the page's text with its generated parts filled in; an unknown name is a KeyError."""
-    markdown = _CHART.sub(lambda mark: site_charts.svg(mark[1]), markdown)
+    markdown = _CHART.sub(lambda mark: _drawn(mark[1]), markdown)
     return _MARK.sub(lambda mark: _PARTS[mark[1]](), markdown)
+
+
+def _drawn(name: str) -> str:
+    return site_curves.svg(name) if name in site_curves.CURVES else site_charts.svg(name)
 
 
 def on_page_content(html: str, **_: Any) -> str:
