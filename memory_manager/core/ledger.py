@@ -26,7 +26,10 @@ _SHARE_REMEMBERED: Final = 16
 
 @dataclass(slots=True, eq=False)
 class ResidentEntry:
-    """A tensor in memory. `holds` counts leases, and puts that have not been closed."""
+    """A tensor in memory. `holds` counts leases, and puts that have not been closed.
+
+    `asleep`: how many of the leases belong to engines that sleep.
+    """
 
     digest: str
     slab: int
@@ -34,6 +37,7 @@ class ResidentEntry:
     nbytes: int
     leases: int = 0
     holds: int = 0
+    asleep: int = 0
     checkpoints: set[str] = field(default_factory=set)
     records: set[str] = field(default_factory=set)
 
