@@ -279,7 +279,7 @@ class Client:
         return found
 
     def stand_by(self, leases: Sequence[Lease], *, asleep: bool = True) -> list[bool]:
-        """Tell whether an engine that sleeps holds these leases; return who is used awake, in order.
+        """Tell whether an engine that sleeps holds these leases; return which are used awake.
 
         They keep their tensors either way. True means that somebody awake holds the tensor too.
 
