@@ -154,9 +154,8 @@ class SleepingModel:
         report = SleepReport()
         with self._lock:
             behind = (self._gpu.mapping_behind(tensor) for tensor in tensors)
-            for mapping in dict.fromkeys(each for each in behind if each is not None):
-                if mapping.asleep:
-                    continue
+            awake = dict.fromkeys(each for each in behind if each is not None and not each.asleep)
+            for mapping in awake:
                 try:
                     slab = self._stood_by(mapping)
                     try:
@@ -193,7 +192,8 @@ class SleepingModel:
         if not any(isinstance(each.lease, Lease) for each in residents):
             slab.held = residents  # made by this process, without a manager
             return slab
-        assert self._device is not None, "what is leased is leased from a manager"
+        if self._device is None:
+            raise BackendError("the memory manager that they are leased from does not answer")
         held = self._lent(slab)
         if held is None:
             raise BackendError("the manager has them elsewhere by now")

@@ -379,6 +379,7 @@ def stand_by(state: State) -> None:
 def copy_half(state: State) -> None:
     """Killed in the middle of a copy to host memory."""
     one = _of(state)
+    assert one.host is not None
     put = one.host.reserve(["asleep:half"]).put
     assert put is not None
     put.allocate([BIG.nbytes], [key_of(BIG).digest])
@@ -398,7 +399,13 @@ def wake(state: State) -> bool:
 STEPS = (start, stand_by, copy_half, sleep, wake)
 
 
-@pytest.mark.parametrize("count", range(1, len(STEPS) + 1), ids=[s.__name__ for s in STEPS])
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(number, id=step.__name__, marks=[pytest.mark.long] * (number < 3))
+        for number, step in enumerate(STEPS, 1)
+    ],
+)
 @pytest.mark.parametrize("others", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_one_killed_after_any_step_leaves_nothing_and_others_are_right(
     engine: Callable[..., SleepyEngine],

@@ -24,21 +24,22 @@ from tensor_dedup.memory_manager.cuda.driver import Access, Driver
 class SleepyEngine:
     """A process's engine: its GPU, its connections, and a model whose tensors it shares."""
 
-    def __init__(self, folder: Path, *, managed: bool = True) -> None:
+    def __init__(self, folder: Path, *, managed: bool = True, tier: bool = True) -> None:
         self.fake = FakeDriver()
         self.driver = RefusingDriver(self.fake)
         self.gpu = SharedGpu(
             Gpu(cast("Driver", self.driver), fake_uuid(0)), torch.device("cpu"), CPU
         )
         where = folder / "m.sock"
-        self.host: Client = connect(where, keep_connected=False)
+        self.host: Client | None = connect(where, keep_connected=False) if tier else None
         self.device: Client | None = (
             connect(where, keep_connected=False, device=fake_uuid(0)) if managed else None
         )
         self.views = Views(CPU)
         self.wanted: list[torch.Tensor] = []
         self.tensors: list[torch.Tensor] = []
-        self.model = SleepingModel(self.gpu, self.host, self.device, "base")
+        if self.host is not None:
+            self.model = SleepingModel(self.gpu, self.host, self.device, "base")
 
     def load(self, *groups: list[torch.Tensor]) -> "SleepyEngine":
         """Share these tensors, each group in a slab of its own unless it is there already."""
@@ -85,11 +86,12 @@ class SleepyEngine:
         """End it, and see that nothing is left of it."""
         self.driver.again()
         self.tensors.clear()
-        del self.model
+        vars(self).pop("model", None)
         gc.collect()
         assert self.gpu.gpu.reap(wait=True) == 0
         left = self.fake.left()
         assert left == {}, left
-        self.host.close()
+        if self.host is not None:
+            self.host.close()
         if self.device is not None:
             self.device.close()
