@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
+from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.openers import MappedExtent, Opener, VmmOpener, total
 from tensor_dedup.loader.residents.mappings import DEVICE_MAPPINGS, MappingSpan, SlabRange
 from tensor_dedup.memory_manager.cuda.driver import (
@@ -38,23 +39,29 @@ class _PendingUnmap(NamedTuple):
     extents: tuple[MappedExtent, ...]
     opener: Opener
     owners: dict[int, object]  # held until the memory is unmapped, by their ids
+    mapped: bool = True  # or only the addresses are kept
 
 
 class DeviceMapping:
     """Slabs mapped read-only at an address of this process until the last reference is gone.
 
     `make_private` puts a copy of its own at the same address: tensors and captured graphs continue
-    to use it, writable from then on. Nothing that uses the range may run meanwhile.
+    to use it, writable from then on. `sleep` leaves nothing there, until `wake` maps equal slabs at
+    the same address. Nothing that uses the range may run meanwhile.
     """
 
     def __init__(self, gpu: "Gpu", pending: _PendingUnmap) -> None:
         self.gpu: Final = gpu
         self.address: Final = pending.address
-        self.extents: Final = pending.extents
         self.private = False
+        self._become(pending)
+
+    def _become(self, pending: _PendingUnmap) -> None:
+        self.extents = pending.extents
+        self.asleep = not pending.mapped
         self._owners = pending.owners
         self._opener = pending.opener
-        self._end = weakref.finalize(self, _retire, gpu.retired, os.getpid(), pending)
+        self._end = weakref.finalize(self, _retire, self.gpu.retired, os.getpid(), pending)
         self._end.atexit = False
 
     @property
@@ -67,6 +74,49 @@ class DeviceMapping:
         if not self.private:
             self._owners[id(owner)] = owner
 
+    def owners(self) -> list[object]:
+        """Return what is kept alive until the slabs are unmapped here."""
+        return list(self._owners.values())
+
+    def sleep(self) -> None:
+        """Unmap the slabs, keep the address, and let go of the owners. Waits for all kernels.
+
+        Until `wake`, whoever uses the range ends the process's use of the GPU.
+
+        Raises:
+            BackendError: The driver refused; `asleep` tells whether before or after.
+            UnsupportedError: The memory is private, or the backend cannot keep the address.
+        """
+        if self.asleep:
+            return
+        if self.private:
+            raise UnsupportedError(f"{self.nbytes} bytes are this model's alone; copy them")
+        with self.gpu.entered():
+            self.gpu.driver.synchronize()
+            self._opener.unmap(self.address, self.extents)
+            # Before the context is left, which may fail, too.
+            self._end.detach()
+            _forget(self.address, self.extents)
+            self._become(_PendingUnmap(self.address, self.extents, self._opener, {}, mapped=False))
+
+    def wake(self, extents: Sequence[MappedExtent], opener: Opener, owner: object) -> None:
+        """Map slabs with the bytes of those that slept at the same address, read-only.
+
+        Raises:
+            BackendError: The driver refused; `asleep` tells whether before or after.
+        """
+        if not self.asleep:
+            return
+        if [each.nbytes for each in extents] != [each.nbytes for each in self.extents]:
+            raise BackendError(
+                f"{total(extents)} bytes where {self.nbytes} slept; look the tensors up again"
+            )
+        with self.gpu.entered():
+            self.gpu.with_room(lambda: opener.remap(self.address, extents))
+            self._end.detach()
+            _enter(self.address, extents)
+            self._become(_PendingUnmap(self.address, tuple(extents), opener, {id(owner): owner}))
+
     def make_private(self) -> None:
         """Put a private, writable copy at the same address; does nothing if it is private already.
 
@@ -76,21 +126,27 @@ class DeviceMapping:
         """
         if self.private:
             return
+        if self.asleep:
+            raise BackendError(f"{self.nbytes} bytes of it sleep; wake the model up first")
         place = self.address, self.extents
         self.gpu.with_room(partial(self._opener.make_private, *place))
         self.private = True
         _forget(self.address, self.extents)
         self._end.detach()
-        self._owners = {}
-        pending = _PendingUnmap(self.address, self.extents, self._opener, self._owners)
-        self._end = weakref.finalize(self, _retire, self.gpu.retired, os.getpid(), pending)
-        self._end.atexit = False
+        self._become(_PendingUnmap(self.address, self.extents, self._opener, {}))
 
 
 def _retire(retired: "deque[_PendingUnmap]", pid: int, pending: _PendingUnmap) -> None:
     if os.getpid() == pid:  # a forked child has the object and not the mapping
         _forget(pending.address, pending.extents)
         retired.append(pending)
+
+
+def _enter(address: int, extents: Sequence[MappedExtent]) -> None:
+    for extent in extents:
+        pieces = (SlabRange(extent.serial, 0, extent.nbytes),)
+        DEVICE_MAPPINGS.add(address, MappingSpan(extent.nbytes, pieces))
+        address += extent.nbytes
 
 
 def _forget(address: int, extents: Sequence[MappedExtent]) -> None:
@@ -142,17 +198,21 @@ class Gpu:
                 address = self.with_room(lambda: opener.open(extents, Access.READ))
                 undo.add(partial(opener.close, address, extents))
             undo.keep()
-        at = address
-        for extent in extents:
-            DEVICE_MAPPINGS.add(
-                at, MappingSpan(extent.nbytes, (SlabRange(extent.serial, 0, extent.nbytes),))
-            )
-            at += extent.nbytes
+        _enter(address, extents)
         made = DeviceMapping(
             self, _PendingUnmap(address, tuple(extents), opener, {id(owner): owner})
         )
         self._alive.add(made)
         return made
+
+    def maps(self, serial: int) -> bool:
+        """Return whether this process has the slab with this serial mapped."""
+        return any(
+            not mapping.asleep
+            and not mapping.private
+            and serial in {e.serial for e in mapping.extents}
+            for mapping in list(self._alive)
+        )
 
     def mapping_at(self, address: int) -> DeviceMapping | None:
         """Return the mapping that contains an address, even a private one, or None."""
@@ -252,8 +312,9 @@ class Gpu:
             _log.warning("an event is lost: %s", str(error))
 
     def _unmap(self, pending: _PendingUnmap) -> None:
+        end = pending.opener.close if pending.mapped else pending.opener.free
         try:
-            pending.opener.close(pending.address, pending.extents)
+            end(pending.address, pending.extents)
         except BaseException as error:
             # Its memory stays in use, so its lease is kept, too.
             self.stuck.append(pending)

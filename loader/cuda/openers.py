@@ -44,6 +44,21 @@ class Opener(Protocol):
             UnsupportedError: The address cannot be kept.
         """
 
+    def unmap(self, address: int, extents: Sequence[MappedExtent]) -> None:
+        """Unmap what `open` mapped for reading, and keep the addresses; `free` gives them back.
+
+        Nothing may use the range any more.
+
+        Raises:
+            UnsupportedError: The address cannot be kept.
+        """
+
+    def remap(self, address: int, extents: Sequence[MappedExtent]) -> None:
+        """Map extents read-only at addresses that `unmap` has kept, of as many bytes in all."""
+
+    def free(self, address: int, extents: Sequence[MappedExtent]) -> None:
+        """Give back addresses that `unmap` has kept."""
+
 
 def total(extents: Sequence[MappedExtent]) -> int:
     """Return the bytes of all extents."""
@@ -62,16 +77,20 @@ class VmmOpener:
         """Map the extents side by side and return their address."""
         with Undo() as undo:
             address = self._reserve(undo, total(extents))
-            at = address
-            for extent in extents:
-                with Undo() as always:
-                    handle = self._driver.import_(extent.fileno)
-                    always.add(partial(self._driver.release, handle))
-                    self._map(undo, at, extent.nbytes, handle)
-                at += extent.nbytes
-            self._driver.allow(address, at - address, self._device, access)
+            self._map_all(undo, address, extents, access)
             undo.keep()
         return address
+
+    def _map_all(
+        self, undo: Undo, address: int, extents: Sequence[MappedExtent], access: Access
+    ) -> None:
+        at = address
+        for extent in extents:
+            with Undo() as always:
+                handle = self._held(always, self._driver.import_(extent.fileno))
+                self._map(undo, at, extent.nbytes, handle)
+            at += extent.nbytes
+        self._driver.allow(address, at - address, self._device, access)
 
     def _reserve(self, undo: Undo, nbytes: int) -> int:
         address = self._driver.reserve(nbytes, self._unit)
@@ -87,6 +106,30 @@ class VmmOpener:
         # One by one, as they were mapped: that several may go at once is written nowhere.
         for at, nbytes in _places(address, extents):
             self._driver.unmap(at, nbytes)
+        self._driver.free(address, total(extents))
+
+    def unmap(self, address: int, extents: Sequence[MappedExtent]) -> None:
+        """Unmap the extents and keep their addresses."""
+        with Undo() as always:
+            # Held to the end, for the way back.
+            handles = [self._held(always, self._driver.import_(each.fileno)) for each in extents]
+            with Undo() as back:
+                back.add(
+                    partial(self._driver.allow, address, total(extents), self._device, Access.READ)
+                )
+                for (at, nbytes), handle in zip(_places(address, extents), handles, strict=True):
+                    self._driver.unmap(at, nbytes)
+                    back.add(partial(self._driver.map, at, nbytes, handle))
+                back.keep()
+
+    def remap(self, address: int, extents: Sequence[MappedExtent]) -> None:
+        """Map extents at addresses that `unmap` has kept."""
+        with Undo() as undo:
+            self._map_all(undo, address, extents, Access.READ)
+            undo.keep()
+
+    def free(self, address: int, extents: Sequence[MappedExtent]) -> None:
+        """Give back addresses that `unmap` has kept."""
         self._driver.free(address, total(extents))
 
     def make_private(self, address: int, extents: Sequence[MappedExtent]) -> None:
@@ -175,6 +218,24 @@ class IpcOpener:
             "memory of the backend `ipc` cannot be replaced at its address; copy the tensors, or "
             "use the backend `vmm`"
         )
+
+    def unmap(self, address: int, extents: Sequence[MappedExtent]) -> None:
+        """Refuse: the driver chooses the address.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise UnsupportedError(
+            "memory of the backend `ipc` cannot come back to its address; use the backend `vmm`"
+        )
+
+    def remap(self, address: int, extents: Sequence[MappedExtent]) -> None:
+        """Refuse, as `unmap` does."""
+        self.unmap(address, extents)
+
+    def free(self, address: int, extents: Sequence[MappedExtent]) -> None:
+        """Refuse, as `unmap` does."""
+        self.unmap(address, extents)
 
 
 def opener_for(backend: str, driver: Driver, device: GpuInfo) -> Opener:

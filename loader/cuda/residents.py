@@ -129,8 +129,9 @@ class Views:
         first = slabs[0]
         with self._lock:
             found = self._mappings.get(serials)
-            # What became private may have been written: it is the resident no longer.
-            if found is None or found.private:
+            # What became private may have been written: it is the resident no longer. And what
+            # sleeps is nowhere.
+            if found is None or found.private or found.asleep:
                 extents = [slab.extent for slab in slabs]
                 # The mapping holds the slabs, and so the descriptors, until it is unmapped.
                 found = first.gpu.map(extents, first.opener, tuple(slabs))

@@ -138,6 +138,10 @@ class SharedGpu:
         resident = self.resident_behind(tensor)
         return None if resident is None else self._known.get(resident)
 
+    def known_as(self, resident: DeviceResident) -> ReplicaKey | None:
+        """Return the key that a resident is registered under, or None."""
+        return self._known.get(resident)
+
     def resident_behind(self, tensor: torch.Tensor) -> DeviceResident | None:
         """Return the resident that a tensor covers exactly, or None."""
         if not _can_be_asked(tensor) or not has_name(tensor.dtype):

@@ -39,9 +39,15 @@ from tensor_dedup.memory_manager.errors import (
     RefusedError,
 )
 from tensor_dedup.memory_manager.protocol import paths
-from tensor_dedup.memory_manager.protocol.limits import MAX_KEYS, MAX_NAME, MAX_PIECES
+from tensor_dedup.memory_manager.protocol.limits import (
+    MAX_KEYS,
+    MAX_NAME,
+    MAX_PIECES,
+    MAX_RELEASES,
+)
 from tensor_dedup.memory_manager.protocol.messages import (
     Done,
+    Evict,
     Found,
     FoundDigests,
     Lookup,
@@ -49,6 +55,8 @@ from tensor_dedup.memory_manager.protocol.messages import (
     Publish,
     Reserve,
     Reserved,
+    StandBy,
+    StoodBy,
     Wait,
     Waited,
     Welcome,
@@ -269,6 +277,27 @@ class Client:
                 found += page
                 rest = _rest(rest, len(page))
         return found
+
+    def stand_by(self, leases: Sequence[Lease], *, asleep: bool = True) -> list[bool]:
+        """Tell whether an engine that sleeps holds these leases; return which are used awake.
+
+        They keep their tensors either way. True means that somebody awake holds the tensor too.
+
+        Raises:
+            RefusedError: The code is "not_resident": one of them is no lease of this manager's.
+        """
+        found: list[bool] = []
+        for batch in _batches(leases, MAX_RELEASES):
+            numbers = [each.number for each in batch]
+            reply, _ = self._connection.ask(StandBy(numbers, asleep), StoodBy)
+            if len(reply.awake) != len(numbers):
+                raise ProtocolError(f"{len(reply.awake)} answers for {len(numbers)} leases")
+            found += reply.awake
+        return found
+
+    def evict(self, name: str) -> int:
+        """Let go of the memory of a checkpoint or a digest that nobody holds; return the bytes."""
+        return self._connection.ask(Evict(name), Done)[0].nbytes
 
     # Put.
 

@@ -64,13 +64,14 @@ class Lease:
     the manager knows only the parent.
     """
 
-    __slots__ = ("__weakref__", "_end", "digest", "nbytes", "offset", "slab")
+    __slots__ = ("__weakref__", "_end", "digest", "nbytes", "number", "offset", "slab")
 
     def __init__(
         self, slab: SharedSlab, extent: tuple[int, int, str], number: int, connection: Connection
     ) -> None:
         self.slab: Final = slab
         self.offset, self.nbytes, self.digest = extent
+        self.number = number  # to the manager that is connected
         self._end = _finalizer(self, connection, number)
         slab.leases.add(self)
 
@@ -91,6 +92,7 @@ class Lease:
         """
         if self._end.detach() is None:
             raise LeaseClosedError("this lease was closed; look the tensor up again")
+        self.number = number
         self._end = _finalizer(self, connection, number)
 
 

@@ -16,7 +16,7 @@ _MAX_CHECKPOINTS = 64  # names remembered for one tensor
 # The manager's own memory in bytes; a test measures that it is no more.
 SLAB_BYTES: Final = 2048  # the kernel's part of an open memory file included
 RESIDENT_BYTES: Final = 960
-LEASE_BYTES: Final = 224
+LEASE_BYTES: Final = 368  # asleep, too
 PUT_BYTES: Final = 768
 KEY_BYTES: Final = 192  # of a put, beside the key's text
 NAME_BYTES: Final = 144  # of a checkpoint for one tensor, beside its text
@@ -26,7 +26,10 @@ _SHARE_REMEMBERED: Final = 16
 
 @dataclass(slots=True, eq=False)
 class ResidentEntry:
-    """A tensor in memory. `holds` counts leases, and puts that have not been closed."""
+    """A tensor in memory. `holds` counts leases, and puts that have not been closed.
+
+    `asleep`: how many of the leases belong to engines that sleep.
+    """
 
     digest: str
     slab: int
@@ -34,6 +37,7 @@ class ResidentEntry:
     nbytes: int
     leases: int = 0
     holds: int = 0
+    asleep: int = 0
     checkpoints: set[str] = field(default_factory=set)
     records: set[str] = field(default_factory=set)
 

@@ -110,6 +110,7 @@ class ClientState:
     name: str | None = None
     leases: dict[int, ResidentEntry] = field(default_factory=dict)
     leased: Counter[str] = field(default_factory=Counter)
+    asleep: set[int] = field(default_factory=set)  # leases of engines that sleep
     puts: dict[int, PutState] = field(default_factory=dict)
     waiting: Waiting | None = None
     tallies: dict[str, Tally] = field(default_factory=dict)  # by checkpoint
@@ -225,11 +226,20 @@ class ManagerState:
         resident = connection.leases.pop(number, None)
         if resident is None:
             return
+        self.set_asleep(connection, number, resident, asleep=False)
         self.ledger.let_go(resident, now, leased=True)
         self.ledger.forget(LEASE_BYTES)
         connection.leased[resident.digest] -= 1
         if not connection.leased[resident.digest]:
             del connection.leased[resident.digest]
+
+    def set_asleep(
+        self, connection: ClientState, number: int, resident: ResidentEntry, *, asleep: bool
+    ) -> None:
+        """Note whether the engine that holds a lease sleeps."""
+        if (number in connection.asleep) != asleep:
+            resident.asleep += 1 if asleep else -1
+            (connection.asleep.add if asleep else connection.asleep.discard)(number)
 
     def charge(self, slab: SlabState, process: int) -> None:
         """Keep a slab charged until the process has ended."""

@@ -15,6 +15,8 @@ from tensor_dedup.memory_manager.protocol.messages import (
     LookupDigests,
     Release,
     SlabRef,
+    StandBy,
+    StoodBy,
 )
 
 # Upper bounds of what a part takes in a datagram.
@@ -102,3 +104,18 @@ def release(state: ManagerState, now: float, connection: ClientState, message: R
     """Take leases back."""
     for number in message.leases:
         state.unlease(connection, number, now)
+
+
+def stand_by(state: ManagerState, _now: float, connection: ClientState, message: StandBy) -> None:
+    """Note which leases belong to an engine that sleeps; tell whose tensors are used awake.
+
+    Whoever fills or publishes a tensor counts as awake. All are noted before any is answered, so
+    that of two who fall asleep at once the second sees that nobody is awake.
+    """
+    for number in message.leases:
+        if number not in connection.leases:
+            raise refusal("not_resident", f"there is no lease {number} of this client's")
+    held = [connection.leases[number] for number in message.leases]
+    for number, resident in zip(message.leases, held, strict=True):
+        state.set_asleep(connection, number, resident, asleep=message.asleep)
+    state.send(connection, StoodBy([each.holds > each.asleep for each in held]))

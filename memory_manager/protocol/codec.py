@@ -14,7 +14,7 @@ from tensor_dedup.memory_manager.protocol.limits import MAX_MESSAGE
 from tensor_dedup.memory_manager.protocol.messages import Reply, Request
 
 MAGIC: Final = b"TD"
-VERSION: Final = 2  # 2: Welcome names the device, and says who hashes
+VERSION: Final = 3  # 2: Welcome names the device, and says who hashes; 3: StandBy
 HEADER_BYTES: Final = 4
 
 _Struct = TypeVar("_Struct")

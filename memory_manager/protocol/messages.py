@@ -152,6 +152,16 @@ class Release(Message, frozen=True):
     leases: Annotated[list[Number], msgspec.Meta(min_length=1, max_length=MAX_RELEASES)]
 
 
+class StandBy(Message, frozen=True):
+    """Tell whether an engine that sleeps holds these leases, and ask who else uses their tensors.
+
+    A lease keeps its tensor either way.
+    """
+
+    leases: Annotated[list[Number], msgspec.Meta(min_length=1, max_length=MAX_RELEASES)]
+    asleep: bool = True
+
+
 class Offer(Message, frozen=True):
     """Offer a sealed slab of a dead manager; its descriptor travels with this message."""
 
@@ -200,6 +210,7 @@ Request: TypeAlias = (
     | Abandon
     | Wait
     | Release
+    | StandBy
     | Offer
     | Status
     | Rows
@@ -268,6 +279,12 @@ class Waited(Message, frozen=True):
     silent_s: float = 0.0
 
 
+class StoodBy(Message, frozen=True):
+    """The answer to StandBy: of each lease's tensor, whether somebody who is awake holds it."""
+
+    awake: list[bool]
+
+
 class Offered(Message, frozen=True):
     """The answer to Offer: a lease for each piece, 0 for those that were not accepted."""
 
@@ -296,6 +313,7 @@ Reply: TypeAlias = (
     | Allocated
     | Sealed
     | Waited
+    | StoodBy
     | Offered
     | Done
     | Refused

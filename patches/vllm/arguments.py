@@ -108,12 +108,40 @@ def refuse_moving_weights(settings: object) -> None:
     """
     for name, reason in MOVES_WEIGHTS.items():
         value = getattr(settings, name, None)
-        if value and not (name in _ONLY_WRITES and _copied_on_write()):
+        if value and not _is_handled(name, settings):
             raise ConfigError(
                 f"tensor_dedup does not combine with {name}={value!r} in this version: {reason}, "
                 f"and other models may share them; drop {name} or tensor_dedup",
                 setting=name,
             )
+
+
+def _is_handled(name: str, settings: object) -> bool:
+    """Return whether what moves or writes weights is taken care of here."""
+    if name == "enable_sleep_mode":
+        return _may_sleep(settings)
+    return name in _ONLY_WRITES and _copied_on_write()
+
+
+def _may_sleep(settings: object) -> bool:
+    """Return whether engines of this vLLM sleep on a GPU, and shared weights with them.
+
+    Raises:
+        ConfigError: They would, with a memory manager to keep the weights.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda() or not usable("sleep"):
+        return False
+    config, _ = split(_loader_config(getattr(settings, "model_loader_extra_config", None)).get(KEY))
+    if config.memory_manager is None:
+        raise ConfigError(
+            "with tensor_dedup, enable_sleep_mode needs a memory manager, which keeps the weights "
+            "of all sleeping engines once: add memory_manager='auto' to tensor_dedup, or drop "
+            "enable_sleep_mode",
+            setting="enable_sleep_mode",
+        )
+    return True
 
 
 def _copied_on_write() -> bool:

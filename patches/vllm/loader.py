@@ -42,7 +42,14 @@ from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.client.names import checkpoint_name
 from tensor_dedup.memory_manager.errors import MemoryManagerError
 from tensor_dedup.memory_manager.protocol.paths import device_socket, socket_path
-from tensor_dedup.patches.vllm import load_formats, post_load, versions, weight_iterators, writers
+from tensor_dedup.patches.vllm import (
+    load_formats,
+    post_load,
+    sleep,
+    versions,
+    weight_iterators,
+    writers,
+)
 from tensor_dedup.patches.vllm.kernels import final_bytes, scales_kept
 from tensor_dedup.patches.vllm.load_formats import KEY, split
 from tensor_dedup.patches.vllm.run import LoadRun, load, restored_on_failure
@@ -137,6 +144,7 @@ class TensorDedupLoader(ReadingLoader):
         )
         weight_iterators.install()
         writers.install()
+        sleep.install()
         versions.install()
 
     def load_model(

@@ -30,13 +30,14 @@ logger = logging.getLogger(__name__)
 RECORDED_VERSION: Final = "0.32"
 EVERY: Final = ("0.26", "0.28", RECORDED_VERSION)
 
-Part = Literal["arguments", "loader", "reload", "updates", "profile", "cards"]
+Part = Literal["arguments", "loader", "reload", "updates", "sleep", "profile", "cards"]
 # What a load does without that part; one sentence, so that the log can say it.
 WITHOUT: Final[dict[str, str]] = {
     "arguments": "`tensor_dedup=` loads weights plainly and `--tensor-dedup` is not offered",
     "loader": "weights are loaded plainly, without sharing",
     "reload": "weights are loaded plainly, because a reload might reach other models",
     "updates": "a weight update keeps the memory that was shared before it, as long as the model",
+    "sleep": "`enable_sleep_mode` is refused together with `tensor_dedup`",
     "cards": "`/v1/models` does not tell of layers that a model takes from a base",
     "profile": "on a GPU it may count shared weights otherwise than once",
 }
@@ -291,6 +292,22 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
             ("update_weights", "(self, update_info)"),
             ("finish_weight_update", "(self)"),
         )
+    ),
+    VllmSeam(
+        f"{_RUNNER}.gpu_worker:Worker.sleep",
+        "sleep",
+        "wrapped: shared weights, which vLLM's allocator does not know of, leave the GPU first",
+        "(self, level=1)",
+        optional=True,
+        versions=(RECORDED_VERSION,),
+    ),
+    VllmSeam(
+        f"{_RUNNER}.gpu_worker:Worker.wake_up",
+        "sleep",
+        "wrapped: shared weights come back to their addresses first",
+        "(self, tags=None)",
+        optional=True,
+        versions=(RECORDED_VERSION,),
     ),
     VllmSeam(
         f"{_RUNNER}.gpu_worker:Worker.get_draft_model",

@@ -68,11 +68,11 @@ def _patch_updates(module: ModuleType) -> None:
 def _then_let_go(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def update(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for model in _models(self):
+        for model in models_of(self):
             leave_gpus(model)  # where nothing is copied on write
-        with _keeping_scales(*_models(self)):
+        with _keeping_scales(*models_of(self)):
             done = original(self, *args, **kwargs)
-        for model in _models(self):
+        for model in models_of(self):
             _let_go(model)
         return done
 
@@ -95,7 +95,8 @@ def _keeping_scales(*models: nn.Module) -> Iterator[None]:
         yield
 
 
-def _models(worker: Any) -> list[nn.Module]:
+def models_of(worker: Any) -> list[nn.Module]:
+    """Return the models of a worker: its own and, if there is one, the speculative draft."""
     draft = getattr(worker, "get_draft_model", None)
     found = (worker.get_model(), draft() if draft is not None else None)
     return [model for model in found if model is not None]

@@ -32,6 +32,7 @@ from tensor_dedup.memory_manager.protocol.messages import (
     Reserve,
     Rows,
     Seal,
+    StandBy,
     Status,
     Wait,
 )
@@ -175,6 +176,13 @@ class Machine(PlayedCore):
         client = self.client(slot)
         known = sorted(self.leases.get(client, ())) or [5]
         self.ask(client, Release(data.draw(st.lists(st.sampled_from(known), min_size=1))))
+
+    @rule(slot=SLOTS, asleep=st.booleans(), data=st.data())
+    def stand_by(self, slot: int, asleep: bool, data: st.DataObject) -> None:
+        client = self.client(slot)
+        known = sorted(self.leases.get(client, ())) or [5]
+        chosen = data.draw(st.lists(st.sampled_from([*known, 5]), min_size=1))
+        self.ask(client, StandBy(chosen, asleep))
 
     @rule(slot=SLOTS, spans=st.lists(DIGESTS, min_size=1, max_size=3), pages=st.integers(1, 6))
     def offer(self, slot: int, spans: list[str], pages: int) -> None:

@@ -52,6 +52,7 @@ from tensor_dedup.memory_manager.protocol.messages import (
     Reserve,
     Reserved,
     Seal,
+    StandBy,
     Status,
     Welcome,
 )
@@ -662,6 +663,11 @@ def remembered(kind: str, played: PlayedClients, client: int) -> Callable[[int],
         some = [name(8 * (number % 64) + n) for n in range(8)]
         return played.ask(client, LookupDigests(some, f"{number:0128d}" if kind == "names" else ""))
 
+    def stand_by(number: int) -> object:
+        look_up(number)
+        last = played.core.state.next_lease
+        return played.ask(client, StandBy(list(range(last - 8, last))))
+
     def record(number: int) -> object:
         count = 128 if kind == "large records" else 1
         some = [name((number + n) % 512) for n in range(count)]
@@ -681,6 +687,7 @@ def remembered(kind: str, played: PlayedClients, client: int) -> Callable[[int],
 
     return {
         "leases": look_up,
+        "leases of who sleeps": stand_by,
         "names": look_up,
         "records": record,
         "large records": record,
@@ -696,6 +703,7 @@ def remembered(kind: str, played: PlayedClients, client: int) -> Callable[[int],
         ("few tensors", 400),
         ("one tensor", 2000),
         ("leases", 3000),
+        ("leases of who sleeps", 3000),
         ("names", 3000),
         ("records", 3000),
         ("large records", 300),

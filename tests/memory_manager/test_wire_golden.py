@@ -37,7 +37,9 @@ from tensor_dedup.memory_manager.protocol.messages import (
     Seal,
     Sealed,
     SlabRef,
+    StandBy,
     Status,
+    StoodBy,
     Stop,
     Wait,
     Waited,
@@ -104,6 +106,7 @@ EXAMPLES: list[tuple[Message | WirePart, str]] = [
     (Abandon(5), "82a174a74162616e646f6ea370757405"),
     (Wait("key", 0.5), "83a174a457616974a36b6579a36b6579a974696d656f75745f73cb3fe0000000000000"),
     (Release([7, 300]), "82a174a752656c65617365a66c65617365739207cd012c"),
+    (StandBy([7, 300]), "83a174a75374616e644279a66c65617365739207cd012ca661736c656570c3"),
     (
         Offer(8192, [DigestSpan(64, 4096, DIGEST)], "base"),
         (
@@ -157,6 +160,7 @@ EXAMPLES: list[tuple[Message | WirePart, str]] = [
             "00000000"
         ),
     ),
+    (StoodBy([True, False]), "82a174a753746f6f644279a56177616b6592c3c2"),
     (Offered([7, 0]), "82a174a74f666665726564a66c6561736573920700"),
     (Done(2, 8192), "83a174a4446f6e65a5636f756e7402a66e6279746573cd2000"),
     (
@@ -264,4 +268,4 @@ def test_every_message_has_its_bytes_here() -> None:
 
 
 def test_the_header_does_not_change() -> None:
-    assert codec.encode(Stop()).hex() == "5444020081a174a453746f70"
+    assert codec.encode(Stop()).hex() == "5444030081a174a453746f70"

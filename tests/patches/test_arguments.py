@@ -17,6 +17,7 @@ from vllm.platforms.interface import PlatformEnum
 from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.loader.report import REPORT_DIR_VARIABLE
+from tensor_dedup.patches.vllm import arguments
 from tensor_dedup.patches.vllm.load_formats import KEY, LOAD_FORMAT
 
 BLAKE2 = {"hash_algorithm": "blake2b"}
@@ -156,6 +157,20 @@ def test_what_writes_or_moves_weights_later_is_refused(
         cls(model=model, tensor_dedup=True, **setting)
     with pytest.raises(ConfigError, match=name):
         cls(model=model, load_format=LOAD_FORMAT, **setting)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_engines_on_a_device_sleep_where_a_memory_manager_keeps_the_weights(
+    cls: Args, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(current_platform), "_enum", PlatformEnum.CUDA)
+    given = cls(model=model, tensor_dedup={"memory_manager": "auto"}, enable_sleep_mode=True)
+    assert given.load_format == LOAD_FORMAT
+    with pytest.raises(ConfigError, match="memory_manager='auto'"):
+        cls(model=model, tensor_dedup=True, enable_sleep_mode=True)
+    monkeypatch.setattr(arguments, "usable", lambda part: part != "sleep")
+    with pytest.raises(ConfigError, match=r"does not combine with enable_sleep_mode.*drop"):
+        cls(model=model, tensor_dedup={"memory_manager": "auto"}, enable_sleep_mode=True)
 
 
 @pytest.mark.parametrize("cls", CLASSES)

@@ -242,9 +242,11 @@ class PlayedCore(RuleBasedStateMachine):
         connections = self.state.connections.values()
         leases = Counter(id(r) for c in connections for r in c.leases.values())
         puts = Counter(id(r) for c in connections for p in c.puts.values() for r in p.held)
+        asleep = Counter(id(c.leases[number]) for c in connections for number in c.asleep)
         for resident in self.state.ledger.residents.values():
             assert resident.leases == leases.pop(id(resident), 0)
             assert resident.holds == resident.leases + puts.pop(id(resident), 0)
+            assert resident.asleep == asleep.pop(id(resident), 0)
         assert not leases
         assert not puts
 

@@ -1,0 +1,469 @@
+"""A model's weights while it sleeps: unmapped, and in host memory where nobody awake uses them.
+
+The tensors of a sleeping model are held by leases all the time, so none is lost, whoever dies:
+
+1. New leases on everything, which say that their holder sleeps. The old ones end with the mappings.
+2. A slab that nobody awake uses is copied to a memory manager of host memory, which has one of each
+   tensor for all that sleep, and hashes what it got: bytes that are not those of the digest are
+   refused. Then the leases on the GPU's memory end, and the manager evicts it.
+3. Waking takes the slab where it is, or one of the same layout that somebody else has made, or
+   makes it from the host's memory, and maps it at the same address.
+
+What fails to fall asleep stays as it was and is reported. What fails to wake sleeps on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+
+from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.cuda.manager_residents import DeviceMemory
+from tensor_dedup.loader.cuda.openers import MappedExtent
+from tensor_dedup.loader.cuda.residents import DeviceResident, DeviceSlab
+from tensor_dedup.loader.cuda.tensors import CUDA
+from tensor_dedup.loader.cuda.upload import Uploader
+from tensor_dedup.loader.residents.manager import LentResident
+from tensor_dedup.loader.residents.resident import ReplicaKey, is_of_bytes
+from tensor_dedup.memory_manager.backends.vmm import VmmBackend
+from tensor_dedup.memory_manager.client import Lease, NewLayer, NewTensor
+from tensor_dedup.memory_manager.cuda.driver import Access
+from tensor_dedup.memory_manager.errors import BackendError, MemoryManagerError
+from tensor_dedup.types import ResidentKey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from tensor_dedup.loader.cuda.gpu import DeviceMapping
+    from tensor_dedup.loader.cuda.shared import SharedGpu
+    from tensor_dedup.memory_manager.client import Client, Fill, Put, TensorSlot
+
+_log = logging.getLogger(__name__)
+_CHUNK_BYTES: Final = 8 * LEAF_BYTES
+_SETTLE_S: Final = 1.0  # so long may memory stay on the GPU after the last user awake has gone
+
+
+class _Sleeper(NamedTuple):
+    """One tensor of a slab: where it lies, and what it is known as."""
+
+    offset: int
+    nbytes: int
+    known: ReplicaKey
+
+    @property
+    def digest(self) -> str:
+        return self.known.key.digest
+
+
+@dataclass(eq=False)
+class _SleepingSlab:
+    """The tensors of one mapping, in the order of their offsets.
+
+    They are on the GPU as long as `held` is not empty, and in host memory where `backup` has a
+    lease for each digest; one of the two holds.
+    """
+
+    mapping: DeviceMapping
+    tensors: list[_Sleeper]
+    held: list[DeviceResident] = field(default_factory=list)
+    backup: dict[str, Lease] = field(default_factory=dict)
+    given_up: bool = False  # copying it has failed: it stays on the GPU
+
+    @property
+    def nbytes(self) -> int:
+        return self.mapping.nbytes
+
+    @property
+    def leases(self) -> list[Lease]:
+        return [each.lease for each in self.held if isinstance(each.lease, Lease)]
+
+    def sizes(self) -> dict[str, int]:
+        """The size of each content in bytes."""
+        return {each.digest: each.nbytes for each in self.tensors}
+
+    def places(self) -> list[tuple[int, str, int]]:
+        """Offset, digest and size of each content at each place, in order."""
+        return sorted({(each.offset, each.digest, each.nbytes) for each in self.tensors})
+
+
+@dataclass(slots=True)
+class SleepReport:
+    """What sleeping did, in bytes of slabs: `unmapped` here; of these `copied` to host memory.
+
+    The others are on the GPU, because somebody awake uses them, or for one of the `reasons`, which
+    also say why something is still mapped.
+    """
+
+    unmapped: int = 0
+    copied: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+
+class SleepingModel:
+    """The shared weights of one model on one GPU, which sleep and wake. Safe from any thread.
+
+    Nobody may use the model from `sleep` until `wake` has returned. Its tensors keep their
+    addresses, so captured graphs stay valid.
+    """
+
+    def __init__(
+        self, gpu: SharedGpu, host: Client, device: Client | None = None, checkpoint: str = ""
+    ) -> None:
+        """`host` is the manager of host memory that all sleepers share, `device` that of the GPU.
+
+        Raises:
+            UnsupportedError: The managers lend other memory than that.
+        """
+        if not host.welcome.hashes_itself or host.welcome.device:
+            raise UnsupportedError(
+                f"a manager of {host.welcome.device} cannot keep what sleeps; give one of host "
+                "memory",
+                device=host.welcome.device,
+            )
+        self._gpu: Final = gpu
+        self._host: Final = host
+        self._device: Final = device
+        self._memory: Final = None if device is None else DeviceMemory(gpu.gpu, device)
+        self._checkpoint: Final = checkpoint
+        self._slabs: list[_SleepingSlab] = []
+        self._copied = 0
+        self._lock = threading.RLock()
+        self._watch: threading.Event | None = None  # ends the thread that settles
+
+    @property
+    def asleep(self) -> int:
+        """The bytes of slabs that are unmapped."""
+        with self._lock:
+            return sum(each.nbytes for each in self._slabs)
+
+    # Falling asleep.
+
+    def sleep(self, tensors: Iterable[torch.Tensor]) -> SleepReport:
+        """Unmap every slab behind these tensors; what nobody awake uses goes to host memory.
+
+        Waits for all work of the GPU. A tensor that shares nothing is left alone. Never raises for
+        what a driver or a manager refuses: that part stays mapped, or on the GPU, and the report
+        says why.
+        """
+        report = SleepReport()
+        with self._lock:
+            behind = (self._gpu.mapping_behind(tensor) for tensor in tensors)
+            awake = dict.fromkeys(each for each in behind if each is not None and not each.asleep)
+            for mapping in awake:
+                try:
+                    slab = self._stood_by(mapping)
+                    try:
+                        mapping.sleep()
+                    finally:
+                        if mapping.asleep:
+                            self._slabs.append(slab)
+                            report.unmapped += slab.nbytes
+                except (MemoryManagerError, UnsupportedError) as error:
+                    report.reasons.append(f"{mapping.nbytes} bytes: {error}")
+            before = self._copied
+            report.reasons += self.settle()
+            report.copied = self._copied - before
+            self._watch_on()
+        return report
+
+    def _stood_by(self, mapping: DeviceMapping) -> _SleepingSlab:
+        """Hold a mapping's memory otherwise than by its own residents."""
+        residents = sorted(
+            (each for each in mapping.owners() if isinstance(each, DeviceResident) and each.nbytes),
+            key=lambda each: each.offset,
+        )
+        if mapping.private or not residents:
+            raise UnsupportedError("they are this model's alone")
+        if not all(
+            is_of_bytes(each.key) and each.slabs == residents[0].slabs for each in residents
+        ):
+            raise UnsupportedError("a tensor was cast on the GPU, or lies in several slabs")
+        tensors = [
+            _Sleeper(each.offset, each.nbytes, self._gpu.known_as(each) or ReplicaKey(each.key, 0))
+            for each in residents
+        ]
+        slab = _SleepingSlab(mapping, tensors)
+        if not any(isinstance(each.lease, Lease) for each in residents):
+            slab.held = residents  # made by this process, without a manager
+            return slab
+        if self._device is None:
+            raise BackendError("the memory manager that they are leased from does not answer")
+        held = self._lent(slab)
+        if held is None:
+            raise BackendError("the manager has them elsewhere by now")
+        slab.held = held
+        self._device.stand_by(slab.leases)
+        return slab
+
+    def _lent(self, slab: _SleepingSlab) -> list[DeviceResident] | None:
+        """Lease the tensors where they all lie in one slab as they did in this one, or None."""
+        assert self._device is not None
+        leases = self._device.lease([each.digest for each in slab.tensors], self._checkpoint)
+        return self._as_laid_out(slab, leases)
+
+    def _as_laid_out(
+        self, slab: _SleepingSlab, leases: Sequence[Lease | None]
+    ) -> list[DeviceResident] | None:
+        assert self._memory is not None
+        residents = []
+        for each, lease in zip(slab.tensors, leases, strict=True):
+            first = leases[0]
+            if lease is None or first is None or lease.slab is not first.slab:
+                return None
+            if (lease.offset, lease.nbytes, lease.slab.nbytes) != (
+                each.offset,
+                each.nbytes,
+                slab.nbytes,
+            ):
+                return None
+            residents.append(self._memory.resident(each.known.key, lease))
+        return residents or None
+
+    def settle(self) -> list[str]:
+        """Copy to host memory what nobody awake uses by now; return why something was not copied.
+
+        `sleep` calls it, and a thread every second while something sleeps on the GPU.
+        """
+        reasons = []
+        with self._lock:
+            waiting = [each for each in self._slabs if each.held and not each.given_up]
+        for slab in waiting:
+            with self._lock:  # so that `wake` waits for one slab at most
+                if slab not in self._slabs or not slab.held or self._used_awake(slab):
+                    continue
+                try:
+                    self._copy_out(slab)
+                except (MemoryManagerError, UnsupportedError) as error:
+                    slab.given_up = True
+                    reasons.append(f"{slab.nbytes} bytes sleep on the GPU: {error}")
+                    _log.warning("%s: %s", self._checkpoint, reasons[-1])
+        return reasons
+
+    def _used_awake(self, slab: _SleepingSlab) -> bool:
+        if self._gpu.gpu.maps(slab.held[0].slabs[0].serial):
+            return True
+        if not slab.leases:
+            return False
+        assert self._device is not None
+        try:
+            return any(self._device.stand_by(slab.leases))
+        except MemoryManagerError as error:
+            # Until the next manager has taken the leases over nobody can say.
+            _log.debug("%s: who is awake is not known: %s", self._checkpoint, str(error))
+            return True
+
+    def _copy_out(self, slab: _SleepingSlab) -> None:
+        """Put the tensors into host memory, and let go of the GPU's."""
+        sizes = slab.sizes()
+        leases = self._host.lease(list(sizes), self._checkpoint)
+        found = {name: lease for name, lease in zip(sizes, leases, strict=True) if lease}
+        missing = {
+            _key(name): NewLayer(b"", (NewTensor(nbytes, name),))
+            for name, nbytes in sizes.items()
+            if name not in found
+        }
+        if missing:
+            result = self._host.put(missing, self._checkpoint, fill=self._reader(slab))
+            for name in sizes:
+                if name not in found and _key(name) in result.layers:
+                    [found[name]] = result.layers[_key(name)].leases
+                    self._copied += sizes[name]
+            if len(found) < len(sizes):
+                # Bytes that were not those of the digest are among the errors.
+                raise result.error or BackendError("another process has been copying them for long")
+        for name, lease in found.items():
+            if (lease.digest, lease.nbytes) != (name, sizes[name]):
+                raise BackendError(f"{lease.nbytes} bytes are kept for {name} of {sizes[name]}")
+        slab.backup = found
+        self._let_go(slab)
+
+    def _reader(self, slab: _SleepingSlab) -> Fill:
+        places = {_key(each.digest): each for each in slab.tensors}
+        gpu, memory = self._gpu.gpu, slab.held[0].slabs[0]
+
+        def fill(put: Put, slots: Sequence[TensorSlot]) -> Sequence[str]:
+            pinned = self._gpu.kind == CUDA
+            buffer = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+            view = buffer.numpy().data
+            with gpu.entered():
+                address = memory.opener.open([memory.extent], Access.READ)
+                try:
+                    for index, (key, _) in enumerate(slots):
+                        each = places[key]
+                        for at in range(0, each.nbytes, _CHUNK_BYTES):
+                            size = min(_CHUNK_BYTES, each.nbytes - at)
+                            source = address + each.offset + at
+                            gpu.driver.copy_out(buffer.data_ptr(), source, size)
+                            put.write(index, view[:size], at)
+                            put.progress()
+                finally:
+                    memory.opener.close(address, [memory.extent])
+            return ()
+
+        return fill
+
+    def _let_go(self, slab: _SleepingSlab) -> None:
+        """End the leases on the GPU's memory, which is then nobody's, and is evicted."""
+        leases, slab.held = slab.leases, []
+        for lease in leases:
+            lease.close()
+        if leases and self._device is not None:
+            try:
+                self._device.evict(leases[0].digest)
+            except MemoryManagerError as error:
+                _log.debug("%s: not evicted: %s", self._checkpoint, str(error))
+
+    def _watch_on(self) -> None:
+        if self._watch is None and self._may_settle():
+            self._watch = threading.Event()
+            threading.Thread(
+                target=_settle_on,
+                args=(weakref.ref(self), self._watch),
+                name="tensor-dedup-sleep",
+                daemon=True,
+            ).start()
+
+    def _watch_off(self) -> None:
+        if self._watch is not None:
+            self._watch.set()
+            self._watch = None
+
+    def _may_settle(self) -> bool:
+        return any(each.held and not each.given_up for each in self._slabs)
+
+    def still_settling(self) -> bool:
+        """Settle; return whether something may have to go to host memory later."""
+        self.settle()
+        with self._lock:
+            if not self._may_settle():
+                self._watch_off()
+            return self._watch is not None
+
+    # Waking up.
+
+    def wake(self) -> int:
+        """Map everything at its address again; return the bytes of slabs.
+
+        Raises:
+            MemoryManagerError: The GPU has no room, or its driver refuses. What is mapped by then
+                stays mapped, the rest sleeps on; call it again.
+        """
+        done = 0
+        with self._lock:
+            self._watch_off()
+            try:
+                while self._slabs:
+                    slab = self._slabs[-1]
+                    try:
+                        self._wake(slab)
+                    finally:
+                        if not slab.mapping.asleep:
+                            self._slabs.pop()
+                            done += slab.nbytes
+            finally:
+                self._watch_on()  # for what sleeps on
+        return done
+
+    def _wake(self, slab: _SleepingSlab) -> None:
+        residents = slab.held or self._lent_or_made(slab)
+        memory = residents[0].slabs[0]
+        self._say_asleep(slab, asleep=False)
+        try:
+            slab.mapping.wake([memory.extent], memory.opener, memory)
+        finally:
+            if slab.mapping.asleep:
+                self._say_asleep(slab, asleep=True)
+            else:
+                for each, resident in zip(slab.tensors, residents, strict=True):
+                    slab.mapping.hold(resident)
+                    self._gpu.enter(each.known, resident)
+
+    def _say_asleep(self, slab: _SleepingSlab, *, asleep: bool) -> None:
+        if not slab.leases or self._device is None:
+            return
+        try:
+            self._device.stand_by(slab.leases, asleep=asleep)
+        except MemoryManagerError as error:
+            # It only keeps others from sparing themselves a copy.
+            _log.debug("%s: the manager was not told: %s", self._checkpoint, str(error))
+
+    def _lent_or_made(self, slab: _SleepingSlab) -> list[DeviceResident]:
+        """Return the tensors in a slab laid out as theirs was: somebody else's, or a new one."""
+        if self._memory is not None:
+            try:
+                found = self._lent(slab) or self._put(slab)
+            except MemoryManagerError as error:
+                _log.debug("%s: waking without the manager: %s", self._checkpoint, str(error))
+                found = None
+            if found is not None:
+                return found
+        return self._made(slab)
+
+    def _put(self, slab: _SleepingSlab) -> list[DeviceResident] | None:
+        """Put the slab into the manager's memory for all who wake, or return None."""
+        assert self._device is not None
+        assert self._memory is not None
+        memory, places = self._memory, slab.places()
+        layers = {_key(name): NewLayer(b"", (NewTensor(n, name),)) for _, name, n in places}
+        resident = self._device.lease([name for _, name, _ in places])
+        if len(layers) < len(places) or any(resident):
+            return None
+
+        def fill(put: Put, slots: Sequence[TensorSlot]) -> Sequence[str]:
+            fd, nbytes, offsets = put.place
+            wanted = [offset for offset, _, _ in places]
+            if nbytes != slab.nbytes or list(offsets) != wanted or len(slots) != len(places):
+                raise BackendError("a manager lays them out otherwise")
+            self._fill(slab, MappedExtent(fd, nbytes, 0), memory)
+            put.progress()
+            return ()
+
+        result = self._device.put(layers, self._checkpoint, fill=fill)
+        leases = [
+            result.layers[_key(each.digest)].leases[0]
+            if _key(each.digest) in result.layers
+            else None
+            for each in slab.tensors
+        ]
+        return self._as_laid_out(slab, leases)
+
+    def _made(self, slab: _SleepingSlab) -> list[DeviceResident]:
+        """Make a slab of this process's own."""
+        gpu = self._gpu.gpu
+        backend = VmmBackend(gpu.driver, gpu.device.uuid)
+        memory = gpu.with_room(lambda: backend.reserve(slab.nbytes))
+        made = DeviceSlab(gpu, gpu.vmm(), memory, slab.nbytes)
+        self._fill(slab, made.extent, made)
+        return [DeviceResident(each.known.key, [made], each.offset) for each in slab.tensors]
+
+    def _fill(
+        self, slab: _SleepingSlab, extent: MappedExtent, memory: DeviceMemory | DeviceSlab
+    ) -> None:
+        """Write the tensors from host memory, which is sealed and was hashed, to their places."""
+        with Uploader(self._gpu.gpu.device.ordinal, self._gpu.kind) as uploader:
+
+            def write(address: int) -> None:
+                for offset, name, nbytes in slab.places():
+                    key = ResidentKey("U8", (nbytes,), (1,), name)
+                    kept = LentResident(key, slab.backup[name]).map(writable=False)
+                    uploader.sender(kept)(address + offset)
+
+            self._gpu.gpu.fill(extent, memory.opener, write)
+
+
+def _key(digest: str) -> str:
+    return f"asleep:{digest}"
+
+
+def _settle_on(model: weakref.ref[SleepingModel], end: threading.Event) -> None:
+    while not end.wait(_SETTLE_S):
+        found = model()
+        if found is None or not found.still_settling():
+            return
+        del found

@@ -1,0 +1,129 @@
+"""vLLM's sleep mode, for the weights that its allocator does not know of.
+
+`CuMemAllocator` offloads what torch has allocated. Shared weights are mapped beside it: the
+worker's `sleep` and `wake_up` are wrapped, so that they leave the GPU and come back with the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import weakref
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final
+
+import wrapt
+
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.cuda.devices import DEVICES
+from tensor_dedup.loader.cuda.sleep import SleepingModel
+from tensor_dedup.loader.residents.manager import client_of
+from tensor_dedup.loader.residents.param_data import param_data
+from tensor_dedup.memory_manager.client.names import checkpoint_name
+from tensor_dedup.memory_manager.errors import MemoryManagerError
+from tensor_dedup.patches.vllm.load_formats import KEY, LOAD_FORMAT, split
+from tensor_dedup.patches.vllm.seams import usable
+from tensor_dedup.patches.vllm.writers import models_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+    from tensor_dedup.loader.cuda.shared import SharedGpu
+
+_log = logging.getLogger(__name__)
+_WORKER: Final = "vllm.v1.worker.gpu_worker"
+_asleep: Final[weakref.WeakKeyDictionary[Any, SleepingModel]] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def install() -> None:
+    """Wrap the worker's functions, imported already or later. Idempotent."""
+    if usable("sleep"):
+        wrapt.when_imported(_WORKER)(_patch)
+
+
+def _patch(module: ModuleType) -> None:
+    worker: Any = module.Worker
+    worker.sleep = _sleep(worker.sleep)
+    worker.wake_up = _wake_up(worker.wake_up)
+
+
+def _sleep(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def sleep(self: Any, level: int = 1) -> Any:
+        gpu = _gpu_of(self)
+        if gpu is None:
+            return original(self, level)
+        if level > 1:
+            raise UnsupportedError(
+                f"sleep level {level} discards weights, and tensor_dedup shares them; use level 1, "
+                "which copies nothing that another engine has",
+                level=level,
+            )
+        model = _fall_asleep(self, gpu)
+        try:
+            return original(self, level)
+        except BaseException:
+            if model is not None:
+                model.wake()
+            raise
+
+    return sleep
+
+
+def _wake_up(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wake_up(self: Any, tags: list[str] | None = None) -> Any:
+        model = _asleep.get(self)
+        if model is not None and (tags is None or "weights" in tags):
+            model.wake()  # first, so that one for which there is no room can be tried again
+            del _asleep[self]
+        return original(self, tags)
+
+    return wake_up
+
+
+def _gpu_of(worker: Any) -> SharedGpu | None:
+    """Return the GPU whose memory the worker's model may share."""
+    if worker.vllm_config.load_config.load_format != LOAD_FORMAT:
+        return None
+    return DEVICES.at(worker.device)
+
+
+def _fall_asleep(worker: Any, gpu: SharedGpu) -> SleepingModel | None:
+    model = _asleep.get(worker)
+    try:
+        if model is None:
+            model = _asleep[worker] = _sleeping_model(worker, gpu)
+    except (MemoryManagerError, UnsupportedError) as error:
+        _log.warning("shared weights stay on the GPU while this engine sleeps: %s", str(error))
+        return None
+    tensors = []
+    for each in models_of(worker):
+        tensors += [param_data(tensor) for tensor in chain(each.parameters(), each.buffers())]
+    report = model.sleep(tensors)
+    for reason in report.reasons:
+        _log.warning("not all shared weights sleep: %s", reason)
+    _log.info(
+        "%d bytes of shared weights are unmapped, %d were copied to host memory",
+        report.unmapped,
+        report.copied,
+    )
+    return model
+
+
+def _sleeping_model(worker: Any, gpu: SharedGpu) -> SleepingModel:
+    load_config = worker.vllm_config.load_config
+    config, _ = split((load_config.model_loader_extra_config or {}).get(KEY))
+    if config.memory_manager is None:
+        raise UnsupportedError("there is no memory manager to keep them; give memory_manager")
+    where = os.fspath(config.memory_manager)
+    host = client_of(where)
+    try:
+        device = client_of(where, gpu.gpu.device.uuid)
+    except MemoryManagerError as error:
+        _log.debug("no memory manager of the GPU: %s", str(error))
+        device = None
+    return SleepingModel(gpu, host, device, checkpoint_name(worker.vllm_config.model_config.model))

@@ -1,0 +1,524 @@
+"""Models sleep and wake over the fake driver: the right bytes at the same addresses, or none."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+import gpus
+import managers
+from fake_driver import GRANULARITY, FakeDriver
+from gpu_loads import key_of, weights
+from sleepers import SleepyEngine
+from tensor_dedup.memory_manager.errors import BackendError, MemoryManagerError
+from tensor_dedup.memory_manager.server.main import MIN_BUDGET
+
+BIG, SMALL, OTHER = weights(1, 200_000), weights(2, 100), weights(3, 70_000)
+BASE = [[BIG], [SMALL, OTHER]]
+NBYTES = sum(each.nbytes for group in BASE for each in group)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    return tmp_path
+
+
+@pytest.fixture
+def device(folder: Path) -> Iterator[gpus.GpuManager]:
+    with gpus.running(folder) as running:
+        yield running
+
+
+@pytest.fixture
+def host(folder: Path) -> Iterator[managers.Manager]:
+    with managers.running(folder) as running:
+        yield running
+
+
+@pytest.fixture
+def engine(
+    folder: Path, device: gpus.GpuManager, host: managers.Manager
+) -> Iterator[Callable[..., SleepyEngine]]:
+    made: list[SleepyEngine] = []
+
+    def make(*groups: list[torch.Tensor], managed: bool = True) -> SleepyEngine:
+        made.append(SleepyEngine(folder, managed=managed).load(*groups))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def on_gpu(device: gpus.GpuManager) -> int:
+    return device.overview().totals.resident_bytes
+
+
+def kept(host: managers.Manager) -> int:
+    return host.overview().totals.resident_bytes
+
+
+def test_the_only_one_leaves_the_gpu_and_comes_back_to_its_addresses(
+    engine: Callable[..., SleepyEngine], device: gpus.GpuManager, host: managers.Manager
+) -> None:
+    one = engine(*BASE)
+    addresses = one.addresses()
+    assert on_gpu(device) == NBYTES
+    for _ in range(2):
+        report = one.sleep()
+        assert report.reasons == []
+        assert report.unmapped == one.model.asleep > NBYTES
+        assert one.is_unmapped()
+        assert (on_gpu(device), kept(host), gpus.in_use()) == (0, NBYTES, 0)
+        assert one.model.wake() == report.unmapped
+        assert one.is_right()
+        assert one.addresses() == addresses
+        assert on_gpu(device) == NBYTES
+    assert report.copied == 0  # host memory still had it
+    assert one.model.wake() == 0
+
+
+def test_nothing_is_copied_while_somebody_awake_has_it_and_the_last_one_copies(
+    engine: Callable[..., SleepyEngine], device: gpus.GpuManager, host: managers.Manager
+) -> None:
+    first, second = engine(*BASE), engine(*BASE)
+    assert on_gpu(device) == NBYTES
+    report = first.sleep()
+    assert (report.copied, report.reasons) == (0, [])
+    assert first.is_unmapped()
+    assert second.is_right()
+    assert (on_gpu(device), kept(host)) == (NBYTES, 0)
+    assert second.sleep().copied == NBYTES
+    assert on_gpu(device) == NBYTES  # the first one's leases, until it has looked
+    managers.until(lambda: on_gpu(device) == 0)  # as its thread does by itself
+    assert kept(host) == NBYTES
+    assert gpus.in_use() == 0
+    for each in (first, second):
+        each.model.wake()
+        assert each.is_right()
+    assert on_gpu(device) == NBYTES  # once
+
+
+def test_who_wakes_while_another_is_awake_maps_what_that_one_has(
+    engine: Callable[..., SleepyEngine], device: gpus.GpuManager, host: managers.Manager
+) -> None:
+    first, second = engine(*BASE), engine(*BASE)
+    first.sleep()
+    first.driver.again()
+    first.model.wake()
+    assert "copy_in" not in first.driver.calls
+    assert "create" not in first.driver.calls
+    assert first.is_right()
+    assert kept(host) == 0
+    # Awake again, it counts as such.
+    assert second.sleep().copied == 0
+    assert kept(host) == 0
+    second.model.wake()
+
+
+def test_sleeping_fine_tunes_cost_the_base_and_what_differs(
+    engine: Callable[..., SleepyEngine], device: gpus.GpuManager, host: managers.Manager
+) -> None:
+    base = [[weights(1, 1_000_000)], [weights(2, 500_000)]]
+    heads = [weights(10 + number, 50_000) for number in range(5)]
+    tunes = [engine(*base, [head]) for head in heads]
+    unique = sum(e.nbytes for group in base for e in group) + sum(head.nbytes for head in heads)
+    assert on_gpu(device) == unique
+    for each in tunes:
+        assert each.sleep().reasons == []
+        each.model.settle()
+    managers.until(lambda: on_gpu(device) == 0)
+    assert kept(host) == unique
+    totals = host.overview().totals
+    assert totals.charged <= 1.02 * unique
+    for each in tunes:
+        each.model.wake()
+        assert each.is_right()
+    assert on_gpu(device) == unique
+
+
+def test_without_a_manager_of_the_gpu_a_process_keeps_what_its_other_model_uses(
+    engine: Callable[..., SleepyEngine], host: managers.Manager
+) -> None:
+    one = engine(*BASE, managed=False)
+    other = one.views.__class__(one.gpu.kind)
+    seen = [other.tensor(each) for each in one._residents([BIG])]
+    report = one.sleep()
+    assert report.copied == SMALL.nbytes + OTHER.nbytes
+    assert torch.equal(seen[0], BIG)
+    seen.clear()
+    one.gpu.gpu.reap(wait=True)
+    assert one.model.settle() == []
+    assert kept(host) == NBYTES
+    assert gpus.in_use() == 0
+    one.model.wake()
+    assert one.is_right()
+
+
+def test_a_slab_of_another_layout_is_not_mapped(
+    engine: Callable[..., SleepyEngine], device: gpus.GpuManager
+) -> None:
+    one, part = engine(*BASE), weights(9, 300)
+    one.sleep()
+    assert on_gpu(device) == 0
+    other = engine([part, SMALL])  # a slab in which it lies elsewhere
+    one.model.wake()
+    assert one.is_right()
+    assert other.is_right()
+    again = engine([OTHER])
+    assert again.is_right()
+
+
+def test_a_model_that_uses_a_part_of_a_slab_wakes_with_that_part(
+    engine: Callable[..., SleepyEngine], device: gpus.GpuManager
+) -> None:
+    whole = engine(*BASE)
+    part = engine([OTHER])
+    assert on_gpu(device) == NBYTES
+    whole.sleep()
+    part.sleep()
+    managers.until(lambda: on_gpu(device) == 0 or whole.model.settle() is None)
+    for each in (part, whole):
+        each.model.wake()
+        assert each.is_right()
+
+
+# What fails.
+
+
+@pytest.mark.parametrize("cleaning", [False, True])
+def test_whatever_call_of_falling_asleep_fails_the_model_wakes_with_what_it_had(
+    engine: Callable[..., SleepyEngine], cleaning: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = engine(*BASE)
+    addresses = one.addresses()
+    number, refused = 0, 0
+    while True:
+        number += 1
+        one.driver.cleaning = cleaning
+        one.driver.again(number)
+        report = one.sleep()
+        done = len(one.driver.calls) < number
+        call = one.driver.calls[min(number, len(one.driver.calls)) - 1]
+        one.driver.cleaning = False
+        one.driver.again()
+        if done:
+            assert report.reasons == []
+            break
+        refused += bool(report.reasons)
+        if call in ("release", "leave", "unmap", "free"):
+            settle_leftovers(one, call)
+        one.model.wake()
+        assert one.is_right(), f"call {number}: {call}"
+        assert one.addresses() == addresses
+    assert refused > 5
+    one.model.wake()
+    assert one.is_right()
+    caplog.clear()  # what was logged holds errors, and those the frames that they went through
+
+
+def settle_leftovers(one: SleepyEngine, call: str) -> None:
+    """Give back what a call that cleans up, and failed, has left."""
+    if call == "leave":
+        one.fake.leave()
+    for handle in list(one.fake._handles):
+        one.fake.release(handle)
+    mine = {m.address: m for m in list(one.gpu.gpu._alive)}
+    for start, nbytes in list(one.fake._space.reserved.items()):
+        if start not in mine:
+            if one.fake._space.overlaps(start, nbytes):
+                one.fake.unmap(start, nbytes)
+            one.fake.free(start, nbytes)
+
+
+def test_whatever_call_of_waking_fails_it_sleeps_on_and_wakes_later(
+    engine: Callable[..., SleepyEngine],
+) -> None:
+    one = engine(*BASE)
+    addresses = one.addresses()
+    number, refused = 0, 0
+    while True:
+        number += 1
+        assert one.sleep().reasons == []
+        one.driver.again(number)
+        try:
+            one.model.wake()
+        except MemoryManagerError:
+            refused += 1
+            assert one.model.asleep
+        done = len(one.driver.calls) < number
+        one.driver.again()
+        one.model.wake()
+        assert one.is_right(), number
+        assert one.addresses() == addresses
+        if done:
+            break
+    assert refused > 5
+
+
+def test_a_gpu_that_is_full_when_it_wakes_is_said_and_it_wakes_when_there_is_room(
+    engine: Callable[..., SleepyEngine], device: gpus.GpuManager
+) -> None:
+    one = engine(*BASE)
+    one.sleep()
+    device.refuse("create")
+    one.driver.again()
+    create = cast("dict[str, object]", vars(one.fake))
+    create["create"] = gpus.Full.create.__get__(one.fake)
+    create["room"] = 0
+    with pytest.raises(BackendError, match="the GPU has no"):
+        one.model.wake()
+    assert one.model.asleep > NBYTES
+    del create["create"]
+    device.refuse()
+    one.model.wake()
+    assert one.is_right()
+
+
+def test_bytes_that_are_not_those_of_the_digest_never_reach_host_memory(
+    engine: Callable[..., SleepyEngine], host: managers.Manager, device: gpus.GpuManager
+) -> None:
+    """What a faulty write has changed under the mapping wakes as it fell asleep."""
+    one = engine([BIG])
+    mapping = one.gpu.mapping_behind(one.tensors[0])
+    assert mapping is not None
+    fd = one.fake._space.mapped[mapping.address].fd
+    with Path(f"/proc/self/fd/{fd}").open("r+b") as file:
+        file.write(b"\xff" * 8)
+    report = one.sleep()
+    [reason] = report.reasons
+    assert "refused" in reason
+    assert (report.copied, kept(host)) == (0, 0)
+    one.model.wake()
+    assert one.tensors[0].view(torch.uint8)[:8].tolist() == [255] * 8
+    assert on_gpu(device) == BIG.nbytes
+    one.wanted = [one.tensors[0].clone()]
+
+
+def test_without_room_in_host_memory_it_sleeps_on_the_gpu(
+    folder: Path, device: gpus.GpuManager
+) -> None:
+    with managers.running(folder, "--budget", str(MIN_BUDGET)) as small, small.client() as greedy:
+        leases = managers.build(greedy, "all", bytes(MIN_BUDGET - GRANULARITY))
+        one = SleepyEngine(folder).load(*BASE)
+        report = one.sleep()
+        assert len(report.reasons) == 2
+        assert all("no room" in each for each in report.reasons)
+        assert one.is_unmapped()
+        assert on_gpu(device) == NBYTES
+        one.model.wake()
+        assert one.is_right()
+        one.close()
+        del leases
+
+
+def test_managers_that_die_take_nothing_along(
+    folder: Path, device: gpus.GpuManager, host: managers.Manager
+) -> None:
+    one = SleepyEngine(folder).load(*BASE)
+    one.sleep()
+    host.kill()
+    device.kill()
+    one.model.wake()
+    assert one.is_right()
+    report = one.sleep()  # there is nobody to keep it
+    assert report.reasons
+    assert gpus.in_use() > NBYTES
+    one.model.wake()
+    assert one.is_right()
+    one.close()
+
+
+def test_when_the_gpus_manager_dies_while_another_is_awake_nothing_is_lost(
+    folder: Path, device: gpus.GpuManager, host: managers.Manager
+) -> None:
+    first, second = (SleepyEngine(folder).load(*BASE) for _ in range(2))
+    first.sleep()
+    device.kill()
+    assert first.model.settle() == []
+    assert kept(host) == 0  # nobody can say who is awake
+    with gpus.running(folder) as heir:
+        for each in (first, second):
+            assert each.device is not None
+            each.device.reconnect()
+        assert first.model.settle() == []
+        assert kept(host) == 0
+        second.close()
+        managers.until(lambda: first.model.settle() == [] and kept(host) == NBYTES)
+        managers.until(lambda: on_gpu(heir) == 0)
+        first.model.wake()
+        assert first.is_right()
+        first.close()
+
+
+# Who dies.
+
+State = dict[str, object]
+
+
+def start(state: State) -> None:
+    state["engine"] = SleepyEngine(cast("Path", state["path"]).parent).load(*BASE)
+
+
+def _of(state: State) -> SleepyEngine:
+    return cast("SleepyEngine", state["engine"])
+
+
+def stand_by(state: State) -> None:
+    one = _of(state)
+    mapping = one.gpu.mapping_behind(one.tensors[0])
+    assert mapping is not None
+    state["slab"] = one.model._stood_by(mapping)
+
+
+def copy_half(state: State) -> None:
+    """Killed in the middle of a copy to host memory."""
+    one = _of(state)
+    assert one.host is not None
+    put = one.host.reserve(["asleep:half"]).put
+    assert put is not None
+    put.allocate([BIG.nbytes], [key_of(BIG).digest])
+    put.write(0, b"half")
+    state["put"] = put
+
+
+def sleep(state: State) -> list[str]:
+    return _of(state).sleep().reasons
+
+
+def wake(state: State) -> bool:
+    _of(state).model.wake()
+    return _of(state).is_right()
+
+
+STEPS = (start, stand_by, copy_half, sleep, wake)
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(number, id=step.__name__, marks=[pytest.mark.long] * (number < 3))
+        for number, step in enumerate(STEPS, 1)
+    ],
+)
+@pytest.mark.parametrize("others", [pytest.param(0, marks=pytest.mark.long), 1])
+def test_one_killed_after_any_step_leaves_nothing_and_others_are_right(
+    engine: Callable[..., SleepyEngine],
+    device: gpus.GpuManager,
+    host: managers.Manager,
+    count: int,
+    others: int,
+) -> None:
+    doomed = managers.Actor(device.socket, *STEPS[:count])
+    sleeper = managers.Actor(device.socket, start, sleep, wake)
+    sleeper.step()
+    sleeper.step()
+    for _ in range(count):
+        assert doomed.step() in (None, [], True)
+    awake = [engine(*BASE) for _ in range(others)]
+    doomed.kill()
+    managers.until(lambda: host.overview().totals.builds == 0)
+    assert sleeper.step() is True
+    sleeper.join()
+    for each in awake:
+        assert each.is_right()
+        each.sleep()
+    managers.until(lambda: device.overview().totals.leases == 0)
+    later = engine(*BASE)
+    assert later.is_right()
+    assert later.sleep().reasons == []
+    later.model.wake()
+    assert later.is_right()
+    for each in awake:
+        each.model.wake()
+        assert each.is_right()
+
+
+class DeadlyDriver:
+    """A fake driver whose process is killed at its call number `last` (from 1)."""
+
+    def __init__(self, inner: FakeDriver, last: int) -> None:
+        self._inner = inner
+        self._left = last
+
+    def __getattr__(self, name: str) -> Any:
+        self._left -= 1
+        if not self._left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return getattr(self._inner, name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("others", [0, 1])
+def test_one_killed_at_any_call_of_its_driver_leaves_nothing(
+    engine: Callable[..., SleepyEngine],
+    device: gpus.GpuManager,
+    host: managers.Manager,
+    others: int,
+) -> None:
+    awake = [engine(*BASE) for _ in range(others)]
+    last = 0
+    while True:
+        last += 1
+
+        def deadly(state: State, last: int = last) -> None:
+            one = _of(state)
+            one.driver._inner = DeadlyDriver(one.fake, last)
+
+        doomed = managers.Actor(device.socket, start, deadly, sleep, wake)
+        doomed.step()
+        doomed.step()
+        try:
+            assert doomed.step() == []
+            assert doomed.step() is True
+            doomed.join()
+            break
+        except EOFError:
+            doomed.join()
+        managers.until(lambda: host.overview().totals.builds == 0)
+        for each in awake:
+            assert each.is_right()
+        later = engine(*BASE)
+        assert later.is_right()
+        assert later.sleep().reasons == []
+        later.model.wake()
+        assert later.is_right()
+        later.tensors.clear()
+    assert last > 20
+
+
+def test_the_one_awake_is_killed_and_who_slept_by_it_copies_and_wakes(
+    engine: Callable[..., SleepyEngine], device: gpus.GpuManager, host: managers.Manager
+) -> None:
+    awake = managers.Actor(device.socket, start)
+    awake.step()
+    one = engine(*BASE)
+    assert one.sleep().copied == 0
+    assert kept(host) == 0
+    awake.kill()
+    managers.until(lambda: on_gpu(device) == 0)  # its thread has seen to it
+    assert kept(host) == NBYTES
+    one.model.wake()
+    assert one.is_right()
+
+
+def test_two_that_fall_asleep_at_once_leave_the_gpu(
+    device: gpus.GpuManager, host: managers.Manager
+) -> None:
+    pair = [managers.Actor(device.socket, start, sleep, wake, sleep) for _ in range(2)]
+    for each in pair:
+        each.step()
+    for _ in range(3):
+        for each in pair:
+            each.begin()
+        for each in pair:
+            assert each.result() in ([], True)
+    managers.until(lambda: on_gpu(device) == 0)
+    assert kept(host) == NBYTES
+    for each in reversed(pair):  # each has the pipes of those before it
+        each.join()
