@@ -207,9 +207,9 @@ def test_a_reply_that_nobody_waited_for_answers_nothing_else(
     original = Connection.ask
     monkeypatch.setattr(Connection, "ask", ask)
     impatient = threading.Thread(target=interrupt)
+    impatient.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            impatient.start()
             client_of(mine).lease([zeros.digest])
     finally:
         impatient.join()
