@@ -21,7 +21,6 @@ import fresh
 import hinted
 import managers
 import plain
-import quantised
 import shared
 import tiny_checkpoints as checkpoints
 from process_state import slab_memory
@@ -61,7 +60,7 @@ _EXPERTS: dict[str, Any] = {
     "vocab_size": 512,
     "max_position_embeddings": 512,
 }
-# Matrices of gate and up in fp8 are 8 MiB each, and vLLM fuses them.
+# What models of these tests have in common.
 _BLOCKS: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 8192,
@@ -99,14 +98,6 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("blocks")
-    make: Any = hf.LlamaForCausalLM
-    plain_weights = checkpoints.save(make(hf.LlamaConfig(**_BLOCKS)), folder / "plain")
-    return quantised.make("fp8 block", plain_weights, folder / "base")
-
-
-@pytest.fixture(scope="module")
 def fused(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("fused") / "base"
     make: Any = hf.Phi3ForCausalLM
@@ -130,14 +121,6 @@ def unet(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.save(
         model.bfloat16().to_empty(device="cpu"), tmp_path_factory.mktemp("unet") / "base"
     )
-
-
-def block_changed(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Change one block of 128 x 128 numbers of gate, in its fourth leaf."""
-    if name.endswith("gate_proj.weight"):
-        tensor = tensor.clone()
-        tensor.view(torch.uint8)[7040:7168, 128:256] ^= 1
-    return tensor
 
 
 def first_third_changed(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -241,20 +224,6 @@ def experts_in_vllm(base: Path, tune: Path) -> None:
     _assert_costs_what_changed(base, tune, 92 * MIB, [])
 
 
-@pytest.mark.vllm
-def test_vllm_keeps_all_but_one_block_of_fp8(blocks: Path, tmp_path: Path) -> None:
-    tune = checkpoints.mapped(blocks, tmp_path / "tune", block_changed)
-    fresh.call_forked(blocks_in_vllm, blocks, tune)
-
-
-def blocks_in_vllm(base: Path, tune: Path) -> None:
-    import reference_kernels  # which imports vllm
-
-    with reference_kernels.installed():
-        engines.warm_up(base)
-        _assert_costs_what_changed(base, tune, 14 * MIB, [])
-
-
 def _assert_costs_what_changed(base: Path, tune: Path, common: int, opened: list[Any]) -> None:
     with plain.kept_as("plain"):
         expected = []
@@ -324,67 +293,6 @@ def test_vllm_in_another_process_keeps_what_changed(llama: Path, tmp_path: Path)
         first.end()
         manager.kill()
         assert second.outputs() == third.loaded["outputs"] == plain_tune.loaded["outputs"]
-
-
-@pytest.mark.vllm
-def test_vllm_keeps_what_changed_through_a_manager(llama: Path, tmp_path: Path) -> None:
-    tune = all_of_them(llama, tmp_path / "tune")
-    for folder in ("one", "two"):
-        (tmp_path / folder).mkdir(mode=0o700)
-    shared.quiet(llama, tune)
-    fresh.call_forked(managed_in_vllm, llama, tune)
-
-
-def managed_in_vllm(base: Path, tune: Path) -> None:
-    """In a process that holds nothing of other tests: the checkpoints are new, and then known."""
-    root, common = tune.parent, sum(expected for _, expected in LLAMAS.values())
-    with plain.kept_as("plain"):
-        expected = []
-        for path in (base, tune):
-            alone = plain.engine(path)
-            expected.append(plain.outputs(alone))
-            engines.drop(alone)
-            del alone
-            gc.collect()
-    differ, _ = changed_leaves(base, tune)
-    for folder in ("one", "two"):
-        with managers.running(root / folder) as manager:
-            config: dict[str, Any] = {"memory_manager": str(manager.socket)}
-            first = engines.sharing(base, **config)
-            charged = manager.overview().totals.charged
-            second = engines.sharing(tune, **config)
-            last = engines.last_report()
-            assert last.known == (folder == "two")
-            # A leaf of q begins where one of the file does, so that all that is equal is known.
-            assert last.leaf_shared_bytes == common
-            records = 1 << 20  # what a manager remembers is charged, too
-            more = manager.overview().totals.charged - charged
-            assert last.private_bytes - common <= more <= last.private_bytes - common + records
-            assert last.bytes_read <= 1.05 * differ if last.known else last.bytes_read > common
-            theirs = dict(plain.model(first).named_parameters())
-            mine = dict(plain.model(second).named_parameters())
-            found = sum(shared_bytes(mine[name], theirs[name]) for name in mine)
-            assert found == last.shared_bytes + common
-            assert [plain.outputs(first), plain.outputs(second)] == expected
-            assert verify().ok
-            with torch.no_grad():
-                for each in mine.values():
-                    each.zero_()
-            del mine, theirs
-            assert plain.outputs(first) == expected[0]
-            third = engines.sharing(tune, **config, audit=1.0, verify_bytes=True)
-            assert engines.last_report().private_bytes == 0
-            assert plain.outputs(third) == expected[1]
-            assert unshare(plain.model(third))
-            assert plain.outputs(third) == expected[1]
-            model: Any = plain.model(third)
-            model.load_weights(iter(checkpoints.tensors(base).items()))
-            del model
-            # What it adds to the vocabulary is in neither's reach, so the rest decides.
-            assert plain.outputs(third) != expected[1]
-            engines.drop(first, second, third)
-            del first, second, third
-            gc.collect()
 
 
 @pytest.mark.vllm
