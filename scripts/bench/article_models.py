@@ -32,7 +32,10 @@ QWEN2: Final = "qwen2-0.5b"
 _D: Any = diffusers
 _H: Any = hf
 # Random bits with this one cleared are finite numbers below two.
-_FINITE: Final = {torch.float16: (np.uint16, 0xBFFF), torch.float32: (np.uint32, 0xBFFFFFFF)}
+_FINITE: Final[dict[torch.dtype, tuple[Any, int]]] = {
+    torch.float16: (np.uint16, 0xBFFF),
+    torch.float32: (np.uint32, 0xBFFFFFFF),
+}
 _FINITE[torch.bfloat16] = _FINITE[torch.float16]
 _NAMES: Final = {torch.float16: "F16", torch.float32: "F32", torch.bfloat16: "BF16"}
 
@@ -191,8 +194,8 @@ def _stage(scale: int, number: int) -> dict[str, Component]:
 
 def _qwen(scale: int) -> Component:
     # Its 14 heads of 64 become 14 of 64 / scale; vLLM on a CPU wants at least 32.
-    kept = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    kept += ("max_position_embeddings", "tie_word_embeddings")
+    kept = {"num_hidden_layers", "num_attention_heads", "num_key_value_heads"}
+    kept |= {"max_position_embeddings", "tie_word_embeddings"}
     config = {key: value if key in kept else value // scale for key, value in QWEN.items()}
     if scale > 2:
         config |= {"hidden_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -230,8 +233,9 @@ def _names(kind: str) -> tuple[str, ...]:
 def _write(folder: Path, component: Component, dtype: torch.dtype) -> str:
     """Write weights and configuration of a component; return the name of its class."""
     with torch.device("meta"):
-        model = component.build()
-    if isinstance(model, diffusers.ModelMixin) and not isinstance(model, hf.PreTrainedModel):
+        model: Any = component.build()
+    kinds: Any = diffusers.ModelMixin
+    if isinstance(model, kinds) and not isinstance(model, hf.PreTrainedModel):
         model.save_config(folder)
         file = folder / "diffusion_pytorch_model.safetensors"
     else:
