@@ -29,7 +29,7 @@ from tensor_dedup.loader.cuda.openers import MappedExtent
 from tensor_dedup.loader.cuda.residents import DeviceResident, DeviceSlab
 from tensor_dedup.loader.cuda.tensors import CUDA
 from tensor_dedup.loader.cuda.upload import Uploader
-from tensor_dedup.loader.residents.manager import LentResident
+from tensor_dedup.loader.residents.lent import LentResident
 from tensor_dedup.loader.residents.resident import ReplicaKey, is_of_bytes
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
 from tensor_dedup.memory_manager.client import Lease, NewLayer, NewTensor
