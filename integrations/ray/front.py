@@ -52,21 +52,27 @@ class Front:
             return JSONResponse({"object": "list", "data": models})
         body = await request.body()
         model = _model_of(body)
-        if model not in self._running:
-            known = ", ".join(sorted(self._running)) or "none"
-            near = perhaps(model, self._running) if model else ""
-            return _refusal(404, f"no model {model!r} in this fleet{near}; there are {known}")
-        apps = self._running[model]
-        self._turn += 1
-        for number in range(len(apps)):
-            app = apps[(self._turn + number) % len(apps)]
-            try:
-                return await self._forwarded(app, request, body)
-            except Exception as error:  # noqa: BLE001  # of Ray: there may be another replica
-                _log.warning("%s does not answer: %s", app, error)
-        return _refusal(503, f"no engine of {model!r} runs just now; ask again in a moment")
+        tried: set[str] = set()
+        for look in (False, True):
+            if look:  # what was known may be a moment old
+                await asyncio.to_thread(self._look)
+            self._turn += 1
+            apps = self._running.get(model, [])
+            for app in (*apps[self._turn % max(len(apps), 1) :], *apps):
+                if app in tried:
+                    continue
+                tried.add(app)
+                try:
+                    return await self._forwarded(app, model, request, body)
+                except Exception as error:  # noqa: BLE001  # of Ray: there may be another replica
+                    _log.warning("%s does not answer: %s", app, error)
+        if model in self._running:
+            return _refusal(503, f"no engine of {model!r} runs just now; ask again in a moment")
+        known = ", ".join(sorted(self._running)) or "none"
+        near = perhaps(model, self._running)
+        return _refusal(404, f"no model {model!r} in this fleet{near}; there are {known}")
 
-    async def _forwarded(self, app: str, request: Any, body: bytes) -> Any:
+    async def _forwarded(self, app: str, model: str, request: Any, body: bytes) -> Any:
         from starlette.responses import StreamingResponse
 
         handle = import_ray("ray.serve").get_app_handle(app).options(stream=True)
@@ -74,7 +80,13 @@ class Front:
         parts = handle.http.remote(
             request.method, request.url.path, request.url.query.encode(), headers, body
         )
-        status, answered = await anext(parts)
+        # Serve keeps a request for a replica that was lost until there is another one.
+        first = asyncio.ensure_future(anext(parts))
+        while not (await asyncio.wait([first], timeout=_REFRESH_S))[0]:
+            if app not in self._running.get(model, ()):
+                first.cancel()
+                raise LookupError(f"{app} was lost")
+        status, answered = await first
         response = StreamingResponse(parts, status_code=status)
         response.raw_headers = [
             (name, value) for name, value in answered if name.lower() not in _HOP_BY_HOP

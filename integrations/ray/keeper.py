@@ -31,6 +31,7 @@ _EVERY_S: Final = 2.0
 _AGAIN_S: Final = 60.0  # after a plan for which there was no room
 _POLL_S: Final = 0.5
 _PATIENCE_S: Final = 60.0
+_SAID: Final = 1000
 _FAILED: Final = "DEPLOY_FAILED"
 _log = logging.getLogger(__name__)
 
@@ -154,7 +155,8 @@ class Keeper:
         held: dict[str, list[str]] = {}
         for app, state in sorted(engine_apps(self._fleet).items(), key=lambda each: each[0].name):
             node = names.get(app.node_id, f"lost {app.node_id[:12]}")
-            status = ReplicaStatus(node, str(state.status.value), state.message)
+            said = "" if state.status == "RUNNING" else _reason(state)
+            status = ReplicaStatus(node, str(state.status.value), said)
             models.setdefault(app.model, []).append(status)
             held.setdefault(app.node_id, []).append(app.model)
         found = [_node_status(each, held.get(each.node_id, ())) for each in nodes]
@@ -168,8 +170,10 @@ class Keeper:
             running = [app.name for app in engine_apps(self._fleet)]
             for name in (*running, self._fleet):
                 serve.delete(name)
+            others = {app.node_id for app in engine_apps() if app.fleet != self._fleet}
             for node in alive_nodes():
-                _close_node(node.node_id)
+                if node.node_id not in others:
+                    _close_node(node.node_id)
 
     def _watch(self) -> None:
         while True:
@@ -217,7 +221,7 @@ class Keeper:
                 raise
             self._problem = error.message
             self._settled = frozenset(each.node_id for each in nodes)
-            found = self._what_fits(models, nodes, specification, current, error)
+            found = what_fits(models, nodes, specification, current, error)
         ids = {each.name: each.node_id for each in nodes}
         wanted = {
             EngineApp(self._fleet, model, ids[node])
@@ -225,33 +229,6 @@ class Keeper:
             for node in where
         }
         self._change(specification, wanted, strict=strict)
-
-    def _what_fits(
-        self,
-        models: list[Model],
-        nodes: list[ClusterNode],
-        specification: FleetSpecification,
-        current: dict[str, list[str]],
-        error: DoesNotFitError,
-    ) -> FleetPlan:
-        """A plan without the replicas that have no room: the others are served."""
-        names = {each.name for each in nodes}
-        while True:
-            lacking = set(error.facts["models"])
-            rest = []
-            for model in models:
-                left = sum(node in names for node in current.get(model.name, ()))
-                if model.name not in lacking:
-                    rest.append(model)
-                elif left:
-                    rest.append(replace(model, replicas=min(left, model.replicas)))
-            if len(rest) == len(models) and rest == models:
-                raise error
-            models = rest
-            try:
-                return planned(models, nodes, specification, current, rebalance=False)
-            except DoesNotFitError as again:
-                error = again
 
     def _change(
         self, specification: FleetSpecification, wanted: set[EngineApp], *, strict: bool
@@ -327,7 +304,7 @@ class Keeper:
                 if state is None or app.node_id not in alive:
                     failed[app.name] = "its node was lost"
                 elif state.status == _FAILED:
-                    failed[app.name] = state.message
+                    failed[app.name] = _reason(state)
                 elif state.status != "RUNNING":
                     continue
                 waiting.discard(app)
@@ -383,6 +360,32 @@ def planned(
     return plan(models, room, current=current or None, rebalance=rebalance and bool(current))
 
 
+def what_fits(
+    models: list[Model],
+    nodes: list[ClusterNode],
+    specification: FleetSpecification,
+    current: dict[str, list[str]],
+    error: DoesNotFitError,
+) -> FleetPlan:
+    """Plan without the replicas for which there is no room, as an `error` says: the others run."""
+    names = {each.name for each in nodes}
+    while True:
+        rest = []
+        for model in models:
+            left = sum(node in names for node in current.get(model.name, ()))
+            if model.name not in error.facts["models"]:
+                rest.append(model)
+            elif left:
+                rest.append(replace(model, replicas=min(left, model.replicas)))
+        if rest == models:
+            raise error
+        models = rest
+        try:
+            return planned(models, nodes, specification, current, rebalance=False)
+        except DoesNotFitError as again:
+            error = again
+
+
 def _planned_memory(node: ClusterNode, specification: FleetSpecification) -> int | None:
     """What the plan counts on a node, if it is the machine's own memory."""
     return None if specification.gpus else specification.memory or node.memory or None
@@ -400,6 +403,7 @@ def ensure_keeper(fleet: str) -> Any:
             lifetime="detached",
             num_cpus=0,
             max_restarts=-1,
+            max_task_retries=3,  # every call may be made twice
             max_concurrency=16,
         )
         .remote(fleet)
@@ -409,6 +413,12 @@ def ensure_keeper(fleet: str) -> Any:
 def keeper_name(fleet: str) -> str:
     """Return the name of a fleet's keeper."""
     return f"keeper {fleet}"
+
+
+def _reason(state: Any) -> str:
+    """What Serve says of an application; the end, as the whole is a traceback."""
+    said = [each.message.strip() for each in state.deployments.values() if each.message]
+    return " ".join(" ".join([*said, state.message]).split())[-_SAID:]
 
 
 def _by_name(app: EngineApp) -> str:

@@ -118,8 +118,13 @@ class NodeActor:
                 command += ["--budget", str(self._budget)]
             log = Path(self._socket.parent) / "manager.log"
             with log.open("ab") as out:
+                # Not of the actor's group, which Ray ends with it: what engines lease stays.
                 self._child = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                    start_new_session=True,
                 )
             self._wait_until_served(log)
 

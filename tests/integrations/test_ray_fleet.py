@@ -1,7 +1,9 @@
 """A fleet on a real Ray cluster of several nodes, with real vLLM engines and a real remote."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,9 +24,16 @@ from ray_clusters import RayCluster
 from tensor_dedup import Store
 from tensor_dedup.analyze import analyze
 from tensor_dedup.errors import ConfigError
-from tensor_dedup.integrations.ray import Fleet, FleetStatus
+from tensor_dedup.integrations.ray import Fleet, FleetStatus, NodeStatus, application
+from tensor_dedup.integrations.ray.cluster import NAMESPACE
+from tensor_dedup.integrations.ray.keeper import keeper_name
+from tensor_dedup.integrations.ray.node import actor_name
+from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.placement import DoesNotFitError
 from tensor_dedup.store.remote.errors import UnknownRemoteNameError
+
+# The schemas of Ray's Serve use what pydantic calls deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:Using extra keyword arguments:DeprecationWarning")
 
 MIB = 1 << 20
 PATIENCE_S = 600.0
@@ -61,17 +70,17 @@ def _pushed(root: Path, paths: Mapping[str, Path], url: str) -> Models:
     return Models(paths, url)
 
 
-def _fleet(models: Models, root: Path, wanted: Mapping[str, Any], **more: Any) -> Fleet:
-    return Fleet(
-        models.remote,
-        wanted,
-        engine=ray_clusters.ENGINE,
-        store=str(root / "nodes" / "{node}" / "store"),
-        socket=str(root / "run" / "{node}" / "s"),
-        starting=1,
-        cpus=0.5,
-        **more,
-    )
+def _fleet(models: Models, root: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a fleet whose nodes share this machine."""
+    return {
+        "remote": models.remote,
+        "models": wanted,
+        "engine": ray_clusters.ENGINE,
+        "store": str(root / "nodes" / "{node}" / "store"),
+        "socket": str(root / "run" / "{node}" / "s"),
+        "starting": 1,
+        "cpus": 0.5,
+    }
 
 
 def _where(status: FleetStatus) -> dict[str, set[str]]:
@@ -115,8 +124,10 @@ def test_models_of_a_lost_node_answer_elsewhere(folder: Path) -> None:
     expected = _expected(paths)
     assert expected["base"] != expected["tune"]
     with ray_clusters.cluster(2, 64 * MIB) as cluster:
-        fleet = _fleet(models, folder, {name: {"room": "1MiB"} for name in paths})
-        status = fleet.apply()
+        args = _fleet(models, folder, {name: {"room": "1MiB"} for name in paths})
+        cluster.deploy(application(args), "fleet")
+        fleet = Fleet()
+        status = _until(fleet, _all_run)
         # They are kin, and so on one node, which has each tensor once.
         [(home, held)] = [(each.name, each) for each in status.nodes if each.models]
         assert held.models == ("base", "tune")
@@ -132,6 +143,7 @@ def test_models_of_a_lost_node_answer_elsewhere(folder: Path) -> None:
         assert "perhaps 'tune'" in told["error"]["message"]
         _refuses_what_does_not_fit(fleet, status)
         _plans_from_the_cluster(cluster, folder, paths, home)
+        _its_processes_come_again(fleet, held)
         cluster.kill(home)
         status = _until(fleet, lambda now: _all_run(now) and home not in _where(now)["base"])
         assert _where(status) == {"base": {cluster.head}, "tune": {cluster.head}}
@@ -176,6 +188,29 @@ def _plans_from_the_cluster(
     assert [(m["model"], m["source"], m["target"], m["loads_bytes"]) for m in found["moves"]] == [
         ("new", None, home, 0)
     ]
+
+
+def _its_processes_come_again(fleet: Fleet, held: NodeStatus) -> None:
+    """The keeper, the node's actor and its manager are killed: engines run on, all come again."""
+    import ray
+
+    def manager() -> int:
+        with Admin(held.socket) as admin:
+            return admin.totals().pid
+
+    first = manager()
+    for name in (keeper_name(fleet.name), actor_name(held.node_id)):
+        ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=False)
+    _until(fleet, lambda now: [n.models for n in now.nodes if n.node_id == held.node_id] != [])
+    assert manager() == first  # whose actor is another one now
+    os.kill(first, signal.SIGKILL)
+
+    def is_back(now: FleetStatus) -> bool:
+        [node] = [each for each in now.nodes if each.node_id == held.node_id]
+        return node.resident_bytes >= held.resident_bytes
+
+    _until(fleet, is_back)  # with what the engines still held
+    assert manager() != first
 
 
 def _family(root: Path) -> dict[str, Path]:
@@ -236,7 +271,7 @@ def test_nine_models_on_four_nodes(folder: Path) -> None:
         wanted = {name: {"room": "16MiB", "replicas": 3 if name == "base" else 1} for name in paths}
         later = wanted.pop("layer-2")
         with ray_clusters.cluster(4, 180 * MIB) as cluster:
-            fleet = _fleet(models, folder, wanted)
+            fleet = Fleet(**_fleet(models, folder, wanted))
             wire.reset()
             before = fleet.apply()
             status = fleet.add("layer-2", **later)

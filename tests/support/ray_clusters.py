@@ -61,6 +61,10 @@ class RayCluster:
         http = {"host": "127.0.0.1", "port": self.port}
         serve.start(proxy_location="HeadOnly", http_options=http)
 
+    def deploy(self, application: Any, name: str) -> None:
+        """Run an application of Serve, as `serve deploy` does."""
+        self._serve.run(application, name=name, route_prefix="/")
+
     def kill(self, name: str) -> None:
         """End a node as a loss of its machine does: with all that runs on it, at once."""
         node = self._nodes.pop(name)
