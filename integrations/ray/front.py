@@ -65,7 +65,7 @@ class Front:
                 try:
                     return await self._forwarded(app, model, request, body)
                 except Exception as error:  # noqa: BLE001  # of Ray: there may be another replica
-                    _log.warning("%s does not answer: %s", app, error)
+                    _log.warning("%s does not answer: %s", app, str(error))
         if model in self._running:
             return _refusal(503, f"no engine of {model!r} runs just now; ask again in a moment")
         known = ", ".join(sorted(self._running)) or "none"

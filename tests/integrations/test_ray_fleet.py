@@ -33,7 +33,11 @@ from tensor_dedup.placement import DoesNotFitError
 from tensor_dedup.store.remote.errors import UnknownRemoteNameError
 
 # The schemas of Ray's Serve use what pydantic calls deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:Using extra keyword arguments:DeprecationWarning")
+# Ray leaves the log files of processes that it has started to be closed by themselves.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Using extra keyword arguments:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:unclosed file <_io.* name='/tmp/ray/:ResourceWarning"),
+]
 
 MIB = 1 << 20
 PATIENCE_S = 600.0
@@ -135,8 +139,10 @@ def test_models_of_a_lost_node_answer_elsewhere(folder: Path) -> None:
         unique = models.unique_bytes(paths)
         assert unique < 0.9 * sum(map(tiny_checkpoints.nbytes, paths.values()))
         assert unique <= sum(held.pulled.values()) < unique + MIB  # and the small files
-        assert 0.9 * unique < ray_clusters.slab_bytes(Path(held.socket)) < 1.2 * unique
         assert {name: cluster.outputs(name) for name in paths} == expected
+        held = next(node for node in fleet.status().nodes if node.models)
+        assert 0.9 * unique < held.resident_bytes < 1.2 * unique
+        assert 0 < ray_clusters.slab_bytes(Path(held.socket)) < 1.2 * unique
         assert cluster.ask("/v1/models")[1]["data"][0]["id"] == "base"
         code, told = cluster.ask("/v1/completions", {"model": "tuna", "prompt": "x"})
         assert (code, told["error"]["code"]) == (404, 404)
@@ -277,11 +283,11 @@ def test_nine_models_on_four_nodes(folder: Path) -> None:
             status = fleet.add("layer-2", **later)
             assert {**_where(status), **_where(before)} == _where(status)  # nothing moved
             assert len([node for node in status.nodes if node.models]) == 4
-            _holds_each_tensor_once(models, status)
             # Over the wire went what the nodes lacked, and no more.
             pulled = sum(sum(node.pulled.values()) for node in status.nodes)
             assert pulled <= wire.received < 1.03 * pulled
             assert {name: cluster.outputs(name) for name in paths} == expected
+            _holds_each_tensor_once(models, fleet.status())
 
             lost = next(
                 node
@@ -298,7 +304,7 @@ def test_nine_models_on_four_nodes(folder: Path) -> None:
             assert {name: cluster.outputs(name) for name in lost.models} == {
                 name: expected[name] for name in lost.models
             }
-            _holds_each_tensor_once(models, status)
+            _holds_each_tensor_once(models, fleet.status())
             after = {node.name: node for node in status.nodes}
             for old in kin_elsewhere:  # where the base was, only what is a model's own came
                 for name in {*after[old.name].models} - {*old.models}:
@@ -322,9 +328,10 @@ def _holds_each_tensor_once(models: Models, status: FleetStatus) -> None:
         unique = models.unique_bytes(node.models)
         pulled = sum(node.pulled.values())
         assert unique <= pulled < 1.01 * unique + len(node.models) * MIB // 2, node
+        assert 0.97 * unique <= node.resident_bytes <= 1.03 * unique, (node, unique)
+        # A page that nobody has read yet, a row of an embedding, is not mapped.
         held = ray_clusters.slab_bytes(Path(node.socket))
-        print(f"{node.name}: {node.models}, {held / unique:.4f} of {unique} unique bytes")
-        assert 0.97 * unique <= held <= 1.03 * unique, (node, held, unique)
+        assert 0.5 * unique <= held <= 1.03 * unique, (node, held, unique)
     alone = sum(models.unique_bytes([name]) for node in status.nodes for name in node.models)
     assert sum(models.unique_bytes(node.models) for node in status.nodes) < 0.7 * alone
 

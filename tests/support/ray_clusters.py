@@ -26,6 +26,7 @@ ENGINE = {
     "enable_prefix_caching": False,
     "disable_log_stats": True,
     "seed": 0,
+    "distributed_executor_backend": "uni",  # a process less for each engine
 }
 
 
