@@ -34,14 +34,14 @@ def groups() -> list[dict[str, Any]]:
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments:DeprecationWarning")
 def test_serve_and_the_fleet_understand_the_application() -> None:
     pytest.importorskip("ray")
-    from ray.serve.schema import ServeDeploySchema
-
     from tensor_dedup.errors import ConfigError
     from tensor_dedup.integrations import ray as ours
+    from tensor_dedup.integrations.ray.cluster import import_ray
     from tensor_dedup.integrations.ray.specification import FleetSpecification
 
     document = read(FLEET.read_text())
-    [application] = ServeDeploySchema.model_validate(document).applications
+    schema = import_ray("ray.serve.schema").ServeDeploySchema
+    [application] = schema.model_validate(document).applications
     assert application.import_path == f"{ours.__name__}:{ours.application.__name__}"
     bound = ours.application(application.args)._bound_deployment
     fleet, wanted = bound.init_args

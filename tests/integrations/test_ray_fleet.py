@@ -25,7 +25,7 @@ from tensor_dedup import Store
 from tensor_dedup.analyze import analyze
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.integrations.ray import Fleet, FleetStatus, NodeStatus, application
-from tensor_dedup.integrations.ray.cluster import NAMESPACE
+from tensor_dedup.integrations.ray.cluster import NAMESPACE, import_ray
 from tensor_dedup.integrations.ray.keeper import keeper_name
 from tensor_dedup.integrations.ray.node import actor_name
 from tensor_dedup.memory_manager.client.admin import Admin
@@ -198,7 +198,7 @@ def _plans_from_the_cluster(
 
 def _its_processes_come_again(fleet: Fleet, held: NodeStatus) -> None:
     """The keeper, the node's actor and its manager are killed: engines run on, all come again."""
-    import ray
+    ray = import_ray()
 
     def manager() -> int:
         with Admin(held.socket) as admin:

@@ -13,6 +13,7 @@ import psutil
 
 import fleet
 import plain
+from tensor_dedup.integrations.ray.cluster import import_ray
 from tensor_dedup.memory_manager.client.admin import Admin
 
 # Ray's own processes take some hundred MiB; what is stored in it here is small.
@@ -37,17 +38,13 @@ class RayCluster:
     """
 
     def __init__(self, nodes: int, memory: int) -> None:
-        import ray
-        from ray import serve
-        from ray.cluster_utils import Cluster
-
-        self._ray, self._serve = ray, serve
+        self._ray, self._serve = import_ray(), import_ray("ray.serve")
         self.names = [f"node-{number + 1}" for number in range(nodes)]
         self.head = self.names[-1]
         client = _free_port()
         self.client = f"ray://127.0.0.1:{client}"
         more = {"num_cpus": 8, "memory": memory, "object_store_memory": _OBJECTS}
-        self._cluster: Any = Cluster()
+        self._cluster = import_ray("ray.cluster_utils").Cluster()
         self._nodes = {
             name: self._cluster.add_node(
                 node_name=name,
@@ -57,10 +54,10 @@ class RayCluster:
             )
             for name in reversed(self.names)
         }
-        ray.init(address=self._cluster.address, namespace="tests", log_to_driver=False)
+        self._ray.init(address=self._cluster.address, namespace="tests", log_to_driver=False)
         self.port = _free_port()
         http = {"host": "127.0.0.1", "port": self.port}
-        serve.start(proxy_location="HeadOnly", http_options=http)
+        self._serve.start(proxy_location="HeadOnly", http_options=http)
 
     def deploy(self, application: Any, name: str) -> None:
         """Run an application of Serve, as `serve deploy` does."""
