@@ -32,12 +32,12 @@ LAYERS: tuple[frozenset[str], ...] = (
             "text_table",
         }
     ),
-    frozenset({"store", "memory_manager"}),
+    frozenset({"store", "memory_manager", "placement"}),
     frozenset({"loader"}),
     frozenset({"patches", "integrations"}),
 )
 # The top may import every layer, and no layer imports the top.
-TOP = frozenset({"", "__main__", "analyze", "cli", "placement", "substitution"})
+TOP = frozenset({"", "__main__", "analyze", "cli", "substitution"})
 # A second name for parts of the package, which nothing in the package itself uses.
 SECOND_NAME = "tensorcas"
 # The module that DeepSpeed imports in place of DataStates' own; nothing in the package uses it.
@@ -55,7 +55,8 @@ FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
         "tensor_dedup.substitution",
         "tensor_dedup.store.store",  # for type checkers: what `Store.load` returns
     ),
-    "vllm": ("tensor_dedup.patches.vllm",),
+    "vllm": ("tensor_dedup.patches.vllm", "tensor_dedup.integrations.ray.engine"),
+    "ray": ("tensor_dedup.integrations.ray",),
     "diffusers": ("tensor_dedup.patches.huggingface",),
     "transformers": (
         "tensor_dedup.patches.huggingface",

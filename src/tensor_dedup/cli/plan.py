@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Final
 
 import click
 from rich.console import Console
 from rich.table import Table
 
+from tensor_dedup.analyze.analysis import measure
 from tensor_dedup.cli import WrongUse, printable
 from tensor_dedup.cli.output import (
     ByteBar,
@@ -21,10 +23,12 @@ from tensor_dedup.cli.output import (
 from tensor_dedup.cli.plan_page import write_page
 from tensor_dedup.cli.store import store_option
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
-from tensor_dedup.placement import FleetPlan, Node, measured, plan, read_fleet
+from tensor_dedup.placement import FleetPlan, Model, Node, Wanted, plan, read_fleet
 from tensor_dedup.placement.plan import Assignment, Move, PlannedNode
 from tensor_dedup.placement.pods import patches
 from tensor_dedup.text_table import human
+
+_RAY: Final = "ray://"
 
 
 @click.command(name="plan")
@@ -54,8 +58,9 @@ from tensor_dedup.text_table import human
 @click.option(
     "--from",
     "before",
-    metavar="PLAN.json",
-    help="An earlier plan, printed with --json; what it placed stays where it is.",
+    metavar="PLAN.json|ray://HOST:PORT",
+    help="An earlier plan, printed with --json, or a Ray cluster (`ray://`: that of this machine): "
+    "its machines, and what is there stays where it is.",
 )
 @click.option(
     "--rebalance", is_flag=True, help="Show what moving models would save and cost. Needs --from."
@@ -108,13 +113,13 @@ def command(
         raise WrongUse("--rebalance compares with a plan: give it with --from")
     if exact_s is not None and before is not None:
         raise WrongUse("--exact plans from nothing: leave out --from")
-    machines, current = _earlier(before) if before is not None else ([], None)
+    machines, current = _before(before, memory, host_memory)
     if nodes is not None or not machines:
         if nodes is None or memory is None:
             raise WrongUse("say which machines there are: --nodes 8 --memory 80GiB")
         machines = [Node(name, memory, host_memory) for name in _names(nodes)]
     with ByteBar("hashing") as progress:
-        models = measured(read_fleet(fleet), store=store, hints=HintIndex(), progress=progress)
+        models = _measured(read_fleet(fleet), store, progress)
     found = plan(models, machines, current=current, rebalance=rebalance, exact_s=exact_s)
     if page is not None:
         write_page(page, found)
@@ -126,6 +131,17 @@ def command(
         _show(found, console(), compared=current is not None)
 
 
+def _measured(fleet: list[Wanted], store: str | None, progress: ByteBar) -> list[Model]:
+    """The models with their tensors; files that were hashed before are not read."""
+    paths = list(dict.fromkeys(each.path for each in fleet))
+    found, _ = measure(paths, hints=HintIndex(), store=store, progress=progress)
+    tensors = {
+        path: {t.fingerprint.digest: t.nbytes for t in checkpoint.tensors}
+        for path, checkpoint in zip(paths, found, strict=True)
+    }
+    return [Model(w.name, tensors[w.path], w.room, w.host, w.replicas) for w in fleet]
+
+
 def _names(nodes: str) -> list[str]:
     """The names of the machines, where only their number is given: node-1 and so on."""
     if nodes.isdecimal() and int(nodes):
@@ -134,6 +150,21 @@ def _names(nodes: str) -> list[str]:
     if nodes.lstrip("-").isdecimal() or not all(names) or len({*names}) < len(names):
         raise WrongUse(f"--nodes {nodes}: give a number of 1 or more, or different names")
     return names
+
+
+def _before(
+    place: str | None, memory: int | None, host_memory: int | None
+) -> tuple[list[Node], dict[str, list[str]] | None]:
+    """The machines and the placement that --from names: a cluster's, or those of a plan."""
+    if place is None:
+        return [], None
+    if not place.startswith(_RAY):
+        return _earlier(place)
+    # Here: no other plan needs it, and it imports half of the package.
+    from tensor_dedup.integrations.ray.cluster import observed
+
+    machines, placed = observed("auto" if place == _RAY else place, memory, host_memory)
+    return machines, placed or None
 
 
 def _earlier(path: str) -> tuple[list[Node], dict[str, list[str]]]:

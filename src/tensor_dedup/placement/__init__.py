@@ -1,6 +1,6 @@
 """Where models go when a node holds each tensor once, whoever uses it."""
 
-from tensor_dedup.placement.fleet_file import Wanted, measured, read_fleet
+from tensor_dedup.placement.fleet_file import Wanted, read_fleet, wanted
 from tensor_dedup.placement.plan import DoesNotFitError, FleetPlan, plan
 from tensor_dedup.placement.problem import Model, Node
 
@@ -10,7 +10,7 @@ __all__ = [
     "Model",
     "Node",
     "Wanted",
-    "measured",
     "plan",
     "read_fleet",
+    "wanted",
 ]

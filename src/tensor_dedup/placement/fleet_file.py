@@ -18,12 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from tensor_dedup.analyze.analysis import measure
 from tensor_dedup.errors import ConfigError
-from tensor_dedup.loader.checkpoint_io.hints import HintIndex
-from tensor_dedup.placement.problem import Model
 from tensor_dedup.sizes import parse_size
-from tensor_dedup.store.writing.hashing import ProgressListener
 from tensor_dedup.suggestions import perhaps
 
 _DEFAULTS: Final = ("room", "host", "replicas")
@@ -58,46 +54,33 @@ def read_fleet(path: Path) -> list[Wanted]:
         what = f"{path} names no model; write [models.NAME] with path = ... for each"
         raise ConfigError(what, path=str(path))
     _check_fields(str(path), found, _DEFAULTS)
-    return [_wanted(path, name, table, found) for name, table in models.items()]
+    return [_from_file(path, name, table, found) for name, table in models.items()]
 
 
-def measured(
-    fleet: list[Wanted],
-    *,
-    store: str | None = None,
-    hints: HintIndex | None = None,
-    progress: ProgressListener | None = None,
-) -> list[Model]:
-    """Return the models with their tensors; files that were hashed before are not read.
-
-    Raises:
-        CheckpointError, StoreError: a checkpoint is missing or damaged.
-    """
-    paths = list(dict.fromkeys(each.path for each in fleet))
-    found, _ = measure(paths, hints=hints, store=store, progress=progress)
-    tensors = {
-        path: {t.fingerprint.digest: t.nbytes for t in checkpoint.tensors}
-        for path, checkpoint in zip(paths, found, strict=True)
-    }
-    return [Model(w.name, tensors[w.path], w.room, w.host, w.replicas) for w in fleet]
-
-
-def _wanted(path: Path, name: str, table: object, defaults: Mapping[str, Any]) -> Wanted:
+def _from_file(path: Path, name: str, table: object, defaults: Mapping[str, Any]) -> Wanted:
     where = f"{path}, [models.{name}]"
     if not isinstance(table, dict) or not isinstance(table.get("path"), str):
         raise ConfigError(f"{where}: path is missing; say where its weights are", path=str(path))
-    _check_fields(where, table, _FIELDS)
-    given = {**defaults, **table}
-    replicas = given.get("replicas", 1)
-    if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
-        what = f"{where}: replicas is {replicas!r}; give a number of 1 or more"
-        raise ConfigError(what, path=str(path))
-    place = given["path"]
+    place = table["path"]
     local = path.parent / place
     if "://" not in place and local.exists():
         place = str(local)
+    return wanted(where, name, {**defaults, **table, "path": place})
+
+
+def wanted(where: str, name: str, given: Mapping[str, Any]) -> Wanted:
+    """Return a model from its fields, of which `path` is a text; `where` begins what is wrong.
+
+    Raises:
+        ConfigError: a field has a wrong value, or is none.
+    """
+    _check_fields(where, given, _FIELDS)
+    replicas = given.get("replicas", 1)
+    if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
+        what = f"{where}: replicas is {replicas!r}; give a number of 1 or more"
+        raise ConfigError(what, model=name)
     sizes = {field: _size(where, field, given.get(field, 0)) for field in ("room", "host")}
-    return Wanted(name, place, sizes["room"], sizes["host"], replicas)
+    return Wanted(name, given["path"], sizes["room"], sizes["host"], replicas)
 
 
 def _check_fields(where: str, table: Mapping[str, Any], fields: tuple[str, ...]) -> None:

@@ -1,0 +1,111 @@
+"""The front of a fleet: what people speak to over HTTP."""
+
+import asyncio
+import json
+import logging
+from typing import Any, Final
+
+from tensor_dedup.integrations.ray.cluster import engine_apps, import_ray
+from tensor_dedup.integrations.ray.keeper import ensure_keeper
+from tensor_dedup.suggestions import perhaps
+
+_REFRESH_S: Final = 2.0
+# They are about one connection, and the front has others.
+_HOP_BY_HOP: Final = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"upgrade"})
+_log = logging.getLogger(__name__)
+
+
+class Front:
+    """The ingress of a fleet: passes each request to an engine of the model that it names."""
+
+    async def __init__(self, fleet: str, wanted: bytes | None = None) -> None:
+        """Serve a fleet; with `wanted`, its specification, have the keeper apply that first."""
+        self._fleet = fleet
+        self._running: dict[str, list[str]] = {}
+        self._turn = 0
+        if wanted is not None:
+            await ensure_keeper(fleet).want.remote(wanted)
+        self._refreshing = asyncio.create_task(self._refresh())
+
+    async def _refresh(self) -> None:
+        while True:
+            try:
+                await asyncio.to_thread(self._look)
+            except Exception:  # noqa: BLE001  # of Ray, while it recovers: what ran is tried
+                _log.exception("Serve does not say what runs")
+            await asyncio.sleep(_REFRESH_S)
+
+    def _look(self) -> None:
+        found: dict[str, list[str]] = {}
+        for app, state in engine_apps(self._fleet).items():
+            names = found.setdefault(app.model, [])
+            if state.status == "RUNNING":
+                names.append(app.name)
+        self._running = {model: sorted(names) for model, names in found.items()}
+
+    async def __call__(self, request: Any) -> Any:
+        """Answer a request of Starlette's."""
+        from starlette.responses import JSONResponse
+
+        if request.url.path == "/v1/models" and request.method == "GET":
+            models = [{"id": each, "object": "model"} for each in sorted(self._running)]
+            return JSONResponse({"object": "list", "data": models})
+        body = await request.body()
+        model = _model_of(body)
+        tried: set[str] = set()
+        for look in (False, True):
+            if look:  # what was known may be a moment old
+                await asyncio.to_thread(self._look)
+            self._turn += 1
+            apps = self._running.get(model, [])
+            for app in (*apps[self._turn % max(len(apps), 1) :], *apps):
+                if app in tried:
+                    continue
+                tried.add(app)
+                try:
+                    return await self._forwarded(app, model, request, body)
+                except Exception as error:  # noqa: BLE001  # of Ray: there may be another replica
+                    _log.warning("%s does not answer: %s", app, str(error))
+        if model in self._running:
+            return _refusal(503, f"no engine of {model!r} runs just now; ask again in a moment")
+        known = ", ".join(sorted(self._running)) or "none"
+        near = perhaps(model, self._running)
+        return _refusal(404, f"no model {model!r} in this fleet{near}; there are {known}")
+
+    async def _forwarded(self, app: str, model: str, request: Any, body: bytes) -> Any:
+        from starlette.responses import StreamingResponse
+
+        handle = import_ray("ray.serve").get_app_handle(app).options(stream=True)
+        headers = [pair for pair in request.headers.raw if pair[0].lower() not in _HOP_BY_HOP]
+        parts = handle.http.remote(
+            request.method, request.url.path, request.url.query.encode(), headers, body
+        )
+        # Serve keeps a request for a replica that was lost until there is another one.
+        first = asyncio.ensure_future(anext(parts))
+        while not (await asyncio.wait([first], timeout=_REFRESH_S))[0]:
+            if app not in self._running.get(model, ()):
+                first.cancel()
+                raise LookupError(f"{app} was lost")
+        status, answered = await first
+        response = StreamingResponse(parts, status_code=status)
+        response.raw_headers = [
+            (name, value) for name, value in answered if name.lower() not in _HOP_BY_HOP
+        ]
+        return response
+
+
+def _model_of(body: bytes) -> str:
+    try:
+        found = json.loads(body)
+    except ValueError:
+        return ""
+    return str(found.get("model", "")) if isinstance(found, dict) else ""
+
+
+def _refusal(status: int, message: str) -> Any:
+    from starlette.responses import JSONResponse
+
+    kind = "NotFoundError" if status == 404 else "ServiceUnavailableError"
+    return JSONResponse(
+        {"error": {"message": message, "type": kind, "code": status}}, status_code=status
+    )

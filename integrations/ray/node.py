@@ -1,0 +1,173 @@
+"""The actor of a node: it keeps the memory manager running, and pulls into the node's store."""
+
+import logging
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tensor_dedup.errors import TensorDedupError
+from tensor_dedup.integrations.ray.cluster import NAMESPACE, import_ray
+from tensor_dedup.memory_manager.client.admin import Admin
+from tensor_dedup.memory_manager.errors import ManagerGoneError
+from tensor_dedup.memory_manager.protocol import paths
+from tensor_dedup.store import Store
+from tensor_dedup.store.remote.on_demand import pull_missing
+
+_SERVER: Final = "tensor_dedup.memory_manager.server"
+_WATCH_S: Final = 2.0
+_START_S: Final = 60.0
+# One whose actor was killed ends when no engine has been connected for so long.
+_IDLE_EXIT_S: Final = 600
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What an engine needs: the folder of the node's store, and the manager's socket."""
+
+    store: str
+    socket: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """What a node's actor says of its node. Sizes in bytes.
+
+    `pulled` has what travelled for each checkpoint since the actor began.
+    """
+
+    store: str
+    socket: str
+    manager_pid: int
+    resident_bytes: int
+    pulled: dict[str, int]
+
+
+class NodeActor:
+    """Owns the memory manager of its node. Methods may run at the same time.
+
+    `store` and `socket` are the node's, by default those of its user; `{node}` in them stands for
+    the node's identity, for nodes that share a machine. Where a manager answers at the socket
+    already, a DaemonSet's for example, that one is used and left alone.
+    """
+
+    def __init__(self, store: str | None, socket: str | None, budget: int | None) -> None:
+        node = import_ray().get_runtime_context().get_node_id()
+        self._socket = paths.socket_path(socket.format(node=node) if socket else None)
+        folder = store.format(node=node) if store else None
+        self._store = Store.open(folder)
+        self._budget = budget
+        self._child: subprocess.Popen[bytes] | None = None
+        self._pulled: dict[str, int] = {}
+        self._pulling = threading.Lock()
+        self._guard = threading.Lock()
+        self._ended = threading.Event()
+        self._keep_serving()
+        threading.Thread(target=self._watch, name="manager watch", daemon=True).start()
+
+    def prepare(self, remote: str, name: str) -> Prepared:
+        """Pull a checkpoint that the store does not have, once, and return where everything is.
+
+        Raises:
+            RemoteError, StoreError: it cannot be pulled.
+        """
+        with self._pulling:  # of models that come at once, the second finds what both have
+            result = pull_missing(self._store, name, remote)
+        if result is not None:
+            self._pulled[name] = result.moved_bytes
+        self._keep_serving()
+        return Prepared(str(self._store.path), str(self._socket))
+
+    def report(self) -> NodeReport:
+        """Say how the node is."""
+        totals = self._totals()
+        pid = self._child.pid if self._child is not None and self._child.poll() is None else 0
+        resident = totals.resident_bytes if totals is not None else 0
+        where = (str(self._store.path), str(self._socket))
+        return NodeReport(*where, pid, resident, dict(self._pulled))
+
+    def close(self) -> None:
+        """End the manager, if it is this actor's."""
+        self._ended.set()
+        with self._guard:
+            if self._child is not None:
+                self._child.terminate()
+                self._child.wait()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_WATCH_S):
+            try:
+                self._keep_serving()
+            except (TensorDedupError, OSError):
+                _log.exception("the memory manager of this node does not start")
+
+    def _keep_serving(self) -> None:
+        """Start a manager where none answers."""
+        with self._guard:
+            if self._ended.is_set() or self._totals() is not None:
+                return
+            if self._child is not None and self._child.poll() is None:
+                return  # it is there, and has no time just now
+            paths.make_folder(self._socket.parent)
+            command = [sys.executable, "-m", _SERVER, "--socket", str(self._socket)]
+            command += ["--idle-exit", str(_IDLE_EXIT_S)]
+            if self._budget is not None:
+                command += ["--budget", str(self._budget)]
+            log = Path(self._socket.parent) / "manager.log"
+            with log.open("ab") as out:
+                # Not of the actor's group, which Ray ends with it: what engines lease stays.
+                self._child = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                    start_new_session=True,
+                )
+            self._wait_until_served(log)
+
+    def _wait_until_served(self, log: Path) -> None:
+        assert self._child is not None
+        for _ in range(int(_START_S / 0.1)):
+            if self._totals() is not None:
+                return
+            if self._child.poll() is not None:
+                break
+            self._ended.wait(0.1)
+        what = f"no memory manager could be started at {self._socket}; {log} says why"
+        raise ManagerGoneError(what, socket=str(self._socket))
+
+    def _totals(self) -> Any:
+        try:
+            with Admin(self._socket) as admin:
+                return admin.totals()
+        except (TensorDedupError, OSError):
+            return None
+
+
+def actor_name(node_id: str) -> str:
+    """Return the name of a node's actor."""
+    return f"node {node_id}"
+
+
+def ensure(node_id: str, store: str | None, socket: str | None, budget: int | None) -> Any:
+    """Return the actor of a node, which is started if there is none."""
+    ray = import_ray()
+    strategies = import_ray("ray.util.scheduling_strategies")
+    return (
+        ray.remote(NodeActor)
+        .options(
+            name=actor_name(node_id),
+            namespace=NAMESPACE,
+            get_if_exists=True,
+            lifetime="detached",
+            num_cpus=0,
+            max_restarts=-1,
+            max_task_retries=3,
+            max_concurrency=16,
+            scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(node_id, soft=False),
+        )
+        .remote(store, socket, budget)
+    )
