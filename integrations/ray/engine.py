@@ -20,7 +20,10 @@ Headers = Sequence[tuple[bytes, bytes]]
 class Engine:
     """A replica of a model: vLLM's engine and its web application, in one actor of Serve."""
 
-    async def __init__(self, model: str, remote: str, options: dict[str, Any]) -> None:
+    # Serve awaits it.
+    async def __init__(  # type: ignore[misc]
+        self, model: str, remote: str, options: dict[str, Any]
+    ) -> None:
         """Have the node pull the checkpoint, and load it from there beside the node's manager.
 
         `options` are vLLM's engine arguments.
@@ -41,7 +44,8 @@ class Engine:
         from vllm.utils.argparse_utils import FlexibleArgumentParser
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        arguments = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+        parser: Any = FlexibleArgumentParser
+        arguments = make_arg_parser(parser()).parse_args([])
         for name, value in {**options, "served_model_name": [self._model]}.items():
             if not hasattr(arguments, name):
                 near = perhaps(name, vars(arguments)) or "; see `vllm serve --help`"

@@ -18,7 +18,10 @@ _log = logging.getLogger(__name__)
 class Front:
     """The ingress of a fleet: passes each request to an engine of the model that it names."""
 
-    async def __init__(self, fleet: str, wanted: bytes | None = None) -> None:
+    # Serve awaits it.
+    async def __init__(  # type: ignore[misc]
+        self, fleet: str, wanted: bytes | None = None
+    ) -> None:
         """Serve a fleet; with `wanted`, its specification, have the keeper apply that first."""
         self._fleet = fleet
         self._running: dict[str, list[str]] = {}

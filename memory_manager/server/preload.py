@@ -16,7 +16,7 @@ from tensor_dedup.memory_manager.server.worker_threads import start_threads
 
 # By name: the manager never loads torch or vLLM.
 _MODULE: Final = "tensor_dedup.patches.vllm.preload"
-_NAMED: Final = "tensor_dedup.loader.preload"
+_NAMED: Final = "tensor_dedup.loader.checkpoint_io.preload"
 _PATIENCE_S: Final = 5.0
 
 

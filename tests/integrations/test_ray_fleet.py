@@ -120,6 +120,7 @@ def _expected(paths: Mapping[str, Path]) -> dict[str, Any]:
     return dict(zip(paths, found, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 def test_models_of_a_lost_node_answer_elsewhere(folder: Path) -> None:
     pair = tiny_checkpoints.make("qwen2", folder)
@@ -252,8 +253,8 @@ def _large(target: Path, seed: int) -> Path:
         "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 8192,
         "max_position_embeddings": 512, "tie_word_embeddings": False,
     }  # fmt: skip
-    built: Any = hf.Qwen2ForCausalLM(hf.Qwen2Config(**settings))
-    model = built.to(torch.bfloat16)
+    make: Any = hf.Qwen2ForCausalLM
+    model = make(hf.Qwen2Config(**settings)).to(torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
             # Vectors too: zeros and ones would be what strangers have in common.

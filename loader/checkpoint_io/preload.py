@@ -1,6 +1,6 @@
 """Publish a checkpoint's tensors in a memory manager under a name, and exit.
 
-    python -m tensor_dedup.loader.preload --socket SOCKET --name NAME CHECKPOINT
+    python -m tensor_dedup.loader.checkpoint_io.preload --socket SOCKET --name NAME CHECKPOINT
 
 This runs as a process of its own, because the manager never loads torch. The tensors have the names
 that the files give them, after their folder's where they lie in one ("unet/conv_in.weight"). They
