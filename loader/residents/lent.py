@@ -12,10 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import msgspec
 
-from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.digest import LEAF_BYTES, StreamDigest
 from tensor_dedup.loader.residents.leaves import Content  # noqa: TC001 (msgspec resolves it)
-from tensor_dedup.loader.residents.resident import Resident
-from tensor_dedup.loader.residents.slab import ExtentLayout, Slab, SlabExtent, SlabUsageError
+from tensor_dedup.loader.residents.resident import Resident, digest_of
+from tensor_dedup.loader.residents.slab import (
+    ExtentLayout,
+    SharedMemoryError,
+    Slab,
+    SlabExtent,
+    SlabUsageError,
+)
 from tensor_dedup.memory_manager.client import Lease, NewTensor, SharedSlab
 from tensor_dedup.memory_manager.errors import RefusedError
 from tensor_dedup.memory_manager.protocol.layout import PAGE_ALIGNED_FROM
@@ -24,6 +30,7 @@ from tensor_dedup.types import ResidentKey
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.residents.leaves import LeafPiece
+    from tensor_dedup.loader.residents.slab import ByteArray
     from tensor_dedup.memory_manager.client.puts import Put, TensorSlot
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
@@ -115,6 +122,17 @@ class LentInParts(Resident):
         """The record that tells of this resident, and the digests that it names."""
         return record_of_parts(self.key, self.parts), [lease.digest for lease in self.leases]
 
+    def has_its_digest(self) -> bool:
+        """Hash all bytes, and return whether they are those of the key.
+
+        The manager has hashed each part, and nobody the whole: that these parts are this tensor is
+        the word of whoever published them.
+
+        Raises:
+            SharedMemoryError: It cannot be mapped.
+        """
+        return digest_of(self.map(writable=False)) == self.key.digest
+
 
 class _Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     """The record of a layer of one tensor: the dtype and geometry of its bytes."""
@@ -203,15 +221,13 @@ class PartsPlan:
         pieces: Sequence[LeafPiece],
         leases: Sequence[Lease],
     ) -> None:
-        self._data = data
-        self._gaps: list[tuple[int, int, int]] = []  # in the tensor from, to, and where in the rest
+        self._key, self._data, self._pieces = key, data, pieces
         used: dict[str, int] = {}  # the number of each lease, by its digest
         needed: list[Lease] = []
         self.rest_bytes = 0
         parts: list[LeasedPart] = []
         for start, end, there in pieces:
             if there is None:
-                self._gaps.append((start, end, self.rest_bytes))
                 parts.append((-1, self.rest_bytes, end - start))
                 self.rest_bytes += end - start
                 continue
@@ -231,18 +247,45 @@ class PartsPlan:
         self.fits = covered and small and len(self.tensors) <= MAX_RECORD_DIGESTS
 
     def fill(self, put: Put, missing: Sequence[TensorSlot]) -> Sequence[str]:
-        """Write the rest.
+        """Write the rest, and hash the whole from the very bytes that are written and leased.
+
+        What is read may be a mapped file that somebody writes meanwhile. The manager only hashes
+        the rest, of which nobody has announced a digest.
 
         Raises:
-            RefusedError: A leased tensor is not there any more, as in another manager.
+            RefusedError: A leased tensor is not there any more, as in another manager
+                ("not_resident"), cannot be mapped ("no_memory"), or the whole is not what its key
+                says ("mismatch").
         """
         if [index for _, index in missing] != [len(self.tensors) - 1] or not self.rest_bytes:
             raise RefusedError(
                 "a tensor that was leased is not resident; load privately", code="not_resident"
             )
-        for start, end, at in self._gaps:
-            put.write(0, self._data[start:end], at)
+        whole = StreamDigest(nbytes=self._data.nbytes)
+        at = 0
+        for start, end, there in self._pieces:
+            if there is not None:
+                whole.update(_mapped(there))
+                continue
+            for first in range(start, end, LEAF_BYTES):
+                piece = bytes(self._data[first : min(first + LEAF_BYTES, end)])
+                put.write(0, piece, at)
+                whole.update(piece)
+                at += len(piece)
+            put.progress()
+        if whole.hexdigest() != self._key.digest:
+            raise RefusedError(
+                f"a tensor of {self._key.digest} has changed since it was hashed; load it again",
+                code="mismatch",
+            )
         return ()
+
+
+def _mapped(there: SlabExtent) -> ByteArray:
+    try:
+        return there.slab.map(there.offset, there.nbytes, None, writable=False)
+    except SharedMemoryError as error:
+        raise RefusedError(str(error), code="no_memory") from error
 
 
 def _leased(there: SlabExtent, leases: Sequence[Lease]) -> Iterator[tuple[Lease, int, int]]:

@@ -40,6 +40,7 @@ from tensor_dedup.loader.residents.leaves import (
     shared_in,
 )
 from tensor_dedup.loader.residents.lent import (
+    LeasedPart,
     LentInParts,
     LentResident,
     PartsPlan,
@@ -337,8 +338,13 @@ class ManagerResidents(Generic[Request, Held]):
         return [found.get(each.recipe) for each in requests]
 
     def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Held]:
-        """Return residents of the manager that have some of these contents, which are noted."""
+        """Return residents of the manager that have some of these contents, which are noted.
+
+        None once it has had no room: what would be built of them could not be put.
+        """
         found: list[Held] = []
+        if self.refused is not None:
+            return found
         self._ask(lambda session: found.extend(session.having(geometry, contents)))
         return found
 
@@ -469,7 +475,11 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
             lent = any(is_of(lease, extent.slab) for lease in leases)
             pieces.append(LeafPiece(at, at + extent.nbytes, extent if lent else None))
             at += extent.nbytes
-        tensor = resident.map(writable=False)
+        try:
+            tensor = resident.map(writable=False)
+        except SharedMemoryError as error:
+            self._note_unusable(f"{resident.key.digest} cannot be put: {error}")
+            return
         request = ResidentRequest(recipe, tensor, resident.key.digest)
         self._put_pieces(request, pieces, leases, found)
         if recipe in found and found[recipe][1]:
@@ -514,14 +524,17 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
             raise result.error
         if key not in result.layers:
             return  # somebody has put it otherwise: it is looked up
-        try:
-            made = LentInParts(
-                request.key, result.layers[key].leases, plan.parts, shared_in(pieces)
-            )
-        except SlabUsageError as error:
-            self._note_unusable(str(error))
+        layer_found = result.layers[key]
+        made = self._in_parts(
+            request.key,
+            layer_found.leases,
+            plan.parts,
+            shared_in(pieces),
+            hashed=layer_found.written and plan.rest_bytes > 0,
+        )
+        if made is None:
             return
-        found[request.recipe] = made, result.layers[key].written or plan.rest_bytes == 0
+        found[request.recipe] = made, layer_found.written or plan.rest_bytes == 0
         self._publish(made, [self._content_key(request.key)])
 
     def _donors(
@@ -547,11 +560,28 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         found = composition.key
         if replace(found, digest=key.digest) != key or key.digest not in ("", found.digest):
             return None
+        return self._in_parts(found, layer.leases, composition.parts)
+
+    def _in_parts(
+        self,
+        key: ResidentKey,
+        leases: Sequence[Lease],
+        parts: Sequence[LeasedPart],
+        leaf_shared_bytes: int = 0,
+        *,
+        hashed: bool = False,
+    ) -> LentInParts | None:
+        """Return a tensor of parts, or None if these are not its parts; `hashed` says they are."""
         try:
-            return LentInParts(found, layer.leases, composition.parts)
-        except SlabUsageError as error:
-            self._note_unusable(f"what is lent for {found.digest} is not that tensor: {error}")
+            found = LentInParts(key, leases, parts, leaf_shared_bytes)
+            true = hashed or found.has_its_digest()
+        except SharedMemoryError as error:
+            self._note_unusable(f"what is lent for {key.digest} cannot be used: {error}")
             return None
+        if not true:
+            self._note_unusable(f"the parts that are lent for {key.digest} are not that tensor's")
+            return None
+        return found
 
     def _publish(
         self, resident: Resident, keys: Sequence[str], contents: Sequence[Content] = ()

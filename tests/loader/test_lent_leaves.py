@@ -128,6 +128,47 @@ def process(manager: managers.Manager) -> Iterator[Callable[[], Process]]:
 Make = Callable[[], Process]
 
 
+def test_what_changes_after_it_was_hashed_is_put_by_nobody(process: Make) -> None:
+    """As a mapped file that somebody writes: the manager hashes the rest only, not the whole."""
+    base = rows(LEAVES, 700)
+    process().load(base)
+    tune = changed(base, 2)
+    true, request = tune.clone(), request_for(tune)
+    tune[2 * ROWS_OF_A_LEAF + 9, 0] += 1
+    provider = process().provider()
+
+    def check(made: object) -> None:
+        raise InterruptedError  # as what was built here is not what was hashed, either
+
+    with pytest.raises(InterruptedError):
+        provider.get_or_build([request], check)
+    assert "has changed since it was hashed" in str(provider.not_lent)
+    assert process().find(true, known=True) is None
+    [(resident, made)] = process().load(true)
+    assert made
+    assert resident.leaf_shared_bytes == (LEAVES - 1) * LEAF_BYTES
+    assert torch.equal(resident.map(), true)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_parts_that_are_not_the_tensor_are_nobodys(known: bool, process: Make) -> None:
+    """A peer publishes, under the digest of one tensor, the parts of another."""
+    liar, other, wanted = process(), rows(LEAVES, 710 + known), rows(LEAVES, 712 + known)
+    [(held, _)] = liar.load(other)
+    request = request_for(wanted)
+    session = host_session(liar.client, "a lie")
+    name = session._content_key(request.key) if known else session._key(request.recipe)
+    record = record_of_parts(request.key, [(0, 0, other.nbytes)])
+    assert liar.client.publish(name, record, [held.key.digest])
+    mine = process()
+    assert mine.find(wanted, known=known) is None
+    provider = mine.provider()
+    [(resident, made)] = provider.get_or_build([request])
+    assert made
+    assert torch.equal(resident.map(), wanted)
+    assert "are not that tensor's" in str(provider.not_lent)
+
+
 def test_another_process_puts_only_what_differs(manager: managers.Manager, process: Make) -> None:
     base = rows(LEAVES, 1)
     [(held, made)] = process().load(base)
