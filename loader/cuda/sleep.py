@@ -9,7 +9,8 @@ The tensors of a sleeping model are held by leases all the time, so none is lost
 3. Waking takes the slab where it is, or one of the same layout that somebody else has made, or
    makes it from the host's memory, and maps it at the same address.
 
-What fails to fall asleep stays as it was and is reported. What fails to wake sleeps on.
+What fails to fall asleep stays as it was and is reported; copying is tried again where that may
+help. What fails to wake sleeps on.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tensor_dedup.loader.residents.resident import ReplicaKey, is_of_bytes
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
 from tensor_dedup.memory_manager.client import Lease, NewLayer, NewTensor
 from tensor_dedup.memory_manager.cuda.driver import Access
-from tensor_dedup.memory_manager.errors import BackendError, MemoryManagerError
+from tensor_dedup.memory_manager.errors import BackendError, MemoryManagerError, RefusedError
 from tensor_dedup.types import ResidentKey
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _CHUNK_BYTES: Final = 8 * LEAF_BYTES
 _SETTLE_S: Final = 1.0  # so long may memory stay on the GPU after the last user awake has gone
+_RETRY_S: Final = 30.0  # so long at most, where copying it fails again and again
+_FINAL: Final = ("mismatch", "no_room")  # refusals that the next try would meet, too
 
 
 class _Sleeper(NamedTuple):
@@ -73,7 +76,8 @@ class _SleepingSlab:
     tensors: list[_Sleeper]
     held: list[DeviceResident] = field(default_factory=list)
     backup: dict[str, Lease] = field(default_factory=dict)
-    given_up: bool = False  # copying it has failed: it stays on the GPU
+    given_up: bool = False  # copying it has failed for good: it stays on the GPU
+    reason: str = ""  # why copying it has failed last
 
     @property
     def nbytes(self) -> int:
@@ -147,9 +151,8 @@ class SleepingModel:
     def sleep(self, tensors: Iterable[torch.Tensor]) -> SleepReport:
         """Unmap every slab behind these tensors; what nobody awake uses goes to host memory.
 
-        Waits for all work of the GPU. A tensor that shares nothing is left alone. Never raises for
-        what a driver or a manager refuses: that part stays mapped, or on the GPU, and the report
-        says why.
+        Waits for all work of the GPU. A tensor that shares nothing is left alone. Whatever fails is
+        not raised: that part stays mapped, or on the GPU, and the report says why.
         """
         report = SleepReport()
         with self._lock:
@@ -164,8 +167,8 @@ class SleepingModel:
                         if mapping.asleep:
                             self._slabs.append(slab)
                             report.unmapped += slab.nbytes
-                except (MemoryManagerError, UnsupportedError) as error:
-                    report.reasons.append(f"{mapping.nbytes} bytes: {error}")
+                except Exception as error:  # noqa: BLE001  # or the others would stay unmapped
+                    report.reasons.append(f"{mapping.nbytes} bytes: {_said(error)}")
             before = self._copied
             report.reasons += self.settle()
             report.copied = self._copied - before
@@ -228,21 +231,26 @@ class SleepingModel:
     def settle(self) -> list[str]:
         """Copy to host memory what nobody awake uses by now; return why something was not copied.
 
-        `sleep` calls it, and a thread every second while something sleeps on the GPU.
+        `sleep` calls it, and a thread every second, or every 30 s where that fails, while something
+        sleeps on the GPU. What the manager has no room for, or refuses as other bytes than those of
+        the digest, is not tried again before the model has woken.
         """
         reasons = []
         with self._lock:
             waiting = [each for each in self._slabs if each.held and not each.given_up]
         for slab in waiting:
             with self._lock:  # so that `wake` waits for one slab at most
-                if slab not in self._slabs or not slab.held or self._used_awake(slab):
+                if slab not in self._slabs or not slab.held:
                     continue
                 try:
-                    self._copy_out(slab)
-                except (MemoryManagerError, UnsupportedError) as error:
-                    slab.given_up = True
-                    reasons.append(f"{slab.nbytes} bytes sleep on the GPU: {error}")
-                    _log.warning("%s: %s", self._checkpoint, reasons[-1])
+                    if not self._used_awake(slab):
+                        self._copy_out(slab)
+                except Exception as error:  # noqa: BLE001  # nothing is lost: it is on the GPU
+                    slab.given_up = isinstance(error, RefusedError) and error.code in _FINAL
+                    reasons.append(f"{slab.nbytes} bytes sleep on the GPU: {_said(error)}")
+                    if reasons[-1] != slab.reason:
+                        _log.warning("%s: %s", self._checkpoint, reasons[-1])
+                    slab.reason = reasons[-1]
         return reasons
 
     def _used_awake(self, slab: _SleepingSlab) -> bool:
@@ -321,13 +329,19 @@ class SleepingModel:
 
     def _watch_on(self) -> None:
         if self._watch is None and self._may_settle():
-            self._watch = threading.Event()
-            threading.Thread(
+            end = threading.Event()
+            thread = threading.Thread(
                 target=_settle_on,
-                args=(weakref.ref(self), self._watch),
+                args=(weakref.ref(self), end),
                 name="tensor-dedup-sleep",
                 daemon=True,
-            ).start()
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:
+                _log.warning("%s: what sleeps stays on the GPU: %s", self._checkpoint, str(error))
+                return
+            self._watch = end
 
     def _watch_off(self) -> None:
         if self._watch is not None:
@@ -338,8 +352,7 @@ class SleepingModel:
         return any(each.held and not each.given_up for each in self._slabs)
 
     def still_settling(self) -> bool:
-        """Settle; return whether something may have to go to host memory later."""
-        self.settle()
+        """Return whether something may have to go to host memory later; if not, end the thread."""
         with self._lock:
             if not self._may_settle():
                 self._watch_off()
@@ -351,8 +364,10 @@ class SleepingModel:
         """Map everything at its address again; return the bytes of slabs.
 
         Raises:
-            MemoryManagerError: The GPU has no room, or its driver refuses. What is mapped by then
-                stays mapped, the rest sleeps on; call it again.
+            MemoryManagerError: The GPU has no room, or its driver refuses.
+            SharedMemoryError: The system refuses to map what host memory has kept.
+
+        What is mapped by then stays mapped, the rest sleeps on; call it again.
         """
         done = 0
         with self._lock:
@@ -461,9 +476,17 @@ def _key(digest: str) -> str:
     return f"asleep:{digest}"
 
 
+def _said(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
 def _settle_on(model: weakref.ref[SleepingModel], end: threading.Event) -> None:
-    while not end.wait(_SETTLE_S):
+    pause = _SETTLE_S
+    while not end.wait(pause):
         found = model()
-        if found is None or not found.still_settling():
+        if found is None:
+            return
+        pause = min(2 * pause, _RETRY_S) if found.settle() else _SETTLE_S
+        if not found.still_settling():
             return
         del found

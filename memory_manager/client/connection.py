@@ -20,7 +20,13 @@ from tensor_dedup.memory_manager.errors import (
     UnsafeSocketError,
 )
 from tensor_dedup.memory_manager.protocol import paths, wire
-from tensor_dedup.memory_manager.protocol.codec import decode_reply, decode_request, encode
+from tensor_dedup.memory_manager.protocol.codec import (
+    OLDEST,
+    VERSION,
+    decode_reply,
+    decode_request,
+    encode,
+)
 from tensor_dedup.memory_manager.protocol.limits import MAX_RELEASES
 from tensor_dedup.memory_manager.protocol.messages import (
     Extent,
@@ -62,13 +68,25 @@ class Connection:
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._released: deque[int] = deque()
+        self._version = VERSION
         self._socket: socket.socket | None = _connect(path)
         _LIVING.add(self)
         try:
-            self.welcome: Final[Welcome] = self.ask(Hello(name), Welcome)[0]
+            self.welcome: Final[Welcome] = self._greet(Hello(name))
         except BaseException:
             self.close()
             raise
+
+    def _greet(self, hello: Hello) -> Welcome:
+        try:
+            return self.ask(hello, Welcome)[0]
+        except RefusedError as error:
+            if error.code != "version":
+                raise
+        self.close()  # a manager of an earlier version, that runs since before an upgrade
+        self._version = OLDEST
+        self._socket = _connect(self.path)
+        return self.ask(hello, Welcome)[0]
 
     @property
     def alive(self) -> bool:
@@ -107,10 +125,11 @@ class Connection:
         Raises:
             RefusedError: The manager refused the request; `code` says why.
             ManagerGoneError: The manager does not answer.
-            ProtocolError: The reply is of another type; the connection is closed.
+            ProtocolError: The reply is of another type, and the connection is closed; or an older
+                manager does not know the request, and nothing has happened.
             NoMemoryError: This process has no descriptors left for those of the reply.
         """
-        data = _checked(request)
+        data = _checked(request, self._version)
         with self._lock:
             self._send_releases()
             reply, arrived = self._exchange(data, descriptors, extra_s)
@@ -196,7 +215,7 @@ class Connection:
         Raises:
             ManagerGoneError: The connection is closed or broken.
         """
-        data = encode(request)
+        data = encode(request, self._version)
         try:
             with self._lock:
                 connection = self._open()
@@ -242,7 +261,7 @@ class Connection:
             ]
             try:
                 connection.settimeout(0)
-                wire.send(connection, encode(Release(batch)))
+                wire.send(connection, encode(Release(batch), self._version))
             except OSError:
                 self._released.extendleft(reversed(batch))
                 return False  # with the next request, or with the connection
@@ -257,9 +276,9 @@ class Connection:
             connection.close()
 
 
-def _checked(request: Request) -> bytes:
+def _checked(request: Request, version: int) -> bytes:
     """Encode a request; raise ProtocolError where the manager would take it for garbage."""
-    data = encode(request)
+    data = encode(request, version)
     decode_request(data)
     return data
 

@@ -16,7 +16,8 @@ _MAX_CHECKPOINTS = 64  # names remembered for one tensor
 # The manager's own memory in bytes; a test measures that it is no more.
 SLAB_BYTES: Final = 2048  # the kernel's part of an open memory file included
 RESIDENT_BYTES: Final = 960
-LEASE_BYTES: Final = 368  # asleep, too
+LEASE_BYTES: Final = 224
+ASLEEP_BYTES: Final = 144  # of a lease of an engine that sleeps, beside that
 PUT_BYTES: Final = 768
 KEY_BYTES: Final = 192  # of a put, beside the key's text
 NAME_BYTES: Final = 144  # of a checkpoint for one tensor, beside its text

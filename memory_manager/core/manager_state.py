@@ -14,6 +14,7 @@ from tensor_dedup.memory_manager.core.effects import (
     Send,
 )
 from tensor_dedup.memory_manager.core.ledger import (
+    ASLEEP_BYTES,
     LEASE_BYTES,
     Ledger,
     ResidentEntry,
@@ -187,6 +188,10 @@ class ManagerState:
         few = len(connection.leases) + count <= self.settings.max_leases
         return few and self.ledger.may_remember(count * LEASE_BYTES)
 
+    def may_sleep(self, connection: ClientState, leases: Iterable[int]) -> bool:
+        """Return whether it can be remembered that these leases are of an engine that sleeps."""
+        return self.ledger.may_remember(len({*leases} - connection.asleep) * ASLEEP_BYTES)
+
     def new_slab(self, nbytes: int, tensors: int, now: float) -> SlabState:
         """Charge a new slab, for which unused ones are evicted if need be.
 
@@ -236,10 +241,15 @@ class ManagerState:
     def set_asleep(
         self, connection: ClientState, number: int, resident: ResidentEntry, *, asleep: bool
     ) -> None:
-        """Note whether the engine that holds a lease sleeps."""
-        if (number in connection.asleep) != asleep:
-            resident.asleep += 1 if asleep else -1
-            (connection.asleep.add if asleep else connection.asleep.discard)(number)
+        """Note whether the engine that holds a lease sleeps. Call `may_sleep` before if it does."""
+        if asleep and number not in connection.asleep:
+            resident.asleep += 1
+            connection.asleep.add(number)
+            self.ledger.remember(ASLEEP_BYTES)
+        elif not asleep and number in connection.asleep:
+            resident.asleep -= 1
+            connection.asleep.discard(number)
+            self.ledger.forget(ASLEEP_BYTES)
 
     def charge(self, slab: SlabState, process: int) -> None:
         """Keep a slab charged until the process has ended."""

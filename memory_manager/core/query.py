@@ -115,6 +115,8 @@ def stand_by(state: ManagerState, _now: float, connection: ClientState, message:
     for number in message.leases:
         if number not in connection.leases:
             raise refusal("not_resident", f"there is no lease {number} of this client's")
+    if message.asleep and not state.may_sleep(connection, message.leases):
+        raise refusal("limit", "the manager can remember no more; close other clients")
     held = [connection.leases[number] for number in message.leases]
     for number, resident in zip(message.leases, held, strict=True):
         state.set_asleep(connection, number, resident, asleep=message.asleep)

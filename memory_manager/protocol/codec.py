@@ -11,26 +11,32 @@ import msgspec
 
 from tensor_dedup.memory_manager.errors import ProtocolError
 from tensor_dedup.memory_manager.protocol.limits import MAX_MESSAGE
-from tensor_dedup.memory_manager.protocol.messages import Reply, Request
+from tensor_dedup.memory_manager.protocol.messages import Reply, Request, StandBy
 
 MAGIC: Final = b"TD"
 VERSION: Final = 3  # 2: Welcome names the device, and says who hashes; 3: StandBy
+OLDEST: Final = 2  # what is understood, too: 3 has only added to it
 HEADER_BYTES: Final = 4
 
 _Struct = TypeVar("_Struct")
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-_HEADER: Final = MAGIC + VERSION.to_bytes(2, "little")
 
 
-def encode(message: Request | Reply) -> bytes:
-    """Return the datagram of a message.
+def encode(message: Request | Reply, version: int = VERSION) -> bytes:
+    """Return the datagram of a message, in a version that the receiver speaks.
 
     Raises:
-        ProtocolError: It is larger than the receiver accepts.
+        ProtocolError: It is larger than the receiver accepts, or unknown in that version.
     """
-    data = _HEADER + _encoder.encode(message)
+    if version < VERSION and isinstance(message, StandBy):
+        raise ProtocolError(
+            f"the memory manager speaks version {version} of the protocol, which cannot say who "
+            "sleeps; restart it with this version of tensor-dedup",
+            version=version,
+        )
+    data = MAGIC + version.to_bytes(2, "little") + _encoder.encode(message)
     if len(data) > MAX_MESSAGE:
         raise ProtocolError(
             f"{type(message).__name__}: {len(data)} bytes, limit {MAX_MESSAGE}; send less at once",
@@ -40,7 +46,7 @@ def encode(message: Request | Reply) -> bytes:
 
 
 def decode_request(data: bytes) -> Request:
-    """Return the request in a datagram.
+    """Return the request in a datagram of any version from `OLDEST` on.
 
     Raises:
         ProtocolError: It is not a valid request. If the other side has another version, the fact
@@ -50,12 +56,17 @@ def decode_request(data: bytes) -> Request:
 
 
 def decode_reply(data: bytes) -> Reply:
-    """Return the reply in a datagram.
+    """Return the reply in a datagram of any version from `OLDEST` on.
 
     Raises:
         ProtocolError: It is not a valid reply.
     """
     return _decode(data, _replies)
+
+
+def version_of(data: bytes) -> int:
+    """Return the version of a datagram that has been decoded."""
+    return int.from_bytes(data[2:HEADER_BYTES], "little")
 
 
 def _decode(data: bytes, decoder: "msgspec.msgpack.Decoder[_Struct]") -> _Struct:
@@ -71,8 +82,8 @@ def _check_header(data: bytes) -> None:
         raise ProtocolError(f"a message of {len(data)} bytes, limit {MAX_MESSAGE}")
     if len(data) < HEADER_BYTES or data[:2] != MAGIC:
         raise ProtocolError("this is no message of tensor-dedup")
-    version = int.from_bytes(data[2:HEADER_BYTES], "little")
-    if version != VERSION:
+    version = version_of(data)
+    if not OLDEST <= version <= VERSION:
         raise ProtocolError(
             f"the other side speaks version {version} of the protocol, this one {VERSION}; "
             "install the same version of tensor-dedup for both, and restart the manager",

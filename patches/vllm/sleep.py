@@ -62,11 +62,12 @@ def _sleep(original: Callable[..., Any]) -> Callable[..., Any]:
                 "which copies nothing that another engine has",
                 level=level,
             )
-        model = _fall_asleep(self, gpu)
         try:
+            _fall_asleep(self, gpu)
             return original(self, level)
         except BaseException:
-            if model is not None:
+            # vLLM takes this engine for awake, so it must be, whatever has been unmapped by now.
+            if (model := _asleep.get(self)) is not None:
                 model.wake()
             raise
 
@@ -92,14 +93,14 @@ def _gpu_of(worker: Any) -> SharedGpu | None:
     return DEVICES.at(worker.device)
 
 
-def _fall_asleep(worker: Any, gpu: SharedGpu) -> SleepingModel | None:
+def _fall_asleep(worker: Any, gpu: SharedGpu) -> None:
     model = _asleep.get(worker)
     try:
         if model is None:
             model = _asleep[worker] = _sleeping_model(worker, gpu)
     except (MemoryManagerError, UnsupportedError) as error:
         _log.warning("shared weights stay on the GPU while this engine sleeps: %s", str(error))
-        return None
+        return
     tensors = []
     for each in models_of(worker):
         tensors += [param_data(tensor) for tensor in chain(each.parameters(), each.buffers())]
@@ -111,7 +112,6 @@ def _fall_asleep(worker: Any, gpu: SharedGpu) -> SleepingModel | None:
         report.unmapped,
         report.copied,
     )
-    return model
 
 
 def _sleeping_model(worker: Any, gpu: SharedGpu) -> SleepingModel:

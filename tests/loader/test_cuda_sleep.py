@@ -1,5 +1,6 @@
 """Models sleep and wake over the fake driver: the right bytes at the same addresses, or none."""
 
+import errno
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import managers
 from fake_driver import GRANULARITY, FakeDriver
 from gpu_loads import key_of, weights
 from sleepers import SleepyEngine
+from tensor_dedup.memory_manager.client.puts import Put
 from tensor_dedup.memory_manager.errors import BackendError, MemoryManagerError
 from tensor_dedup.memory_manager.server.main import MIN_BUDGET
 
@@ -293,6 +295,7 @@ def test_bytes_that_are_not_those_of_the_digest_never_reach_host_memory(
     report = one.sleep()
     [reason] = report.reasons
     assert "refused" in reason
+    assert one.model._watch is None  # the next try would meet the same
     assert (report.copied, kept(host)) == (0, 0)
     one.model.wake()
     assert one.tensors[0].view(torch.uint8)[:8].tolist() == [255] * 8
@@ -309,12 +312,66 @@ def test_without_room_in_host_memory_it_sleeps_on_the_gpu(
         report = one.sleep()
         assert len(report.reasons) == 2
         assert all("no room" in each for each in report.reasons)
+        assert one.model._watch is None
         assert one.is_unmapped()
         assert on_gpu(device) == NBYTES
         one.model.wake()
         assert one.is_right()
         one.close()
         del leases
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_an_error_of_the_system_is_reported_and_copying_is_tried_again(
+    engine: Callable[..., SleepyEngine],
+    device: gpus.GpuManager,
+    host: managers.Manager,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = engine(*BASE)
+    monkeypatch.setattr(Put, "write", full)
+    report = one.sleep()
+    assert report.unmapped == one.model.asleep > NBYTES
+    assert [each for each in report.reasons if "No space" not in each] == []
+    assert len(report.reasons) == 2
+    assert (on_gpu(device), kept(host)) == (NBYTES, 0)
+    one.model.wake()
+    assert one.is_right()
+    one.sleep()
+    monkeypatch.undo()
+    managers.until(lambda: on_gpu(device) == 0)  # its thread has tried again
+    assert kept(host) == NBYTES
+    one.model.wake()
+    assert one.is_right()
+
+
+def test_what_fails_while_it_sleeps_does_not_end_the_thread(
+    engine: Callable[..., SleepyEngine],
+    device: gpus.GpuManager,
+    host: managers.Manager,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, awake = engine(*BASE), engine(*BASE)
+    assert one.sleep().reasons == []
+    tried = []
+
+    def fails(*_: object) -> None:
+        tried.append(1)
+        full()
+
+    monkeypatch.setattr(Put, "write", fails)
+    awake.tensors.clear()
+    awake.gpu.gpu.reap(wait=True)
+    managers.until(lambda: len(tried) > 1)
+    assert on_gpu(device) == NBYTES
+    monkeypatch.undo()
+    managers.until(lambda: on_gpu(device) == 0)
+    assert kept(host) == NBYTES
+    one.model.wake()
+    assert one.is_right()
 
 
 def test_managers_that_die_take_nothing_along(

@@ -23,6 +23,7 @@ from sleepers import SleepyEngine
 from tensor_dedup import unshare
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.devices import DEVICES
+from tensor_dedup.loader.cuda.sleep import SleepingModel
 from tensor_dedup.memory_manager.cuda.driver import Access
 from tensor_dedup.patches.vllm import sleep
 from tensor_dedup.patches.vllm.load_formats import KEY, LOAD_FORMAT
@@ -135,6 +136,22 @@ def test_what_vllm_does_not_manage_wakes_what_was_asleep(bare: Bare, tmp_path: P
     with managers.running(tmp_path), pytest.raises(RuntimeError, match="does not want"):
         bare.worker.sleep(1)
     assert bare.engine.is_right()
+
+
+def test_whatever_ends_falling_asleep_the_engine_is_awake(
+    bare: Bare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: object) -> None:
+        assert bare.accesses() == {Access.NONE}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SleepingModel, "settle", interrupted)
+    with managers.running(tmp_path):
+        with pytest.raises(KeyboardInterrupt):
+            bare.worker.sleep(1)
+        assert bare.backend.told == []
+        assert bare.engine.is_right()
+        monkeypatch.undo()
 
 
 def test_without_a_manager_of_host_memory_they_stay_and_that_is_said(

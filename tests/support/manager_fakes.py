@@ -34,7 +34,7 @@ from tensor_dedup.memory_manager.core.effects import (
     SealAndHash,
     Send,
 )
-from tensor_dedup.memory_manager.core.ledger import LEASE_BYTES, Ledger, SlabState
+from tensor_dedup.memory_manager.core.ledger import ASLEEP_BYTES, LEASE_BYTES, Ledger, SlabState
 from tensor_dedup.memory_manager.core.manager_state import ManagerState
 from tensor_dedup.memory_manager.errors import (
     BackendError,
@@ -222,7 +222,8 @@ class PlayedCore(RuleBasedStateMachine):
         puts = sum(put.cost for c in connections for put in c.puts.values())
         records = sum(record.cost(key) for key, record in state.records.items())
         named = sum(slab.named for slab in state.ledger.slabs.values())
-        assert state.ledger.remembered == leases * LEASE_BYTES + puts + records + named
+        held = leases * LEASE_BYTES + sum(len(c.asleep) for c in connections) * ASLEEP_BYTES
+        assert state.ledger.remembered == held + puts + records + named
 
     @invariant()
     def what_can_be_seen_is_there(self) -> None:
