@@ -47,7 +47,8 @@ def test_there_and_back(folder: Path) -> None:
     assert "model.safetensors" in run("remote", "show", url, "tune").stdout
     assert "unused" in run("remote", "du", url).stdout
     assert json.loads(run("remote", "verify", url, "--full", "--json").stdout)["faults"] == []
-    run("pull", url, "tune", "--store", folder / "other")
+    lines = run("pull", url, "tune", "--store", folder / "other").stdout
+    assert "came too" not in lines  # this one is stored as it is
     run("export", "tune", folder / "out", "--store", folder / "other")
     assert content(folder / "out") == content(folder / "tune")
     assert "unchanged" in run("pull", url, "tune", "--store", folder / "other").stdout
@@ -76,6 +77,7 @@ def test_deleting(folder: Path) -> None:
     assert "Refusing" in run("remote", "delete", url, "base", status=2).stderr
     run("remote", "delete", url, "base", "--yes")
     assert "no checkpoints" in run("remote", "list", url).stdout
+    assert "unused objects are younger than the lease, " in run("remote", "gc", url).stdout
     plan = json.loads(run("remote", "gc", url, "--lease", "0", "--dry-run", "--json").stdout)
     assert plan["delete"]
     assert not plan["done"]
@@ -164,6 +166,7 @@ def test_a_run_is_one_row_however_many_steps_it_has(folder: Path) -> None:
     run_ = CheckpointStore(folder / "store", "run")
     for step in range(30):
         run_.save({"frozen": np.ones(90_000), "head": np.full(9_000, step)}, step)
+    run_.pin(3)
     run("push", "base", url)
     run("push", "run", url)
     for verb in ("list", "du"):
@@ -175,6 +178,8 @@ def test_a_run_is_one_row_however_many_steps_it_has(folder: Path) -> None:
     assert len(before["checkpoints"]) == 31
     for step in range(30):
         run("remote", "delete", url, f"run@{step}", "--yes")
+    assert "run@3@pin" in run("remote", "list", url, "--json").stdout  # with no step, it is listed
+    run("remote", "delete", url, "run@3@pin", "--yes")
     after = json.loads(run("remote", "du", url, "--json").stdout)
     alone = before["run_unique_bytes"]
     assert alone == {"run": after["unused_bytes"] - before["unused_bytes"]}

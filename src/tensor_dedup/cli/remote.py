@@ -101,9 +101,11 @@ def _lines(name: str, result: TransferResult, where: str) -> list[str]:
         return [f"{name}: unchanged, all of it is {where}"]
     rate = int(result.wire_bytes / result.seconds) if result.seconds > 0 else 0
     steps = f"{counted(len(result.names), 'checkpoint')}, " if len(result.names) > 1 else ""
+    anchors = counted(result.anchor_pieces, "further piece")
     return [
         f"{name}: {steps}{human(result.nbytes)}; {counted(result.moved_pieces, 'piece')} of "
-        f"{result.pieces} were not {where}",
+        f"{result.pieces} were not {where}"
+        + (f"; {anchors} came too: differences refer to them" if result.anchor_pieces else ""),
         f"{human(result.wire_bytes)} on the wire ({human(rate)}/s), "
         f"{human(result.saved_bytes)} saved",
     ]
@@ -286,8 +288,9 @@ def delete(url: str, name: str, yes: bool, as_json: bool) -> None:
 def gc(url: str, lease: float, dry_run: bool, yes: bool, as_json: bool) -> None:
     """Condemn objects that no checkpoint uses, and delete those condemned for the lease.
 
-    So space is freed by the second of two runs that are a lease apart. If anything cannot be read,
-    nothing is deleted.
+    Only objects older than the lease are condemned. So space is freed by the second of two runs
+    that are a lease apart or, for objects that are younger at the first run, by a third, after
+    another lease. If anything cannot be read, nothing is deleted.
     """
     remote = _opened(url)
     plan = remote.gc(lease, dry_run=True)
@@ -300,10 +303,17 @@ def gc(url: str, lease: float, dry_run: bool, yes: bool, as_json: bool) -> None:
 
 def _gc_lines(plan: RemoteGcPlan) -> list[str]:
     deleted = f"{counted(len(plan.delete), 'object')}, {human(plan.deleted_bytes)}"
+    young = counted(plan.young, "unused object")
+    are = "is" if plan.young == 1 else "are"
     return [
         f"Condemned: {counted(len(plan.condemn), 'object')}, {human(plan.condemned_bytes)}",
         f"{'Deleted' if plan.done else 'To delete'}: {deleted}",
         f"Waiting for the lease: {counted(plan.waiting, 'object')}",
+        *(
+            [f"{young} {are} younger than the lease, {human(plan.young_bytes)}"]
+            if plan.young
+            else []
+        ),
     ]
 
 
