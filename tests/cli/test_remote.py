@@ -200,6 +200,19 @@ def test_a_tensor_is_shown_as_the_store_shows_it(folder: Path) -> None:
         assert {*cells} <= {*map(str.strip, other.split("│"))}
 
 
+def test_where_there_is_nothing_to_get_no_store_is_made(folder: Path) -> None:
+    other, url = folder / "other", f"file://{folder}/remote"
+    run("push", "base", url)
+    run("pull", f"file://{folder}/nothing", "base", "--store", other, status=3)
+    run("pull", url, "nope", "--store", other, status=2)
+    (folder / "empty").mkdir()
+    for path, status in (("nope", 2), (folder / "empty", 1)):
+        run("import", path, "--store", other, status=status)
+    assert not other.exists()
+    run("pull", url, "base", "--store", other)
+    assert Store.open(other, create=False).names() == ["base"]
+
+
 def test_what_was_not_read_is_said(folder: Path) -> None:
     url = f"file://{folder}/remote"
     run("push", "base", url)

@@ -21,6 +21,8 @@ from tensor_dedup.cli.output import (
 from tensor_dedup.cli.store import existing, name_argument, store_option
 from tensor_dedup.errors import TensorDedupError
 from tensor_dedup.store import Store
+from tensor_dedup.store.errors import NoStoreError
+from tensor_dedup.store.format.names import check_name
 from tensor_dedup.store.remote import (
     Remote,
     RemoteCheckpoint,
@@ -28,7 +30,8 @@ from tensor_dedup.store.remote import (
     RemoteVerifyResult,
     TransferResult,
 )
-from tensor_dedup.store.remote.oci import default_name, is_artifact
+from tensor_dedup.store.remote.oci import Artifact, default_name, is_artifact
+from tensor_dedup.store.remote.registry import ArtifactName, RegistryRepository
 from tensor_dedup.store.remote.remote import DEFAULT_LEASE_HOURS
 from tensor_dedup.store.remote.upkeep import owner
 from tensor_dedup.text_table import human
@@ -92,8 +95,24 @@ def pull(url: str, name: str | None, replace: bool, store: str | None, as_json: 
             raise WrongUse("say which checkpoint: tensor-dedup pull URL NAME")
         name = default_name(url)
     with _TransferBar("pulling") as progress:
-        result = Store.open(store).pull(url, name, replace=replace, progress=progress)
+        target = _store_for(store, url, name)
+        result = target.pull(url, name, replace=replace, progress=progress)
     say(result.to_dict(), as_json, *_lines(name, result, "here"))
+
+
+def _store_for(store: str | None, url: str, name: str) -> Store:
+    """The store to pull into: a new one only where there is something to pull."""
+    try:
+        return existing(store)
+    except NoStoreError:
+        if is_artifact(url):
+            with RegistryRepository(ArtifactName.parse(url)) as registry:
+                Artifact(registry)
+        else:
+            remote = Remote.open(url)
+            if remote.store_folder() is None:
+                remote.names_of(check_name(name))
+    return Store.open(store)
 
 
 def _lines(name: str, result: TransferResult, where: str) -> list[str]:
