@@ -17,7 +17,7 @@ import logging
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
@@ -50,7 +50,7 @@ from tensor_dedup.store.objects import Objects
 _LOG = logging.getLogger("tensor_dedup")
 # Eighteen digits fit everywhere; nobody counts further.
 _NAME = re.compile(r"(?P<run>.+)@(?P<step>0|[1-9][0-9]{0,17})(?P<pin>@pin)?", re.DOTALL)
-_PIN = "@pin"
+PIN = "@pin"
 _LARGEST = 10**18 - 1
 
 
@@ -65,7 +65,7 @@ class StepName:
     @property
     def name(self) -> str:
         """The name in the store."""
-        return f"{self.run}@{self.step}{_PIN if self.kept else ''}"
+        return f"{self.run}@{self.step}{PIN if self.kept else ''}"
 
 
 def step_name(run: str, step: int, *, kept: bool = False) -> str:
@@ -77,7 +77,7 @@ def step_name(run: str, step: int, *, kept: bool = False) -> str:
     """
     if type(step) is not int or not 0 <= step <= _LARGEST:
         raise BadStepError.at(f"run {run!r}", f"the step {step!r}", step=repr(step))
-    return check_name(f"{run}@{step}{_PIN if kept else ''}")
+    return check_name(f"{run}@{step}{PIN if kept else ''}")
 
 
 def check_run(run: object) -> str:
@@ -88,7 +88,7 @@ def check_run(run: object) -> str:
     """
     # With the longest step, so that a run that began can go on. Whether the file of a step can be
     # called so is for that step to say: steps with shorter numbers may be there, to be read.
-    longest = f"@{_LARGEST}{_PIN}"
+    longest = f"@{_LARGEST}{PIN}"
     try:
         if isinstance(run, str):
             check_form(run + longest)
@@ -120,6 +120,12 @@ def parse_step_name(name: str) -> StepName | None:
     """Parse a name; return None if it is not that of a step."""
     found = _NAME.fullmatch(name)
     return StepName(found["run"], int(found["step"]), bool(found["pin"])) if found else None
+
+
+def is_pin_among(name: str, names: Collection[str]) -> bool:
+    """Return whether a name is the pin of a step, and the step is among `names`."""
+    found = parse_step_name(name)
+    return found is not None and found.kept and step_name(found.run, found.step) in names
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,12 +168,13 @@ def pull(
         names=(name,),
         pieces=sum(1 for nbytes in wanted.values() if nbytes),
         nbytes=found.content.nbytes,
-        moved_pieces=len(moved),
+        moved_pieces=len(moved.keys() & wanted.keys()),
         moved_bytes=sum(record.stored for _, record in moved.values()),
         wire_bytes=nbytes - before[0],
         requests=calls - before[1],
         seconds=time.monotonic() - began,
         unchanged=unchanged,
+        anchor_pieces=len(moved.keys() - wanted.keys()),
     )
 
 

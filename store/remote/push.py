@@ -17,6 +17,7 @@ from typing import Final, Protocol
 import msgspec
 
 from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.store.checkpoints.runs import is_pin_among
 from tensor_dedup.store.codecs.records import chunks, head_bytes
 from tensor_dedup.store.errors import (
     CorruptFrameError,
@@ -90,9 +91,12 @@ class SilentTransfer:
 class TransferResult:
     """What a push or a pull did.
 
-    `nbytes` is the size of the checkpoints, `moved_pieces` and `moved_bytes` are what was missing,
-    as it is stored, and `wire_bytes` everything that was sent and received, in `requests` calls.
-    `unchanged` says that the other side had it all under these names.
+    `nbytes` is the size of the checkpoints, which have so many `pieces`; `moved_pieces` of these
+    were missing. `anchor_pieces` are no part of the checkpoints: they came along because missing
+    pieces are stored as differences from them. `moved_bytes` are both, as they are stored, and
+    `wire_bytes` everything that was sent and received, in `requests` calls. `unchanged` says that
+    the other side had it all under these names. The pin of a step goes with the step, and is none
+    of the `names`.
     """
 
     url: str
@@ -105,6 +109,7 @@ class TransferResult:
     requests: int
     seconds: float
     unchanged: bool
+    anchor_pieces: int = 0
 
     @property
     def saved_bytes(self) -> int:
@@ -215,11 +220,13 @@ class _Push:
             catalog = self._catalog()
             self._send(catalog, {n: tag for n, (there, tag) in tags.items() if not there}, read)
         nbytes, calls = bucket.traffic.counts()
+        names = {each.name for each in self._checkpoints}
+        counted = [each for each in self._checkpoints if not is_pin_among(each.name, names)]
         return TransferResult(
             url=bucket.url,
-            names=tuple(each.name for each in self._checkpoints),
+            names=tuple(each.name for each in counted),
             pieces=len(self._sizes),
-            nbytes=sum(each.nbytes for each in self._checkpoints),
+            nbytes=sum(each.nbytes for each in counted),
             moved_pieces=self._moved_pieces,
             moved_bytes=self._moved_bytes,
             wire_bytes=nbytes - self._before[0],
@@ -552,17 +559,20 @@ def _encoded_content(
 
 
 def together(results: Sequence[TransferResult]) -> TransferResult:
-    """Return the sum of several results of one remote."""
+    """Return the sum of several results of one remote; a pin is no further checkpoint."""
     first = results[0]
+    names = {name for each in results for name in each.names}
+    counted = [e for e in results if not all(is_pin_among(name, names) for name in e.names)]
     return TransferResult(
         url=first.url,
-        names=tuple(name for each in results for name in each.names),
-        pieces=sum(each.pieces for each in results),
-        nbytes=sum(each.nbytes for each in results),
+        names=tuple(name for each in counted for name in each.names),
+        pieces=sum(each.pieces for each in counted),
+        nbytes=sum(each.nbytes for each in counted),
         moved_pieces=sum(each.moved_pieces for each in results),
         moved_bytes=sum(each.moved_bytes for each in results),
         wire_bytes=sum(each.wire_bytes for each in results),
         requests=sum(each.requests for each in results),
         seconds=sum(each.seconds for each in results),
         unchanged=all(each.unchanged for each in results),
+        anchor_pieces=sum(each.anchor_pieces for each in results),
     )

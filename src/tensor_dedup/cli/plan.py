@@ -127,8 +127,9 @@ def command(
         pods.write_text(patches(found), encoding="utf-8")
     if as_json:
         say(found.to_dict(), as_json)
-    else:
-        _show(found, console(), compared=current is not None)
+        return
+    _show(found, console(), compared=current is not None, rebalance=rebalance)
+    say_lines(*(f"Wrote {path}." for path in (page, pods) if path is not None))
 
 
 def _measured(fleet: list[Wanted], store: str | None, progress: ByteBar) -> list[Model]:
@@ -181,7 +182,7 @@ def _earlier(path: str) -> tuple[list[Node], dict[str, list[str]]]:
     return machines, placed
 
 
-def _show(found: FleetPlan, out: Console, *, compared: bool) -> None:
+def _show(found: FleetPlan, out: Console, *, compared: bool, rebalance: bool) -> None:
     for node in found.nodes:
         if node.models:
             used, memory = human(node.used_bytes), human(node.memory_bytes)
@@ -204,7 +205,7 @@ def _show(found: FleetPlan, out: Console, *, compared: bool) -> None:
         for move in found.moves:
             say_lines(_movement(move))
         if not found.moves:
-            say_lines("Nothing moves.")
+            say_lines("There is nothing to move." if rebalance else "Nothing moves.")
         if found.saved_bytes:
             loads = sum(move.loads_bytes for move in found.moves)
             say_lines(f"Moving saves {human(found.saved_bytes)} and loads {human(loads)}.")

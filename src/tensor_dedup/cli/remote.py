@@ -21,6 +21,8 @@ from tensor_dedup.cli.output import (
 from tensor_dedup.cli.store import existing, name_argument, store_option
 from tensor_dedup.errors import TensorDedupError
 from tensor_dedup.store import Store
+from tensor_dedup.store.errors import NoStoreError
+from tensor_dedup.store.format.names import check_name
 from tensor_dedup.store.remote import (
     Remote,
     RemoteCheckpoint,
@@ -28,7 +30,8 @@ from tensor_dedup.store.remote import (
     RemoteVerifyResult,
     TransferResult,
 )
-from tensor_dedup.store.remote.oci import default_name, is_artifact
+from tensor_dedup.store.remote.oci import Artifact, default_name, is_artifact
+from tensor_dedup.store.remote.registry import ArtifactName, RegistryRepository
 from tensor_dedup.store.remote.remote import DEFAULT_LEASE_HOURS
 from tensor_dedup.store.remote.upkeep import owner
 from tensor_dedup.text_table import human
@@ -92,8 +95,24 @@ def pull(url: str, name: str | None, replace: bool, store: str | None, as_json: 
             raise WrongUse("say which checkpoint: tensor-dedup pull URL NAME")
         name = default_name(url)
     with _TransferBar("pulling") as progress:
-        result = Store.open(store).pull(url, name, replace=replace, progress=progress)
+        target = _store_for(store, url, name)
+        result = target.pull(url, name, replace=replace, progress=progress)
     say(result.to_dict(), as_json, *_lines(name, result, "here"))
+
+
+def _store_for(store: str | None, url: str, name: str) -> Store:
+    """The store to pull into: a new one only where there is something to pull."""
+    try:
+        return existing(store)
+    except NoStoreError:
+        if is_artifact(url):
+            with RegistryRepository(ArtifactName.parse(url)) as registry:
+                Artifact(registry)
+        else:
+            remote = Remote.open(url)
+            if remote.store_folder() is None:
+                remote.names_of(check_name(name))
+    return Store.open(store)
 
 
 def _lines(name: str, result: TransferResult, where: str) -> list[str]:
@@ -101,9 +120,11 @@ def _lines(name: str, result: TransferResult, where: str) -> list[str]:
         return [f"{name}: unchanged, all of it is {where}"]
     rate = int(result.wire_bytes / result.seconds) if result.seconds > 0 else 0
     steps = f"{counted(len(result.names), 'checkpoint')}, " if len(result.names) > 1 else ""
+    anchors = counted(result.anchor_pieces, "further piece")
     return [
         f"{name}: {steps}{human(result.nbytes)}; {counted(result.moved_pieces, 'piece')} of "
-        f"{result.pieces} were not {where}",
+        f"{result.pieces} were not {where}"
+        + (f"; {anchors} came too: differences refer to them" if result.anchor_pieces else ""),
         f"{human(result.wire_bytes)} on the wire ({human(rate)}/s), "
         f"{human(result.saved_bytes)} saved",
     ]
@@ -286,8 +307,9 @@ def delete(url: str, name: str, yes: bool, as_json: bool) -> None:
 def gc(url: str, lease: float, dry_run: bool, yes: bool, as_json: bool) -> None:
     """Condemn objects that no checkpoint uses, and delete those condemned for the lease.
 
-    So space is freed by the second of two runs that are a lease apart. If anything cannot be read,
-    nothing is deleted.
+    Only objects older than the lease are condemned. So space is freed by the second of two runs
+    that are a lease apart or, for objects that are younger at the first run, by a third, after
+    another lease. If anything cannot be read, nothing is deleted.
     """
     remote = _opened(url)
     plan = remote.gc(lease, dry_run=True)
@@ -300,10 +322,17 @@ def gc(url: str, lease: float, dry_run: bool, yes: bool, as_json: bool) -> None:
 
 def _gc_lines(plan: RemoteGcPlan) -> list[str]:
     deleted = f"{counted(len(plan.delete), 'object')}, {human(plan.deleted_bytes)}"
+    young = counted(plan.young, "unused object")
+    are = "is" if plan.young == 1 else "are"
     return [
         f"Condemned: {counted(len(plan.condemn), 'object')}, {human(plan.condemned_bytes)}",
         f"{'Deleted' if plan.done else 'To delete'}: {deleted}",
         f"Waiting for the lease: {counted(plan.waiting, 'object')}",
+        *(
+            [f"{young} {are} younger than the lease, {human(plan.young_bytes)}"]
+            if plan.young
+            else []
+        ),
     ]
 
 

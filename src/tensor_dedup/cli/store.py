@@ -33,6 +33,7 @@ from tensor_dedup.errors import (
     TensorDedupError,
     UnsupportedError,
 )
+from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.formats.hub_cache import cache_path, locate
 from tensor_dedup.loader.checkpoint_io.hints import StoreHints
 from tensor_dedup.store import (
@@ -226,9 +227,15 @@ def import_(
         return
     if path is None:
         raise WrongUse("Missing argument 'PATH': name a file of weights or a folder")
+    place = locate(path)
+    try:
+        target = existing(store)
+    except NoStoreError:  # a new one only where there is something to import
+        open_checkpoint(place, follow_links=follow_links)
+        target = Store.open(store)
     with ByteBar("importing") as progress:
-        result = Store.open(store).import_(
-            locate(path),
+        result = target.import_(
+            place,
             name,
             replace,
             progress=progress,

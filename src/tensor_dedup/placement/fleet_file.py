@@ -46,7 +46,8 @@ def read_fleet(path: Path) -> list[Wanted]:
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", path=str(path)) from error
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path} cannot be read: {why}", path=str(path)) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is no TOML: {error}", path=str(path)) from error
     models = found.pop("models", None)

@@ -111,7 +111,9 @@ def test_an_anchor_comes_along_where_the_remote_has_a_delta_only(
     full.push(remote, "base")
     full.push(remote, "tune")
     other = open_store(tmp_path / "other")
-    other.pull(remote, "tune")
+    result = other.pull(remote, "tune")
+    assert result.moved_pieces == result.pieces
+    assert result.anchor_pieces > 0
     assert other.names() == ["tune"]
     with other.checkpoint("tune") as checkpoint:
         assert any(checkpoint.stored(tensor)[2] for tensor in checkpoint)
@@ -165,7 +167,13 @@ def test_a_run_travels_with_its_steps_and_pins(tmp_path: Path, remote: Remote) -
         for step in range(3):
             run.save({"frozen": np.arange(50_000), "w": np.full(9, step)}, step=step, metrics={})
         run.pin(1)
-    store.push(remote, "run-001")
+    pushed = store.push(remote, "run-001")
+    steps = tuple(f"run-001@{step}" for step in range(3))
+    assert pushed.names == steps
+    found = remote.usage()
+    assert [*steps] == [each.name for each in found.checkpoints] == remote.names()
+    assert pushed.nbytes == sum(each.nbytes for each in found.checkpoints)
+    assert all((each.unique_bytes or 0) > 0 for each in found.checkpoints)
     other = open_store(tmp_path / "other")
     other.pull(remote, "run-001@2")
     assert other.names() == ["run-001@2"]
@@ -173,6 +181,11 @@ def test_a_run_travels_with_its_steps_and_pins(tmp_path: Path, remote: Remote) -
     assert other.names() == store.names()
     assert "run-001@1@pin" in other.names()
     assert result.moved_bytes < 50_000  # the frozen part was there
+    assert (result.names, result.nbytes) == (steps, pushed.nbytes)
+    near = open_store(tmp_path / "near")
+    copied = store.push(near.path, "run-001")
+    assert (copied.names, copied.nbytes) == (steps, pushed.nbytes)
+    assert near.names() == store.names()
     with CheckpointStore(other, "run-001") as run:
         assert run.steps() == [0, 1, 2]
         assert run.pinned() == {1}

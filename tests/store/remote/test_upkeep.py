@@ -56,11 +56,16 @@ def test_space_comes_back_after_two_sweeps_that_are_a_lease_apart(
 ) -> None:
     remote = Remote(bucket)
     remote.delete("tune")
-    assert remote.gc(24).condemn == ()  # all of it was written just now
+    before = remote.gc(24)
+    assert before.condemn == ()  # all of it was written just now
+    sizes = {key: len(found[0]) for key, found in bucket.objects.items()}
     bucket.clock += 25 * HOUR
     keys = {*bucket.objects}
     first = remote.gc(24)
     assert first.condemn
+    unused = [key for key in first.condemn if not key.startswith(("catalog/", "trash/"))]
+    assert (before.young, first.young) == (len(unused), 0)
+    assert before.young_bytes == sum(sizes[key] for key in unused)
     assert first.delete == ()
     assert keys <= {*bucket.objects}
     bucket.clock += 23 * HOUR
