@@ -160,13 +160,18 @@ def cluster(nodes: int, memory: int) -> Iterator[RayCluster]:
 
 
 def _below(node: Any) -> list[psutil.Process]:
-    """The processes of a node, and what they have started."""
+    """The processes of a node, what they have started, and memory managers, which are no child."""
     found = []
     for kind in node.all_processes.values():
         for each in kind:
             with suppress(psutil.NoSuchProcess):
                 process = psutil.Process(each.process.pid)
                 found += [process, *process.children(recursive=True)]
+    raylets = {str(each.process.pid) for each in node.all_processes["raylet"]}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # another user's
+            if process.environ().get("RAY_RAYLET_PID") in raylets and process not in found:
+                found.append(process)
     return found
 
 
