@@ -13,6 +13,7 @@ from tensor_dedup.suggestions import install_hint
 NAMESPACE: Final = "tensor-dedup"
 NODE_LABEL: Final = "ray.io/node-id"  # which Ray gives each node
 _SHOWN_ID: Final = 12
+_CLIENT_TRIES: Final = 3
 
 
 def import_ray(module: str = "ray") -> Any:
@@ -113,7 +114,7 @@ def observed(
     ray = import_ray()
     if not ray.is_initialized():
         try:
-            ray.init(address=address, logging_level="ERROR")
+            _connect(ray, address)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise ConfigError(f"{address}: no Ray cluster answers: {error}") from error
     nodes = [each for each in alive_nodes() if each.cpus]
@@ -123,3 +124,15 @@ def observed(
         if app.node_id in names:
             placed.setdefault(app.model, []).append(names[app.node_id])
     return [Node(each.name, memory or each.memory, host_memory) for each in nodes], placed
+
+
+def _connect(ray: Any, address: str) -> None:
+    """Connect. Ray Client forks a process for each client, which dies now and then as it begins."""
+    for left in reversed(range(_CLIENT_TRIES)):
+        try:
+            ray.init(address=address, logging_level="ERROR")
+        except ConnectionAbortedError:  # the server answers, and has no process for us
+            if not left:
+                raise
+        else:
+            return

@@ -1,7 +1,8 @@
 """`Fleet`: what a program says of the models that a cluster is to serve."""
 
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.integrations.ray.cluster import NAMESPACE, import_ray
@@ -11,6 +12,8 @@ from tensor_dedup.integrations.ray.specification import FleetSpecification, mode
 from tensor_dedup.sizes import parse_size
 from tensor_dedup.suggestions import perhaps
 
+_POLL_S: Final = 0.5
+_PATIENCE_S: Final = 120.0  # Ray takes up to half a minute to see that a node is lost
 Models = Mapping[str, Mapping[str, Any] | None] | Sequence[str]
 
 
@@ -93,7 +96,7 @@ class Fleet:
             FleetError: engines do not start.
         """
         wanted = self._wanted.encode() if self._wanted is not None else None
-        _answer(self._keeper().apply.remote(wanted, rebalance))
+        self._ask("apply", wanted, rebalance)
         serve = import_ray("ray.serve")
         if self._route is not None and self.name not in serve.status().applications:
             serve.run(_front(self.name), name=self.name, route_prefix=self._route)
@@ -102,34 +105,48 @@ class Fleet:
     def add(self, name: str, **fields: Any) -> FleetStatus:
         """Serve one more model, with the fields of one; nothing moves for it."""
         model = model_of(name, fields)
-        _answer(self._keeper().add.remote(name, model))
+        self._ask("add", name, model)
         if self._wanted is not None:
             self._wanted = self._wanted.with_model(name, model)
         return self.status()
 
     def remove(self, name: str) -> FleetStatus:
         """Stop serving a model."""
-        _answer(self._keeper().remove.remote(name))
+        self._ask("remove", name)
         if self._wanted is not None:
             self._wanted = self._wanted.without(name)
         return self.status()
 
     def status(self) -> FleetStatus:
         """Return how the fleet is."""
-        found: FleetStatus = _answer(self._keeper().status.remote())
+        found: FleetStatus = self._ask("status")
         return found
 
     def shutdown(self) -> None:
         """End the fleet's engines, its front, and the memory managers of the nodes."""
         ray = import_ray()
-        _answer(self._keeper().shutdown.remote())
+        self._ask("shutdown")
         ray.kill(ray.get_actor(keeper_name(self.name), namespace=NAMESPACE))
 
-    def _keeper(self) -> Any:
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """What the keeper answers; its error as it was raised there.
+
+        While its node is lost Ray starts it on another one, and it is asked again.
+        """
         ray = import_ray()
         if not ray.is_initialized():
             ray.init(namespace=NAMESPACE)
-        return ensure_keeper(self.name)
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                return ray.get(getattr(ensure_keeper(self.name), method).remote(*arguments))
+            except ray.exceptions.RayTaskError as error:
+                cause = getattr(error, "cause", None)
+                raise (cause if isinstance(cause, Exception) else error) from None
+            except ray.exceptions.RayActorError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_POLL_S)
 
 
 def application(args: Mapping[str, Any]) -> Any:
@@ -155,16 +172,6 @@ def application(args: Mapping[str, Any]) -> Any:
 def _front(fleet: str, wanted: bytes | None = None) -> Any:
     front = import_ray("ray.serve").deployment(Front)
     return front.options(ray_actor_options={"num_cpus": 0}).bind(fleet, wanted)
-
-
-def _answer(reference: Any) -> Any:
-    """The answer of an actor; its error as it was raised there."""
-    ray = import_ray()
-    try:
-        return ray.get(reference)
-    except ray.exceptions.RayTaskError as error:
-        cause = getattr(error, "cause", None)
-        raise (cause if isinstance(cause, Exception) else error) from None
 
 
 def _size(field: str, value: int | str | None) -> int | None:

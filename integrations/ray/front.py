@@ -27,7 +27,7 @@ class Front:
         self._running: dict[str, list[str]] = {}
         self._turn = 0
         if wanted is not None:
-            await ensure_keeper(fleet).want.remote(wanted)
+            await ensure_keeper(fleet).declare.remote(wanted)
         self._refreshing = asyncio.create_task(self._refresh())
 
     async def _refresh(self) -> None:

@@ -100,6 +100,7 @@ class Keeper:
     def __init__(self, fleet: str) -> None:
         self._fleet = fleet
         self._key = f"fleet {fleet}".encode()
+        self._declared = f"declared {fleet}".encode()
         self._changing = threading.Lock()
         self._problem = ""
         self._settled: frozenset[str] = frozenset()  # nodes for which there was no better plan
@@ -116,8 +117,20 @@ class Keeper:
         specification = FleetSpecification.decode(wanted)
         nodes = usable_nodes(specification)
         planned(measured(specification), nodes, specification, self._current(nodes), rebalance)
-        self._put(wanted)
+        self._put(self._key, wanted)
         self._settled = frozenset()
+
+    def declare(self, wanted: bytes) -> None:
+        """Take what a file of Serve says, once: its application is started again with it.
+
+        By then models may have been added, or nodes lost.
+
+        Raises:
+            DoesNotFitError, UnknownRemoteNameError, RemoteError: as `want`.
+        """
+        if self._get(self._declared) != wanted:
+            self.want(wanted)
+            self._put(self._declared, wanted)
 
     def apply(self, wanted: bytes | None, rebalance: bool = False) -> None:
         """Make the cluster what is wanted; return when all engines answer.
@@ -166,7 +179,8 @@ class Keeper:
         """End all engines, the front, and the actors of the nodes; forget the fleet."""
         serve = import_ray("ray.serve")
         with self._changing:
-            self._put(None)
+            self._put(self._key, None)
+            self._put(self._declared, None)
             running = [app.name for app in engine_apps(self._fleet)]
             for name in (*running, self._fleet):
                 serve.delete(name)
@@ -321,16 +335,20 @@ class Keeper:
         return found
 
     def _specification(self) -> FleetSpecification | None:
-        store = import_ray("ray.experimental.internal_kv")
-        found = store._internal_kv_get(self._key, namespace=NAMESPACE)
+        found = self._get(self._key)
         return FleetSpecification.decode(found) if found else None
 
-    def _put(self, wanted: bytes | None) -> None:
+    def _get(self, key: bytes) -> bytes | None:
         store = import_ray("ray.experimental.internal_kv")
-        if wanted is None:
-            store._internal_kv_del(self._key, namespace=NAMESPACE)
+        found: bytes | None = store._internal_kv_get(key, namespace=NAMESPACE)
+        return found
+
+    def _put(self, key: bytes, value: bytes | None) -> None:
+        store = import_ray("ray.experimental.internal_kv")
+        if value is None:
+            store._internal_kv_del(key, namespace=NAMESPACE)
         else:
-            store._internal_kv_put(self._key, wanted, overwrite=True, namespace=NAMESPACE)
+            store._internal_kv_put(key, value, overwrite=True, namespace=NAMESPACE)
 
 
 def usable_nodes(specification: FleetSpecification) -> list[ClusterNode]:

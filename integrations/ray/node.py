@@ -1,26 +1,21 @@
 """The actor of a node: it keeps the memory manager running, and pulls into the node's store."""
 
 import logging
-import subprocess
-import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from tensor_dedup.errors import TensorDedupError
 from tensor_dedup.integrations.ray.cluster import NAMESPACE, import_ray
 from tensor_dedup.memory_manager.client.admin import Admin
-from tensor_dedup.memory_manager.errors import ManagerGoneError
+from tensor_dedup.memory_manager.client.client import start_manager
 from tensor_dedup.memory_manager.protocol import paths
+from tensor_dedup.memory_manager.protocol.tables import Totals
 from tensor_dedup.store import Store
 from tensor_dedup.store.remote.on_demand import pull_missing
 
-_SERVER: Final = "tensor_dedup.memory_manager.server"
 _WATCH_S: Final = 2.0
-_START_S: Final = 60.0
-# One whose actor was killed ends when no engine has been connected for so long.
-_IDLE_EXIT_S: Final = 600
 _log = logging.getLogger(__name__)
 
 
@@ -41,7 +36,6 @@ class NodeReport:
 
     store: str
     socket: str
-    manager_pid: int
     resident_bytes: int
     pulled: dict[str, int]
 
@@ -60,7 +54,7 @@ class NodeActor:
         folder = store.format(node=node) if store else None
         self._store = Store.open(folder)
         self._budget = budget
-        self._child: subprocess.Popen[bytes] | None = None
+        self._started: int | None = None  # the manager that is this actor's, by its pid
         self._pulled: dict[str, int] = {}
         self._pulling = threading.Lock()
         self._guard = threading.Lock()
@@ -84,18 +78,16 @@ class NodeActor:
     def report(self) -> NodeReport:
         """Say how the node is."""
         totals = self._totals()
-        pid = self._child.pid if self._child is not None and self._child.poll() is None else 0
         resident = totals.resident_bytes if totals is not None else 0
         where = (str(self._store.path), str(self._socket))
-        return NodeReport(*where, pid, resident, dict(self._pulled))
+        return NodeReport(*where, resident, dict(self._pulled))
 
     def close(self) -> None:
         """End the manager, if it is this actor's."""
         self._ended.set()
-        with self._guard:
-            if self._child is not None:
-                self._child.terminate()
-                self._child.wait()
+        with self._guard, suppress(TensorDedupError, OSError), Admin(self._socket) as admin:
+            if admin.totals().pid == self._started:
+                admin.stop()
 
     def _watch(self) -> None:
         while not self._ended.wait(_WATCH_S):
@@ -109,37 +101,12 @@ class NodeActor:
         with self._guard:
             if self._ended.is_set() or self._totals() is not None:
                 return
-            if self._child is not None and self._child.poll() is None:
-                return  # it is there, and has no time just now
-            paths.make_folder(self._socket.parent)
-            command = [sys.executable, "-m", _SERVER, "--socket", str(self._socket)]
-            command += ["--idle-exit", str(_IDLE_EXIT_S)]
-            if self._budget is not None:
-                command += ["--budget", str(self._budget)]
-            log = Path(self._socket.parent) / "manager.log"
-            with log.open("ab") as out:
-                # Not of the actor's group, which Ray ends with it: what engines lease stays.
-                self._child = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=out,
-                    start_new_session=True,
-                )
-            self._wait_until_served(log)
+            # It is nobody's child, for Ray ends an actor's children with it: engines go on sharing.
+            is_ours = start_manager(self._socket, budget=self._budget)
+            totals = self._totals()
+            self._started = totals.pid if is_ours and totals is not None else None
 
-    def _wait_until_served(self, log: Path) -> None:
-        assert self._child is not None
-        for _ in range(int(_START_S / 0.1)):
-            if self._totals() is not None:
-                return
-            if self._child.poll() is not None:
-                break
-            self._ended.wait(0.1)
-        what = f"no memory manager could be started at {self._socket}; {log} says why"
-        raise ManagerGoneError(what, socket=str(self._socket))
-
-    def _totals(self) -> Any:
+    def _totals(self) -> Totals | None:
         try:
             with Admin(self._socket) as admin:
                 return admin.totals()

@@ -130,21 +130,26 @@ def _connected(beside: Path, name: str, device: str, *, start: bool) -> Connecti
             return Connection(path, name[:MAX_NAME])
         except ManagerGoneError:
             # None is there, or one that is about to end has its last moment: start the next.
-            _start_manager(beside, device)
+            start_manager(beside, device)
     return Connection(path, name[:MAX_NAME])
 
 
-def _start_manager(path: Path, device: str) -> None:
-    """Start a manager in the background at this socket, or find that another process just has.
+def start_manager(path: Path, device: str = "", budget: int | None = None) -> bool:
+    """Start a manager in the background at this socket; False: another process just has.
 
-    `device`: the UUID of the GPU whose memory it is to lend, at a socket beside this one. Returns
-    when it can be connected to. It is nobody's child, and ends after ten idle minutes. Many
-    processes may try at once.
+    `device`: the UUID of the GPU whose memory it is to lend, at a socket beside this one; `budget`
+    in bytes, by default the server's. Returns when it can be connected to. It is nobody's child,
+    and ends after ten idle minutes. Many processes may try at once.
+
+    Raises:
+        ManagerGoneError: it does not start.
     """
     command = [
         sys.executable, "-m", _SERVER, "--detach",
         "--socket", str(path), "--idle-exit", str(_IDLE_EXIT_S), "--device", device,
     ]  # fmt: skip
+    if budget is not None:
+        command += ["--budget", str(budget)]
     try:
         paths.make_folder(path.parent)
         done = subprocess.run(
@@ -163,6 +168,7 @@ def _start_manager(path: Path, device: str) -> None:
             f"{done.stderr.strip() or 'exit status ' + str(done.returncode)}",
             status=done.returncode,
         )
+    return done.returncode == 0
 
 
 def _check_device(connection: Connection, device: str) -> None:

@@ -197,6 +197,33 @@ def _plans_from_the_cluster(
     ]
 
 
+@pytest.mark.long
+def test_a_client_whose_process_dies_as_it_begins_is_connected_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Ray Client's server forks a process for each client, which a fork in gRPC kills now and then.
+    died = folder / "died"
+    (folder / "sitecustomize.py").write_text(
+        "import os, pathlib, sys\n"
+        f"died = pathlib.Path({str(died)!r})\n"
+        "if '--mode=specific-server' in sys.orig_argv and not died.exists():\n"
+        "    died.touch()\n"
+        "    os._exit(1)\n"
+    )
+    before = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *before.split(os.pathsep)]))
+    code = (
+        "import sys; from tensor_dedup.integrations.ray import observed\n"
+        "nodes, placed = observed(sys.argv[1])\n"
+        "print([(node.name, node.memory) for node in nodes], placed)"
+    )
+    with ray_clusters.cluster(1, 64 * MIB) as cluster:
+        command = [sys.executable, "-c", code, cluster.client]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert died.exists()
+    assert (done.returncode, done.stdout) == (0, f"[('node-1', {64 * MIB})] {{}}\n"), done.stderr
+
+
 def _its_processes_come_again(fleet: Fleet, held: NodeStatus) -> None:
     """The keeper, the node's actor and its manager are killed: engines run on, all come again."""
     ray = import_ray()

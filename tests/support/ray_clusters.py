@@ -78,7 +78,7 @@ class RayCluster:
         _kill(running)
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
-        """The status and the document of a request over HTTP."""
+        """The status and the document of a request over HTTP; Serve itself answers with a text."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data)
         request.add_header("Content-Type", "application/json")
@@ -87,7 +87,9 @@ class RayCluster:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as error:
             with error:
-                return error.code, json.load(error)
+                said = error.read().decode()
+                is_json = error.headers.get_content_type() == "application/json"
+                return error.code, json.loads(said) if is_json else said
 
     def outputs(self, model: str) -> list[Any]:
         """What a model answers, in the form of `reference`."""
@@ -160,13 +162,18 @@ def cluster(nodes: int, memory: int) -> Iterator[RayCluster]:
 
 
 def _below(node: Any) -> list[psutil.Process]:
-    """The processes of a node, and what they have started."""
+    """The processes of a node, what they have started, and memory managers, which are no child."""
     found = []
     for kind in node.all_processes.values():
         for each in kind:
             with suppress(psutil.NoSuchProcess):
                 process = psutil.Process(each.process.pid)
                 found += [process, *process.children(recursive=True)]
+    raylets = {str(each.process.pid) for each in node.all_processes["raylet"]}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # another user's
+            if process.environ().get("RAY_RAYLET_PID") in raylets and process not in found:
+                found.append(process)
     return found
 
 
