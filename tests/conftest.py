@@ -1,7 +1,9 @@
 """What every test needs before vllm or transformers is first imported."""
 
+import gc
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +55,16 @@ def nothing_stays() -> Iterator[None]:
     yield
     disable()
     assert not process_state.remaining().beyond(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_reloaded_stays() -> Iterator[None]:
+    """vLLM keeps every model that was reloaded, and other files would find its tensors resident."""
+    yield
+    layerwise = sys.modules.get("vllm.model_executor.model_loader.reload.layerwise")
+    if layerwise is not None and layerwise.LAYERWISE_INFO:
+        layerwise.LAYERWISE_INFO.clear()
+        gc.collect()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -115,12 +115,15 @@ def until(condition: Callable[[], object], patience_s: float = PATIENCE_S) -> No
 
 
 def steady(number: Callable[[], int]) -> int:
-    """A number that has stopped to change: what was hung up is closed a moment later."""
+    """A number that has stopped to change: what was hung up is closed a moment later.
+
+    On a busy machine that moment is long, for the manager has to get its turn first.
+    """
     found = [number()]
 
     def is_steady() -> bool:
         found.append(number())
-        return len(found) > 9 and len(set(found[-10:])) == 1
+        return len(found) > 49 and len(set(found[-50:])) == 1
 
     until(is_steady)
     return found[-1]
