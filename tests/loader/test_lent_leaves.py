@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 import deferring
 import managers
+from lent_tensors import LEAVES, ROW, ROWS_OF_A_LEAF, Process, changed, request_for, rows
 from process_state import slab_memory
 from tensor_dedup import libc, shared_bytes, verify
 from tensor_dedup.config import TensorDedupConfig
@@ -31,9 +32,7 @@ from tensor_dedup.loader.residents.leaves import Content, build_from_contents
 from tensor_dedup.loader.residents.lent import LentInParts, composition_in, record_of_parts
 from tensor_dedup.loader.residents.manager import (
     HostSession,
-    ManagerResidents,
     ResidentQuery,
-    ResidentRequest,
     host_session,
 )
 from tensor_dedup.loader.residents.provider import HostProvider
@@ -52,24 +51,6 @@ from tensor_dedup.memory_manager.client.connection import Connection
 from tensor_dedup.memory_manager.errors import RefusedError
 from tensor_dedup.memory_manager.protocol.layout import PAGE
 
-ROW = 1024  # numbers; 512 rows are a leaf
-ROWS_OF_A_LEAF = LEAF_BYTES // (4 * ROW)
-LEAVES = 10
-
-
-def rows(leaves: float, seed: int) -> torch.Tensor:
-    """A matrix of so many leaves, of numbers that no other seed has."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(int(leaves * ROWS_OF_A_LEAF), ROW, generator=generator)
-
-
-def changed(base: torch.Tensor, *leaves: int) -> torch.Tensor:
-    """A copy with one number changed in each of these leaves."""
-    tune = base.clone()
-    for leaf in leaves:
-        tune[leaf * ROWS_OF_A_LEAF + 7, 3] += 1
-    return tune
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -84,37 +65,6 @@ def manager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[managers.Manag
     folder.chmod(0o700)
     with managers.running(folder, "--budget", str(1 << 30)) as running:
         yield running
-
-
-class Process:
-    """What one process has of a manager; every load of it has a provider of its own."""
-
-    def __init__(self, client: Client) -> None:
-        self.client = client
-
-    def provider(self) -> HostProvider:
-        return HostProvider(ManagerResidents(host_session(self.client, "a checkpoint")))
-
-    def load(self, *tensors: torch.Tensor, recipe: str = "") -> list[tuple[Resident, bool]]:
-        """Residents as a load of its own makes them."""
-        provider = self.provider()
-        made = provider.get_or_build([request_for(each, recipe) for each in tensors])
-        assert provider.not_lent is None
-        assert all(resident.lent for resident, _ in made)
-        return made
-
-    def find(self, tensor: torch.Tensor, recipe: str = "", *, known: bool) -> Resident | None:
-        """What a load finds by a tensor's digest, or by its recipe alone, of the manager."""
-        key = request_for(tensor, recipe).key
-        query = ResidentQuery(
-            request_for(tensor, recipe).recipe, key if known else replace(key, digest="")
-        )
-        return self.provider().manager.find([query])[0]
-
-
-def request_for(tensor: torch.Tensor, recipe: str = "") -> ResidentRequest:
-    name = digest_of(tensor)
-    return ResidentRequest(recipe or f"recipe of {name}", tensor, name)
 
 
 @pytest.fixture

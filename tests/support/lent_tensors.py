@@ -1,0 +1,65 @@
+"""Tensors of several leaves, and what a process has of a memory manager."""
+
+from dataclasses import replace
+
+import torch
+
+from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.loader.residents.manager import (
+    ManagerResidents,
+    ResidentQuery,
+    ResidentRequest,
+    host_session,
+)
+from tensor_dedup.loader.residents.provider import HostProvider
+from tensor_dedup.loader.residents.resident import Resident, digest_of
+from tensor_dedup.memory_manager.client import Client
+
+ROW = 1024  # numbers; 512 rows are a leaf
+ROWS_OF_A_LEAF = LEAF_BYTES // (4 * ROW)
+LEAVES = 10
+
+
+def rows(leaves: float, seed: int) -> torch.Tensor:
+    """A matrix of so many leaves, of numbers that no other seed has."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(int(leaves * ROWS_OF_A_LEAF), ROW, generator=generator)
+
+
+def changed(base: torch.Tensor, *leaves: int) -> torch.Tensor:
+    """A copy with one number changed in each of these leaves."""
+    tune = base.clone()
+    for leaf in leaves:
+        tune[leaf * ROWS_OF_A_LEAF + 7, 3] += 1
+    return tune
+
+
+class Process:
+    """What one process has of a manager; every load of it has a provider of its own."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    def provider(self) -> HostProvider:
+        return HostProvider(ManagerResidents(host_session(self.client, "a checkpoint")))
+
+    def load(self, *tensors: torch.Tensor, recipe: str = "") -> list[tuple[Resident, bool]]:
+        """Residents as a load of its own makes them."""
+        provider = self.provider()
+        made = provider.get_or_build([request_for(each, recipe) for each in tensors])
+        assert provider.not_lent is None
+        assert all(resident.lent for resident, _ in made)
+        return made
+
+    def find(self, tensor: torch.Tensor, recipe: str = "", *, known: bool) -> Resident | None:
+        """What a load finds by a tensor's digest, or by its recipe alone, of the manager."""
+        key = request_for(tensor, recipe).key
+        query = ResidentQuery(
+            request_for(tensor, recipe).recipe, key if known else replace(key, digest="")
+        )
+        return self.provider().manager.find([query])[0]
+
+
+def request_for(tensor: torch.Tensor, recipe: str = "") -> ResidentRequest:
+    name = digest_of(tensor)
+    return ResidentRequest(recipe or f"recipe of {name}", tensor, name)
