@@ -55,6 +55,7 @@ class Front:
             return JSONResponse({"object": "list", "data": models})
         body = await request.body()
         model = _model_of(body)
+        failed = import_ray("ray.exceptions").RayTaskError
         tried: set[str] = set()
         for look in (False, True):
             if look:  # what was known may be a moment old
@@ -67,8 +68,12 @@ class Front:
                 tried.add(app)
                 try:
                     return await self._forwarded(app, model, request, body)
+                except failed as error:  # another engine would fail with this request, too
+                    return _refusal(500, f"{model!r} failed: {error}")
                 except Exception as error:  # noqa: BLE001  # of Ray: there may be another replica
                     _log.warning("%s does not answer: %s", app, str(error))
+                    if len(tried) > 1:  # a request that ends engines must not end all of them
+                        return _refusal(503, f"two engines of {model!r} were lost; ask again")
         if model in self._running:
             return _refusal(503, f"no engine of {model!r} runs just now; ask again in a moment")
         known = ", ".join(sorted(self._running)) or "none"
@@ -108,7 +113,7 @@ def _model_of(body: bytes) -> str:
 def _refusal(status: int, message: str) -> Any:
     from starlette.responses import JSONResponse
 
-    kind = "NotFoundError" if status == 404 else "ServiceUnavailableError"
+    kind = {404: "NotFoundError", 500: "InternalServerError"}.get(status, "ServiceUnavailableError")
     return JSONResponse(
         {"error": {"message": message, "type": kind, "code": status}}, status_code=status
     )

@@ -102,6 +102,9 @@ class Keeper:
         self._key = f"fleet {fleet}".encode()
         self._declared = f"declared {fleet}".encode()
         self._changing = threading.Lock()
+        # Two calls that change what is wanted must not undo each other. It is not the lock above:
+        # engines may start for minutes, and a front that starts meanwhile asks for `declare`.
+        self._wanting = threading.RLock()
         self._problem = ""
         self._settled: frozenset[str] = frozenset()  # nodes for which there was no better plan
         self._tried = 0.0
@@ -115,10 +118,11 @@ class Keeper:
             UnknownRemoteNameError, RemoteError: a checkpoint cannot be found.
         """
         specification = FleetSpecification.decode(wanted)
-        nodes = usable_nodes(specification)
-        planned(measured(specification), nodes, specification, self._current(nodes), rebalance)
-        self._put(self._key, wanted)
-        self._settled = frozenset()
+        with self._wanting:
+            nodes = usable_nodes(specification)
+            planned(measured(specification), nodes, specification, self._current(nodes), rebalance)
+            self._put(self._key, wanted)
+            self._settled = frozenset()
 
     def declare(self, wanted: bytes) -> None:
         """Take what a file of Serve says, once: its application is started again with it.
@@ -128,9 +132,10 @@ class Keeper:
         Raises:
             DoesNotFitError, UnknownRemoteNameError, RemoteError: as `want`.
         """
-        if self._get(self._declared) != wanted:
-            self.want(wanted)
-            self._put(self._declared, wanted)
+        with self._wanting:
+            if self._get(self._declared) != wanted:
+                self.want(wanted)
+                self._put(self._declared, wanted)
 
     def apply(self, wanted: bytes | None, rebalance: bool = False) -> None:
         """Make the cluster what is wanted; return when all engines answer.
@@ -146,16 +151,21 @@ class Keeper:
 
     def add(self, name: str, model: ModelSpecification) -> None:
         """Add a model, or replace its specification, and apply that."""
-        specification = self._specification()
-        if specification is None:
-            raise FleetError(f"there is no fleet {self._fleet!r}; apply one first")
-        self.apply(specification.with_model(name, model).encode())
+        with self._wanting:
+            specification = self._specification()
+            if specification is None:
+                raise FleetError(f"there is no fleet {self._fleet!r}; apply one first")
+            self.want(specification.with_model(name, model).encode())
+        self.apply(None)
 
     def remove(self, name: str) -> None:
         """Take a model from the fleet."""
-        specification = self._specification()
-        if specification is not None and name in specification.models:
-            self.apply(specification.without(name).encode())
+        with self._wanting:
+            specification = self._specification()
+            if specification is None or name not in specification.models:
+                return
+            self.want(specification.without(name).encode())
+        self.apply(None)
 
     def status(self) -> FleetStatus:
         """Return how the fleet is."""
