@@ -210,8 +210,7 @@ def build_from_contents(
     process that are like it. `contents` fill the tensor, in order. `read(n, leaves, write)` reads
     these leaves of a content, or all of it for None, and calls `write(piece, offset)` for every
     piece, with the offset in the content, from any threads; its errors are passed on. The digest of
-    `geometry` is ignored: that
-    of the resident is what `digest_of` returns for its bytes.
+    `geometry` is ignored: that of the resident is what `digest_of` returns for its bytes.
 
     Raises:
         MappingLimitError, OutOfMemoryError: As `build_from_leaves` does.

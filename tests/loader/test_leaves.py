@@ -9,6 +9,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from lent_tensors import ROW, ROWS_OF_A_LEAF, changed, rows
 from process_state import forked, slab_memory, slabs
 from tensor_dedup import libc, shared_bytes, unshare, verify
 from tensor_dedup.digest import LEAF_BYTES, digest, leaf_places
@@ -36,23 +37,6 @@ from tensor_dedup.loader.residents.slab import MappingLimitError, SlabExtent, ma
 from tensor_dedup.loader.unsharing.lookup import is_mapping_of, residents_of
 from tensor_dedup.loader.unsharing.unshare import let_go_of_written
 from tensor_dedup.memory_manager.protocol.layout import PAGE
-
-ROW = 1024  # numbers; 512 rows are a leaf
-ROWS_OF_A_LEAF = LEAF_BYTES // (4 * ROW)
-
-
-def rows(leaves: float, seed: int) -> torch.Tensor:
-    """A matrix of so many leaves, of numbers that no other seed has."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(int(leaves * ROWS_OF_A_LEAF), ROW, generator=generator)
-
-
-def changed(base: torch.Tensor, *leaves: int) -> torch.Tensor:
-    """A copy with one number changed in each of these leaves."""
-    tune = base.clone()
-    for leaf in leaves:
-        tune[leaf * ROWS_OF_A_LEAF + 7, 3] += 1
-    return tune
 
 
 def build(*tensors: torch.Tensor, keep_alignment: bool = False) -> list[Resident]:
