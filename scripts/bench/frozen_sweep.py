@@ -98,6 +98,8 @@ def train(rank: int, group: str, start: str, target: str, number: int, steps: in
     check_frozen(wrapped)
     if rank == 0:
         model.save_pretrained(target)
+    # A model that outlives its group can hang there: pytorch/pytorch#56297.
+    del wrapped
     dist.destroy_process_group()
 
 

@@ -71,7 +71,7 @@ def grouped(number: int, file: str, ranks: int) -> Iterator[dist.ProcessGroup]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{file}", rank=number, world_size=ranks)
     yield dist.new_group(backend="gloo")
-    dist.destroy_process_group()
+    killed_training.leave_group()
 
 
 def rank(root: str, /, *, number: int, group: str, kind: str, ranks: int, steps: int) -> None:
@@ -97,6 +97,7 @@ def rank(root: str, /, *, number: int, group: str, kind: str, ranks: int, steps:
             )
         pending.result()
         writer.close()
+        del training
         with Path(f"{root}.unfinished").open("a") as lines:
             lines.write(f"{unfinished}\n")
 

@@ -1,5 +1,6 @@
 """Frozen layers stay bit-identical through real trainings, and a check finds one that does not."""
 
+import faulthandler
 import gc
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from killed_training import leave_group
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.integrations import FrozenLayerError, check_frozen, freeze
 from tensor_dedup.integrations.trainer import FreezeCallback, StoreCallback
@@ -154,6 +156,7 @@ def test_a_frozen_model_can_be_dropped() -> None:
 
 
 def rank(number: int, file: str, folder: str) -> None:
+    faulthandler.dump_traceback_later(240, exit=True)  # the other rank ends with it
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{file}", rank=number, world_size=2)
     model = net()
@@ -163,7 +166,8 @@ def rank(number: int, file: str, folder: str) -> None:
     train(wrapped, torch.optim.AdamW(wrapped.parameters(), 1e-2, weight_decay=0.1), 200, number)
     check_frozen(wrapped)
     torch.save([stayed(before, model), set(frozen.names)], Path(folder, str(number)))
-    dist.destroy_process_group()
+    del wrapped
+    leave_group()
 
 
 def test_two_ranks_in_mixed_precision(tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ def rank(root: str, /, *, number: int, group: str, ranks: int, steps: int) -> No
     if number == 0:  # the others save nothing, and do not wait for it
         assert callback.run.latest() == steps
         assert latest is not None or unfinished.count > 0
-    torch.distributed.destroy_process_group()
+    killed_training.leave_group()
 
 
 def kill_ranks(root: str, alone: str, ranks: int, kills: int) -> list[int]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from transformers import (
@@ -305,7 +304,7 @@ def rank(root: str, /, *, number: int, group: str, ranks: int, steps: int) -> No
     """Train as one process of several, each with the whole model (DDP)."""
     killed_training.join_group(number, group, ranks)
     train_behind(root, steps, dropout=0.0)  # Trainer restores no random states of several processes
-    dist.destroy_process_group()
+    killed_training.leave_group()
 
 
 def kill_ranks(root: str, alone: str, ranks: int, kills: int) -> list[int]:

@@ -2,8 +2,7 @@
 
 import os
 import signal
-import threading
-import time
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -30,6 +29,7 @@ from tensor_dedup.loader.residents.slab import SlabUsageError
 from tensor_dedup.memory_manager.client import Client, Lease, connect
 from tensor_dedup.memory_manager.client.connection import Connection
 from tensor_dedup.memory_manager.errors import ManagerGoneError
+from tensor_dedup.memory_manager.protocol import wire
 from tensor_dedup.types import ResidentKey
 
 MIB = 1 << 20
@@ -181,41 +181,40 @@ def test_a_bad_lease_costs_one_tensor_and_no_load(
     assert provider.not_lent == mine.not_lent
 
 
-def test_a_reply_that_nobody_waited_for_answers_nothing_else(
-    manager: managers.Manager, lender: Lend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C while the manager is slow: the late reply must not be taken for the next one's."""
-    zeros, ones = wanted(0), wanted(1)
-    kept = lender().put([zeros, ones])
-    assert all(kept)
-    mine = lender()
-    os.kill(manager.pid, signal.SIGSTOP)
-    main = threading.main_thread().ident
-    assert main is not None
-    asking = threading.Event()
+def begins(state: dict[str, object]) -> None:
+    # What a test of another module, or a shell, has left would end this process.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    client = connect(Path(str(state["path"])), keep_connected=False)
+    state["mine"] = ManagerResidents(host_session(client, "a checkpoint"))
 
-    def interrupt() -> None:
-        # Not before it is on its way: on a busy machine that takes a while.
-        asking.wait()
-        time.sleep(0.3)
-        signal.pthread_kill(main, signal.SIGINT)
 
-    def ask(self: Connection, *args: Any, **more: Any) -> Any:
-        asking.set()
-        return original(self, *args, **more)
+def asks_and_is_interrupted(state: dict[str, object]) -> str:
+    """Asks for zeros. A file says when the request is on its way."""
+    receive, asked = wire.receive, Path(str(state["path"])).with_suffix(".asked")
 
-    original = Connection.ask
-    monkeypatch.setattr(Connection, "ask", ask)
-    impatient = threading.Thread(target=interrupt)
-    impatient.start()
+    def receiving(connection: socket.socket) -> wire.Datagram:
+        asked.touch()
+        return receive(connection)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "receive", receiving)
+        try:
+            client_of(residents_of(state)).lease([wanted(0).digest])
+        except KeyboardInterrupt:
+            return "interrupted"
+    return "answered"
+
+
+def asks_again(state: dict[str, object]) -> str:
     try:
-        with pytest.raises(KeyboardInterrupt):
-            client_of(mine).lease([zeros.digest])
-    finally:
-        impatient.join()
-        os.kill(manager.pid, signal.SIGCONT)
-    with pytest.raises(ManagerGoneError):
-        client_of(mine).lease([ones.digest])
+        client_of(residents_of(state)).lease([wanted(1).digest])
+    except ManagerGoneError:
+        return "refused"
+    return "answered"
+
+
+def reconnects_and_finds(state: dict[str, object]) -> bool:
+    mine, ones = residents_of(state), wanted(1)
 
     def back() -> bool:
         with suppress(ManagerGoneError):  # it was stopped, and may take its time
@@ -224,8 +223,36 @@ def test_a_reply_that_nobody_waited_for_answers_nothing_else(
 
     managers.until(back)
     found = by_content(mine, resident_key(ones.tensor, ones.digest))
-    assert found is not None
-    assert torch.equal(found.map(), ones.tensor)
+    return found is not None and torch.equal(found.map(), ones.tensor)
+
+
+def residents_of(state: dict[str, object]) -> HostResidents:
+    mine = state["mine"]
+    assert isinstance(mine, ManagerResidents)
+    return mine
+
+
+def test_a_reply_that_nobody_waited_for_answers_nothing_else(
+    manager: managers.Manager, lender: Lend
+) -> None:
+    """Ctrl-C while the manager is slow: the late reply must not be taken for the next one's."""
+    kept = lender().put([wanted(0), wanted(1)])
+    assert all(kept)
+    impatient = managers.Actor(
+        manager.socket, begins, asks_and_is_interrupted, asks_again, reconnects_and_finds
+    )
+    impatient.step()
+    os.kill(manager.pid, signal.SIGSTOP)
+    try:
+        impatient.begin()
+        managers.until(manager.socket.with_suffix(".asked").exists)
+        impatient.signal(signal.SIGINT)
+        assert impatient.result() == "interrupted"
+    finally:
+        os.kill(manager.pid, signal.SIGCONT)
+    assert impatient.step() == "refused"
+    assert impatient.step() is True
+    impatient.kill()
 
 
 def test_many_are_looked_up_in_few_messages(lender: Lend, monkeypatch: pytest.MonkeyPatch) -> None:
