@@ -242,6 +242,36 @@ def test_wrapped_names_find_their_counterparts(base: Path, tmp_path: Path) -> No
     assert names["module.model.layers.0.mlp.weight"] == "model.layers.0.mlp.weight"
 
 
+@pytest.mark.parametrize("outer", ["tune", "base"])
+def test_a_model_with_a_head_finds_the_one_without(tmp_path: Path, outer: str) -> None:
+    """As BertForSequenceClassification beside BertModel: one of them has a name around it."""
+    plain = {name.removeprefix("model."): tensor for name, tensor in weights(1).items()}
+    del plain["lm_head.weight"]
+    tuned = {name: tensor + tensor.new_tensor(1) for name, tensor in plain.items()}
+    with_head = {f"bert.{name}": tensor for name, tensor in (plain, tuned)[outer == "tune"].items()}
+    with_head["classifier.weight"] = torch.ones(2, 16)
+    pair = (plain, with_head) if outer == "tune" else (with_head, tuned)
+    base, tune = (saved(tmp_path / name, held) for name, held in zip(("b", "t"), pair, strict=True))
+    done = substitute(base, tune, tmp_path / "out", layers="0-1")
+    old, new, found = tensors(base), tensors(tune), tensors(tmp_path / "out")
+    assert len(done.layers) == 2
+    for name, data in found.items():
+        its = name.removeprefix("bert.") if outer == "tune" else f"bert.{name}"
+        taken = name.removeprefix("bert.").startswith(("layers.0.", "layers.1."))
+        assert data == (old[its] if taken else new[name])
+
+
+def test_two_towers_of_one_shape_are_no_wrappers(base: Path, tmp_path: Path) -> None:
+    """Which of them is the base's is not for a guess."""
+    held = {
+        f"{tower}.{name.removeprefix('model.')}": tensor
+        for tower in ("vision", "text")
+        for name, tensor in moved(weights(1)).items()
+    }
+    with pytest.raises(UnsupportedError, match="the base has no"):
+        substitute(base, saved(tmp_path / "both", held), tmp_path / "out", layers="text.layers.0")
+
+
 def changed(held: Weights, what: str) -> Weights:
     name = "model.layers.1.mlp.weight"
     if what == "quantised":
@@ -483,6 +513,23 @@ def test_a_budget_with_samples_takes_what_moves_outputs_least(
     assert done.outputs is not None
     assert other.outputs is not None
     assert done.outputs.distance < other.outputs.distance
+
+
+def test_a_long_sample_is_cut_to_what_the_model_takes(
+    models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    base, tune = (shutil.copytree(each, tmp_path / each.name) for each in models)
+    for each in (base, tune):
+        config = json.loads((each / "config.json").read_text())
+        (each / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8}))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tune)
+    assert tokenizer.model_max_length > 10**9, "it knows by itself"
+    first, longer = "w0 w1 w2 w3 w4 w5 w6 w7", "w0 w1 w2 w3 w4 w5 w6 w7 w9 w8 w9 w8"
+    found = [
+        substitute(base, tune, tmp_path / name, layers="0", samples=[text]).outputs
+        for name, text in (("one", first), ("two", longer))
+    ]
+    assert found[0] == found[1] is not None
 
 
 def test_samples_without_a_tokenizer_or_a_model_are_refused(

@@ -74,22 +74,40 @@ def layers_of(tune: Sequence[_T], base: Sequence[_T]) -> dict[str, Layer[_T]]:
     Tensors belong together by name; names of modules that only wrap the model do not count.
     """
     there = {tensor.name: tensor for tensor in base}
-    plain = {unwrapped(tensor.name): tensor for tensor in base}
+    names = [unwrapped(tensor.name) for tensor in tune], [unwrapped(name) for name in there]
+    wrappers = {_wrapper(*names), _wrapper(*reversed(names))}
+
+    def plain_name(name: str) -> str:
+        first, _, rest = unwrapped(name).partition(".")
+        return rest if first in wrappers else unwrapped(name)
+
+    plain = {plain_name(tensor.name): tensor for tensor in base}
     layers = defaultdict[str, list[tuple[_T, _T | None]]](list)
     taken: set[str] = set()
     for tensor in tune:
-        old = there.get(tensor.name) or plain.get(unwrapped(tensor.name))
+        old = there.get(tensor.name) or plain.get(plain_name(tensor.name))
         layers[split(tensor.name)[0]].append((tensor, old))
         if old is not None:
             taken.add(old.name)
     left = defaultdict[str, list[str]](list)
     for tensor in base:
         if tensor.name not in taken:
-            left[split(unwrapped(tensor.name))[0]].append(tensor.name)
+            left[split(plain_name(tensor.name))[0]].append(tensor.name)
     return {
-        name: Layer(name, tuple(layers[name]), tuple(left.get(unwrapped(name), ())))
+        name: Layer(name, tuple(layers[name]), tuple(left.get(plain_name(name), ())))
         for name in sorted(layers, key=natural)
     }
+
+
+def _wrapper(names: Sequence[str], others: Sequence[str]) -> str | None:
+    """Return the module that holds, in `names`, what stands by itself in `others`, if it is one.
+
+    `bert` of BertForSequenceClassification beside BertModel, whatever transformers calls it.
+    """
+    known, theirs = set(others), {name.partition(".")[0] for name in others}
+    parts = (name.partition(".") for name in names)
+    found = {first for first, _, rest in parts if first not in theirs and rest in known}
+    return found.pop() if len(found) == 1 else None
 
 
 def _listed(names: Sequence[str]) -> str:

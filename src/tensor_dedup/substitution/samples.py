@@ -54,8 +54,11 @@ class Samples:
             tokenizer = transformers.AutoTokenizer.from_pretrained(tune, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{tune}: has no tokenizer for the samples ({error})") from error
-        self._inputs = [tokenizer(text, return_tensors="pt", truncation=True) for text in texts]
         self._model, self._base = _load(tune), _load(base).state_dict()
+        # A tokenizer that was saved without its model's length has none, and would not shorten.
+        most = getattr(self._model.config, "max_position_embeddings", tokenizer.model_max_length)
+        length = {"truncation": True, "max_length": min(most, tokenizer.model_max_length)}
+        self._inputs = [tokenizer(text, return_tensors="pt", **length) for text in texts]
         self._own = self._model.state_dict()
         self._outputs = [self._run(each) for each in self._inputs]
 
