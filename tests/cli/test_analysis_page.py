@@ -104,6 +104,7 @@ def test_the_command_writes_it_beside_its_other_output(models: list[Path], tmp_p
     arguments = [str(each) for each in (COMMAND, "analyze", *models, "--html", target)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     assert "instead of" in done.stdout
+    assert done.stdout.endswith(f"Wrote {target}.\n")
     assert Structure(target.read_text(encoding="utf-8")).open == []
     other = str(tmp_path / "page.safetensors")
     wrong = subprocess.run([*arguments[:-1], other], capture_output=True, check=False)

@@ -143,6 +143,8 @@ def command(
             say_lines(f"written: {folder}")
         if not written:
             say_lines(f"no PATH has a tensor of the first one; {markers} is empty")
+    if page is not None:
+        say_lines(f"Wrote {page}.")
 
 
 def show_analysis(
