@@ -1,6 +1,10 @@
 """Placements: what they count and find, and that nothing is placed where it does not fit."""
 
 import random
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product
 
@@ -125,6 +129,41 @@ def test_the_solver_finds_the_best_of_all(problem: PackingProblem) -> None:
         assert found.is_proven
         assert found.placement.is_sound()
         assert found.placement.total == found.bound == least
+
+
+_INTERRUPTED = """
+import signal
+from tensor_dedup.placement.exact import solve
+from tensor_dedup.placement.problem import Model, Node, PackingProblem
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+models = [
+    Model(f"m{n}", {f"t{n * k % 97}": 50 + n * k % 31 for k in range(1, 40)}) for n in range(60)
+]
+problem = PackingProblem(models, [Node(f"n{n}", 9000) for n in range(8)])
+for seconds in (0.1, 20.0):
+    print("solving", flush=True)
+    try:
+        solve(problem, seconds)
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+"""
+
+
+def test_ctrl_c_interrupts_the_solver_and_what_comes_after() -> None:
+    """OR-tools' own handler would leave SIGINT to the system, which ends the process."""
+    pytest.importorskip("ortools")
+    command = [sys.executable, "-c", _INTERRUPTED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = [process.stdout.readline().strip() for _ in range(3)]
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        said.append(process.stdout.readline().strip())
+        process.wait(60)
+    assert said == ["solving", "interrupted"] * 2
+    assert process.returncode == 0
 
 
 def family(name: str, members: int, shared: int, own: int, room: int = 0) -> list[Model]:

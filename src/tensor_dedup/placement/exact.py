@@ -3,6 +3,7 @@
 import importlib
 import math
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +61,9 @@ def solve(problem: PackingProblem, seconds: float, hint: Placement | None = None
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = 2
     solver.parameters.random_seed = 1
-    status = solver.solve(model)
+    # Its own handler of Ctrl-C leaves the process with none: the next one would end it at once.
+    solver.parameters.catch_sigint_signal = False
+    status = _solved(solver, model)
     bound = max(problem.least(), math.ceil(solver.best_objective_bound - 1e-6) * unit)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Optimum(None, bound, is_proven=False)
@@ -69,6 +72,17 @@ def solve(problem: PackingProblem, seconds: float, hint: Placement | None = None
         if solver.value(variable):
             placed.add(m, n)
     return Optimum(placed, bound, is_proven=placed.total == bound)
+
+
+def _solved(solver: Any, model: Any) -> Any:
+    """Return the status. Another thread searches, so that Ctrl-C reaches this one and ends it."""
+    with ThreadPoolExecutor(1, "tensor-dedup-plan") as pool:
+        search = pool.submit(solver.solve, model)
+        try:
+            return search.result()
+        except BaseException:
+            solver.stop_search()
+            raise
 
 
 def _needed(problem: PackingProblem) -> dict[int, int]:
