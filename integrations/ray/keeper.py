@@ -28,7 +28,7 @@ from tensor_dedup.integrations.ray.specification import (
 from tensor_dedup.placement import DoesNotFitError, FleetPlan, Model, Node, plan
 
 _EVERY_S: Final = 2.0
-_AGAIN_S: Final = 60.0  # after a plan for which there was no room
+_AGAIN_S: Final = 60.0  # after a plan for which there was no room, or engines that did not start
 _POLL_S: Final = 0.5
 _PATIENCE_S: Final = 60.0
 _SAID: Final = 1000
@@ -223,10 +223,12 @@ class Keeper:
         if any(app.node_id not in nodes for app in running):
             return True
         count = dict.fromkeys(specification.models, 0)
-        for app in running:
+        failed = [app for app, state in running.items() if state.status == _FAILED]
+        for app in {*running} - {*failed}:
             count[app.model] = count.get(app.model, 0) + 1
         wanted = {name: each.replicas for name, each in specification.models.items()}
-        waits = nodes == self._settled and time.monotonic() - self._tried < _AGAIN_S
+        was_tried = time.monotonic() - self._tried < _AGAIN_S
+        waits = was_tried and (bool(failed) or nodes == self._settled)
         return count != wanted and not waits
 
     def _reconcile(self, *, rebalance: bool, strict: bool) -> None:
