@@ -238,6 +238,8 @@ class SleepingModel:
         reasons = []
         with self._lock:
             waiting = [each for each in self._slabs if each.held and not each.given_up]
+        if waiting:
+            self._reap()
         for slab in waiting:
             with self._lock:  # so that `wake` waits for one slab at most
                 if slab not in self._slabs or not slab.held:
@@ -252,6 +254,16 @@ class SleepingModel:
                         _log.warning("%s: %s", self._checkpoint, reasons[-1])
                     slab.reason = reasons[-1]
         return reasons
+
+    def _reap(self) -> None:
+        """Unmap what models that are gone had mapped: until then its leases look like a user's.
+
+        Nobody else would in a process that sleeps, for otherwise the next mapping does.
+        """
+        try:
+            self._gpu.gpu.reap()
+        except BackendError as error:
+            _log.debug("%s: nothing was unmapped now: %s", self._checkpoint, str(error))
 
     def _used_awake(self, slab: _SleepingSlab) -> bool:
         if self._gpu.gpu.maps(slab.held[0].slabs[0].serial):

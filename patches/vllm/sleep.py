@@ -59,7 +59,8 @@ def _sleep(original: Callable[..., Any]) -> Callable[..., Any]:
         if level > 1:
             raise UnsupportedError(
                 f"sleep level {level} discards weights, and tensor_dedup shares them; use level 1, "
-                "which copies nothing that another engine has",
+                "which copies nothing that another engine has, and call wake_up() first: vLLM has "
+                "paused this engine already",
                 level=level,
             )
         try:

@@ -162,6 +162,28 @@ def test_without_a_manager_of_the_gpu_a_process_keeps_what_its_other_model_uses(
     assert one.is_right()
 
 
+def test_mappings_of_a_model_that_is_gone_are_no_use_of_it(
+    engine: Callable[..., SleepyEngine], device: gpus.GpuManager, host: managers.Manager
+) -> None:
+    """They are unmapped with the next mapping, and a process that sleeps makes none."""
+    one = engine(*BASE)
+    other = one.views.__class__(one.gpu.kind)
+    for goes_first in (True, False):
+        seen = [other.tensor(each) for each in one._residents([BIG])]
+        if not goes_first:
+            assert one.sleep().copied == 0
+            assert on_gpu(device) == BIG.nbytes
+        seen.clear()
+        assert one.gpu.gpu.waiting == 1
+        if goes_first:
+            assert one.sleep().copied == NBYTES
+        managers.until(lambda: on_gpu(device) == 0)
+        assert one.gpu.gpu.waiting == 0
+        assert kept(host) == NBYTES
+        one.model.wake()
+        assert one.is_right()
+
+
 def test_a_slab_of_another_layout_is_not_mapped(
     engine: Callable[..., SleepyEngine], device: gpus.GpuManager
 ) -> None:

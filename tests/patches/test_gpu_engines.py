@@ -7,18 +7,25 @@ and a write to one would end this process.
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
+from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeBackendFactory
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import layerwise
-from vllm.platforms import current_platform
+from vllm.platforms import PlatformEnum, current_platform
 from vllm.utils import mem_utils
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
 
 import engines
 import gpus
+import managers
 import plain
 import quantised
 import shared
@@ -26,6 +33,7 @@ import tiny_checkpoints as checkpoints
 from fake_driver import GRANULARITY, FakeDriver, RefusingDriver
 from gpu_loads import Lender, key_of, weights
 from tensor_dedup import report, shares_memory, unshare, verify
+from tensor_dedup.errors import ConfigError, UnsupportedError
 from tensor_dedup.loader import process_state
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.gpu import Gpu
@@ -37,6 +45,8 @@ from tensor_dedup.loader.residents.slab import OutOfMemoryError
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.client.names import checkpoint_name
 from tensor_dedup.memory_manager.cuda.driver import Access, Driver
+from tensor_dedup.memory_manager.errors import MemoryManagerError
+from tensor_dedup.patches.vllm import arguments
 from tensor_dedup.patches.vllm.run import LoadRun
 
 pytestmark = pytest.mark.vllm
@@ -325,3 +335,232 @@ def test_vllms_profile_counts_shared_memory_for_whoever_made_it_and_once(
         engines.drop(first, second)
         del first, second
     assert report().models
+
+
+# Engines that sleep.
+
+
+class IdleBackend(SleepModeBackend):
+    """In the place of vLLM's allocator for GPUs, which has nothing of a CPU engine to offload."""
+
+    def suspend(self, level: int = 1) -> None:
+        self._state = "SUSPENDED"
+
+    def resume(self, tags: list[str] | None = None) -> None:
+        self._state = "RUNNING"
+
+
+@dataclass
+class Sleepers:
+    """Engines that may sleep, and the managers of the GPU's memory and of the machine's."""
+
+    socket: str
+    device: gpus.GpuManager
+    host: managers.Manager
+
+    def engine(self, path: Path) -> Any:
+        return plain.engine(
+            path, tensor_dedup={"memory_manager": self.socket}, enable_sleep_mode=True
+        )
+
+    def on_gpu(self) -> int:
+        """Bytes that are resident in the GPU's memory, by whichever process."""
+        return self.device.overview().totals.resident_bytes
+
+    def in_host_memory(self) -> int:
+        return self.host.overview().totals.resident_bytes
+
+
+@pytest.fixture
+def sleepers(
+    driver: gpus.Full, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Sleepers]:
+    """CPU engines that sleep by the functions of the worker for GPUs.
+
+    Real are `LLM` from `enable_sleep_mode` on, scheduler, executor, `Worker.sleep` and `wake_up` of
+    vLLM, both managers in processes of their own, and everything of ours. Stood in for are the
+    platform's word that it can sleep (and, where our check of the arguments asks, that it is CUDA),
+    the functions of the CPU's worker that ignore all of it (away, so those of its base class are
+    called), torch's accelerator, and vLLM's allocator, which offloads what is not shared.
+    """
+    total = 1 << 40
+    monkeypatch.setattr(type(current_platform), "is_sleep_mode_available", lambda _: True)
+    monkeypatch.setitem(SleepModeBackendFactory._registry, "cumem", lambda: IdleBackend)
+    for name in ("sleep", "wake_up"):
+        monkeypatch.delattr(CPUWorker, name)
+    accelerator = torch.accelerator
+    monkeypatch.setattr(accelerator, "synchronize", lambda *_: None)
+    monkeypatch.setattr(accelerator, "get_memory_info", lambda *_: (total - gpus.in_use(), total))
+    monkeypatch.setattr(Worker, "synchronize_device", lambda *_: None)
+    may_sleep = arguments._may_sleep
+
+    def asked_on_cuda(settings: object) -> bool:
+        with mock.patch.object(type(current_platform), "_enum", PlatformEnum.CUDA):
+            return may_sleep(settings)
+
+    monkeypatch.setattr(arguments, "_may_sleep", asked_on_cuda)
+    tmp_path.chmod(0o700)
+    with gpus.running(tmp_path) as device, managers.running(tmp_path) as host, on(driver):
+        yield Sleepers(str(tmp_path / "m.sock"), device, host)
+
+
+@pytest.fixture(scope="module")
+def answers(llama: checkpoints.Pair) -> list[tuple[plain.Answer, ...]]:
+    """What plain vLLM answers for the base and the fine-tune, its weights not packed, as here."""
+    found = []
+    for path in (llama.base, llama.fine_tune):
+        with plain.kept_as("plain"):
+            llm = plain.engine(path)
+            found.append(plain.outputs(llm))
+        engines.drop(llm)
+        del llm
+        gc.collect()
+    return found
+
+
+def addresses(llm: Any) -> dict[str, int]:
+    return {name: each.data_ptr() for name, each in shared.parameters(llm).items()}
+
+
+def test_engines_fall_asleep_and_wake_in_each_order_and_answer_as_plain_ones(
+    llama: checkpoints.Pair,
+    answers: list[tuple[plain.Answer, ...]],
+    driver: gpus.Full,
+    sleepers: Sleepers,
+) -> None:
+    pair = [sleepers.engine(path) for path in (llama.base, llama.fine_tune)]
+    common = shared.shared_parameters(*pair)
+    assert 0 < len(common) < len(shared.parameters(pair[0]))
+    unique, made = sleepers.on_gpu(), gpus.in_use()
+    places = [addresses(llm) for llm in pair]
+    base_first, tune_first = (0, 1), (1, 0)
+    for falling, waking in product((base_first, tune_first), repeat=2):
+        first, last = falling
+        pair[first].sleep(level=1)
+        assert pair[first].llm_engine.is_sleeping()
+        assert set(accesses(pair[first], driver).values()) == {Access.NONE}
+        assert sleepers.on_gpu() >= sum(
+            each.nbytes for name, each in shared.parameters(pair[last]).items() if name in common
+        )
+        assert plain.outputs(pair[last]) == answers[last]
+        pair[last].sleep(level=1)
+        # One of each tensor in host memory for both; what the first was told is used, its thread
+        # sees to within a second.
+        managers.until(lambda: sleepers.on_gpu() == 0)
+        assert gpus.in_use() == 0
+        assert sleepers.in_host_memory() == unique
+        for number in waking:
+            assert pair[number].wake_up()
+            assert addresses(pair[number]) == places[number]
+            assert set(accesses(pair[number], driver).values()) == {Access.READ}
+            assert plain.outputs(pair[number]) == answers[number]
+        assert [plain.outputs(llm) for llm in pair] == answers
+        assert verify().ok  # and leaves mappings behind, which must not keep the next from sleeping
+        if waking == base_first:
+            assert shared.shared_parameters(*pair) == common
+            assert gpus.in_use() == made
+        else:  # which uses a part of the base's slab of small tensors, and makes another of these
+            assert gpus.in_use() <= 2 * made
+    engines.drop(*pair)
+    del pair
+
+
+def test_what_an_engine_shares_while_it_is_awake_is_not_copied(
+    llama: checkpoints.Pair,
+    answers: list[tuple[plain.Answer, ...]],
+    driver: gpus.Full,
+    sleepers: Sleepers,
+) -> None:
+    pair = [sleepers.engine(llama.base) for _ in range(2)]
+    assert shared.everything(*pair)
+    before = sleepers.on_gpu()
+    pair[0].sleep(level=1)
+    assert (sleepers.on_gpu(), sleepers.in_host_memory()) == (before, 0)
+    assert plain.outputs(pair[1]) == answers[0]
+    # The one that is awake is dropped: the one that sleeps is the last to have them.
+    engines.drop(pair.pop())
+    gc.collect()
+    managers.until(lambda: sleepers.on_gpu() == 0)
+    assert sleepers.in_host_memory() == before
+    # And whoever is dropped asleep leaves them to nobody.
+    engines.drop(pair.pop())
+    gc.collect()
+    assert gpus.in_use() == 0
+    assert sleepers.host.overview().totals.leases == 0
+
+
+def test_who_is_loaded_while_the_others_sleep_shares_with_them_when_they_wake(
+    llama: checkpoints.Pair,
+    answers: list[tuple[plain.Answer, ...]],
+    driver: gpus.Full,
+    sleepers: Sleepers,
+) -> None:
+    pair = [sleepers.engine(path) for path in (llama.base, llama.fine_tune)]
+    assert shared.shared_parameters(*pair)
+    for llm in pair:
+        llm.sleep(level=1)
+    managers.until(lambda: sleepers.on_gpu() == 0)
+    third = sleepers.engine(llama.base)
+    assert plain.outputs(third) == answers[0]
+    for llm in pair:
+        assert not llm.wake_up(tags=["weights"])
+        assert llm.wake_up(tags=["kv_cache"])
+    assert shared.everything(third, pair[0])
+    assert [plain.outputs(llm) for llm in (third, *pair)] == [answers[0], *answers]
+    # What one of them has woken to, and then reloads, is its own.
+    shared.reload(pair[0], llama.fine_tune)
+    assert shared.nothing(third, pair[0])
+    assert [plain.outputs(llm) for llm in (third, *pair)] == [answers[0], answers[1], answers[1]]
+    engines.drop(third, *pair)
+    del third, llm, pair
+
+
+def test_one_that_finds_no_room_when_it_wakes_sleeps_on(
+    llama: checkpoints.Pair,
+    answers: list[tuple[plain.Answer, ...]],
+    driver: gpus.Full,
+    sleepers: Sleepers,
+) -> None:
+    pair = [sleepers.engine(path) for path in (llama.base, llama.fine_tune)]
+    assert shared.shared_parameters(*pair)
+    for llm in pair:
+        llm.sleep(level=1)
+    managers.until(lambda: sleepers.on_gpu() == 0)
+    sleepers.device.refuse("create")  # neither has the manager room for it,
+    driver.room = 0  # nor this process
+    with pytest.raises(MemoryManagerError):
+        pair[0].wake_up()
+    assert pair[0].llm_engine.is_sleeping()
+    assert set(accesses(pair[0], driver).values()) == {Access.NONE}
+    sleepers.device.refuse()
+    driver.room = 1 << 40
+    for llm, expected in zip(pair, answers, strict=True):
+        assert llm.wake_up()
+        assert plain.outputs(llm) == expected
+    engines.drop(*pair)
+    del llm, pair
+
+
+def test_level_2_is_refused_and_after_wake_up_the_engine_goes_on(
+    llama: checkpoints.Pair,
+    answers: list[tuple[plain.Answer, ...]],
+    driver: gpus.Full,
+    sleepers: Sleepers,
+) -> None:
+    pair = [sleepers.engine(path) for path in (llama.base, llama.fine_tune)]
+    assert shared.shared_parameters(*pair)
+    with pytest.raises(UnsupportedError, match=r"use level 1.*wake_up\(\) first"):
+        pair[0].sleep(level=2)
+    assert set(accesses(pair[0], driver).values()) == {Access.READ}
+    assert plain.outputs(pair[1]) == answers[1]
+    assert pair[0].llm_engine.is_sleeping()  # vLLM pauses before it asks the worker
+    assert pair[0].wake_up()
+    assert plain.outputs(pair[0]) == answers[0]
+    engines.drop(*pair)
+    del pair
+
+
+@pytest.mark.usefixtures("sleepers")
+def test_engines_without_a_memory_manager_do_not_sleep(llama: checkpoints.Pair) -> None:
+    with pytest.raises(ConfigError, match="memory_manager='auto'"):
+        plain.engine(llama.base, tensor_dedup=True, enable_sleep_mode=True)

@@ -6,6 +6,7 @@ The parts that do not change are at least 8 MiB each, or nothing would be proved
 import gc
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -213,18 +214,24 @@ def test_vllm_keeps_what_changed(case: str, llama: Path, tmp_path: Path, opened:
 
 @pytest.mark.vllm
 @pytest.mark.long
-def test_vllm_keeps_one_expert_of_a_stack(mixture: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("managed", [False, True], ids=["alone", "managed"])
+def test_vllm_keeps_one_expert_of_a_stack(mixture: Path, managed: bool, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
     tune = scaled("experts.5.")(mixture, tmp_path / "tune")
-    fresh.call_forked(experts_in_vllm, mixture, tune)
+    fresh.call_forked(experts_in_vllm, mixture, tune, managed)
 
 
-def experts_in_vllm(base: Path, tune: Path) -> None:
+def experts_in_vllm(base: Path, tune: Path, managed: bool) -> None:
     """In a process of its own, because a MoE model must be its first."""
     engines.warm_up(base)
-    _assert_costs_what_changed(base, tune, 92 * MIB, [])
+    with managers.running(tune.parent) if managed else nullcontext() as manager:
+        config = {"memory_manager": str(manager.socket)} if manager else {}
+        _assert_costs_what_changed(base, tune, 92 * MIB, [], **config)
 
 
-def _assert_costs_what_changed(base: Path, tune: Path, common: int, opened: list[Any]) -> None:
+def _assert_costs_what_changed(
+    base: Path, tune: Path, common: int, opened: list[Any], **config: str
+) -> None:
     with plain.kept_as("plain"):
         expected = []
         for path in (base, tune):
@@ -232,10 +239,10 @@ def _assert_costs_what_changed(base: Path, tune: Path, common: int, opened: list
             expected.append(plain.outputs(opened[-1]))
             engines.drop(opened.pop())
             gc.collect()
-    first = engines.sharing(base, cpu_weights="plain")
+    first = engines.sharing(base, cpu_weights="plain", **config)
     opened.append(first)
     before = slab_pss(plain.model(first))
-    second = engines.sharing(tune, cpu_weights="plain")
+    second = engines.sharing(tune, cpu_weights="plain", **config)
     opened.append(second)
     more = slab_pss(plain.model(first), plain.model(second)) - before
     differ, tensors = changed_bytes(base, tune)
