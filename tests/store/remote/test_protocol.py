@@ -153,10 +153,13 @@ def test_a_pull_is_whole_or_is_not(
 
 
 def test_a_pull_again_fetches_what_the_first_had_not(
-    tmp_path: Path, full: Store, based: MemoryBucket, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, full: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tensor_dedup.store.remote import pull
+    from tensor_dedup.store.remote import layout, pull
 
+    monkeypatch.setattr(layout, "CONTAINER_BYTES", 100_000)
+    based = MemoryBucket()
+    full.push(Remote(based), "base")
     monkeypatch.setattr(pull, "_CONTAINER_BYTES", 1)
     monkeypatch.setattr("tensor_dedup.store.remote.pieces._AHEAD", 1)
     calls = count(based, lambda remote: open_store(tmp_path / "probe").pull(remote, "base"))

@@ -140,7 +140,7 @@ def test_what_verify_finds_damaged_is_sent_again(
     tmp_path: Path, bucket: MemoryBucket, full: Store
 ) -> None:
     remote = Remote(bucket)
-    key = next(key for key in bucket.objects if key.endswith(".delta"))
+    key = next(key for key in bucket.objects if key.endswith((".delta", ".mixed")))
     blob, tag, when = bucket.objects[key]
     bucket.objects[key] = (bytes([blob[0] ^ 1]) + blob[1:], tag, when)
     assert remote.verify().fine  # the bookkeeping is
