@@ -122,7 +122,7 @@ class Bucket(ABC):
             DamagedRemoteError: it is larger than `limit` bytes.
         """
 
-    def has(self, key: str, tag: str) -> bool:
+    def still_has(self, key: str, tag: str) -> bool:
         """Return whether an object has this tag of `get` still, asked in a second request.
 
         A server that knows such a condition for reading judges it itself.
@@ -358,7 +358,7 @@ class ServerBucket(Bucket):
             kind = RemoteAccessError if _is_about_credentials(text) else RemoteUnreachableError
             raise kind.at(self.at(key), scrubbed(text)) from None
 
-    def has(self, key: str, tag: str) -> bool:
+    def still_has(self, key: str, tag: str) -> bool:
         # docstring inherited
         from obstore.exceptions import PreconditionError
 

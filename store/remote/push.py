@@ -270,7 +270,7 @@ class _Push:
         return manifest == checkpoint.manifest and not self._replace, tag
 
     def _is_still(self, name: str, tag: str | None) -> bool:
-        return tag is not None and self._bucket.has(layout.ref_key(name), tag)
+        return tag is not None and self._bucket.still_has(layout.ref_key(name), tag)
 
     def _taken(self, checkpoint: Outgoing) -> RemoteNameTakenError:
         what = f"{checkpoint.name!r} stands for another checkpoint there"
