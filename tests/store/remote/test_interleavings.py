@@ -83,7 +83,7 @@ class Scene:
         for verb, calls in counts.items():
             for at in range(calls):
                 for fault in KINDS:
-                    for rival in ("push", "gc", "push of another"):
+                    for rival in ("push", "gc", "push of another", "delete"):
                         yield from ((verb, at, fault, rival, m) for m in range(calls))
 
     def run(self, verb: str, at: int, fault: str, rival: str, moment: int) -> None:
