@@ -304,7 +304,7 @@ class _Push:
         reused = self._reused(catalog, missing, loads)
         self._check_there(catalog, reused)
         self._put_holders(catalog, reused, loads, checkpoints)
-        self._publish(catalog, reused, loads, [*blobs], checkpoints)
+        self._publish(catalog, reused, loads, [*blobs], [each.name for each in checkpoints])
         for number, tag in tags.items():
             # What is relied on may be condemned and deleted in a lease: then begin with what is
             # there now, which costs no more than to ask for each container.
@@ -468,7 +468,7 @@ class _Push:
         reused: Sequence[ContainerId],
         loads: Sequence[_Load],
         objects: Sequence[str],
-        checkpoints: Sequence[Outgoing],
+        names: Sequence[str],
     ) -> None:
         """Enter the new containers in the catalog, and see that no gc takes what is relied on."""
         new = [listed(load.container, load.table) for load in loads]
@@ -478,8 +478,7 @@ class _Push:
             keys |= {layout.container_key(load.container), layout.table_key(load.container.name)}
         keys |= {layout.table_key(each.name) for each in reused}
         keys |= {layout.manifest_key(name) for name in objects}
-        keys |= {layout.holders_key(each.manifest) for each in checkpoints}
-        keys |= {layout.ref_key(each.name) for each in checkpoints}
+        keys |= {layout.ref_key(name) for name in names}
 
         def change(now: Catalog) -> CatalogChange | None:
             if keys & {*now.trash.deleting}:

@@ -8,7 +8,7 @@ import pytest
 
 from remotes import Faulty, Killed, MemoryBucket
 from s3_faults import FaultyProxy, MemoryS3, client
-from stores import content, open_store, stored, three
+from stores import content, noise, open_store, stored, three
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.remote import Remote
@@ -114,7 +114,8 @@ def test_a_pinned_step_is_deleted_with_its_pin(tmp_path: Path, bucket: MemoryBuc
     store, remote = open_store(tmp_path / "runs"), Remote(bucket)
     with CheckpointStore(store, "run-001") as run:
         for step in range(3):
-            run.save({"frozen": np.arange(50_000), "w": np.full(90_000, step)}, step=step)
+            own = np.frombuffer(noise(step, 99_000), np.uint8)
+            run.save({"frozen": np.arange(50_000), "w": own}, step=step)
         run.pin(1)
     for step in range(3):  # in containers of their own
         store.push(remote, f"run-001@{step}")
