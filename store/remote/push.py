@@ -222,7 +222,7 @@ class _Push:
         tags = dict(enumerate(bucket.each(self._look, self._checkpoints)))
         # What was read may be an old answer, and a name that was deleted would be said to be there.
         found = [(self._checkpoints[n].name, tag) for n, (there, tag) in tags.items() if there]
-        if not all(bucket.each(lambda each: self._is_still(*each), found)):
+        if not all([*bucket.each(lambda each: self._is_still(*each), found)]):
             raise _OutdatedError
         unchanged = all(there for there, _ in tags.values())
         if not unchanged:
