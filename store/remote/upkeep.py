@@ -501,8 +501,10 @@ def _wrong(
 
     Empty where it is no fault: they name what is not there, or nothing for a piece.
     """
-    if held is None or isinstance(held, DamagedRemoteError):
-        return held and str(held)
+    if held is None:
+        return None
+    if isinstance(held, DamagedRemoteError):
+        return str(held)
     for container in held.containers.keys() & there.containers.keys():
         if not {*prefixes(held.containers[container])} <= {*prefixes(there.containers[container])}:
             return f"it says of {container.name} what its table does not"
