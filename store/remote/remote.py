@@ -78,7 +78,9 @@ class Remote:
         return upkeep.usage(self.bucket)
 
     def delete(self, name: str) -> None:
-        """Delete a name. Its bytes stay until `gc` has found, twice, that nothing else needs them.
+        """Delete a name; of a step that is pinned, the pin too.
+
+        The bytes stay until `gc` has found, twice, that nothing else needs them.
 
         The first time is when they are older than the lease, the second a lease later.
 

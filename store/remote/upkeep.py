@@ -42,6 +42,7 @@ from tensor_dedup.store.remote.conditions import check_remote
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
     MissingRemoteError,
+    RemoteAccessError,
     RemoteBusyError,
     UncertainRemoteError,
     UnknownRemoteNameError,
@@ -489,7 +490,8 @@ def _mended_holders(
             continue
         records = (r for c in there.containers for r in found.tables[c].records)
         anchors = {r.base for r in records if r.base is not None and r.digest in own}
-        put_holders(bucket, name, there.only(sorted(own | anchors)))
+        with suppress(RemoteAccessError):  # who may only read has a cache that is no better
+            put_holders(bucket, name, there.only(sorted(own | anchors)))
         if what:
             yield RemoteFault(bucket.at(layout.holders_key(name)), what)
 
