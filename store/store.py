@@ -340,6 +340,7 @@ class Store:
             RemoteUrlError, RemoteUnreachableError, RemoteAccessError, NotARemoteError: it cannot
                 be reached, or is something else.
         """
+        from tensor_dedup.store.remote.errors import UnknownRemoteNameError
         from tensor_dedup.store.remote.oci import is_artifact
         from tensor_dedup.store.remote.pull import pull
         from tensor_dedup.store.remote.push import SilentTransfer, together
@@ -354,11 +355,16 @@ class Store:
             other = Store.open(folder, create=False, files=self._files)
             names = other._names_of(check_name(name))
             return together([other._copy_to(self, each, listener, replace) for each in names])
-        results = []
-        for each in remote.names_of(check_name(name)):
+        names, results = remote.names_of(check_name(name)), []
+        for each in names:
             with self._session() as (index, hasher):
                 here = self._objects, index, hasher
-                results.append(pull(remote.bucket, each, here, listener, replace=replace))
+                try:
+                    results.append(pull(remote.bucket, each, here, listener, replace=replace))
+                except UnknownRemoteNameError:
+                    # A step that was deleted there, unless that is true of all.
+                    if each == names[-1] and not results:
+                        raise
         return together(results)
 
     def _push_artifact(

@@ -33,7 +33,7 @@ from tensor_dedup.digest import LEAF_BYTES, combine
 from tensor_dedup.store import Store
 from tensor_dedup.store.format import frames, manifests
 from tensor_dedup.store.format.manifests import Piece
-from tensor_dedup.store.format.tables import ENCODED, PLAIN, Record
+from tensor_dedup.store.format.tables import PLAIN, Record
 from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.remote import Remote, catalog, layout, pieces, pull, push, upkeep
 from tensor_dedup.store.remote.buckets import ObjectStatus
@@ -134,19 +134,27 @@ def changed(kind: str, seed: int) -> list[int]:
     return list(range(len(SIZES)))
 
 
-def put(bucket: Sizes, model: Model, records: Sequence[Record]) -> list[ListedContainer]:
-    """Put what a push of a model would: tables, sizes, pages, manifest, reference."""
+def put(
+    bucket: Sizes, family: Catalog, model: Model, records: Sequence[Record]
+) -> list[ListedContainer]:
+    """Put what a push of a model would: tables, sizes, pages, manifest, holders, reference.
+
+    `family` has the containers of the models with the same base, and gets more.
+    """
     plain = [(record, None) for record in records if record.base is None]
     encoded = [(record, None) for record in records if record.base is not None]
     listed: list[ListedContainer] = []
-    for kind, held in (("pack", plain), (ENCODED, encoded)):
-        for load in push._loads(kind, held):
-            listed.append(catalog.listed(load.container, load.table))
-            bucket.size(layout.container_key(load.container), load.nbytes)
-            bucket.put(layout.table_key(load.container.name), [memoryview(load.frame.blob)])
+    for load in push._loads([*plain, *encoded]):
+        listed.append(catalog.listed(load.container, load.table))
+        family.add(listed[-1])
+        bucket.size(layout.container_key(load.container), load.nbytes)
+        bucket.put(layout.table_key(load.container.name), [memoryview(load.frame.blob)])
     name, blobs = manifests.build([], model.pieces)
     for part, blob in blobs.items():
         bucket.put(layout.manifest_key(part), [memoryview(blob)])
+    anchors = [record.base for record in records if record.base is not None]
+    own = [piece.digest for piece in model.pieces]
+    catalog.put_holders(bucket, name, family.only([*own, *anchors]))
     bucket.put(layout.ref_key(model.name), [memoryview(layout.reference(model.name, name))])
     return listed
 
@@ -166,7 +174,7 @@ def places(bucket: Sizes, model: Model, here: set[bytes]) -> tuple[Any, int]:
     index: Any = SimpleNamespace(
         find=lambda bases: {b: [SimpleNamespace(base=None)] for b in bases if b in here}
     )
-    held = pull._Lookup(bucket, index, missing, {}).places()
+    held = pull._Lookup(bucket, index, {}, found.manifest).places(missing)
     order = sorted(held.values(), key=lambda place: (place[0], place[1].offset))
     return held, len(pieces._downloads(order))
 
@@ -182,9 +190,9 @@ def scale(count: int, *, sweep: bool) -> None:
         if last and not sweep:
             entries += models.alike(family)
             continue
-        last, family = [], []
+        last, family, relatives = [], [], Catalog()
         for model, records in models.family(number):
-            family += put(bucket, model, records)
+            family += put(bucket, relatives, model, records)
             last.append(model)
         entries += family
     catalog.commit(bucket, Catalog(rebuilt=True), lambda _: (catalog.segment_of(entries), _NONE))
@@ -222,7 +230,8 @@ def scale(count: int, *, sweep: bool) -> None:
     if sweep:
         bucket.clock += 3600 * 24 * 30
         _, nbytes, calls, took = counted(bucket, lambda: upkeep.gc(bucket, 3600.0, dry_run=True))
-        pages = sum(-(-len([*bucket.list(p)]) // 1000) for p in ("containers/", "tables/"))
+        lists = (layout.CONTAINERS, layout.TABLES, layout.HOLDERS)
+        pages = sum(-(-len([*bucket.list(prefix)]) // 1000) for prefix in lists)
         click.echo(
             f"gc: {calls:,} requests ({pages:,} pages of lists more), {nbytes / 1e6:,.0f} MB read, "
             f"{took:.1f} s without a network; with 20 ms a request, 8 at once, "
@@ -234,7 +243,7 @@ _NONE: Final = catalog.Trash({}, [])
 
 
 def _one(models: Models) -> tuple[ContainerId, Any]:
-    (load,) = push._loads("pack", [(models.record(33 << 20, None), None)])
+    (load,) = push._loads([(models.record(33 << 20, None), None)])
     return load.container, load.table
 
 

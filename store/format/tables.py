@@ -23,7 +23,8 @@ KIND = b"tabl"
 PLAIN = "raw"  # the codec of bytes that are stored as they are
 DIGEST_BYTES = 32
 ENCODED = "delta"  # the kind of container whose records are all encoded
-ALIGNMENT = {"raw": 1, "slab": 4096, "pack": 64, ENCODED: 64, EXTERNAL: 1}
+MIXED = "mixed"  # the kind of container, of a remote only, whose records are encoded or plain
+ALIGNMENT = {"raw": 1, "slab": 4096, "pack": 64, ENCODED: 64, MIXED: 64, EXTERNAL: 1}
 _TAIL = struct.Struct("<Q8s")
 _TAIL_MAGIC = b"TDSTEND\x01"
 TAIL_BYTES = _TAIL.size
@@ -116,7 +117,8 @@ def decode(blob: bytes, name: str, kind: str, path: PurePath) -> Table:
 
 
 def _check_record(record: Record, table: Table, path: PurePath) -> None:
-    fits = _encoded_fits(record) if table.kind == ENCODED else _plain_fits(record)
+    is_encoded = table.kind == ENCODED or (table.kind == MIXED and record.codec != PLAIN)
+    fits = _encoded_fits(record) if is_encoded else _plain_fits(record)
     if fits is None:
         raise NewerFormatError.at(path, f"the codec {record.codec!r}", codec=record.codec)
     try:

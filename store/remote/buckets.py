@@ -35,7 +35,7 @@ from tensor_dedup.store.remote.errors import (
     RemoteUnreachableError,
     RemoteUrlError,
 )
-from tensor_dedup.store.remote.layout import CONTAINER_BYTES, PROBE
+from tensor_dedup.store.remote.layout import CONTAINER_BYTES, PROBE, TEXT_BYTES
 from tensor_dedup.suggestions import install_hint
 
 if TYPE_CHECKING:
@@ -121,6 +121,14 @@ class Bucket(ABC):
         Raises:
             DamagedRemoteError: it is larger than `limit` bytes.
         """
+
+    def still_has(self, key: str, tag: str) -> bool:
+        """Return whether an object has this tag of `get` still, asked in a second request.
+
+        A server that knows such a condition for reading judges it itself.
+        """
+        found = self.get(key, TEXT_BYTES)
+        return found is not None and found[1] == tag
 
     @abstractmethod
     def get_range(self, key: str, start: int, stop: int) -> memoryview:
@@ -350,13 +358,28 @@ class ServerBucket(Bucket):
             kind = RemoteAccessError if _is_about_credentials(text) else RemoteUnreachableError
             raise kind.at(self.at(key), scrubbed(text)) from None
 
-    def get(self, key: str, limit: int) -> tuple[bytes, str] | None:
+    def still_has(self, key: str, tag: str) -> bool:
         # docstring inherited
-        import obstore
+        from obstore.exceptions import PreconditionError
 
         try:
+            found = self._get(key, TEXT_BYTES, json.loads(tag).get("e_tag"))
+        except PreconditionError:
+            self.traffic.add()
+            return False
+        return found is not None and found[1] == tag
+
+    def get(self, key: str, limit: int) -> tuple[bytes, str] | None:
+        # docstring inherited
+        return self._get(key, limit)
+
+    def _get(self, key: str, limit: int, e_tag: str | None = None) -> tuple[bytes, str] | None:
+        import obstore
+
+        options: Any = None if e_tag is None else {"if_match": e_tag}
+        try:
             with self._translated(key):
-                found = obstore.get(self._store, key)
+                found = obstore.get(self._store, key, options=options)
                 size = found.meta["size"]
                 if size > limit:
                     raise too_large(self.at(key), size, limit)

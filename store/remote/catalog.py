@@ -4,11 +4,14 @@ Immutable segments list containers with the first 16 bytes of their pieces' dige
 a piece lies, how it is encoded, against what) is in the containers' tables. One small object, the
 head, names the segments that count. It changes by conditional writes only, and every push and every
 gc goes through it: so each sees what the other has decided (`commit`).
+
+Beside each manifest lies a segment of its own, its holders: they name the containers of this
+checkpoint alone, so a pull need not read what the catalog says of all the others.
 """
 
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, TypeVar
 
@@ -25,6 +28,7 @@ from tensor_dedup.store.remote.buckets import Bucket
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
     MissingRemoteError,
+    RemoteAccessError,
     RemoteBusyError,
     remote_damage,
 )
@@ -121,6 +125,21 @@ class Catalog:
             for at in range(0, len(prefixes), PREFIX_BYTES):
                 found.setdefault(prefixes[at : at + PREFIX_BYTES], []).append(key)
 
+    def only(self, digests: Iterable[bytes]) -> list[ListedContainer]:
+        """Return the entries of containers that hold these pieces, with these alone, each once."""
+        found: dict[ContainerId, tuple[list[bytes], list[bytes]]] = {}
+        for key in dict.fromkeys(each[:PREFIX_BYTES] for each in digests):
+            for kind, held in enumerate((self._alone, self._deltas)):
+                if key in held:
+                    found.setdefault(held[key][0], ([], []))[kind].append(key)
+                    break
+        return [
+            msgspec.structs.replace(
+                self.containers[container], alone=b"".join(alone), deltas=b"".join(deltas)
+            )
+            for container, (alone, deltas) in sorted(found.items())
+        ]
+
     def holders(self, digest_: bytes, *, alone: bool = False) -> list[ContainerId]:
         """Return the containers that hold a piece or, with `alone`, hold it without a base."""
         key = digest_[:PREFIX_BYTES]
@@ -163,6 +182,37 @@ def read_catalog(
         trash = head.trash.hex()
         catalog.trash = _frame(bucket, layout.trash_key(trash), trash, _TRASH, Trash)
     return catalog
+
+
+def put_holders(bucket: Bucket, manifest: str, containers: Iterable[ListedContainer]) -> None:
+    """Write which containers hold the pieces of a manifest."""
+    bucket.put(layout.holders_key(manifest), [memoryview(_segment_blob(containers))])
+
+
+def read_holders(bucket: Bucket, manifest: str) -> Catalog | None:
+    """Read which containers hold the pieces of a manifest; None where nothing says so.
+
+    They are a cache and no more trusted than the catalog. What a sweep has deleted since may be
+    among them.
+
+    Raises:
+        DamagedRemoteError, NewerFormatError: they cannot be read.
+    """
+    key = layout.holders_key(manifest)
+    try:
+        found = bucket.get(key, layout.FRAME_BYTES)
+    except RemoteAccessError:
+        # What S3 says of an object that is not there to those who may not list.
+        return None
+    if found is None:
+        return None
+    with remote_damage(bucket.at(key)) as path:
+        held = frames.decode(found[0], _SEGMENT, _Segment, path).containers
+    holders = Catalog()
+    for container in held:
+        _check(container, bucket.at(key))
+        holders.add(container)
+    return holders
 
 
 def _check(container: ListedContainer, where: str) -> None:
@@ -265,11 +315,13 @@ def commit(
             catalog = catalog_of(bucket, before=catalog)
             continue
         segments, trash = wanted
+        names: list[bytes] = []
         for name, held in segments.items():
             if name not in catalog.segments or catalog.rebuilt:
-                blob = _segment_blob(held)
+                name, blob = _safe_segment(name, held, catalog.trash.deleting)
                 bucket.put(layout.segment_key(name.hex()), [memoryview(blob)])
-        head = _Head([*segments], _put_trash(bucket, catalog, trash))
+            names.append(name)
+        head = _Head(names, _put_trash(bucket, catalog, trash))
         blob = frames.encode(_HEAD, head)
         if bucket.put_if(layout.HEAD, blob, catalog.tag):
             return catalog
@@ -294,6 +346,22 @@ def _put_trash(bucket: Bucket, catalog: Catalog, trash: Trash) -> bytes | None:
     if trash != catalog.trash or catalog.rebuilt:
         bucket.put(layout.trash_key(name), [memoryview(blob)])
     return bytes.fromhex(name)
+
+
+def _safe_segment(
+    name: bytes, held: Sequence[ListedContainer], deleting: Collection[str]
+) -> tuple[bytes, bytes]:
+    """The name and the frame of a segment, which is none of those that a gc is deleting.
+
+    That gc may have looked at the old one already, and would delete what is written now. An entry
+    that is there twice means nothing, and makes another name.
+    """
+    blob = _segment_blob(held)
+    while layout.segment_key(name.hex()) in deleting:
+        held = [*held, held[0]]
+        blob = _segment_blob(held)
+        name = bytes.fromhex(digest(blob))
+    return name, blob
 
 
 def _segment_blob(containers: Iterable[ListedContainer]) -> bytes:

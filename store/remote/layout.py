@@ -18,8 +18,8 @@ MARKER_LINES: Final = ["tensor-dedup remote", "version 1"]
 STORE_TITLE: Final = b"tensor-dedup store\n"
 HEAD: Final = "catalog/HEAD"
 REFS, MANIFESTS, CONTAINERS, TABLES = "refs/", "manifests/", "containers/", "tables/"
-CATALOG, TRASH, PROBE = "catalog/", "trash/", "probe/"
-KINDS: Final = frozenset({"slab", "pack", "delta"})
+HOLDERS, CATALOG, TRASH, PROBE = "holders/", "catalog/", "trash/", "probe/"
+KINDS: Final = frozenset({"slab", "pack", "delta", "mixed"})
 # The layers of an artifact are files as they are.
 READABLE: Final = KINDS | {"raw"}
 # What an object of a kind may hold at most; a larger one is no object of ours.
@@ -58,6 +58,11 @@ def table_key(name: str) -> str:
     return f"{TABLES}{name[:2]}/{name}"
 
 
+def holders_key(manifest: str) -> str:
+    """Return the key of the list of the containers that hold the pieces of a manifest."""
+    return f"{HOLDERS}{manifest[:2]}/{manifest}"
+
+
 def segment_key(name: str) -> str:
     """Return the key of a segment of the catalog."""
     return f"{CATALOG}{name}"
@@ -69,7 +74,7 @@ def trash_key(name: str) -> str:
 
 
 def object_of(key: str) -> str | None:
-    """Return the name of the manifest, page or table with this key, or None if it is none."""
+    """Return the name of what has this key: a manifest, a page, a table or holders; else None."""
     path = PurePosixPath(key)
     fits = _HEX.fullmatch(path.name) and len(path.parts) == 3 and path.parts[1] == path.name[:2]
     return path.name if fits else None

@@ -1,14 +1,16 @@
 """Fetching a checkpoint from a remote: only what is nowhere in the store travels.
 
-Reference, manifest, pages; what is missing here; the tables of the containers that have it; ranges
-of these; a commit like any other. Every frame is compared with the digest that leads to it and
-every leaf with its own before anything refers to it, so a remote cannot put a wrong byte into a
-store. What was complete when a pull was cut short is found by the next one.
+Reference, manifest, pages; what is missing here; the holders of the manifest or, where these do not
+do, the catalog; the tables of the containers that they name; ranges of these; a commit like any
+other. Every frame is compared with the digest that leads to it and every leaf with its own before
+anything refers to it, so a remote cannot put a wrong byte into a store. What was complete when a
+pull was cut short is found by the next one.
 """
 
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,6 +19,7 @@ from tensor_dedup.store.checkpoints.transfer import Transfer
 from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
+    NewerFormatError,
     NoSpaceError,
     UnknownNameError,
 )
@@ -32,11 +35,13 @@ from tensor_dedup.store.remote.buckets import Bucket
 from tensor_dedup.store.remote.catalog import (
     Catalog,
     read_catalog,
+    read_holders,
     read_table,
     rebuilt,
 )
 from tensor_dedup.store.remote.conditions import check_remote
 from tensor_dedup.store.remote.errors import (
+    CorruptRemoteTensorError,
     DamagedRemoteError,
     MissingRemoteError,
     RemoteNameTakenError,
@@ -152,16 +157,32 @@ def pull(
         raise RemoteNameTakenError.at(objects.layout.root, what, name=name)
     found = read_manifest(bucket, name, manifest, lambda part: _frame_here(objects, part))
     wanted = {piece.digest: piece.nbytes for piece in found.pieces}
+    names = {piece.digest: piece.name for piece in found.pieces if piece.name is not None}
     moved: Places = {}
-    with Transfer(objects, index, hasher, set(), _CONTAINER_BYTES) as transfer:
-        missing = transfer.missing(wanted, gather=False)
-        progress.saved(sum(n for d, n in wanted.items()) - sum(wanted[d] for d in missing))
-        if missing:
-            moved = _fetch(bucket, found, transfer, missing, here, progress)
-        unchanged = held == manifest and not missing
-        if not unchanged:
-            check = name_check(objects, name, manifest, replace)
-            transfer.publish(name, manifest, found.blobs, check)
+
+    def attempt(lookup: _Lookup) -> bool:
+        with Transfer(objects, index, hasher, set(), _CONTAINER_BYTES) as transfer:
+            missing = transfer.missing(wanted, gather=False)
+            if not moved:
+                progress.saved(sum(wanted.values()) - sum(wanted[digest] for digest in missing))
+            if missing:
+                places = lookup.places({digest: wanted[digest] for digest in missing})
+                moved.update(places)
+                _fetch(bucket, places, names, transfer, here, progress)
+            unchanged = held == manifest and not missing
+            if not unchanged:
+                check = name_check(objects, name, manifest, replace)
+                transfer.publish(name, manifest, found.blobs, check)
+            return unchanged
+
+    lookup = _Lookup(bucket, index, names, manifest)
+    try:
+        unchanged = attempt(lookup)
+    except (MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError):
+        # The holders may name a container that was swept or found damaged since they were written.
+        if not lookup.by_holders:
+            raise
+        unchanged = attempt(_Lookup(bucket, index, names, None))
     nbytes, calls = bucket.traffic.counts()
     return TransferResult(
         url=bucket.url,
@@ -215,17 +236,14 @@ def name_check(objects: Objects, name: str, manifest: str, replace: bool) -> Cal
 
 def _fetch(
     bucket: Bucket,
-    found: RemoteManifest,
+    places: Places,
+    names: Mapping[bytes, str],
     transfer: Transfer,
-    missing: Sequence[bytes],
     here: tuple[Objects, StoreIndex, Hasher],
     progress: TransferListener,
-) -> Places:
+) -> None:
     """Copy what is missing, first what is stored by itself, then what is stored against others."""
     objects, index, _ = here
-    sizes = {piece.digest: piece.nbytes for piece in found.pieces}
-    names = {piece.digest: piece.name for piece in found.pieces if piece.name is not None}
-    places = _Lookup(bucket, index, {d: sizes[d] for d in missing}, names).places()
     total = sum(record.stored for _, record in places.values())
     free = objects.files.free_bytes(objects.layout.root)
     if total > free:
@@ -249,29 +267,42 @@ def _fetch(
             for digest in source.order:
                 transfer.send(source, [digest])
                 progress.advance(deltas[digest][1].stored)
-    return places
 
 
 class _Lookup:
-    """Where to fetch pieces from, by the catalog and by the tables that it leads to.
+    """Where to fetch pieces from, by the holders of a manifest and the tables that they lead to.
 
-    Where the catalog is lost, damaged, old or wrong, it is put together from all tables, once.
+    Where these do not do, or there is no `manifest`, by the catalog; where that is lost, damaged,
+    old or wrong, it is put together from all tables, once. `by_holders` tells whether tables were
+    read that only the holders name.
     """
+
+    by_holders = False
 
     def __init__(
         self,
         bucket: Bucket,
         index: StoreIndex,
-        missing: Mapping[bytes, int],
         names: Mapping[bytes, str],
+        manifest: str | None,
     ) -> None:
-        self._bucket, self._missing, self._names = bucket, missing, names
+        self._bucket, self._names, self._manifest = bucket, names, manifest
         self._index = index
+        self._missing: Mapping[bytes, int] = {}
         self._records: dict[bytes, list[tuple[ContainerId, Record]]] = {}
         self._read: set[ContainerId] = set()
 
-    def places(self) -> Places:
-        """Return where each missing piece is, and each anchor that is neither here nor missing."""
+    def places(self, missing: Mapping[bytes, int]) -> Places:
+        """Return where each missing piece is, and each anchor that is neither here nor missing.
+
+        Pieces are given with their sizes.
+        """
+        self._missing = missing
+        with suppress(DamagedRemoteError, MissingRemoteError, NewerFormatError):
+            holders = self._manifest and read_holders(self._bucket, self._manifest)
+            if holders:
+                self.by_holders = True
+                return self._found(holders)
         try:
             catalog = read_catalog(self._bucket)
             if catalog is not None:

@@ -26,7 +26,15 @@ from tensor_dedup.store.errors import (
     NewerFormatError,
 )
 from tensor_dedup.store.format import tables
-from tensor_dedup.store.format.tables import ALIGNMENT, ENCODED, PLAIN, Encoded, Record, Table
+from tensor_dedup.store.format.tables import (
+    ALIGNMENT,
+    ENCODED,
+    MIXED,
+    PLAIN,
+    Encoded,
+    Record,
+    Table,
+)
 from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.reading.reader import StoredPieces
 from tensor_dedup.store.remote import layout
@@ -38,6 +46,7 @@ from tensor_dedup.store.remote.catalog import (
     catalog_of,
     commit,
     listed,
+    put_holders,
     read_catalog,
     with_more,
 )
@@ -58,7 +67,7 @@ _ASKED_BYTES: Final = 8 << 20
 # Of more than so many, listing all costs less than asking for each.
 _ASKED: Final = 8
 _ATTEMPTS: Final = 4
-_DATA: Final = "pack"
+_PLAIN: Final = "pack"
 
 
 class TransferListener(Protocol):
@@ -211,9 +220,10 @@ class _Push:
     def run(self, began: float) -> TransferResult:
         bucket = self._bucket
         tags = dict(enumerate(bucket.each(self._look, self._checkpoints)))
-        for number, (there, tag) in tags.items():
-            if there:
-                self._confirm(self._checkpoints[number], tag)
+        # What was read may be an old answer, and a name that was deleted would be said to be there.
+        found = [(self._checkpoints[n].name, tag) for n, (there, tag) in tags.items() if there]
+        if not all([*bucket.each(lambda each: self._is_still(*each), found)]):
+            raise _OutdatedError
         unchanged = all(there for there, _ in tags.values())
         if not unchanged:
             read = time.monotonic()
@@ -259,17 +269,8 @@ class _Push:
         # To replace a checkpoint by itself is to send what was found damaged or lost of it.
         return manifest == checkpoint.manifest and not self._replace, tag
 
-    def _confirm(self, checkpoint: Outgoing, tag: str | None) -> None:
-        """See that the name stands for this now: what was read may be an old answer of a cache.
-
-        Only a condition is judged by what is there, so the reference is written as it is.
-        """
-        key = layout.ref_key(checkpoint.name)
-        text = layout.reference(checkpoint.name, checkpoint.manifest)
-        if not self._bucket.put_if(key, text, tag):
-            found = self._bucket.get(key, layout.TEXT_BYTES)
-            if found is None or found[0] != text:
-                raise _OutdatedError
+    def _is_still(self, name: str, tag: str | None) -> bool:
+        return tag is not None and self._bucket.still_has(layout.ref_key(name), tag)
 
     def _taken(self, checkpoint: Outgoing) -> RemoteNameTakenError:
         what = f"{checkpoint.name!r} stands for another checkpoint there"
@@ -292,7 +293,8 @@ class _Push:
                         self._damaged.add(error.digest)
         self._moved_pieces = len(missing)
         self._moved_bytes = sum(r.stored for load in loads for r in load.table.records)
-        blobs = {k: v for n in tags for k, v in self._checkpoints[n].blobs.items()}
+        checkpoints = [self._checkpoints[number] for number in tags]
+        blobs = {part: blob for each in checkpoints for part, blob in each.blobs.items()}
 
         def write(part: str) -> None:
             bucket.put(layout.manifest_key(part), [memoryview(blobs[part])])
@@ -301,14 +303,41 @@ class _Push:
             pass
         reused = self._reused(catalog, missing, loads)
         self._check_there(catalog, reused)
-        names = [self._checkpoints[number].name for number in tags]
-        self._publish(catalog, reused, loads, [*blobs], names)
+        self._put_holders(catalog, reused, loads, checkpoints)
+        self._publish(catalog, reused, loads, [*blobs], [each.name for each in checkpoints])
         for number, tag in tags.items():
             # What is relied on may be condemned and deleted in a lease: then begin with what is
             # there now, which costs no more than to ask for each container.
             if time.monotonic() - read > LEASE_S / 2:
                 raise _OutdatedError
             self._refer(self._checkpoints[number], tag)
+
+    def _put_holders(
+        self,
+        catalog: Catalog,
+        reused: Sequence[ContainerId],
+        loads: Sequence[_Load],
+        checkpoints: Sequence[Outgoing],
+    ) -> None:
+        """Write beside each manifest which containers hold its pieces, and what they are against.
+
+        Of what was there and is a delta, it is not known against what; a pull that has to know it
+        reads the catalog.
+        """
+        relied = Catalog()
+        for each in reused:
+            relied.add(catalog.containers[each])
+        for load in loads:
+            relied.add(listed(load.container, load.table))
+        bases = {r.digest: r.base for load in loads for r in load.table.records if r.base}
+
+        def write(checkpoint: Outgoing) -> None:
+            own = [digest for digest, nbytes in checkpoint.wanted.items() if nbytes]
+            anchors = dict.fromkeys(bases[digest] for digest in own if digest in bases)
+            put_holders(self._bucket, checkpoint.manifest, relied.only([*own, *anchors]))
+
+        for _ in self._bucket.each(write, {each.manifest: each for each in checkpoints}.values()):
+            pass
 
     def _plan(
         self, source: StoredPieces, missing: Mapping[bytes, int], catalog: Catalog
@@ -325,12 +354,14 @@ class _Push:
             place = chosen[digest]
             if place is not None and place[1].base is not None:
                 chosen[digest] = self._encoded(source, digest, {}, None)
-        plain = [digest for digest, place in chosen.items() if place is None]
-        encoded = [digest for digest, place in chosen.items() if place is not None]
-        return [
-            *_loads(_DATA, [(self._plain_record(source, d, missing[d]), None) for d in plain]),
-            *_loads(ENCODED, [(p[1], p) for d in encoded if (p := chosen[d]) is not None]),
+        plain = [
+            (self._plain_record(source, digest, missing[digest]), None)
+            for digest, place in chosen.items()
+            if place is None
         ]
+        encoded = [(place[1], place) for place in chosen.values() if place is not None]
+        # In one sequence: a container of each kind would be two more requests.
+        return [*_loads([*plain, *encoded])]
 
     def _encoded(
         self,
@@ -485,30 +516,32 @@ class _Push:
 
 
 def _loads(
-    kind: str, records: Sequence[tuple[Record, tuple[ContainerId, Record] | None]]
+    records: Sequence[tuple[Record, tuple[ContainerId, Record] | None]],
 ) -> Iterator[_Load]:
     """Lay records out in containers, in their order, each as full as it may be."""
-    step, end = ALIGNMENT[kind], 0
+    step, end = ALIGNMENT[MIXED], 0
     held: list[Record] = []
     sources: list[tuple[ContainerId, Record] | None] = []
     for record, place in records:
         start = -(-end // step) * step
         if held and start + record.stored > layout.CONTAINER_BYTES:
-            yield _load(kind, end, held, sources)
+            yield _load(end, held, sources)
             held, sources, start = [], [], 0
         held.append(msgspec.structs.replace(record, offset=start))
         sources.append(place)
         end = start + record.stored
     if held:
-        yield _load(kind, end, held, sources)
+        yield _load(end, held, sources)
 
 
 def _load(
-    kind: str,
     end: int,
     records: Sequence[Record],
     sources: Sequence[tuple[ContainerId, Record] | None],
 ) -> _Load:
+    # Of a container's own records: what is left of a push that was cut short has the same kinds.
+    plain = [record.codec == PLAIN for record in records]
+    kind = _PLAIN if all(plain) else MIXED if any(plain) else ENCODED
     table = Table(kind, end, [*records], None)
     frame = tables.encode(table)
     return _Load(ContainerId(frame.name, kind), table, frame, sources)

@@ -5,6 +5,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Self
 
+from tensor_dedup.store.errors import UnknownNameError
 from tensor_dedup.store.files import Files, RealFiles
 from tensor_dedup.store.remote import layout, upkeep
 from tensor_dedup.store.remote.buckets import Bucket, FolderBucket, open_bucket
@@ -77,7 +78,9 @@ class Remote:
         return upkeep.usage(self.bucket)
 
     def delete(self, name: str) -> None:
-        """Delete a name. Its bytes stay until `gc` has found, twice, that nothing else needs them.
+        """Delete a name; of a step that is pinned, the pin too.
+
+        The bytes stay until `gc` has found, twice, that nothing else needs them.
 
         The first time is when they are older than the lease, the second a lease later.
 
@@ -138,14 +141,18 @@ class Remote:
     def names_of(self, name: str) -> list[str]:
         """Return the name, or the names of the steps and pins of the run that is called so.
 
+        Of a run, steps that were deleted may be among them. The same of a store's folder.
+
         Raises:
-            UnknownRemoteNameError: the remote has neither.
+            UnknownRemoteNameError, UnknownNameError: the remote, or the store, has neither.
+            NotARemoteError: there is no remote.
         """
-        try:
-            read_ref(self.bucket, name)
-        except UnknownRemoteNameError:
-            found = [each for each in upkeep.names(self.bucket) if each.startswith(f"{name}@")]
-            if not found:
-                raise
-            return found
-        return [name]
+        if self.has(name):
+            return [name]
+        found = [each for each in upkeep.names(self.bucket) if each.startswith(f"{name}@")]
+        if not any(map(self.has, found)):
+            folder, what = self.store_folder(), f"no checkpoint {name!r}"
+            if folder is not None:
+                raise UnknownNameError.at(folder, what, name=name)
+            raise UnknownRemoteNameError.at(self.url, what, name=name)
+        return found

@@ -14,7 +14,11 @@ from dataclasses import asdict, dataclass, field, replace
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.runs import PIN, is_pin_among, parse_step_name
 from tensor_dedup.store.codecs.records import chunks, head_bytes
-from tensor_dedup.store.errors import CorruptFrameError, UnfitForCollectionError
+from tensor_dedup.store.errors import (
+    CorruptFrameError,
+    NewerFormatError,
+    UnfitForCollectionError,
+)
 from tensor_dedup.store.format.tables import PLAIN, Record, Table
 from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.remote import layout
@@ -27,7 +31,10 @@ from tensor_dedup.store.remote.catalog import (
     catalog_of,
     commit,
     listed,
+    prefixes,
+    put_holders,
     read_catalog,
+    read_holders,
     read_table,
     segment_of,
 )
@@ -35,6 +42,7 @@ from tensor_dedup.store.remote.conditions import check_remote
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
     MissingRemoteError,
+    RemoteAccessError,
     RemoteBusyError,
     UncertainRemoteError,
     UnknownRemoteNameError,
@@ -190,13 +198,23 @@ def described(found: RemoteManifest, unique_bytes: int | None = None) -> RemoteC
 def delete(bucket: Bucket, name: str) -> None:
     """Delete a name: its reference says from here on that there is none.
 
-    Its bytes stay until two sweeps, a lease apart, have found that nothing else needs them; the
-    first of these comes when they are older than the lease.
+    Of a step that is pinned, the pin is deleted too. Its bytes stay until two sweeps, a lease
+    apart, have found that nothing else needs them; the first of these comes when they are older
+    than the lease.
 
     Raises:
         UnknownRemoteNameError: the remote has no checkpoint of this name.
         RemoteBusyError: others write the name again and again meanwhile.
     """
+    step = parse_step_name(name)
+    if step is not None and not step.kept:
+        # First the pin: what is left if this is cut short is a step, which can be deleted again.
+        with suppress(UnknownRemoteNameError):
+            _delete_name(bucket, name + PIN)
+    _delete_name(bucket, name)
+
+
+def _delete_name(bucket: Bucket, name: str) -> None:
     key, text = layout.ref_key(name), layout.reference(name, None)
     for attempt in range(8):
         found = bucket.get(key, layout.TEXT_BYTES)
@@ -248,7 +266,8 @@ def take_inventory(bucket: Bucket) -> RemoteInventory:
     """
     check_remote(bucket)
     found = RemoteInventory()
-    for prefix in (layout.CONTAINERS, layout.TABLES, layout.MANIFESTS, layout.REFS):
+    folders = layout.CONTAINERS, layout.TABLES, layout.MANIFESTS, layout.HOLDERS, layout.REFS
+    for prefix in folders:
         for status in bucket.list(prefix):
             found.objects[status.key] = status
     for key in found.objects:
@@ -358,8 +377,9 @@ def verify(
     """Check a remote's bookkeeping and, with `full`, every byte that can be checked by itself.
 
     Deltas are compared with the checksums of their chunks, everything else leaf by leaf. Nothing is
-    changed but the catalog: containers with faults are taken out, so that a push sends anew what
-    was in them, and what it says of others is made to be what their tables say.
+    changed but the catalog and the holders beside manifests: containers with faults are taken out,
+    so that a push sends anew what was in them, and what they say of others is made to be what
+    tables say.
     """
     check_remote(bucket)
     faults, read = list[RemoteFault](), 0
@@ -385,6 +405,7 @@ def verify(
             read += sum(record.stored for record in table.records)
             advance(table.data_bytes)
     faults += _mended(bucket, catalog, found, bad)
+    faults += _mended_holders(bucket, found, bad)
     return RemoteVerifyResult(
         len(found.manifests) + sum(bool(each.affected) for each in found.problems),
         len(found.tables),
@@ -438,6 +459,59 @@ def _mended(
     ):
         for container in sorted(containers):
             yield RemoteFault(bucket.at(layout.container_key(container)), what)
+
+
+def _mended_holders(
+    bucket: Bucket, found: RemoteInventory, bad: Collection[ContainerId]
+) -> Iterator[RemoteFault]:
+    """What the holders beside manifests say that is not so, when they have been written anew.
+
+    That a container of theirs is gone is no fault: a sweep may have found it needless since.
+    """
+    there = Catalog()
+    for container, table in sorted(found.tables.items()):
+        if container not in bad:
+            there.add(listed(container, table))
+    manifests = {each.manifest: each for each in found.manifests}
+    written = [name for name in manifests if layout.holders_key(name) in found.objects]
+
+    def read(name: str) -> Catalog | DamagedRemoteError | None:
+        try:
+            return read_holders(bucket, name)
+        except DamagedRemoteError as error:
+            return error
+        except NewerFormatError:
+            return None  # a later version knows what it says
+
+    for name, held in zip(written, bucket.each(read, written), strict=True):
+        own = {piece.digest for piece in manifests[name].pieces if piece.nbytes}
+        what = _wrong(held, own, there)
+        if what is None:
+            continue
+        records = (r for c in there.containers for r in found.tables[c].records)
+        anchors = {r.base for r in records if r.base is not None and r.digest in own}
+        with suppress(RemoteAccessError):  # who may only read has a cache that is no better
+            put_holders(bucket, name, there.only(sorted(own | anchors)))
+        if what:
+            yield RemoteFault(bucket.at(layout.holders_key(name)), what)
+
+
+def _wrong(
+    held: Catalog | DamagedRemoteError | None, pieces: Collection[bytes], there: Catalog
+) -> str | None:
+    """What is wrong with the holders of a manifest with these pieces; None if nothing is.
+
+    Empty where it is no fault: they name what is not there, or nothing for a piece.
+    """
+    if held is None:
+        return None
+    if isinstance(held, DamagedRemoteError):
+        return str(held)
+    for container in held.containers.keys() & there.containers.keys():
+        if not {*prefixes(held.containers[container])} <= {*prefixes(there.containers[container])}:
+            return f"it says of {container.name} what its table does not"
+    whole = held.containers.keys() <= there.containers.keys() and all(map(held.holders, pieces))
+    return None if whole else ""
 
 
 def _correct(bucket: Bucket, right: Mapping[ContainerId, ListedContainer]) -> None:
@@ -524,6 +598,7 @@ def _plan(
     kept = needed(found.live(), found.held()).containers
     used = {layout.container_key(c) for c in kept} | {layout.table_key(c.name) for c in kept}
     used |= {layout.manifest_key(name) for each in found.manifests for name in each.blobs}
+    used |= {layout.holders_key(each.manifest) for each in found.manifests}
     # No reference is ever deleted, not even that of a deleted name: a request to delete it that
     # came late would take what was pushed under that name meanwhile.
     used |= {key for key in found.objects if key.startswith(layout.REFS)}

@@ -178,8 +178,7 @@ def test_a_run_is_one_row_however_many_steps_it_has(folder: Path) -> None:
     assert len(before["checkpoints"]) == 31
     for step in range(30):
         run("remote", "delete", url, f"run@{step}", "--yes")
-    assert "run@3@pin" in run("remote", "list", url, "--json").stdout  # with no step, it is listed
-    run("remote", "delete", url, "run@3@pin", "--yes")
+    assert "run@" not in run("remote", "list", url, "--json").stdout  # nor the pin of a step
     after = json.loads(run("remote", "du", url, "--json").stdout)
     alone = before["run_unique_bytes"]
     assert alone == {"run": after["unused_bytes"] - before["unused_bytes"]}
@@ -205,6 +204,10 @@ def test_where_there_is_nothing_to_get_no_store_is_made(folder: Path) -> None:
     run("push", "base", url)
     run("pull", f"file://{folder}/nothing", "base", "--store", other, status=3)
     run("pull", url, "nope", "--store", other, status=2)
+    assert (
+        "no checkpoint 'nope'"
+        in run(*("pull", folder / "store", "nope", "--store", other), status=2).stderr
+    )
     (folder / "empty").mkdir()
     for path, status in (("nope", 2), (folder / "empty", 1)):
         run("import", path, "--store", other, status=status)

@@ -153,6 +153,8 @@ class MemoryS3:
             return _xml("<Error><Code>NoSuchKey</Code></Error>", 404)
         blob, _, when = held
         headers = {"ETag": _etag(blob), "Last-Modified": formatdate(when, usegmt=True)}
+        if request.headers.get("if-match", _etag(blob)) != _etag(blob):
+            return _xml("<Error><Code>PreconditionFailed</Code></Error>", 412)
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers.get("range", ""))
         if wanted is None:
             return Response(200, headers, blob)

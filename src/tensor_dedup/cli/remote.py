@@ -109,9 +109,7 @@ def _store_for(store: str | None, url: str, name: str) -> Store:
             with RegistryRepository(ArtifactName.parse(url)) as registry:
                 Artifact(registry)
         else:
-            remote = Remote.open(url)
-            if remote.store_folder() is None:
-                remote.names_of(check_name(name))
+            Remote.open(url).names_of(check_name(name))
     return Store.open(store)
 
 

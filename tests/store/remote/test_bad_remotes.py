@@ -111,7 +111,7 @@ def test_no_spoilt_object_puts_a_wrong_byte_into_a_store(
 
 def test_a_wrong_byte_is_named_with_its_tensor(bucket: MemoryBucket, store: Store) -> None:
     largest = max(
-        (key for key in bucket.objects if key.endswith(".pack")),
+        (key for key in bucket.objects if key.startswith("containers/")),
         key=lambda key: len(bucket.objects[key][0]),
     )
     spoil(bucket, largest, flipped)

@@ -29,7 +29,7 @@ from tensor_dedup.store.remote.errors import RemoteNameTakenError, UnknownRemote
 HOUR = 3600.0
 VERBS = ("first push", "push", "push over", "pull", "delete", "gc")
 Case = tuple[str, int, str, int]
-SEEDS = range(6)
+SEEDS = range(7)
 PARTS = 12  # of the long form, each of a minute or two
 # What a repeated command may be told: it is done, or another has the name.
 _REFUSALS: dict[str, tuple[type[Exception], ...]] = {
@@ -238,6 +238,12 @@ def test_nothing_is_lost_and_nothing_hangs(scene: Scene) -> None:
     assert len({*every}) == len(every) >= 10_000
     for case in every[:: len(every) // 60]:
         scene.run(case)
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "delete"])
+def test_holders_are_among_the_requests_that_are_struck(scene: Scene, verb: str) -> None:
+    wanted = {"pull": "GET", "gc": "LIST"}.get(verb, "PUT")
+    assert any(name.startswith(f"{wanted} holders") for name in scene.requests(verb))
 
 
 @pytest.mark.long

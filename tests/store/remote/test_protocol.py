@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
+from s3_faults import FaultyProxy, MemoryS3, client
 from stores import Content, content, open_store, stored, three
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store import Store
@@ -153,10 +154,13 @@ def test_a_pull_is_whole_or_is_not(
 
 
 def test_a_pull_again_fetches_what_the_first_had_not(
-    tmp_path: Path, full: Store, based: MemoryBucket, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, full: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tensor_dedup.store.remote import pull
+    from tensor_dedup.store.remote import layout, pull
 
+    monkeypatch.setattr(layout, "CONTAINER_BYTES", 100_000)
+    based = MemoryBucket()
+    full.push(Remote(based), "base")
     monkeypatch.setattr(pull, "_CONTAINER_BYTES", 1)
     monkeypatch.setattr("tensor_dedup.store.remote.pieces._AHEAD", 1)
     calls = count(based, lambda remote: open_store(tmp_path / "probe").pull(remote, "base"))
@@ -266,6 +270,36 @@ def test_a_server_without_conditions_is_refused_and_may_be_read(
     other = open_store(tmp_path / "other")
     other.pull(Remote(gateway), "base")
     assert stored(other, "base") == stored(full, "base")
+
+
+@pytest.mark.parametrize("over", ["calls", "sockets"])
+def test_a_push_of_nothing_new_writes_nothing(full: Store, based: MemoryBucket, over: str) -> None:
+    before = dict(based.objects)
+    if over == "calls":
+        gate = Faulty(based)
+        assert full.push(Remote(gate), "base").unchanged
+        calls = gate.calls
+    else:
+        proxy = FaultyProxy(MemoryS3(based))
+        assert full.push(Remote(client(proxy.port)), "base").unchanged
+        calls = proxy.requests
+        proxy.close()
+    assert len(calls) == 2
+    assert all(call.lower().startswith("get refs/base") for call in calls)
+    assert based.objects == before  # with tags and times
+
+
+def test_a_push_does_not_believe_an_old_answer_that_its_name_is_there(
+    full: Store, based: MemoryBucket
+) -> None:
+    past = copied(based)
+    Remote(based).delete("base")
+    proxy = FaultyProxy(MemoryS3(based))
+    proxy.arm(0, "stale", stale=MemoryS3(past))
+    assert not full.push(Remote(client(proxy.port)), "base").unchanged
+    assert proxy.requests[:2] == ["GET refs/base", "GET refs/base if-match"]
+    assert Remote(based).names() == ["base"]
+    proxy.close()
 
 
 @pytest.mark.parametrize("what", ["lost", "damaged", "old", "lying", "segment lost"])

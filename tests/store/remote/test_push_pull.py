@@ -147,6 +147,21 @@ def test_leaves_in_common_travel_once(
     assert remote.verify(full=True).fine
 
 
+def test_plain_and_encoded_pieces_travel_in_one_container(tmp_path: Path, full: Store) -> None:
+    bucket = MemoryBucket()
+    for name in NAMES:
+        full.push(Remote(bucket), name)
+    kinds = [k.rpartition(".")[2] for k in bucket.objects if k.startswith("containers/")]
+    assert kinds == ["mixed", "mixed", "pack"]
+    other = open_store(tmp_path / "other")
+    for name in NAMES:
+        other.pull(Remote(bucket), name)
+        assert stored(other, name) == content(tmp_path / name)
+    assert {path.suffix for path in (other.path / "containers").rglob("*.*")} <= {
+        *(".slab", ".pack", ".delta")
+    }
+
+
 def test_pushing_and_pulling_again_moves_nothing(
     tmp_path: Path, remote: Remote, full: Store
 ) -> None:

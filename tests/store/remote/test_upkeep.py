@@ -1,13 +1,16 @@
 """What a remote holds, what it takes, and that nothing that is needed is ever deleted."""
 
+from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from remotes import Faulty, MemoryBucket
+from remotes import Faulty, Killed, MemoryBucket
 from s3_faults import FaultyProxy, MemoryS3, client
-from stores import content, open_store, stored, three
+from stores import content, noise, open_store, stored, three
 from tensor_dedup.store import Store
+from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.remote import Remote
 from tensor_dedup.store.remote.catalog import read_catalog
 from tensor_dedup.store.remote.errors import (
@@ -107,6 +110,49 @@ def test_a_deleted_name_is_unknown_and_may_be_pushed_again(
     pulled(tmp_path, bucket, "base", "other")
 
 
+def test_a_pinned_step_is_deleted_with_its_pin(tmp_path: Path, bucket: MemoryBucket) -> None:
+    store, remote = open_store(tmp_path / "runs"), Remote(bucket)
+    with CheckpointStore(store, "run-001") as run:
+        for step in range(3):
+            own = np.frombuffer(noise(step, 99_000), np.uint8)
+            run.save({"frozen": np.arange(50_000), "w": own}, step=step)
+        run.pin(1)
+    for step in range(3):  # in containers of their own
+        store.push(remote, f"run-001@{step}")
+    store.push(remote, "run-001")
+    calls, start = 0, bucket
+    while True:  # cut short at each of its requests, it goes on when it is done again
+        bucket = copied(start)
+        gate = Faulty(bucket, calls, "killed before")
+        with suppress(Killed):
+            Remote(gate).delete("run-001@1")
+        if not gate.struck:
+            break
+        assert "run-001@1" in Remote(bucket).names()
+        Remote(bucket).delete("run-001@1")
+        calls += 1
+    assert calls == 4
+    for kept in (bucket, start):
+        if kept is start:
+            remote.delete("run-001@1")
+        assert Remote(kept).names() == ["run-001@0", "run-001@2"]
+        assert {each.name for each in Remote(kept).usage().checkpoints} == {
+            *("run-001@0", "run-001@2")
+        }
+    for _ in range(2):
+        start.clock += 25 * HOUR
+        done = remote.gc(24)
+    assert done.deleted_bytes > 90_000  # nothing keeps what only that step had
+    with pytest.raises(UnknownRemoteNameError):
+        remote.delete("run-001@1")
+    other = open_store(tmp_path / "other")
+    assert other.pull(remote, "run-001").names == ("run-001@0", "run-001@2")
+    for step in (0, 2):
+        remote.delete(f"run-001@{step}")
+    with pytest.raises(UnknownRemoteNameError, match="run-001"):
+        other.pull(remote, "run-001")
+
+
 @pytest.mark.usefixtures("full")
 @pytest.mark.parametrize("folder", ["refs/", "manifests/", "tables/"])
 def test_nothing_is_deleted_while_something_cannot_be_read(
@@ -140,7 +186,7 @@ def test_what_verify_finds_damaged_is_sent_again(
     tmp_path: Path, bucket: MemoryBucket, full: Store
 ) -> None:
     remote = Remote(bucket)
-    key = next(key for key in bucket.objects if key.endswith(".delta"))
+    key = next(key for key in bucket.objects if key.endswith((".delta", ".mixed")))
     blob, tag, when = bucket.objects[key]
     bucket.objects[key] = (bytes([blob[0] ^ 1]) + blob[1:], tag, when)
     assert remote.verify().fine  # the bookkeeping is
@@ -178,6 +224,40 @@ def test_a_sweep_that_writes_a_segment_of_the_past_does_not_delete_it(
         assert {f"catalog/{name.hex()}" for name in named.segments} <= before
     assert remote.verify(full=True).fine
     proxy.close()
+
+
+def test_a_segment_that_a_sweep_is_about_to_delete_is_not_named_again(
+    tmp_path: Path, full: Store
+) -> None:
+    """Between its look at the segment and its request, what was given up becomes due again."""
+    bucket = MemoryBucket()
+    full.push(Remote(bucket), "base")
+    [given_up] = [key for key in bucket.objects if key.startswith("catalog/") and key[8:] != "HEAD"]
+    full.push(Remote(bucket), "tiny")
+    damaged = next(k for k in bucket.objects if k.startswith("containers/") and k.endswith(".pack"))
+    for _ in range(2):
+        bucket.clock += 25 * HOUR
+        last = copied(bucket)
+        done = Remote(bucket).gc(24)
+    assert given_up in done.delete
+    assert damaged in bucket.objects
+    between = 0
+    for number in range(calls_of(last)):
+        inner = copied(last)
+        blob, tag, when = inner.objects[damaged]
+        inner.objects[damaged] = (bytes([blob[0] ^ 1]) + blob[1:], tag, when)
+
+        def mend(inner: MemoryBucket = inner) -> None:
+            Remote(inner).verify(full=True)
+
+        gate = Faulty(inner, number, meanwhile=mend)
+        Remote(gate).gc(24)
+        between += gate.calls[number] == f"delete {given_up}"
+        named = read_catalog(inner)  # which reads its segments
+        assert named is not None
+        assert len(named.containers) == 1
+        pulled(tmp_path, inner, "base", f"other-{number}")
+    assert between == 1
 
 
 def calls_of(bucket: MemoryBucket) -> int:
