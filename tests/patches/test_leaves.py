@@ -225,12 +225,12 @@ def experts_in_vllm(base: Path, tune: Path, managed: bool) -> None:
     """In a process of its own, because a MoE model must be its first."""
     engines.warm_up(base)
     with managers.running(tune.parent) if managed else nullcontext() as manager:
-        config = {"memory_manager": str(manager.socket)} if manager else {}
+        config: dict[str, Any] = {"memory_manager": str(manager.socket)} if manager else {}
         _assert_costs_what_changed(base, tune, 92 * MIB, [], **config)
 
 
 def _assert_costs_what_changed(
-    base: Path, tune: Path, common: int, opened: list[Any], **config: str
+    base: Path, tune: Path, common: int, opened: list[Any], **config: Any
 ) -> None:
     with plain.kept_as("plain"):
         expected = []
