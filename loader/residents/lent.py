@@ -22,7 +22,7 @@ from tensor_dedup.loader.residents.slab import (
     SlabExtent,
     SlabUsageError,
 )
-from tensor_dedup.memory_manager.client import Lease, NewTensor, SharedSlab
+from tensor_dedup.memory_manager.client import LayerFound, Lease, NewTensor, SharedSlab
 from tensor_dedup.memory_manager.errors import RefusedError
 from tensor_dedup.memory_manager.protocol.layout import PAGE_ALIGNED_FROM
 from tensor_dedup.memory_manager.protocol.limits import MAX_RECORD, MAX_RECORD_DIGESTS
@@ -181,6 +181,20 @@ def composition_in(record: bytes) -> Composition | None:
     except msgspec.MsgspecError:
         return None
     return found if _fill(found.contents, sum(nbytes for _, _, nbytes in found.parts)) else None
+
+
+def key_in(layer: LayerFound) -> ResidentKey | None:
+    """Return the key of the tensor that a layer is, whole or in parts; None if it is no tensor."""
+    composition = composition_in(layer.record)
+    if composition is not None:
+        return composition.key
+    try:
+        found = msgspec.msgpack.decode(layer.record, type=_Geometry)
+    except msgspec.MsgspecError:
+        return None
+    if len(layer.leases) != 1:
+        return None
+    return ResidentKey(found.dtype, found.shape, found.stride, layer.leases[0].digest)
 
 
 def _fill(contents: Sequence[Content], nbytes: int) -> bool:

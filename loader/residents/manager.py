@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -46,6 +47,7 @@ from tensor_dedup.loader.residents.lent import (
     PartsPlan,
     composition_in,
     is_of,
+    key_in,
     leases_of,
     record_of,
     record_of_parts,
@@ -231,9 +233,14 @@ class ManagerSession(Generic[Request, Held]):
         `resident` must be the registry's own and not an equal one that is dropped at once.
         """
         if isinstance(resident, LentResident | LentInParts):
-            key = self._key(recipe)
-            if self.client.remember(key, *resident.published):
-                weakref.finalize(resident, self.client.forget, key).atexit = False
+            self._remember(resident, [self._key(recipe)], *resident.published)
+
+    def _remember(
+        self, resident: Resident, keys: Sequence[str], record: bytes, digests: Sequence[str]
+    ) -> None:
+        new = self.client.remember(keys, record, digests)
+        if new:
+            weakref.finalize(resident, self.client.forget, new).atexit = False
 
     def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Held]:
         """Return nothing: only in host memory tensors are known to have parts in common."""
@@ -408,13 +415,14 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
     """One load's requests to a manager of host memory, where tensors have leaves in common.
 
     Of a tensor that nobody has, what lies in tensors of the manager is leased with those, and only
-    the rest is put. Its record says what it consists of. So that others find such tensors, the
-    marks of some leaves (`leaf_marks`) are keys of records, too, that lead to whole tensors.
+    the rest is put. So that others find it, the marks of some leaves (`leaf_marks`) are keys of its
+    record, too. What it consists of is a record of its own, for whoever has found it.
     """
 
     def __init__(self, client: Client, checkpoint: str) -> None:
         super().__init__(client, checkpoint, HostMemory())
         self._put: WeakSet[Resident] = WeakSet()  # by this load
+        self._marks_of: dict[str, list[str]] = {}  # by recipe, of what is being put
         self._having: list[Resident] = []  # with their leases, until what is built of them is put
 
     def by_content(self, keys: Sequence[ResidentKey]) -> list[Resident | None]:
@@ -432,12 +440,22 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         """Put these tensors, of large ones only what no tensor of the manager has."""
         large = [each for each in requests if each.nbytes >= LEAF_SHARED_FROM]
         there = self.by_content([each.key for each in large])
+        new = []
         for each, resident in zip(large, there, strict=True):
             if isinstance(resident, LentInParts):
                 found[each.recipe] = resident, False
-                self._publish(resident, [self._key(each.recipe)])
+                self._publish(resident, [self._content_key(each.key), self._key(each.recipe)])
             elif resident is None:
-                self._put_in_parts(each, found)
+                new.append(each)
+        marks = [self._marks(each) for each in new]
+        layers = self._look_up(marks)
+        # A key has one record, the first.
+        self._marks_of = {
+            each.recipe: [mark for mark, layer in zip(keys, hits, strict=True) if layer is None]
+            for each, keys, hits in zip(new, marks, layers, strict=True)
+        }
+        for each, donors in zip(new, self._donors(layers), strict=True):
+            self._put_in_parts(each, donors, found)
         super().put(requests, found)
         # Another process may have put it in parts meanwhile.
         missing = [each for each in large if each.recipe not in found]
@@ -449,15 +467,21 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
             resident, written = found.get(each.recipe, (None, False))
             if resident is not None and written:
                 self._put.add(resident)
-                self._publish(resident, self._marks(each))
+                if isinstance(resident, LentResident):
+                    marks = self._marks_of.get(each.recipe, ())
+                    self._remember(resident, marks, *resident.published)
 
     def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Resident]:
         """Return tensors of the manager that have some of these contents, and note theirs."""
-        donors = self._donors(self._keys_of(content_marks(geometry, contents)))
-        for resident, theirs in donors:
-            note_contents(resident, theirs)
-        self._having = [resident for resident, _ in donors]
-        return self._having
+        layers = self._look_up([self._keys_of(content_marks(geometry, contents))])
+        [donors] = self._donors(layers)
+        keys = [self._contents_key(each.key) for each in donors]
+        for resident, layer in zip(donors, self.client.get(keys, self.checkpoint), strict=True):
+            composition = None if layer is None else composition_in(layer.record)
+            if composition is not None and composition.key == resident.key:
+                note_contents(resident, composition.contents)
+        self._having = donors
+        return donors
 
     def put_built(
         self, recipe: str, resident: Resident, found: dict[str, tuple[Resident, bool]]
@@ -484,19 +508,27 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         self._put_pieces(request, pieces, leases, found)
         if recipe in found and found[recipe][1]:
             self._put.add(found[recipe][0])
-            self._publish(found[recipe][0], self._marks(request))
 
     def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
         """Have others find what this load has put by what it consists of."""
-        if resident in self._put:
-            self._publish(resident, self._keys_of(content_marks(resident.key, contents)), contents)
+        if resident in self._put and isinstance(resident, LentResident | LentInParts):
+            self._publish(resident, self._keys_of(content_marks(resident.key, contents)))
+            record = record_of_parts(resident.key, resident.parts, contents)
+            self._publish_record(resident, [self._contents_key(resident.key)], record)
+
+    def _layer(self, request: ResidentRequest) -> NewLayer:
+        layer = super()._layer(request)
+        return replace(layer, also=tuple(self._marks_of.get(request.recipe, ())))
 
     def _put_in_parts(
-        self, request: ResidentRequest, found: dict[str, tuple[Resident, bool]]
+        self,
+        request: ResidentRequest,
+        donors: Sequence[Resident],
+        found: dict[str, tuple[Resident, bool]],
     ) -> None:
-        """Put what no tensor of the manager has of one, if some have a part of it."""
+        """Put what no tensor of the manager has of one, if these have a part of it."""
+        donors = [each for each in donors if each.key.digest != request.digest]
         try:
-            donors = [donor for donor, _ in self._donors(self._marks(request), request.digest)]
             pieces = pieces_in_common(request.tensor, donors) if donors else None
         except SharedMemoryError as error:
             if self.not_by_leaf is None:
@@ -535,22 +567,35 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         if made is None:
             return
         found[request.recipe] = made, layer_found.written or plan.rest_bytes == 0
-        self._publish(made, [self._content_key(request.key)])
+        marks = self._marks_of.get(request.recipe)
+        marks = self._marks(request) if marks is None else marks
+        self._publish(made, [self._content_key(request.key), *marks])
 
-    def _donors(
-        self, keys: Sequence[str], but: str = ""
-    ) -> list[tuple[Resident, tuple[Content, ...]]]:
-        """Return tensors that these keys lead to, without copies, and what they consist of."""
-        donors: dict[str, tuple[Resident, tuple[Content, ...]]] = {}
-        own = {each.key.digest for each in self._put}
-        for layer in self.client.get(keys, self.checkpoint):
-            found = None if layer is None else composition_in(layer.record)
-            if found is None or found.digest in (*own, *donors, but):
-                continue
-            resident = self._of_layer(layer, found.key)
-            if resident is not None and resident.offset % PAGE == 0:
-                donors[found.digest] = resident, found.contents
-        return list(donors.values())
+    def _look_up(self, keys: Sequence[Sequence[str]]) -> list[list[LayerFound | None]]:
+        """Return what each of these lists of keys leads to, looked up in one batch."""
+        layers = iter(self.client.get([key for each in keys for key in each], self.checkpoint))
+        return [list(islice(layers, len(each))) for each in keys]
+
+    def _donors(self, found: Sequence[Sequence[LayerFound | None]]) -> list[list[Resident]]:
+        """Return the tensors that marks lead to, by what each list of them leads to.
+
+        They are not what this load itself has put.
+        """
+        known: dict[str, Resident | None] = {each.key.digest: None for each in self._put}
+        donors: list[list[Resident]] = []
+        for layers in found:
+            these: dict[str, Resident] = {}
+            for layer in layers:
+                key = None if layer is None else key_in(layer)
+                if key is None or key.digest in these:
+                    continue
+                if key.digest not in known:
+                    known[key.digest] = self._of_layer(layer, key)
+                donor = known[key.digest]
+                if donor is not None and not donor.offset % PAGE:
+                    these[key.digest] = donor
+            donors.append(list(these.values()))
+        return donors
 
     def _of_layer(self, layer: LayerFound | None, key: ResidentKey) -> Resident | None:
         """Return the resident of a layer: a whole tensor, or one in parts."""
@@ -583,24 +628,27 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
             return None
         return found
 
-    def _publish(
-        self, resident: Resident, keys: Sequence[str], contents: Sequence[Content] = ()
-    ) -> None:
+    def _publish(self, resident: Resident, keys: Sequence[str]) -> None:
         """Have these keys lead to a resident, to the next manager too, while it lives."""
-        if not isinstance(resident, LentResident | LentInParts):
-            return
-        record = record_of_parts(resident.key, resident.parts, contents)
-        if len(record) > MAX_RECORD:  # of a tensor of 2 GB and more
+        if isinstance(resident, LentResident | LentInParts):
+            record, _ = resident.published
+            self._publish_record(resident, keys, record)
+
+    def _publish_record(self, resident: Resident, keys: Sequence[str], record: bytes) -> None:
+        if len(record) > MAX_RECORD:  # what a tensor of a GB and more consists of
             return
         digests = [lease.digest for lease in leases_of(resident)]
         try:
-            new = [key for key in keys if self.client.publish(key, record, digests)]
+            if self.client.publish(keys, record, digests) < len(keys):
+                # Some lead to another tensor, and must not lead here once the manager is replaced.
+                layers = self.client.get(keys, self.checkpoint)
+                keys = [
+                    k for k, each in zip(keys, layers, strict=True) if _is(each, record, digests)
+                ]
         except RefusedError as error:
             _log.debug("%s: its leaves are not found by others: %s", self.checkpoint, str(error))
             return
-        for key in new:
-            if self.client.remember(key, record, digests):
-                weakref.finalize(resident, self.client.forget, key).atexit = False
+        self._remember(resident, keys, record, digests)
 
     def _marks(self, request: ResidentRequest) -> list[str]:
         return self._keys_of(leaf_marks(request.key, tensor_bytes(request.tensor)))
@@ -610,6 +658,9 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
 
     def _content_key(self, key: ResidentKey) -> str:
         return self._key(f"content:{key}")
+
+    def _contents_key(self, key: ResidentKey) -> str:
+        return self._key(f"contents of:{key}")
 
 
 HostResidents = ManagerResidents[ResidentRequest, Resident]
@@ -634,6 +685,12 @@ def host_manager_residents(where: str | os.PathLike[str] | None, checkpoint: str
     except MemoryManagerError as error:
         _log.warning("%s: loading without a memory manager: %s", checkpoint, str(error))
         return ManagerResidents(failed=str(error))
+
+
+def _is(layer: LayerFound | None, record: bytes, digests: Sequence[str]) -> bool:
+    if layer is None or layer.record != record:
+        return False
+    return [lease.digest for lease in layer.leases] == list(digests)
 
 
 def _is_large(key: ResidentKey) -> bool:

@@ -19,16 +19,25 @@ from safetensors.torch import load_file
 
 import deferring
 import managers
-from lent_tensors import LEAVES, ROW, ROWS_OF_A_LEAF, Process, changed, request_for, rows
+from lent_tensors import (
+    LEAVES,
+    ROW,
+    ROWS_OF_A_LEAF,
+    Process,
+    changed,
+    contents_of,
+    request_for,
+    rows,
+)
 from process_state import slab_memory
 from tensor_dedup import libc, shared_bytes, verify
 from tensor_dedup.config import TensorDedupConfig
-from tensor_dedup.digest import LEAF_BYTES, digest, leaf_places
+from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import AuditError
 from tensor_dedup.loader.deferred.evaluate import Scratch
 from tensor_dedup.loader.deferred.session import LoadSession
 from tensor_dedup.loader.residents import mappings
-from tensor_dedup.loader.residents.leaves import Content, build_from_contents
+from tensor_dedup.loader.residents.leaves import build_from_contents
 from tensor_dedup.loader.residents.lent import LentInParts, composition_in, record_of_parts
 from tensor_dedup.loader.residents.manager import (
     HostSession,
@@ -45,9 +54,8 @@ from tensor_dedup.loader.residents.resident import (
     tensor_bytes,
 )
 from tensor_dedup.loader.residents.slab import SlabUsageError, make_private
-from tensor_dedup.memory_manager.client import Client, connect
+from tensor_dedup.memory_manager.client import Client, client, connect, puts
 from tensor_dedup.memory_manager.client.admin import Admin
-from tensor_dedup.memory_manager.client.connection import Connection
 from tensor_dedup.memory_manager.errors import RefusedError
 from tensor_dedup.memory_manager.protocol.layout import PAGE
 
@@ -109,7 +117,7 @@ def test_parts_that_are_not_the_tensor_are_nobodys(known: bool, process: Make) -
     session = host_session(liar.client, "a lie")
     name = session._content_key(request.key) if known else session._key(request.recipe)
     record = record_of_parts(request.key, [(0, 0, other.nbytes)])
-    assert liar.client.publish(name, record, [held.key.digest])
+    assert liar.client.publish([name], record, [held.key.digest])
     mine = process()
     assert mine.find(wanted, known=known) is None
     provider = mine.provider()
@@ -359,16 +367,16 @@ def test_a_record_that_is_no_tensor_is_not_used(process: Make) -> None:
         ]
     ):
         key = replace(held.key, digest=f"{number:064}")
-        mine.client.publish(session._content_key(key), record_of_parts(key, parts), [digest])
+        mine.client.publish([session._content_key(key)], record_of_parts(key, parts), [digest])
         assert session.by_content([key]) == [None]
     for record in (b"", b"\x95", msgspec.msgpack.encode(["F32", [1], [1], "x", [[0, -1, 4]]])):
         assert composition_in(record) is None
         key = replace(held.key, digest="f" * 64)
-        mine.client.publish(session._key(f"garbage {len(record)}"), record, [digest])
+        mine.client.publish([session._key(f"garbage {len(record)}")], record, [digest])
         assert session.by_recipe([ResidentQuery(f"garbage {len(record)}", key)]) == [None]
     # Another geometry, and another digest.
     key = replace(held.key, digest="e" * 64)
-    mine.client.publish(session._key("other"), record_of_parts(key, [(0, 0, size)]), [digest])
+    mine.client.publish([session._key("other")], record_of_parts(key, [(0, 0, size)]), [digest])
     for wanted in (replace(key, shape=(2, size // 8)), replace(key, digest="d" * 64)):
         assert session.by_recipe([ResidentQuery("other", wanted)]) == [None]
     with pytest.raises(SlabUsageError):
@@ -378,50 +386,21 @@ def test_a_record_that_is_no_tensor_is_not_used(process: Make) -> None:
 def test_no_memory_for_records_costs_sharing_by_leaf_only(
     process: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> bool:
-        raise RefusedError("the manager can remember no more", code="no_room")
+    publish = puts.publish
+
+    def full(connection: Any, put: int, record: bytes, digests: Any, keys: Sequence[str]) -> int:
+        if not put:
+            raise RefusedError("the manager can remember no more", code="no_room")
+        return publish(connection, put, record, digests, keys[:1])
 
     base = rows(LEAVES, 26)
     with monkeypatch.context() as patch:
-        patch.setattr(Client, "publish", full)
+        patch.setattr(puts, "publish", full)
+        patch.setattr(client, "publish", full)
         held = process().load(base)
     [(resident, _)] = process().load(changed(base, 1))
     assert resident.leaf_shared_bytes == 0
     assert held
-
-
-def test_few_messages_more_are_sent(process: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One by its digest, one by its marks, one a mark to be found; to attach costs nothing more."""
-    asked: list[str] = []
-    ask = Connection.ask
-
-    def counting(self: Connection, message: object, *args: Any, **more: Any) -> Any:
-        asked.append(type(message).__name__)
-        return ask(self, message, *args, **more)  # type: ignore[arg-type]
-
-    base = rows(LEAVES, 27)
-    mine, other = process(), process()
-    monkeypatch.setattr(Connection, "ask", counting)
-    held = mine.load(base)
-    assert asked.count("Publish") == 1 + LEAVES
-    assert len(asked) <= 8 + 1 + LEAVES
-    asked.clear()
-    registry._residents.clear()
-    assert other.find(base, known=True) is not None
-    assert asked == ["LookupDigests"]
-    assert held
-
-
-def contents_of(parts: Sequence[torch.Tensor]) -> list[Content]:
-    """What a tensor of these parts, one beside the other, consists of."""
-    found, at = [], 0
-    for part in parts:
-        data = tensor_bytes(part)
-        places = leaf_places(0, part.nbytes)
-        leaves = tuple(digest(data[start : start + size]) for start, size in places)
-        found.append(Content(at, at + part.nbytes, digest(data), leaves))
-        at += part.nbytes
-    return found
 
 
 def load_known(

@@ -1,10 +1,12 @@
 """Tensors of several leaves, and what a process has of a memory manager."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.digest import LEAF_BYTES, digest, leaf_places
+from tensor_dedup.loader.residents.leaves import Content
 from tensor_dedup.loader.residents.manager import (
     ManagerResidents,
     ResidentQuery,
@@ -12,7 +14,7 @@ from tensor_dedup.loader.residents.manager import (
     host_session,
 )
 from tensor_dedup.loader.residents.provider import HostProvider
-from tensor_dedup.loader.residents.resident import Resident, digest_of
+from tensor_dedup.loader.residents.resident import Resident, digest_of, tensor_bytes
 from tensor_dedup.memory_manager.client import Client
 
 ROW = 1024  # numbers; 512 rows are a leaf
@@ -63,3 +65,15 @@ class Process:
 def request_for(tensor: torch.Tensor, recipe: str = "") -> ResidentRequest:
     name = digest_of(tensor)
     return ResidentRequest(recipe or f"recipe of {name}", tensor, name)
+
+
+def contents_of(parts: Sequence[torch.Tensor]) -> list[Content]:
+    """What a tensor of these parts, one beside the other, consists of."""
+    found, at = [], 0
+    for part in parts:
+        data = tensor_bytes(part)
+        places = leaf_places(0, part.nbytes)
+        leaves = tuple(digest(data[start : start + size]) for start, size in places)
+        found.append(Content(at, at + part.nbytes, digest(data), leaves))
+        at += part.nbytes
+    return found
