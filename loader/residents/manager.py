@@ -16,7 +16,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import (
@@ -46,7 +48,6 @@ from tensor_dedup.loader.residents.lent import (
     LentResident,
     PartsPlan,
     composition_in,
-    is_of,
     key_in,
     leases_of,
     record_of,
@@ -67,6 +68,7 @@ from tensor_dedup.memory_manager.client import (
     Lease,
     NewLayer,
     NewTensor,
+    Put,
     connect,
 )
 from tensor_dedup.memory_manager.client.client import PUT_WAIT_S
@@ -246,10 +248,16 @@ class ManagerSession(Generic[Request, Held]):
         """Return nothing: only in host memory tensors are known to have parts in common."""
         return []
 
-    def put_built(
-        self, recipe: str, resident: Resident, found: dict[str, tuple[Held, bool]]
-    ) -> None:
-        """Put nothing."""
+    def admit(
+        self, recipe: str, geometry: ResidentKey, pieces: Sequence[LeafPiece]
+    ) -> Callable[[], None] | None:
+        """Return None: nothing is put in parts."""
+
+    def put_built(self, resident: Resident) -> tuple[Held, bool] | None:
+        """Put nothing, and return None."""
+
+    def end_known(self) -> None:
+        """Give up nothing."""
 
     def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
         """Remember nothing."""
@@ -345,21 +353,33 @@ class ManagerResidents(Generic[Request, Held]):
         return [found.get(each.recipe) for each in requests]
 
     def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Held]:
-        """Return residents of the manager that have some of these contents, which are noted.
-
-        None once it has had no room: what would be built of them could not be put.
-        """
+        """Return residents of the manager that have some of these contents, which are noted."""
         found: list[Held] = []
-        if self.refused is not None:
-            return found
         self._ask(lambda session: found.extend(session.having(geometry, contents)))
         return found
 
-    def put_built(self, recipe: str, resident: Resident) -> tuple[Held, bool] | None:
-        """Put what was built of residents from `having`; return what is lent for it, or None."""
-        found: dict[str, tuple[Held, bool]] = {}
-        self._ask(lambda session: session.put_built(recipe, resident, found))
-        return found.get(recipe)
+    def admit(
+        self, recipe: str, geometry: ResidentKey, pieces: Sequence[LeafPiece]
+    ) -> Callable[[], None] | None:
+        """Reserve room for a tensor of these pieces, of residents from `having`.
+
+        Return None if the manager cannot have it, or a function to call now and then while the rest
+        is read. Then `put_built` puts it, or `end_known` gives the room back.
+        """
+        found: list[Callable[[], None] | None] = []
+        self._ask(lambda session: found.append(session.admit(recipe, geometry, pieces)))
+        return found[0] if found else None
+
+    def put_built(self, resident: Resident) -> tuple[Held, bool] | None:
+        """Put what was built after `admit`; return what is lent for it, or None."""
+        found: list[tuple[Held, bool] | None] = []
+        self._ask(lambda session: found.append(session.put_built(resident)))
+        return found[0] if found else None
+
+    def end_known(self) -> None:
+        """Give back the room that `admit` has reserved and `put_built` has not filled."""
+        if self.session is not None:
+            self.session.end_known()
 
     def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
         """Have others find what this load has put by what it consists of."""
@@ -411,6 +431,20 @@ class HostMemory:
         ask()
 
 
+class _Admitted(NamedTuple):
+    """Room in the manager for a tensor in parts whose rest is being read."""
+
+    put: Put
+    recipe: str
+    plan: PartsPlan
+    shared_bytes: int
+
+    def progress(self) -> None:
+        """Tell the manager that the rest is being read. Safe from any thread."""
+        with suppress(MemoryManagerError):  # met again when it is put
+            self.put.progress()
+
+
 class HostSession(ManagerSession[ResidentRequest, Resident]):
     """One load's requests to a manager of host memory, where tensors have leaves in common.
 
@@ -424,6 +458,7 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         self._put: WeakSet[Resident] = WeakSet()  # by this load
         self._marks_of: dict[str, list[str]] = {}  # by recipe, of what is being put
         self._having: list[Resident] = []  # with their leases, until what is built of them is put
+        self._admitted: _Admitted | None = None
 
     def by_content(self, keys: Sequence[ResidentKey]) -> list[Resident | None]:
         """Return the residents with these bytes, also those that consist of parts."""
@@ -454,7 +489,9 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
             each.recipe: [mark for mark, layer in zip(keys, hits, strict=True) if layer is None]
             for each, keys, hits in zip(new, marks, layers, strict=True)
         }
-        for each, donors in zip(new, self._donors(layers), strict=True):
+        # What is taken of them is compared, and hashed where it is put.
+        donors_of = self._donors(layers, hashed=True)
+        for each, donors in zip(new, donors_of, strict=True):
             self._put_in_parts(each, donors, found)
         super().put(requests, found)
         # Another process may have put it in parts meanwhile.
@@ -483,31 +520,63 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         self._having = donors
         return donors
 
-    def put_built(
-        self, recipe: str, resident: Resident, found: dict[str, tuple[Resident, bool]]
-    ) -> None:
-        """Put what lies in no tensor of the manager of one that was built of such from `having`."""
-        donors, self._having = self._having, []
-        [there] = self.by_content([resident.key])
-        if there is not None:
-            found[recipe] = there, False
-            self._publish(there, [self._key(recipe)])
-            return
-        pieces, at = [], 0
-        leases = [lease for donor in donors for lease in leases_of(donor)]
-        for extent in resident.extents:
-            lent = any(is_of(lease, extent.slab) for lease in leases)
-            pieces.append(LeafPiece(at, at + extent.nbytes, extent if lent else None))
-            at += extent.nbytes
-        try:
-            tensor = resident.map(writable=False)
-        except SharedMemoryError as error:
-            self._note_unusable(f"{resident.key.digest} cannot be put: {error}")
-            return
-        request = ResidentRequest(recipe, tensor, resident.key.digest)
-        self._put_pieces(request, pieces, leases, found)
-        if recipe in found and found[recipe][1]:
-            self._put.add(found[recipe][0])
+    def admit(
+        self, recipe: str, geometry: ResidentKey, pieces: Sequence[LeafPiece]
+    ) -> Callable[[], None] | None:
+        """Reserve room for what lies in no tensor of the manager of one of these pieces.
+
+        Raises:
+            RefusedError: There is no room.
+        """
+        leases = [lease for donor in self._having for lease in leases_of(donor)]
+        plan = PartsPlan(geometry, pieces, leases)
+        if not plan.fits:
+            return None
+        put = self.client.reserve([self._key(recipe)], self.checkpoint).put
+        if put is None:
+            return None  # somebody else builds it, or has built it since it was looked for
+        self._admitted = _Admitted(put, recipe, plan, shared_in(pieces))
+        if plan.rest_bytes:
+            put.allocate([plan.tensors[-1].nbytes])
+        return self._admitted.progress
+
+    def put_built(self, resident: Resident) -> tuple[Resident, bool] | None:
+        """Put what lies in no tensor of the manager of one that was built after `admit`."""
+        admitted, self._admitted = self._admitted, None
+        assert admitted is not None, "nothing is built that was not admitted"
+        put, recipe, plan, _ = admitted
+        with put:
+            [there] = self.by_content([resident.key])
+            if there is not None:
+                put.abandon()  # before the recipe leads to it
+                self._publish(there, [self._key(recipe)])
+                return there, False
+            try:
+                data = tensor_bytes(resident.map(writable=False))
+            except SharedMemoryError as error:
+                self._note_unusable(f"{resident.key.digest} cannot be put: {error}")
+                return None
+            leases = list(plan.needed)
+            if plan.rest_bytes:
+                plan.write_rest(data, put)
+                leases += put.seal()
+            record = record_of_parts(resident.key, plan.parts)
+            put.publish(self._key(recipe), record, [lease.digest for lease in leases])
+        # Its digest is of these very bytes: all that it was built of is sealed.
+        made = self._in_parts(resident.key, leases, plan.parts, admitted.shared_bytes, hashed=True)
+        if made is None:
+            return None
+        marks = self._keys_of(leaf_marks(resident.key, data))
+        self._publish(made, [self._content_key(resident.key), *marks])
+        self._put.add(made)
+        return made, True
+
+    def end_known(self) -> None:
+        """Give back the room that `admit` has reserved, if it was not filled, and the donors."""
+        admitted, self._admitted = self._admitted, None
+        self._having = []
+        if admitted is not None:
+            admitted.put.abandon()
 
     def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
         """Have others find what this load has put by what it consists of."""
@@ -546,12 +615,13 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         leases: Sequence[Lease],
         found: dict[str, tuple[Resident, bool]],
     ) -> None:
-        plan = PartsPlan(request.key, tensor_bytes(request.tensor), pieces, leases)
+        plan = PartsPlan(request.key, pieces, leases)
         if not plan.fits:
             return
         key = self._key(request.recipe)
         layer = NewLayer(record_of_parts(request.key, plan.parts), plan.tensors)
-        result = self.client.put({key: layer}, self.checkpoint, fill=plan.fill)
+        fill = partial(plan.fill, tensor_bytes(request.tensor), request.digest)
+        result = self.client.put({key: layer}, self.checkpoint, fill=fill)
         if result.error is not None:
             raise result.error
         if key not in result.layers:
@@ -567,19 +637,20 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         if made is None:
             return
         found[request.recipe] = made, layer_found.written or plan.rest_bytes == 0
-        marks = self._marks_of.get(request.recipe)
-        marks = self._marks(request) if marks is None else marks
-        self._publish(made, [self._content_key(request.key), *marks])
+        self._publish(made, [self._content_key(request.key), *self._marks_of[request.recipe]])
 
     def _look_up(self, keys: Sequence[Sequence[str]]) -> list[list[LayerFound | None]]:
         """Return what each of these lists of keys leads to, looked up in one batch."""
         layers = iter(self.client.get([key for each in keys for key in each], self.checkpoint))
         return [list(islice(layers, len(each))) for each in keys]
 
-    def _donors(self, found: Sequence[Sequence[LayerFound | None]]) -> list[list[Resident]]:
+    def _donors(
+        self, found: Sequence[Sequence[LayerFound | None]], *, hashed: bool = False
+    ) -> list[list[Resident]]:
         """Return the tensors that marks lead to, by what each list of them leads to.
 
-        They are not what this load itself has put.
+        They are not what this load itself has put. Those in parts are hashed first, unless with
+        `hashed` their digests need not be true.
         """
         known: dict[str, Resident | None] = {each.key.digest: None for each in self._put}
         donors: list[list[Resident]] = []
@@ -590,22 +661,24 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
                 if key is None or key.digest in these:
                     continue
                 if key.digest not in known:
-                    known[key.digest] = self._of_layer(layer, key)
+                    known[key.digest] = self._of_layer(layer, key, hashed=hashed)
                 donor = known[key.digest]
                 if donor is not None and not donor.offset % PAGE:
                     these[key.digest] = donor
             donors.append(list(these.values()))
         return donors
 
-    def _of_layer(self, layer: LayerFound | None, key: ResidentKey) -> Resident | None:
-        """Return the resident of a layer: a whole tensor, or one in parts."""
+    def _of_layer(
+        self, layer: LayerFound | None, key: ResidentKey, *, hashed: bool = False
+    ) -> Resident | None:
+        """Return the resident of a layer: a whole tensor, or one in parts, hashed if not before."""
         composition = None if layer is None else composition_in(layer.record)
         if layer is None or composition is None:
             return super()._of_layer(layer, key)
         found = composition.key
         if replace(found, digest=key.digest) != key or key.digest not in ("", found.digest):
             return None
-        return self._in_parts(found, layer.leases, composition.parts)
+        return self._in_parts(found, layer.leases, composition.parts, hashed=hashed)
 
     def _in_parts(
         self,
@@ -616,7 +689,10 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         *,
         hashed: bool = False,
     ) -> LentInParts | None:
-        """Return a tensor of parts, or None if these are not its parts; `hashed` says they are."""
+        """Return a tensor of parts, or None if these are not its parts.
+
+        With `hashed` they are not hashed: that was done, or need not be.
+        """
         try:
             found = LentInParts(key, leases, parts, leaf_shared_bytes)
             true = hashed or found.has_its_digest()

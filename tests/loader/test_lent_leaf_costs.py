@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+import deferring
 import managers
-from lent_tensors import LEAVES, Process, changed, contents_of, request_for, rows
+from lent_tensors import LEAVES, Process, changed, contents_of, load_file_of_qkv, request_for, rows
 from manager_fakes import PlayedClients
 from tensor_dedup.digest import LEAF_BYTES, digest
+from tensor_dedup.loader.checkpoint_io.sources import StaleHintError
+from tensor_dedup.loader.residents import lent
 from tensor_dedup.loader.residents.leaves import Content, content_marks, leaf_marks
 from tensor_dedup.loader.residents.lent import record_of, record_of_parts
 from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM, registry
@@ -232,3 +235,72 @@ def test_what_the_manager_remembers_of_a_model(
     assert len(state.records) == count > 16 * len(tensors)
     assert len({record for _, record in state.records.items()}) <= 2 * len(tensors)
     assert state.ledger.remembered - before <= mib * (1 << 20)
+
+
+# What is read of a known fine-tune where the manager cannot have it.
+
+
+def saved(folder: Path, *tensors: dict[str, torch.Tensor]) -> list[Path]:
+    return [deferring.save(folder / f"{n}.safetensors", each) for n, each in enumerate(tensors)]
+
+
+def test_a_full_manager_costs_no_second_reading(tmp_path: Path) -> None:
+    """Whether there is room is known before anything is read."""
+    tmp_path.chmod(0o700)
+    base = {name: rows(4, 130 + n) for n, name in enumerate("qkv")}
+    large, small = {**base, "q": rows(4, 133)}, {**base, "v": changed(base["v"], 1)}
+    paths = saved(tmp_path, base, large, small)
+    with (
+        managers.running(tmp_path, "--budget", str(30 << 20)) as manager,
+        ExitStack() as stack,
+    ):
+        one, two = (
+            Process(stack.enter_context(connect(manager.socket, keep_connected=False)))
+            for _ in range(2)
+        )
+        held, _, read = load_file_of_qkv(one, paths[0], known=False)
+        assert read == 12 * LEAF_BYTES
+        first, session, read = load_file_of_qkv(two, paths[1], known=True, lent=False)
+        assert "no room" in (session.provider.not_lent or "")
+        assert read == 12 * LEAF_BYTES
+        assert torch.equal(first, torch.cat([*large.values()]))
+        # What needs less than there is still costs only that.
+        second, session, read = load_file_of_qkv(two, paths[2], known=True)
+        assert (read, session.ledger.leaf_shared_bytes) == (LEAF_BYTES, 11 * LEAF_BYTES)
+        assert torch.equal(second, torch.cat([*small.values()]))
+        assert torch.equal(held, torch.cat([*base.values()]))
+        assert manager.overview().totals.builds == 0
+
+
+def test_a_record_that_is_too_large_costs_no_second_reading(
+    process: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = {name: rows(4, 140 + n) for n, name in enumerate("qkv")}
+    tune = {**base, "q": rows(4, 143)}
+    paths = saved(tmp_path, base, tune)
+    held, _, _ = load_file_of_qkv(process(), paths[0], known=False)
+    monkeypatch.setattr(lent, "MAX_RECORD", 64)
+    loaded, session, read = load_file_of_qkv(process(), paths[1], known=True)
+    assert (read, session.ledger.leaf_shared_bytes) == (12 * LEAF_BYTES, 0)
+    assert torch.equal(loaded, torch.cat([*tune.values()]))
+    assert held.nbytes
+
+
+def test_who_cannot_read_a_known_tensor_reserves_nothing(
+    manager: managers.Manager, process: Make, tmp_path: Path
+) -> None:
+    """Another load builds it meanwhile, and does not wait for the first."""
+    base = {name: rows(4, 150 + n) for n, name in enumerate("qkv")}
+    tune = {**base, "q": rows(4, 153)}
+    paths = saved(tmp_path, base, tune)
+    held, _, _ = load_file_of_qkv(process(), paths[0], known=False)
+    first, second = process(), process()
+    with pytest.raises(StaleHintError):
+        load_file_of_qkv(first, paths[1], known=True, wrong="q")
+    totals = manager.overview().totals
+    assert totals.builds == 0
+    assert totals.slabs == 1
+    loaded, _, read = load_file_of_qkv(second, paths[1], known=True)
+    assert read == 4 * LEAF_BYTES
+    assert torch.equal(loaded, torch.cat([*tune.values()]))
+    assert held.nbytes

@@ -15,7 +15,6 @@ import torch
 from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from safetensors.torch import load_file
 
 import deferring
 import managers
@@ -26,16 +25,14 @@ from lent_tensors import (
     Process,
     changed,
     contents_of,
+    load_file_of_qkv,
     request_for,
     rows,
 )
 from process_state import slab_memory
 from tensor_dedup import libc, shared_bytes, verify
-from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import AuditError
-from tensor_dedup.loader.deferred.evaluate import Scratch
-from tensor_dedup.loader.deferred.session import LoadSession
 from tensor_dedup.loader.residents import mappings
 from tensor_dedup.loader.residents.leaves import build_from_contents
 from tensor_dedup.loader.residents.lent import LentInParts, composition_in, record_of_parts
@@ -44,7 +41,6 @@ from tensor_dedup.loader.residents.manager import (
     ResidentQuery,
     host_session,
 )
-from tensor_dedup.loader.residents.provider import HostProvider
 from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM, registry
 from tensor_dedup.loader.residents.resident import (
     Resident,
@@ -419,11 +415,12 @@ def load_known(
 
     contents, geometry = contents_of(parts), resident_key(whole, "")
 
-    def build(residents: Sequence[Resident]) -> Resident | None:
-        return build_from_contents(geometry, contents, fetch, digest_of, residents)
+    def build(residents: Sequence[Resident], admit: Any) -> Resident | None:
+        return build_from_contents(geometry, contents, fetch, digest_of, residents, admit)
 
-    built = provider.build_known(geometry, contents, build)
+    built = provider.build_known(recipe, geometry, contents, build)
     if built is None:
+        provider.end_known()
         return None, sum(read)
     entered = provider.enter_known(recipe, built)
     assert entered is not None
@@ -469,35 +466,6 @@ def test_of_a_known_tensor_only_what_no_other_process_has_is_read(
     assert verify().ok
 
 
-def _fuse(model: Any, weights: deferring.Weights) -> None:
-    """As vLLM's own code loads q, k and v."""
-    at = 0
-    for name in "qkv":
-        model.fused.data[at : at + len(weights[name])].copy_(weights[name])
-        at += len(weights[name])
-
-
-def _load_file(
-    process: Process | None, path: Path, *, known: bool, **config: Any
-) -> tuple[torch.Tensor, LoadSession, int]:
-    """A fused tensor as a session loads it; how many bytes of the file were read."""
-    model = deferring.module(fused=torch.zeros(12 * ROWS_OF_A_LEAF, ROW))
-    with deferring.deferred(model, path, _fuse) as run:
-        for source in run.file.tensors.values() if known else ():
-            [content] = contents_of([load_file(path)[source.spec.name]])
-            source.digest, source.leaves = content.digest, content.leaves
-        provider = HostProvider() if process is None else process.provider()
-        session = LoadSession(
-            TensorDedupConfig(**config), run.reader, Scratch(), run.evaluator, provider
-        )
-        session.expect(list(run.parameters.values()))
-        session.share(list(run.parameters.values()))
-        session.close()
-        read = run.reader.counters.bytes_read
-    assert session.provider.not_lent is None
-    return run.model.get_parameter("fused").data, session, read
-
-
 def test_a_session_reads_of_a_known_file_what_no_other_process_has(
     manager: managers.Manager, process: Make, tmp_path: Path
 ) -> None:
@@ -506,16 +474,16 @@ def test_a_session_reads_of_a_known_file_what_no_other_process_has(
     paths = [
         deferring.save(tmp_path / f"{n}.safetensors", each) for n, each in enumerate((base, tune))
     ]
-    first, session, read = _load_file(process(), paths[0], known=False)
+    first, session, read = load_file_of_qkv(process(), paths[0], known=False)
     assert (read, session.ledger.leaf_shared_bytes) == (12 * LEAF_BYTES, 0)
     charged = manager.overview().totals.resident_bytes
-    second, session, read = _load_file(process(), paths[1], known=True)
+    second, session, read = load_file_of_qkv(process(), paths[1], known=True)
     assert (read, session.ledger.leaf_shared_bytes) == (5 * LEAF_BYTES, 7 * LEAF_BYTES)
     assert torch.equal(second, torch.cat([*tune.values()]))
     assert manager.overview().totals.resident_bytes - charged == 5 * LEAF_BYTES
     # It is there now; what is checked is read, and is right.
     for config, expected in (({}, 0), ({"audit": 1.0}, 12), ({"verify_bytes": True}, 12)):
-        third, session, read = _load_file(process(), paths[1], known=True, **config)
+        third, session, read = load_file_of_qkv(process(), paths[1], known=True, **config)
         assert read == expected * LEAF_BYTES
         assert session.ledger.leaf_shared_bytes == 0
         assert torch.equal(third, second)
@@ -528,9 +496,9 @@ def test_a_session_without_a_manager_reads_what_nobody_has_here(tmp_path: Path) 
     paths = [
         deferring.save(tmp_path / f"{n}.safetensors", each) for n, each in enumerate((base, tune))
     ]
-    first, _, _ = _load_file(None, paths[0], known=False)
+    first, _, _ = load_file_of_qkv(None, paths[0], known=False)
     held = [*registry.residents()]
-    second, session, read = _load_file(None, paths[1], known=True)
+    second, session, read = load_file_of_qkv(None, paths[1], known=True)
     assert (read, session.ledger.leaf_shared_bytes) == (4 * LEAF_BYTES, 8 * LEAF_BYTES)
     assert shared_bytes(first, second) == 8 * LEAF_BYTES
     assert torch.equal(second, torch.cat([*tune.values()]))
@@ -550,8 +518,8 @@ def test_an_audit_finds_that_a_record_lies(process: Make, tmp_path: Path) -> Non
     lies = [q, lie._replace(start=k.start, end=k.end), v]
     provider.note_contents(held, lies)
     with pytest.raises(AuditError):
-        _load_file(process(), path, known=True, audit=1.0)
-    loaded, session, _ = _load_file(process(), path, known=True, verify_bytes=True)
+        load_file_of_qkv(process(), path, known=True, audit=1.0)
+    loaded, session, _ = load_file_of_qkv(process(), path, known=True, verify_bytes=True)
     assert session.ledger.collisions == 1
     assert torch.equal(loaded, torch.cat([*tune.values()]))
     assert held.nbytes
