@@ -15,13 +15,22 @@ import torch
 
 import deferring
 import managers
-from lent_tensors import LEAVES, Process, changed, contents_of, load_file_of_qkv, request_for, rows
+from lent_tensors import (
+    LEAVES,
+    ROWS_OF_A_LEAF,
+    Process,
+    changed,
+    contents_of,
+    load_file_of_qkv,
+    request_for,
+    rows,
+)
 from manager_fakes import PlayedClients
 from tensor_dedup.digest import LEAF_BYTES, digest
 from tensor_dedup.loader.checkpoint_io.sources import StaleHintError
 from tensor_dedup.loader.residents import lent
 from tensor_dedup.loader.residents.leaves import Content, content_marks, leaf_marks
-from tensor_dedup.loader.residents.lent import record_of, record_of_parts
+from tensor_dedup.loader.residents.lent import LentInParts, record_of, record_of_parts
 from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM, registry
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.client.connection import Connection
@@ -96,6 +105,26 @@ def test_requests_do_not_grow_with_the_marks(
         "LookupDigests": 1 + 2 * 6,
         "Publish": 2 * 6,
     }
+
+
+def test_a_donor_in_parts_is_not_hashed_for_its_leaves(
+    process: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is taken of it is compared, and hashed with the rest where it is put."""
+    base = rows(LEAVES, 111)
+    held = process().load(base)
+    first = base.clone()
+    first[ROWS_OF_A_LEAF : 3 * ROWS_OF_A_LEAF] += 1  # on the pages that marks are of
+    [(donor, _)] = process().load(first)
+    assert isinstance(donor, LentInParts)
+    hashed: list[LentInParts] = []
+    monkeypatch.setattr(LentInParts, "has_its_digest", lambda self: bool(hashed.append(self)))
+    second = changed(first, 8)
+    [(resident, _)] = process().load(second)
+    assert resident.leaf_shared_bytes == 9 * LEAF_BYTES
+    assert torch.equal(resident.map(), second)
+    assert not hashed
+    assert held
 
 
 def test_many_keys_are_published_in_messages_of_their_limit(

@@ -33,6 +33,7 @@ from process_state import slab_memory
 from tensor_dedup import libc, shared_bytes, verify
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import AuditError
+from tensor_dedup.loader.residents import manager as manager_module
 from tensor_dedup.loader.residents import mappings
 from tensor_dedup.loader.residents.leaves import build_from_contents
 from tensor_dedup.loader.residents.lent import LentInParts, composition_in, record_of_parts
@@ -121,6 +122,29 @@ def test_parts_that_are_not_the_tensor_are_nobodys(known: bool, process: Make) -
     assert made
     assert torch.equal(resident.map(), wanted)
     assert "are not that tensor's" in str(provider.not_lent)
+
+
+def test_of_a_donor_that_is_not_what_it_is_called_only_equal_leaves_are_taken(
+    process: Make,
+) -> None:
+    """A peer says of parts of another tensor that they are one with the leaves that are looked for.
+
+    Donors are not hashed: their leaves are compared.
+    """
+    liar, wanted = process(), rows(LEAVES, 714)
+    other = changed(wanted, 3, 4)  # with the marks of what is wanted
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager_module, "leaf_marks", lambda *_: [])
+        [(held, _)] = liar.load(other)
+    session = host_session(liar.client, "a lie")
+    key = replace(held.key, digest="c" * 64)
+    record = record_of_parts(key, [(0, 0, other.nbytes)])
+    keys = session._marks(request_for(wanted))
+    assert liar.client.publish(keys, record, [held.key.digest]) == len(keys)
+    [(resident, made)] = process().load(wanted)
+    assert made
+    assert resident.leaf_shared_bytes == (LEAVES - 2) * LEAF_BYTES
+    assert torch.equal(resident.map(), wanted)
 
 
 def test_another_process_puts_only_what_differs(manager: managers.Manager, process: Make) -> None:
