@@ -146,6 +146,10 @@ class ManagedMemory(Protocol[Request, _Held_co]):
     def namespace(self) -> str:
         """The prefix of keys, so that managers of different memory never mix them up."""
 
+    @property
+    def whole_only(self) -> str | None:
+        """The reason why no tensor can have leaves of another, or None."""
+
     def resident(self, key: ResidentKey, lease: Lease) -> _Held_co:
         """Return the resident that a lease is on; the digest of `key` may be "".
 
@@ -178,7 +182,7 @@ class ManagerSession(Generic[Request, Held]):
         self.checkpoint: Final = checkpoint
         self.memory: Final = memory
         self.unusable: str | None = None
-        self.not_by_leaf: str | None = None  # why a tensor was put whole that others have parts of
+        self.not_by_leaf: str | None = None  # why a large tensor was put whole
 
     def by_content(self, keys: Sequence[ResidentKey]) -> list[Held | None]:
         """Return the residents with these bytes, in order, or None, looked up in one batch."""
@@ -216,6 +220,8 @@ class ManagerSession(Generic[Request, Held]):
         result = self.client.put(layers, self.checkpoint, fill=self.memory.fill(by_key))
         for key, layer in result.layers.items():
             each, [lease] = by_key[key], layer.leases
+            if layer.written and each.nbytes >= LEAF_SHARED_FROM and self.not_by_leaf is None:
+                self.not_by_leaf = self.memory.whole_only
             resident = self._resident(each.key, lease)
             if resident is not None:
                 found[each.recipe] = resident, layer.written
@@ -414,6 +420,7 @@ class HostMemory:
     """Host memory: the client copies the bytes, and the manager hashes them."""
 
     namespace: Final = "tensor"
+    whole_only: Final = None
 
     def resident(self, key: ResidentKey, lease: Lease) -> Resident:
         """Return the resident that a lease is on."""
