@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 from weakref import WeakSet
 
+from tensor_dedup.loader.residents.host_manager import HostResidents, host_manager_residents
 from tensor_dedup.loader.residents.leaves import (
     Content,
     LeafPiece,
@@ -20,13 +21,7 @@ from tensor_dedup.loader.residents.leaves import (
     note_contents,
     relink,
 )
-from tensor_dedup.loader.residents.manager import (
-    HostResidents,
-    ManagerResidents,
-    ResidentQuery,
-    ResidentRequest,
-    host_manager_residents,
-)
+from tensor_dedup.loader.residents.manager import ManagerResidents, ResidentQuery, ResidentRequest
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.residents.resident import Resident, pack
 from tensor_dedup.loader.residents.slab import MappingLimitError

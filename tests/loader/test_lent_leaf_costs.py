@@ -118,7 +118,12 @@ def test_a_donor_in_parts_is_not_hashed_for_its_leaves(
     [(donor, _)] = process().load(first)
     assert isinstance(donor, LentInParts)
     hashed: list[LentInParts] = []
-    monkeypatch.setattr(LentInParts, "has_its_digest", lambda self: bool(hashed.append(self)))
+
+    def note(self: LentInParts) -> bool:
+        hashed.append(self)
+        return False
+
+    monkeypatch.setattr(LentInParts, "has_its_digest", note)
     second = changed(first, 8)
     [(resident, _)] = process().load(second)
     assert resident.leaf_shared_bytes == 9 * LEAF_BYTES

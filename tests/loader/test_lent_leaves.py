@@ -33,15 +33,11 @@ from process_state import slab_memory
 from tensor_dedup import libc, shared_bytes, verify
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import AuditError
-from tensor_dedup.loader.residents import manager as manager_module
-from tensor_dedup.loader.residents import mappings
+from tensor_dedup.loader.residents import host_manager, mappings
+from tensor_dedup.loader.residents.host_manager import HostSession, host_session
 from tensor_dedup.loader.residents.leaves import build_from_contents
 from tensor_dedup.loader.residents.lent import LentInParts, composition_in, record_of_parts
-from tensor_dedup.loader.residents.manager import (
-    HostSession,
-    ResidentQuery,
-    host_session,
-)
+from tensor_dedup.loader.residents.manager import ResidentQuery
 from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM, registry
 from tensor_dedup.loader.residents.resident import (
     Resident,
@@ -134,7 +130,7 @@ def test_of_a_donor_that_is_not_what_it_is_called_only_equal_leaves_are_taken(
     liar, wanted = process(), rows(LEAVES, 714)
     other = changed(wanted, 3, 4)  # with the marks of what is wanted
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manager_module, "leaf_marks", lambda *_: [])
+        patch.setattr(host_manager, "leaf_marks", lambda *_: [])
         [(held, _)] = liar.load(other)
     session = host_session(liar.client, "a lie")
     key = replace(held.key, digest="c" * 64)

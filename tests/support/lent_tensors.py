@@ -13,13 +13,9 @@ from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.digest import LEAF_BYTES, digest, leaf_places
 from tensor_dedup.loader.deferred.evaluate import Scratch
 from tensor_dedup.loader.deferred.session import LoadSession
+from tensor_dedup.loader.residents.host_manager import host_session
 from tensor_dedup.loader.residents.leaves import Content
-from tensor_dedup.loader.residents.manager import (
-    ManagerResidents,
-    ResidentQuery,
-    ResidentRequest,
-    host_session,
-)
+from tensor_dedup.loader.residents.manager import ManagerResidents, ResidentQuery, ResidentRequest
 from tensor_dedup.loader.residents.provider import HostProvider
 from tensor_dedup.loader.residents.resident import Resident, digest_of, tensor_bytes
 from tensor_dedup.memory_manager.client import Client
