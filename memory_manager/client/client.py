@@ -466,10 +466,14 @@ class Client:
         for key, layer in list(self._records.items()):
             layers.setdefault(layer, []).append(key)
         for (record, digests), keys in layers.items():
-            try:
-                publish(connection, 0, record, digests, keys)
-            except RefusedError as error:
-                log.debug("layer %s was not published again: %s", keys[0], str(error))
+            while keys:
+                try:
+                    publish(connection, 0, record, digests, keys)
+                    break
+                except RefusedError as error:
+                    log.debug("layer %s was not published again: %s", keys[0], str(error))
+                    # Who builds it keeps this key; the others still lead to what is here.
+                    keys = keys[1:] if error.code == "being_built" else []
 
 
 def _lease_page(

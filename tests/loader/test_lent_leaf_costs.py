@@ -148,6 +148,26 @@ def test_many_keys_are_published_in_messages_of_their_limit(
     assert first.record == last.record == b"record"
 
 
+def test_a_key_that_somebody_builds_keeps_no_other_from_the_next_manager(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    with ExitStack() as stack:
+        with managers.running(tmp_path) as first:
+            one = stack.enter_context(first.client())
+            [lease] = managers.build(one, "layer", b"w" * 5000)
+            one.remember(["layer", "mark"], b"record of layer", [lease.digest])
+            first.kill()
+        second = stack.enter_context(managers.running(tmp_path))
+        other = stack.enter_context(second.client())
+        reservation = other.reserve(["layer"])
+        assert reservation.put is not None
+        assert one.reconnect() == 1
+        [built, found] = other.get(["layer", "mark"])
+        assert built is None
+        assert found is not None
+        assert found.record == b"record of layer"
+        reservation.put.abandon()
+
+
 class OlderManager(managers.Manager):
     """One that speaks and understands an older version only."""
 
