@@ -52,6 +52,11 @@ class DeviceMemory:
         self.gpu: Final = gpu
         self.opener: Final = opener_for(welcome.backend, gpu.driver, gpu.device)
 
+    @property
+    def whole_only(self) -> str | None:
+        """The reason why no tensor can have leaves of another, or None."""
+        return self.opener.whole_only
+
     def resident(self, key: ResidentKey, lease: Lease) -> DeviceResident:
         """Return the resident that a lease is on.
 

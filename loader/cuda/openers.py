@@ -28,6 +28,10 @@ class MappedExtent(NamedTuple):
 class Opener(Protocol):
     """A way to open a slab. Every method may raise BackendError, and then leaves nothing behind."""
 
+    @property
+    def whole_only(self) -> str | None:
+        """The reason why parts of several slabs can never lie side by side, or None."""
+
     def open(self, extents: Sequence[MappedExtent], access: Access) -> int:
         """Map all extents one after the other and return the address of the first."""
 
@@ -67,6 +71,8 @@ def total(extents: Sequence[MappedExtent]) -> int:
 
 class VmmOpener:
     """The opener of descriptors of memory allocated with cuMemCreate."""
+
+    whole_only: Final = None
 
     def __init__(self, driver: Driver, device: GpuInfo) -> None:
         self._driver = driver
@@ -180,6 +186,11 @@ def _places(address: int, extents: Sequence[MappedExtent]) -> list[tuple[int, in
 
 class IpcOpener:
     """The opener of tickets of the backend `ipc`, whose memory is always mapped writable."""
+
+    whole_only: Final = (
+        "with the backend `ipc` the driver chooses addresses, so leaves of others cannot lie "
+        "beside a tensor's own; tensors are shared whole"
+    )
 
     def __init__(self, driver: Driver, device: GpuInfo) -> None:
         self._driver = driver

@@ -56,8 +56,9 @@ class GpuProvider:
         return self._manager.not_lent
 
     @property
-    def not_by_leaf(self) -> None:
-        """None: tensors are shared whole on a GPU."""
+    def not_by_leaf(self) -> str | None:
+        """The reason why tensors of this GPU's manager can only be shared whole, or None."""
+        return self._manager.not_by_leaf
 
     def reason(self, name: str) -> str | None:
         """Return why a tensor of this name stays private, or None; engines write to some."""

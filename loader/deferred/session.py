@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from tensor_dedup.config import TensorDedupConfig
     from tensor_dedup.loader.checkpoint_io.sources import SourceReader, SourceTensor
     from tensor_dedup.loader.deferred.evaluate import Evaluator, Scratch
-    from tensor_dedup.loader.residents.provider import AnyResident, ResidentProvider
+    from tensor_dedup.loader.residents.provider import Admit, AnyResident, ResidentProvider
 
 # What is larger is read straight into shared memory, at 0.7 s a GB more: threads that write to one
 # memory file do so in turns. So no load needs more memory beside its model than this for a tensor.
@@ -327,20 +327,23 @@ class LoadSession:
             else:
                 self.reader.read_leaves(sources[number], leaves, write)
 
-        def build(others: Sequence[Resident]) -> Resident | None:
-            return build_from_contents(geometry, contents, read, self.digest_of, others)
+        def build(others: Sequence[Resident], admit: Admit | None) -> Resident | None:
+            return build_from_contents(geometry, contents, read, self.digest_of, others, admit)
 
         try:
-            resident = provider.build_known(geometry, contents, build)
-        except SharedMemoryError:
-            return False  # met again, and said, on the ordinary way
-        if resident is None:
-            return False
-        if len(contents) == 1 and resident.key.digest != contents[0].digest:
-            raise_stale(sources[0], resident.key.digest, "it", contents[0].digest)
-        if not self._is_as_loaded(each, resident):
-            return True
-        return self._install_known(each, provider, resident, contents)
+            try:
+                resident = provider.build_known(self._recipe_key(each), geometry, contents, build)
+            except SharedMemoryError:
+                return False  # met again, and said, on the ordinary way
+            if resident is None:
+                return False
+            if len(contents) == 1 and resident.key.digest != contents[0].digest:
+                raise_stale(sources[0], resident.key.digest, "it", contents[0].digest)
+            if not self._is_as_loaded(each, resident):
+                return True
+            return self._install_known(each, provider, resident, contents)
+        finally:
+            provider.end_known()
 
     def _install_known(
         self,

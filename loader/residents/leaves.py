@@ -203,6 +203,7 @@ def build_from_contents(
     read: Callable[[int, Sequence[int] | None, Write], None],
     digest_of: Callable[[torch.Tensor], str],
     residents: Sequence[Resident] | None = None,
+    admit: Callable[[Sequence[LeafPiece]], Callable[[], None] | None] | None = None,
 ) -> Resident | None:
     """Return a resident of which others have a part, without reading that; None if none has one.
 
@@ -211,6 +212,9 @@ def build_from_contents(
     these leaves of a content, or all of it for None, and calls `write(piece, offset)` for every
     piece, with the offset in the content, from any threads; its errors are passed on. The digest of
     `geometry` is ignored: that of the resident is what `digest_of` returns for its bytes.
+
+    `admit` is asked before anything is read, and returns None if a tensor of these pieces is not
+    wanted, or a function to call now and then while the rest is read, from any threads.
 
     Raises:
         MappingLimitError, OutOfMemoryError: As `build_from_leaves` does.
@@ -227,13 +231,16 @@ def build_from_contents(
     pieces = _planned(there, nbytes)
     if pieces is None:
         return None
+    go_on = admit(pieces) if admit is not None else _nothing
+    if go_on is None:
+        return None
     rest = _Rest(pieces, _phase(there))
     _copy_seams(rest, there)
     for number, content in enumerate(contents):
         missing = [unit for unit in units if unit.content == number and unit not in taken]
         leaves = [unit.leaf for unit in missing if unit.leaf is not None]
         if missing:
-            write = partial(_put_beyond, rest, content.start)
+            write = partial(_put_beyond, rest, content.start, go_on)
             read(number, leaves if 0 < len(leaves) < len(content.leaves) else None, write)
     unnamed = Resident(geometry, rest.extents(), shared_in(pieces))
     key = replace(geometry, digest=digest_of(unnamed.map(writable=False)))
@@ -242,8 +249,15 @@ def build_from_contents(
     return made
 
 
-def _put_beyond(rest: _Rest, start: int, piece: memoryview, offset: int) -> None:
+def _put_beyond(
+    rest: _Rest, start: int, go_on: Callable[[], None], piece: memoryview, offset: int
+) -> None:
     rest.put(piece, start + offset)
+    go_on()
+
+
+def _nothing() -> None:
+    """Do nothing."""
 
 
 def _units(contents: Sequence[Content]) -> Iterator[_Unit]:

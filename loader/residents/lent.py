@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import msgspec
@@ -22,7 +23,7 @@ from tensor_dedup.loader.residents.slab import (
     SlabExtent,
     SlabUsageError,
 )
-from tensor_dedup.memory_manager.client import Lease, NewTensor, SharedSlab
+from tensor_dedup.memory_manager.client import LayerFound, Lease, NewTensor, SharedSlab
 from tensor_dedup.memory_manager.errors import RefusedError
 from tensor_dedup.memory_manager.protocol.layout import PAGE_ALIGNED_FROM
 from tensor_dedup.memory_manager.protocol.limits import MAX_RECORD, MAX_RECORD_DIGESTS
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.residents.slab import ByteArray
     from tensor_dedup.memory_manager.client.puts import Put, TensorSlot
 
+_ANY_DIGEST: Final = "0" * 64
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 LeasedPart: TypeAlias = tuple[int, int, int]
 """A part of a tensor: the number of a lease, the first byte in what is leased, and how many."""
@@ -183,6 +185,20 @@ def composition_in(record: bytes) -> Composition | None:
     return found if _fill(found.contents, sum(nbytes for _, _, nbytes in found.parts)) else None
 
 
+def key_in(layer: LayerFound) -> ResidentKey | None:
+    """Return the key of the tensor that a layer is, whole or in parts; None if it is no tensor."""
+    composition = composition_in(layer.record)
+    if composition is not None:
+        return composition.key
+    try:
+        found = msgspec.msgpack.decode(layer.record, type=_Geometry)
+    except msgspec.MsgspecError:
+        return None
+    if len(layer.leases) != 1:
+        return None
+    return ResidentKey(found.dtype, found.shape, found.stride, layer.leases[0].digest)
+
+
 def _fill(contents: Sequence[Content], nbytes: int) -> bool:
     """Return whether contents lie one beside the other in a tensor and fill it, or are unknown."""
     at = 0
@@ -215,15 +231,12 @@ class PartsPlan:
     """
 
     def __init__(
-        self,
-        key: ResidentKey,
-        data: memoryview,
-        pieces: Sequence[LeafPiece],
-        leases: Sequence[Lease],
+        self, geometry: ResidentKey, pieces: Sequence[LeafPiece], leases: Sequence[Lease]
     ) -> None:
-        self._key, self._data, self._pieces = key, data, pieces
+        """Plan a tensor of these pieces; the digest of `geometry` is ignored."""
+        self._pieces = pieces
         used: dict[str, int] = {}  # the number of each lease, by its digest
-        needed: list[Lease] = []
+        self.needed: list[Lease] = []
         self.rest_bytes = 0
         parts: list[LeasedPart] = []
         for start, end, there in pieces:
@@ -233,52 +246,61 @@ class PartsPlan:
                 continue
             for lease, offset, nbytes in _leased(there, leases):
                 if lease.digest not in used:
-                    used[lease.digest] = len(needed)
-                    needed.append(lease)
+                    used[lease.digest] = len(self.needed)
+                    self.needed.append(lease)
                 parts.append((used[lease.digest], offset, nbytes))
-        rest = len(needed)
+        rest = len(self.needed)
         self.parts = tuple((rest if n < 0 else n, at, nbytes) for n, at, nbytes in parts)
-        self.tensors = tuple(NewTensor(each.nbytes, each.digest) for each in needed)
+        self.tensors = tuple(NewTensor(each.nbytes, each.digest) for each in self.needed)
         if self.rest_bytes:
             # What is smaller need not begin with a page where others have the same bytes.
             self.tensors += (NewTensor(max(self.rest_bytes, PAGE_ALIGNED_FROM)),)
-        covered = sum(nbytes for _, _, nbytes in parts) == self._data.nbytes
+        covered = sum(nbytes for _, _, nbytes in parts) == pieces[-1].end
+        key = replace(geometry, digest=_ANY_DIGEST)  # as long as every other
         small = len(record_of_parts(key, self.parts)) <= MAX_RECORD
         self.fits = covered and small and len(self.tensors) <= MAX_RECORD_DIGESTS
 
-    def fill(self, put: Put, missing: Sequence[TensorSlot]) -> Sequence[str]:
-        """Write the rest, and hash the whole from the very bytes that are written and leased.
+    def fill(
+        self, data: memoryview, digest: str, put: Put, missing: Sequence[TensorSlot]
+    ) -> Sequence[str]:
+        """Write the rest of `data`, and hash the whole from the very bytes written and leased.
 
         What is read may be a mapped file that somebody writes meanwhile. The manager only hashes
         the rest, of which nobody has announced a digest.
 
         Raises:
             RefusedError: A leased tensor is not there any more, as in another manager
-                ("not_resident"), cannot be mapped ("no_memory"), or the whole is not what its key
-                says ("mismatch").
+                ("not_resident"), cannot be mapped ("no_memory"), or the whole has another digest
+                than `digest` ("mismatch").
         """
         if [index for _, index in missing] != [len(self.tensors) - 1] or not self.rest_bytes:
             raise RefusedError(
                 "a tensor that was leased is not resident; load privately", code="not_resident"
             )
-        whole = StreamDigest(nbytes=self._data.nbytes)
-        at = 0
-        for start, end, there in self._pieces:
-            if there is not None:
-                whole.update(_mapped(there))
-                continue
-            for first in range(start, end, LEAF_BYTES):
-                piece = bytes(self._data[first : min(first + LEAF_BYTES, end)])
-                put.write(0, piece, at)
-                whole.update(piece)
-                at += len(piece)
-            put.progress()
-        if whole.hexdigest() != self._key.digest:
+        whole = StreamDigest(nbytes=data.nbytes)
+        self.write_rest(data, put, whole)
+        if whole.hexdigest() != digest:
             raise RefusedError(
-                f"a tensor of {self._key.digest} has changed since it was hashed; load it again",
+                f"a tensor of {digest} has changed since it was hashed; load it again",
                 code="mismatch",
             )
         return ()
+
+    def write_rest(self, data: memoryview, put: Put, whole: StreamDigest | None = None) -> None:
+        """Write the rest into the first tensor of a put; `whole` is given all bytes, in order."""
+        at = 0
+        for start, end, there in self._pieces:
+            if there is not None:
+                if whole is not None:
+                    whole.update(_mapped(there))
+                continue
+            for first in range(start, end, LEAF_BYTES):
+                piece = bytes(data[first : min(first + LEAF_BYTES, end)])
+                put.write(0, piece, at)
+                if whole is not None:
+                    whole.update(piece)
+                at += len(piece)
+            put.progress()
 
 
 def _mapped(there: SlabExtent) -> ByteArray:

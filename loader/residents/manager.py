@@ -1,62 +1,30 @@
 """The memory manager as a load uses it: residents of other processes, and those put there.
 
 A borrowed tensor is a resident like any other, in a slab of the manager; its lease ends with it.
-The same code serves a manager of host memory (`HostMemory`, here) and one of a GPU
-(`tensor_dedup.loader.cuda.manager_residents`). A failure of the manager costs sharing and never a
-load: it is logged once, and the tensors stay in this process.
+The same code serves a manager of host memory (`tensor_dedup.loader.residents.host_manager`) and one
+of a GPU (`tensor_dedup.loader.cuda.manager_residents`). A failure of the manager costs sharing and
+never a load: it is logged once, and the tensors stay in this process.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import multiprocessing
 import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import (
-    TYPE_CHECKING,
-    Final,
-    Generic,
-    NamedTuple,
-    Protocol,
-    TypeVar,
-)
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from blake3 import blake3
 
-from tensor_dedup.loader.residents.leaves import (
-    Content,
-    LeafPiece,
-    content_marks,
-    leaf_marks,
-    note_contents,
-    pieces_in_common,
-    shared_in,
-)
-from tensor_dedup.loader.residents.lent import (
-    LeasedPart,
-    LentInParts,
-    LentResident,
-    PartsPlan,
-    composition_in,
-    is_of,
-    leases_of,
-    record_of,
-    record_of_parts,
-)
+from tensor_dedup.loader.residents.lent import LentInParts, LentResident, record_of
 from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM
-from tensor_dedup.loader.residents.resident import Resident, key_anywhere, tensor_bytes
-from tensor_dedup.loader.residents.slab import (
-    SharedMemoryError,
-    SlabUsageError,
-)
-from tensor_dedup.loader.torch_dtypes import torch_dtype
+from tensor_dedup.loader.residents.resident import Resident, key_anywhere
+from tensor_dedup.loader.residents.slab import SlabUsageError
 from tensor_dedup.memory_manager.client import (
     AUTO,
     Client,
@@ -68,20 +36,19 @@ from tensor_dedup.memory_manager.client import (
     connect,
 )
 from tensor_dedup.memory_manager.client.client import PUT_WAIT_S
-from tensor_dedup.memory_manager.client.names import checkpoint_name, printed
+from tensor_dedup.memory_manager.client.names import printed
 from tensor_dedup.memory_manager.errors import (
     BackendError,
     ManagerGoneError,
     MemoryManagerError,
     RefusedError,
 )
-from tensor_dedup.memory_manager.protocol.layout import PAGE
-from tensor_dedup.memory_manager.protocol.limits import MAX_RECORD
 
 if TYPE_CHECKING:
     import torch
     from typing_extensions import Buffer
 
+    from tensor_dedup.loader.residents.leaves import Content, LeafPiece
     from tensor_dedup.types import ResidentKey
 
 _log = logging.getLogger(__name__)
@@ -142,6 +109,10 @@ class ManagedMemory(Protocol[Request, _Held_co]):
     def namespace(self) -> str:
         """The prefix of keys, so that managers of different memory never mix them up."""
 
+    @property
+    def whole_only(self) -> str | None:
+        """The reason why no tensor can have leaves of another, or None."""
+
     def resident(self, key: ResidentKey, lease: Lease) -> _Held_co:
         """Return the resident that a lease is on; the digest of `key` may be "".
 
@@ -174,7 +145,7 @@ class ManagerSession(Generic[Request, Held]):
         self.checkpoint: Final = checkpoint
         self.memory: Final = memory
         self.unusable: str | None = None
-        self.not_by_leaf: str | None = None  # why a tensor was put whole that others have parts of
+        self.not_by_leaf: str | None = None  # why a large tensor was put whole
 
     def by_content(self, keys: Sequence[ResidentKey]) -> list[Held | None]:
         """Return the residents with these bytes, in order, or None, looked up in one batch."""
@@ -212,6 +183,8 @@ class ManagerSession(Generic[Request, Held]):
         result = self.client.put(layers, self.checkpoint, fill=self.memory.fill(by_key))
         for key, layer in result.layers.items():
             each, [lease] = by_key[key], layer.leases
+            if layer.written and each.nbytes >= LEAF_SHARED_FROM and self.not_by_leaf is None:
+                self.not_by_leaf = self.memory.whole_only
             resident = self._resident(each.key, lease)
             if resident is not None:
                 found[each.recipe] = resident, layer.written
@@ -231,18 +204,29 @@ class ManagerSession(Generic[Request, Held]):
         `resident` must be the registry's own and not an equal one that is dropped at once.
         """
         if isinstance(resident, LentResident | LentInParts):
-            key = self._key(recipe)
-            if self.client.remember(key, *resident.published):
-                weakref.finalize(resident, self.client.forget, key).atexit = False
+            self._remember(resident, [self._key(recipe)], *resident.published)
+
+    def _remember(
+        self, resident: Resident, keys: Sequence[str], record: bytes, digests: Sequence[str]
+    ) -> None:
+        new = self.client.remember(keys, record, digests)
+        if new:
+            weakref.finalize(resident, self.client.forget, new).atexit = False
 
     def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Held]:
         """Return nothing: only in host memory tensors are known to have parts in common."""
         return []
 
-    def put_built(
-        self, recipe: str, resident: Resident, found: dict[str, tuple[Held, bool]]
-    ) -> None:
-        """Put nothing."""
+    def admit(
+        self, recipe: str, geometry: ResidentKey, pieces: Sequence[LeafPiece]
+    ) -> Callable[[], None] | None:
+        """Return None: nothing is put in parts."""
+
+    def put_built(self, resident: Resident) -> tuple[Held, bool] | None:
+        """Put nothing, and return None."""
+
+    def end_known(self) -> None:
+        """Give up nothing."""
 
     def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
         """Remember nothing."""
@@ -338,21 +322,33 @@ class ManagerResidents(Generic[Request, Held]):
         return [found.get(each.recipe) for each in requests]
 
     def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Held]:
-        """Return residents of the manager that have some of these contents, which are noted.
-
-        None once it has had no room: what would be built of them could not be put.
-        """
+        """Return residents of the manager that have some of these contents, which are noted."""
         found: list[Held] = []
-        if self.refused is not None:
-            return found
         self._ask(lambda session: found.extend(session.having(geometry, contents)))
         return found
 
-    def put_built(self, recipe: str, resident: Resident) -> tuple[Held, bool] | None:
-        """Put what was built of residents from `having`; return what is lent for it, or None."""
-        found: dict[str, tuple[Held, bool]] = {}
-        self._ask(lambda session: session.put_built(recipe, resident, found))
-        return found.get(recipe)
+    def admit(
+        self, recipe: str, geometry: ResidentKey, pieces: Sequence[LeafPiece]
+    ) -> Callable[[], None] | None:
+        """Reserve room for a tensor of these pieces, of residents from `having`.
+
+        Return None if the manager cannot have it, or a function to call now and then while the rest
+        is read. Then `put_built` puts it, or `end_known` gives the room back.
+        """
+        found: list[Callable[[], None] | None] = []
+        self._ask(lambda session: found.append(session.admit(recipe, geometry, pieces)))
+        return found[0] if found else None
+
+    def put_built(self, resident: Resident) -> tuple[Held, bool] | None:
+        """Put what was built after `admit`; return what is lent for it, or None."""
+        found: list[tuple[Held, bool] | None] = []
+        self._ask(lambda session: found.append(session.put_built(resident)))
+        return found[0] if found else None
+
+    def end_known(self) -> None:
+        """Give back the room that `admit` has reserved and `put_built` has not filled."""
+        if self.session is not None:
+            self.session.end_known()
 
     def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
         """Have others find what this load has put by what it consists of."""
@@ -381,263 +377,6 @@ class ManagerResidents(Generic[Request, Held]):
                 session.checkpoint,
                 str(error),
             )
-
-
-class HostMemory:
-    """Host memory: the client copies the bytes, and the manager hashes them."""
-
-    namespace: Final = "tensor"
-
-    def resident(self, key: ResidentKey, lease: Lease) -> Resident:
-        """Return the resident that a lease is on."""
-        return LentResident(replace(key, digest=lease.digest), lease)
-
-    def data(self, request: ResidentRequest) -> Buffer:
-        """Return the bytes of a tensor in host memory."""
-        return tensor_bytes(request.tensor)
-
-    def fill(self, requests: dict[str, ResidentRequest]) -> None:
-        """Return None, because the client copies `data`."""
-
-    def with_room(self, ask: Callable[[], None]) -> None:
-        """Call `ask` once: this process keeps no memory of the manager without using it."""
-        ask()
-
-
-class HostSession(ManagerSession[ResidentRequest, Resident]):
-    """One load's requests to a manager of host memory, where tensors have leaves in common.
-
-    Of a tensor that nobody has, what lies in tensors of the manager is leased with those, and only
-    the rest is put. Its record says what it consists of. So that others find such tensors, the
-    marks of some leaves (`leaf_marks`) are keys of records, too, that lead to whole tensors.
-    """
-
-    def __init__(self, client: Client, checkpoint: str) -> None:
-        super().__init__(client, checkpoint, HostMemory())
-        self._put: WeakSet[Resident] = WeakSet()  # by this load
-        self._having: list[Resident] = []  # with their leases, until what is built of them is put
-
-    def by_content(self, keys: Sequence[ResidentKey]) -> list[Resident | None]:
-        """Return the residents with these bytes, also those that consist of parts."""
-        found = super().by_content(keys)
-        missing = [n for n, each in enumerate(found) if each is None and _is_large(keys[n])]
-        layers = self.client.get([self._content_key(keys[n]) for n in missing], self.checkpoint)
-        for number, layer in zip(missing, layers, strict=True):
-            found[number] = self._of_layer(layer, keys[number])
-        return found
-
-    def put(
-        self, requests: Sequence[ResidentRequest], found: dict[str, tuple[Resident, bool]]
-    ) -> None:
-        """Put these tensors, of large ones only what no tensor of the manager has."""
-        large = [each for each in requests if each.nbytes >= LEAF_SHARED_FROM]
-        there = self.by_content([each.key for each in large])
-        for each, resident in zip(large, there, strict=True):
-            if isinstance(resident, LentInParts):
-                found[each.recipe] = resident, False
-                self._publish(resident, [self._key(each.recipe)])
-            elif resident is None:
-                self._put_in_parts(each, found)
-        super().put(requests, found)
-        # Another process may have put it in parts meanwhile.
-        missing = [each for each in large if each.recipe not in found]
-        queries = [ResidentQuery(each.recipe, each.key) for each in missing]
-        for each, resident in zip(missing, self.by_recipe(queries), strict=True):
-            if resident is not None:
-                found[each.recipe] = resident, False
-        for each in large:
-            resident, written = found.get(each.recipe, (None, False))
-            if resident is not None and written:
-                self._put.add(resident)
-                self._publish(resident, self._marks(each))
-
-    def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Resident]:
-        """Return tensors of the manager that have some of these contents, and note theirs."""
-        donors = self._donors(self._keys_of(content_marks(geometry, contents)))
-        for resident, theirs in donors:
-            note_contents(resident, theirs)
-        self._having = [resident for resident, _ in donors]
-        return self._having
-
-    def put_built(
-        self, recipe: str, resident: Resident, found: dict[str, tuple[Resident, bool]]
-    ) -> None:
-        """Put what lies in no tensor of the manager of one that was built of such from `having`."""
-        donors, self._having = self._having, []
-        [there] = self.by_content([resident.key])
-        if there is not None:
-            found[recipe] = there, False
-            self._publish(there, [self._key(recipe)])
-            return
-        pieces, at = [], 0
-        leases = [lease for donor in donors for lease in leases_of(donor)]
-        for extent in resident.extents:
-            lent = any(is_of(lease, extent.slab) for lease in leases)
-            pieces.append(LeafPiece(at, at + extent.nbytes, extent if lent else None))
-            at += extent.nbytes
-        try:
-            tensor = resident.map(writable=False)
-        except SharedMemoryError as error:
-            self._note_unusable(f"{resident.key.digest} cannot be put: {error}")
-            return
-        request = ResidentRequest(recipe, tensor, resident.key.digest)
-        self._put_pieces(request, pieces, leases, found)
-        if recipe in found and found[recipe][1]:
-            self._put.add(found[recipe][0])
-            self._publish(found[recipe][0], self._marks(request))
-
-    def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
-        """Have others find what this load has put by what it consists of."""
-        if resident in self._put:
-            self._publish(resident, self._keys_of(content_marks(resident.key, contents)), contents)
-
-    def _put_in_parts(
-        self, request: ResidentRequest, found: dict[str, tuple[Resident, bool]]
-    ) -> None:
-        """Put what no tensor of the manager has of one, if some have a part of it."""
-        try:
-            donors = [donor for donor, _ in self._donors(self._marks(request), request.digest)]
-            pieces = pieces_in_common(request.tensor, donors) if donors else None
-        except SharedMemoryError as error:
-            if self.not_by_leaf is None:
-                self.not_by_leaf = str(error)
-                _log.warning("a tensor is put whole: %s", str(error))
-            return
-        if pieces is not None:
-            leases = [lease for donor in donors for lease in leases_of(donor)]
-            self._put_pieces(request, pieces, leases, found)
-
-    def _put_pieces(
-        self,
-        request: ResidentRequest,
-        pieces: Sequence[LeafPiece],
-        leases: Sequence[Lease],
-        found: dict[str, tuple[Resident, bool]],
-    ) -> None:
-        plan = PartsPlan(request.key, tensor_bytes(request.tensor), pieces, leases)
-        if not plan.fits:
-            return
-        key = self._key(request.recipe)
-        layer = NewLayer(record_of_parts(request.key, plan.parts), plan.tensors)
-        result = self.client.put({key: layer}, self.checkpoint, fill=plan.fill)
-        if result.error is not None:
-            raise result.error
-        if key not in result.layers:
-            return  # somebody has put it otherwise: it is looked up
-        layer_found = result.layers[key]
-        made = self._in_parts(
-            request.key,
-            layer_found.leases,
-            plan.parts,
-            shared_in(pieces),
-            hashed=layer_found.written and plan.rest_bytes > 0,
-        )
-        if made is None:
-            return
-        found[request.recipe] = made, layer_found.written or plan.rest_bytes == 0
-        self._publish(made, [self._content_key(request.key)])
-
-    def _donors(
-        self, keys: Sequence[str], but: str = ""
-    ) -> list[tuple[Resident, tuple[Content, ...]]]:
-        """Return tensors that these keys lead to, without copies, and what they consist of."""
-        donors: dict[str, tuple[Resident, tuple[Content, ...]]] = {}
-        own = {each.key.digest for each in self._put}
-        for layer in self.client.get(keys, self.checkpoint):
-            found = None if layer is None else composition_in(layer.record)
-            if found is None or found.digest in (*own, *donors, but):
-                continue
-            resident = self._of_layer(layer, found.key)
-            if resident is not None and resident.offset % PAGE == 0:
-                donors[found.digest] = resident, found.contents
-        return list(donors.values())
-
-    def _of_layer(self, layer: LayerFound | None, key: ResidentKey) -> Resident | None:
-        """Return the resident of a layer: a whole tensor, or one in parts."""
-        composition = None if layer is None else composition_in(layer.record)
-        if layer is None or composition is None:
-            return super()._of_layer(layer, key)
-        found = composition.key
-        if replace(found, digest=key.digest) != key or key.digest not in ("", found.digest):
-            return None
-        return self._in_parts(found, layer.leases, composition.parts)
-
-    def _in_parts(
-        self,
-        key: ResidentKey,
-        leases: Sequence[Lease],
-        parts: Sequence[LeasedPart],
-        leaf_shared_bytes: int = 0,
-        *,
-        hashed: bool = False,
-    ) -> LentInParts | None:
-        """Return a tensor of parts, or None if these are not its parts; `hashed` says they are."""
-        try:
-            found = LentInParts(key, leases, parts, leaf_shared_bytes)
-            true = hashed or found.has_its_digest()
-        except SharedMemoryError as error:
-            self._note_unusable(f"what is lent for {key.digest} cannot be used: {error}")
-            return None
-        if not true:
-            self._note_unusable(f"the parts that are lent for {key.digest} are not that tensor's")
-            return None
-        return found
-
-    def _publish(
-        self, resident: Resident, keys: Sequence[str], contents: Sequence[Content] = ()
-    ) -> None:
-        """Have these keys lead to a resident, to the next manager too, while it lives."""
-        if not isinstance(resident, LentResident | LentInParts):
-            return
-        record = record_of_parts(resident.key, resident.parts, contents)
-        if len(record) > MAX_RECORD:  # of a tensor of 2 GB and more
-            return
-        digests = [lease.digest for lease in leases_of(resident)]
-        try:
-            new = [key for key in keys if self.client.publish(key, record, digests)]
-        except RefusedError as error:
-            _log.debug("%s: its leaves are not found by others: %s", self.checkpoint, str(error))
-            return
-        for key in new:
-            if self.client.remember(key, record, digests):
-                weakref.finalize(resident, self.client.forget, key).atexit = False
-
-    def _marks(self, request: ResidentRequest) -> list[str]:
-        return self._keys_of(leaf_marks(request.key, tensor_bytes(request.tensor)))
-
-    def _keys_of(self, marks: Sequence[str]) -> list[str]:
-        return [f"{self.memory.namespace}-leaf:{mark}" for mark in marks]
-
-    def _content_key(self, key: ResidentKey) -> str:
-        return self._key(f"content:{key}")
-
-
-HostResidents = ManagerResidents[ResidentRequest, Resident]
-
-
-def host_session(client: Client, checkpoint: str) -> HostSession:
-    """Return a load's session with a manager of host memory."""
-    return HostSession(client, checkpoint)
-
-
-def host_manager_residents(where: str | os.PathLike[str] | None, checkpoint: str) -> HostResidents:
-    """Return a load's view of the manager at `where`.
-
-    With `where` None, no manager is used. If the manager does not answer, that is logged and
-    `failed` tells why.
-    """
-    if where is None:
-        return ManagerResidents()
-    try:
-        client = client_of(os.fspath(where))
-        return ManagerResidents(host_session(client, checkpoint_name(checkpoint)))
-    except MemoryManagerError as error:
-        _log.warning("%s: loading without a memory manager: %s", checkpoint, str(error))
-        return ManagerResidents(failed=str(error))
-
-
-def _is_large(key: ResidentKey) -> bool:
-    return math.prod(key.shape) * torch_dtype(key.dtype).itemsize >= LEAF_SHARED_FROM
 
 
 _clients: dict[tuple[int, str, str], Client] = {}

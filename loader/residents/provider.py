@@ -13,19 +13,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 from weakref import WeakSet
 
+from tensor_dedup.loader.residents.host_manager import HostResidents, host_manager_residents
 from tensor_dedup.loader.residents.leaves import (
     Content,
+    LeafPiece,
     build_from_leaves,
     note_contents,
     relink,
 )
-from tensor_dedup.loader.residents.manager import (
-    HostResidents,
-    ManagerResidents,
-    ResidentQuery,
-    ResidentRequest,
-    host_manager_residents,
-)
+from tensor_dedup.loader.residents.manager import ManagerResidents, ResidentQuery, ResidentRequest
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.residents.resident import Resident, pack
 from tensor_dedup.loader.residents.slab import MappingLimitError
@@ -40,6 +36,8 @@ if TYPE_CHECKING:
 
     # Raises when a resident is not of the bytes that the tensor had when it was hashed.
     Check = Callable[[Iterable[tuple[torch.Tensor, Resident]]], None]
+    # Is asked before a tensor of these pieces is read, as `build_from_contents` says.
+    Admit = Callable[[Sequence[LeafPiece]], Callable[[], None] | None]
 
 _log = logging.getLogger(__name__)
 # Smaller tensors of one call share a slab: a page each in the file, and one descriptor for all.
@@ -243,22 +241,26 @@ class HostProvider:
 
     def build_known(
         self,
+        recipe: str,
         geometry: ResidentKey,
         contents: Sequence[Content],
-        build: Callable[[Sequence[Resident]], Resident | None],
+        build: Callable[[Sequence[Resident], Admit | None], Resident | None],
     ) -> Resident | None:
         """Return what `build` makes of residents that have some of these contents, or None.
 
-        They are not this load's own, and with a memory manager they are that one's. What is built
-        is to be entered with `enter_known`.
+        They are not this load's own, and with a memory manager they are that one's, which is asked
+        for room before anything is read (`build_from_contents`). What is built is to be entered
+        with `enter_known`. Call `end_known` in any case, also after an error.
 
         Raises:
             SharedMemoryError: There is no memory for what nobody has.
         """
         if self.manager.in_use:
-            return self._of_leaves(partial(build, self.manager.having(geometry, contents)))
+            donors = self.manager.having(geometry, contents)
+            admit = partial(self.manager.admit, recipe, geometry)
+            return self._of_leaves(partial(build, donors, admit))
         others = [each for each in registry.alike(geometry) if each not in self._built]
-        return self._of_leaves(partial(build, others))
+        return self._of_leaves(partial(build, others, None))
 
     def enter_known(self, recipe: str, resident: Resident) -> tuple[Resident, bool] | None:
         """Enter what `build_known` returned; return the one to use, and whether it is new.
@@ -267,12 +269,16 @@ class HostProvider:
         """
         if not self.manager.in_use:
             return self.enter(resident)
-        put = self.manager.put_built(recipe, resident)
+        put = self.manager.put_built(resident)
         if put is None:
             return None
         first = registry.register(put[0])
         self.manager.announce_to_next_manager(recipe, first)
         return first, put[1] and first is put[0]
+
+    def end_known(self) -> None:
+        """Give up what `build_known` has reserved and `enter_known` was not called for."""
+        self.manager.end_known()
 
     def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
         """Remember what a resident consists of, for this process and where it is lent."""

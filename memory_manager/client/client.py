@@ -28,6 +28,7 @@ from tensor_dedup.memory_manager.client.puts import (
     PutLayer,
     PutResult,
     Reservation,
+    publish,
     write_data,
 )
 from tensor_dedup.memory_manager.client.watch import offer_slab, watch_manager
@@ -52,7 +53,6 @@ from tensor_dedup.memory_manager.protocol.messages import (
     FoundDigests,
     Lookup,
     LookupDigests,
-    Publish,
     Reserve,
     Reserved,
     StandBy,
@@ -402,29 +402,29 @@ class Client:
             if reply.outcome != "building" or time.monotonic() >= deadline:
                 return reply.outcome
 
-    def publish(self, key: str, record: bytes, digests: Sequence[str]) -> bool:
-        """Publish a record whose tensors are leased here; return False if its key has one.
+    def publish(self, keys: Sequence[str], record: bytes, digests: Sequence[str]) -> int:
+        """Publish a record whose tensors are leased here; return how many keys had none.
 
         Raises:
-            RefusedError: Another client builds that layer, or the manager can remember no more.
+            RefusedError: Another client builds the layer of a key, or the manager can remember no
+                more.
         """
-        reply, _ = self._connection.ask(Publish(0, key, record, list(digests)), Done)
-        return bool(reply.count)
+        return publish(self._connection, 0, record, digests, keys)
 
-    def remember(self, key: str, record: bytes, digests: Sequence[str]) -> bool:
+    def remember(self, keys: Sequence[str], record: bytes, digests: Sequence[str]) -> list[str]:
         """Publish this record again if the manager is replaced while its tensors are leased.
 
-        Return False if it is remembered already.
+        Return the keys for which it was not remembered yet.
         """
         new = (record, tuple(digests))
-        if self._records.get(key) == new:
-            return False
-        self._records[key] = new
-        return True
+        found = [key for key in keys if self._records.get(key) != new]
+        self._records.update(dict.fromkeys(found, new))
+        return found
 
-    def forget(self, key: str) -> None:
-        """Stop publishing this layer's record again: the layer is gone from this process."""
-        self._records.pop(key, None)
+    def forget(self, keys: Sequence[str]) -> None:
+        """Stop publishing the records of these keys again: the layer is gone from this process."""
+        for key in keys:
+            self._records.pop(key, None)
 
     # After the manager's death.
 
@@ -462,11 +462,18 @@ class Client:
             raise LeaseClosedError("this client is closed; connect a new one")
 
     def _publish_again(self, connection: Connection) -> None:
-        for key, (record, digests) in list(self._records.items()):
-            try:
-                connection.ask(Publish(0, key, record, list(digests)), Done)
-            except RefusedError as error:
-                log.debug("layer %s was not published again: %s", key, str(error))
+        layers: dict[tuple[bytes, tuple[str, ...]], list[str]] = {}
+        for key, layer in list(self._records.items()):
+            layers.setdefault(layer, []).append(key)
+        for (record, digests), keys in layers.items():
+            while keys:
+                try:
+                    publish(connection, 0, record, digests, keys)
+                    break
+                except RefusedError as error:
+                    log.debug("layer %s was not published again: %s", keys[0], str(error))
+                    # Who builds it keeps this key; the others still lead to what is here.
+                    keys = keys[1:] if error.code == "being_built" else []
 
 
 def _lease_page(

@@ -21,6 +21,7 @@ from tensor_dedup.memory_manager.errors import (
 )
 from tensor_dedup.memory_manager.protocol import paths, wire
 from tensor_dedup.memory_manager.protocol.codec import (
+    MANY_KEYS_FROM,
     OLDEST,
     VERSION,
     decode_reply,
@@ -78,15 +79,20 @@ class Connection:
             raise
 
     def _greet(self, hello: Hello) -> Welcome:
-        try:
-            return self.ask(hello, Welcome)[0]
-        except RefusedError as error:
-            if error.code != "version":
-                raise
-        self.close()  # a manager of an earlier version, that runs since before an upgrade
-        self._version = OLDEST
-        self._socket = _connect(self.path)
-        return self.ask(hello, Welcome)[0]
+        while True:
+            try:
+                return self.ask(hello, Welcome)[0]
+            except RefusedError as error:
+                if error.code != "version" or self._version == OLDEST:
+                    raise
+            self.close()  # a manager of an earlier version, that runs since before an upgrade
+            self._version -= 1
+            self._socket = _connect(self.path)
+
+    @property
+    def publishes_many_keys(self) -> bool:
+        """Whether the manager takes several keys of a record in one Publish."""
+        return self._version >= MANY_KEYS_FROM
 
     @property
     def alive(self) -> bool:

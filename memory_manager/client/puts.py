@@ -19,6 +19,7 @@ from tensor_dedup.memory_manager.errors import (
     MemoryManagerError,
     ProtocolError,
 )
+from tensor_dedup.memory_manager.protocol.limits import MAX_KEYS
 from tensor_dedup.memory_manager.protocol.messages import (
     Abandon,
     Allocate,
@@ -63,10 +64,14 @@ class NewTensor:
 
 @dataclass(frozen=True, slots=True)
 class NewLayer:
-    """A layer to put: its record, which the manager does not read, and its tensors."""
+    """A layer to put: its record, which the manager does not read, and its tensors.
+
+    `also`: further keys that are to lead to it.
+    """
 
     record: bytes
     tensors: tuple[NewTensor, ...]
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +180,7 @@ class Put:
         built = {}
         for key, layer in layers.items():
             held = tuple(leases[key, index] for index in range(len(layer.tensors)))
-            self.publish(key, layer.record, [lease.digest for lease in held])
+            self.publish(key, layer.record, [lease.digest for lease in held], layer.also)
             built[key] = PutLayer(held, key in written)
         return built
 
@@ -271,9 +276,14 @@ class Put:
             raise ProtocolError("tensors that were sealed just now are not resident")
         return found
 
-    def publish(self, key: str, record: bytes, digests: Sequence[str]) -> None:
-        """Publish a layer's record (up to MAX_RECORD bytes); its tensors are leased or sealed."""
-        self._connection.ask(Publish(self.number, key, record, list(digests)), Done)
+    def publish(
+        self, key: str, record: bytes, digests: Sequence[str], also: Sequence[str] = ()
+    ) -> None:
+        """Publish a layer's record (up to MAX_RECORD bytes); its tensors are leased or sealed.
+
+        The keys in `also` lead to it, too, where they have no record.
+        """
+        publish(self._connection, self.number, record, digests, [key, *also])
         self.open_keys.discard(key)
 
     def abandon(self) -> None:
@@ -303,6 +313,30 @@ class Put:
     ) -> None:
         self.abandon()
         self._forget_slab()
+
+
+def publish(
+    connection: Connection,
+    put: int,
+    record: bytes,
+    digests: Sequence[str],
+    keys: Sequence[str],
+) -> int:
+    """Have keys lead to a record, the first of them as one of `put` or, for 0, of none.
+
+    Return how many are new. They go in messages of MAX_KEYS and one; a manager of before version 4
+    of the protocol is sent one at a time.
+
+    Raises:
+        RefusedError: The first of a message is being built, or no more can be remembered.
+    """
+    size = 1 + (MAX_KEYS if connection.publishes_many_keys else 0)
+    new = 0
+    for start in range(0, len(keys), size):
+        key, *also = keys[start : start + size]
+        message = Publish(put if not start else 0, key, record, list(digests), also)
+        new += connection.ask(message, Done)[0].count
+    return new
 
 
 def write_data(layers: Mapping[str, NewLayer]) -> Fill:

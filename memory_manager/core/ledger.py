@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+from tensor_dedup.memory_manager.core.records import KeyRecord
+
 _MAX_CHECKPOINTS = 64  # names remembered for one tensor
 # The manager's own memory in bytes; a test measures that it is no more.
 SLAB_BYTES: Final = 2048  # the kernel's part of an open memory file included
@@ -40,7 +42,7 @@ class ResidentEntry:
     holds: int = 0
     asleep: int = 0
     checkpoints: set[str] = field(default_factory=set)
-    records: set[str] = field(default_factory=set)
+    records: set[KeyRecord] = field(default_factory=set)
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +99,7 @@ class Ledger:
         self.pins: set[str] = set()
         self.freed: list[int] = []  # for the caller, who empties it
         self.cancelled: list[int] = []  # busy slabs that nobody wants any more, likewise
-        self.orphans: set[str] = set()  # records that lost a tensor, likewise
+        self.orphans: set[KeyRecord] = set()  # records that lost a tensor, likewise
         self._next = 1
 
     @property

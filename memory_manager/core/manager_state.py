@@ -261,33 +261,34 @@ class ManagerState:
         """Enter a record whose tensors are resident; return False if the key has one.
 
         Raises:
-            RefusedError: No more can be remembered, not even in place of all other records.
+            RefusedError: No more can be remembered, not even in place of all other records. An
+                equal record keeps its keys.
         """
         if key in self.records:
             return False
-        cost = record.cost(key)
-        while not self.ledger.remember(cost):
+        # Anew each time: what goes may be the last of the keys of an equal record.
+        while not self.ledger.remember(self.records.cost(key, record)):
             oldest = self.records.oldest
-            if oldest is None:
+            if oldest is None or oldest in self.records.keys_of(record):
                 raise refusal("no_room", "the manager can remember no more; close other clients")
             self.drop_record(oldest)
         self.records.put(key, record)
         for digest in record.digests:
-            self.ledger.residents[digest].records.add(key)
+            self.ledger.residents[digest].records.add(record)
         while (oldest := self.records.oldest_in_excess()) is not None:
             self.drop_record(oldest)
         return True
 
     def drop_record(self, key: str) -> None:
-        """Remove a record; its tensors stay."""
-        record = self.records.drop(key)
+        """Remove a key, and its record with the last one; the tensors stay."""
+        record = self.records.get(key)
         if record is None:
             return
-        self.ledger.forget(record.cost(key))
-        for digest in record.digests:
+        self.ledger.forget(self.records.drop(key))
+        for digest in record.digests if not self.records.keys_of(record) else ():
             resident = self.ledger.residents.get(digest)
             if resident is not None:
-                resident.records.discard(key)
+                resident.records.discard(record)
 
     def forget_if_idle(self, number: int) -> None:
         """Stop watching a process that has neither a connection nor charged memory."""
@@ -299,8 +300,9 @@ class ManagerState:
     def settle(self) -> None:
         """Evict what there is no room for any more, and turn what was released into effects."""
         self.ledger.trim()
-        for key in list(self.ledger.orphans):
-            self.drop_record(key)
+        for record in list(self.ledger.orphans):
+            for key in self.records.keys_of(record):
+                self.drop_record(key)
         self.ledger.orphans.clear()
         self.effects.extend(CancelJob(slab) for slab in self.ledger.cancelled)
         self.ledger.cancelled.clear()

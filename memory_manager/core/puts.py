@@ -279,11 +279,28 @@ def publish(state: ManagerState, now: float, connection: ClientState, message: P
         raise refusal("being_built", f"layer {message.key} is being built by another client")
     _require_held(connection, put, message)
     record = KeyRecord(message.record, tuple(message.digests))
-    new = state.enter_record(message.key, record)
+    new = state.enter_record(message.key, record) + _enter_also(state, message.also, record)
     state.counters["published"] += new
     if put is not None:
         _published(state, now, connection, put, message.key)
     state.send(connection, Done(count=int(new)))
+
+
+def _enter_also(state: ManagerState, keys: list[str], record: KeyRecord) -> int:
+    """Have more keys lead to a record that was published; return how many do now.
+
+    A key that somebody builds is left to them, and where no more can be remembered the rest is left
+    out: the layer is published all the same.
+    """
+    new = 0
+    for key in keys:
+        if key in state.builders:
+            continue
+        try:
+            new += state.enter_record(key, record)
+        except RefusedError:
+            break
+    return new
 
 
 def _require_held(connection: ClientState, put: PutState | None, message: Publish) -> None:

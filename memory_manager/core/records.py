@@ -6,8 +6,9 @@ from typing import Final
 
 # Records without tensors hold no slab, so their number needs a bound of its own.
 MAX_BYTES: Final = 256 << 20
-_ENTRY_BYTES: Final = 640
-_DIGEST_BYTES: Final = 272  # its text, and the key among those that name its tensor
+_RECORD_BYTES: Final = 768
+_DIGEST_BYTES: Final = 272  # its text, and the record among those that name its tensor
+_KEY_BYTES: Final = 384
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,18 +18,29 @@ class KeyRecord:
     record: bytes
     digests: tuple[str, ...]
 
-    def cost(self, key: str) -> int:
-        """Return the most memory that it takes under this key, in bytes."""
-        return len(self.record) + len(key) + _DIGEST_BYTES * len(self.digests) + _ENTRY_BYTES
+    @property
+    def cost(self) -> int:
+        """The most memory that it takes beside its keys, in bytes."""
+        return len(self.record) + _DIGEST_BYTES * len(self.digests) + _RECORD_BYTES
+
+
+def key_cost(key: str) -> int:
+    """Return the most memory that a key takes beside its record, in bytes."""
+    return len(key) + _KEY_BYTES
 
 
 class Records:
-    """A bounded table of records; the least recently used goes first."""
+    """A bounded table of records by key; the key that was used least recently goes first.
+
+    Equal records are kept once, however many keys lead to them: a tensor has tens of keys by which
+    others find its leaves.
+    """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._nbytes = 0
         self._table: OrderedDict[str, KeyRecord] = OrderedDict()
+        self._keys: dict[KeyRecord, set[str]] = {}
 
     def __len__(self) -> int:
         return len(self._table)
@@ -42,12 +54,22 @@ class Records:
             self._table.move_to_end(key)
         return self._table.get(key)
 
+    def keys_of(self, record: KeyRecord) -> list[str]:
+        """Return all keys that lead to this record or an equal one."""
+        return list(self._keys.get(record, ()))
+
+    def cost(self, key: str, record: KeyRecord) -> int:
+        """Return how many bytes `put` would add."""
+        return key_cost(key) + (0 if record in self._keys else record.cost)
+
     def put(self, key: str, record: KeyRecord) -> bool:
         """Enter a record; return False if the key has one."""
         if key in self._table:
             return False
-        self._table[key] = record
-        self._nbytes += record.cost(key)
+        self._nbytes += self.cost(key, record)
+        keys = self._keys.setdefault(record, set())
+        self._table[key] = self._table[next(iter(keys))] if keys else record
+        keys.add(key)
         return True
 
     def oldest_in_excess(self) -> str | None:
@@ -56,15 +78,21 @@ class Records:
 
     @property
     def oldest(self) -> str | None:
-        """The key of the least recently used record, if there is any."""
+        """The least recently used key, if there is any."""
         return next(iter(self._table), None)
 
-    def drop(self, key: str) -> KeyRecord | None:
-        """Remove the record of a key, and return it."""
+    def drop(self, key: str) -> int:
+        """Remove a key, and its record with the last one; return how many bytes that frees."""
         record = self._table.pop(key, None)
-        if record is not None:
-            self._nbytes -= record.cost(key)
-        return record
+        if record is None:
+            return 0
+        keys = self._keys[record]
+        keys.discard(key)
+        if not keys:
+            del self._keys[record]
+        freed = self.cost(key, record)
+        self._nbytes -= freed
+        return freed
 
     def items(self) -> list[tuple[str, KeyRecord]]:
         """Return all records."""

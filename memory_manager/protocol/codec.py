@@ -11,11 +11,14 @@ import msgspec
 
 from tensor_dedup.memory_manager.errors import ProtocolError
 from tensor_dedup.memory_manager.protocol.limits import MAX_MESSAGE
-from tensor_dedup.memory_manager.protocol.messages import Reply, Request, StandBy
+from tensor_dedup.memory_manager.protocol.messages import Publish, Reply, Request, StandBy
 
 MAGIC: Final = b"TD"
-VERSION: Final = 3  # 2: Welcome names the device, and says who hashes; 3: StandBy
-OLDEST: Final = 2  # what is understood, too: 3 has only added to it
+# 2: Welcome names the device, and says who hashes; 3: StandBy; 4: Publish has `also`.
+VERSION: Final = 4
+OLDEST: Final = 2  # what is understood, too: later ones have only added to it
+MANY_KEYS_FROM: Final = 4  # in this version Publish may have several keys
+_STAND_BY_FROM: Final = 3
 HEADER_BYTES: Final = 4
 
 _Struct = TypeVar("_Struct")
@@ -30,11 +33,15 @@ def encode(message: Request | Reply, version: int = VERSION) -> bytes:
     Raises:
         ProtocolError: It is larger than the receiver accepts, or unknown in that version.
     """
-    if version < VERSION and isinstance(message, StandBy):
+    if version < _STAND_BY_FROM and isinstance(message, StandBy):
         raise ProtocolError(
             f"the memory manager speaks version {version} of the protocol, which cannot say who "
             "sleeps; restart it with this version of tensor-dedup",
             version=version,
+        )
+    if version < MANY_KEYS_FROM and isinstance(message, Publish) and message.also:
+        raise ProtocolError(
+            f"version {version} of the protocol publishes one key at a time", version=version
         )
     data = MAGIC + version.to_bytes(2, "little") + _encoder.encode(message)
     if len(data) > MAX_MESSAGE:

@@ -124,13 +124,19 @@ class Seal(Message, frozen=True):
     )
 
 
-class Publish(Message, frozen=True):
-    """Publish a layer record. With `put` 0, republish one when nobody builds that layer."""
+class Publish(Message, frozen=True, omit_defaults=True):
+    """Publish a layer record. With `put` 0, republish one when nobody builds that layer.
+
+    `also`: further keys that lead to the record, which nobody has reserved (from version 4 on).
+    """
 
     put: Number
     key: Key
     record: Record
     digests: Annotated[list[Digest], msgspec.Meta(max_length=MAX_RECORD_DIGESTS)]
+    also: Annotated[list[Key], msgspec.Meta(max_length=MAX_KEYS)] = msgspec.field(
+        default_factory=list
+    )
 
 
 class Abandon(Message, frozen=True):

@@ -36,12 +36,8 @@ from bench import attach
 from bench.stats import Estimate, Section, estimate, verdict
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.loader.residents import leaves, registry
-from tensor_dedup.loader.residents.manager import (
-    HostMemory,
-    ManagerSession,
-    ResidentRequest,
-    host_session,
-)
+from tensor_dedup.loader.residents.host_manager import HostMemory, host_session
+from tensor_dedup.loader.residents.manager import ManagerSession, ResidentRequest
 from tensor_dedup.loader.residents.resident import Resident, digest_of, pack
 from tensor_dedup.loader.residents.slab import SlabExtent, SlabWriter
 from tensor_dedup.memory_manager.client import connect

@@ -4,6 +4,7 @@ import ctypes
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -28,13 +29,17 @@ from gpu_loads import (
 )
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.openers import MappedExtent
+from tensor_dedup.loader.cuda.provider import GpuProvider
 from tensor_dedup.loader.cuda.residents import Views
 from tensor_dedup.loader.cuda.tensors import CPU
+from tensor_dedup.loader.residents.manager import ManagerResidents
+from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM
 from tensor_dedup.loader.residents.resident import shares_memory
 from tensor_dedup.memory_manager.cuda.driver import Access
 from tensor_dedup.memory_manager.errors import BackendError
 
 if TYPE_CHECKING:
+    from tensor_dedup.loader.cuda.shared import SharedGpu
     from tensor_dedup.memory_manager.client import Put
 
 
@@ -90,6 +95,38 @@ def test_the_old_kind_is_shared_too_and_is_writable(old: gpus.GpuManager) -> Non
     del found
     finish(first)
     finish(second)
+
+
+@pytest.mark.parametrize("backend", ["ipc", "vmm"])
+def test_large_tensors_are_shared_whole_and_ipc_says_why(folder: Path, backend: str) -> None:
+    """A fine-tune of which one number differs has nothing of its base, and neither changes."""
+    base = weights(1, 5_000_000)
+    tune = base.clone()
+    tune[-1] = 7
+    assert base.nbytes >= LEAF_SHARED_FROM
+    with gpus.running(folder, "--backend", backend) as manager:
+        first, second = Load(manager.socket), Load(manager.socket)
+        [held] = first.put(base)
+        [again] = second.put(base)
+        assert held is not None
+        assert again is not None
+        assert second.lender.session.not_by_leaf is None  # it has put nothing
+        [own] = second.put(tune)
+        assert own is not None
+        totals = manager.overview().totals
+        assert (totals.slabs, totals.resident_bytes) == (2, 2 * base.nbytes)
+        shared = second.views.tensor(again)
+        found = second.views.tensor(own)
+        assert not shares_memory(shared, found)
+        assert torch.equal(shared, base)
+        assert torch.equal(found, tune)
+        provider = GpuProvider(
+            cast("SharedGpu", SimpleNamespace(kind=CPU)), ManagerResidents(second.lender.session)
+        )
+        assert ("`ipc`" in (provider.not_by_leaf or "")) == (backend == "ipc")
+        del held, again, own, shared, found, provider
+        finish(first)
+        finish(second)
 
 
 @pytest.mark.parametrize("number", range(1, 4))

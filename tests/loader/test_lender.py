@@ -14,15 +14,9 @@ import torch
 
 import managers
 from tensor_dedup.digest import digest
+from tensor_dedup.loader.residents.host_manager import HostMemory, HostResidents, host_session
 from tensor_dedup.loader.residents.lent import LentResident
-from tensor_dedup.loader.residents.manager import (
-    HostMemory,
-    HostResidents,
-    ManagerResidents,
-    ResidentQuery,
-    ResidentRequest,
-    host_session,
-)
+from tensor_dedup.loader.residents.manager import ManagerResidents, ResidentQuery, ResidentRequest
 from tensor_dedup.loader.residents.provider import HostProvider
 from tensor_dedup.loader.residents.resident import Resident, resident_key, tensor_bytes
 from tensor_dedup.loader.residents.slab import SlabUsageError

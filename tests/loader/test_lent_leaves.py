@@ -15,27 +15,29 @@ import torch
 from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from safetensors.torch import load_file
 
 import deferring
 import managers
-from lent_tensors import LEAVES, ROW, ROWS_OF_A_LEAF, Process, changed, request_for, rows
+from lent_tensors import (
+    LEAVES,
+    ROW,
+    ROWS_OF_A_LEAF,
+    Process,
+    changed,
+    contents_of,
+    load_file_of_qkv,
+    request_for,
+    rows,
+)
 from process_state import slab_memory
 from tensor_dedup import libc, shared_bytes, verify
-from tensor_dedup.config import TensorDedupConfig
-from tensor_dedup.digest import LEAF_BYTES, digest, leaf_places
+from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import AuditError
-from tensor_dedup.loader.deferred.evaluate import Scratch
-from tensor_dedup.loader.deferred.session import LoadSession
-from tensor_dedup.loader.residents import mappings
-from tensor_dedup.loader.residents.leaves import Content, build_from_contents
+from tensor_dedup.loader.residents import host_manager, mappings
+from tensor_dedup.loader.residents.host_manager import HostSession, host_session
+from tensor_dedup.loader.residents.leaves import build_from_contents
 from tensor_dedup.loader.residents.lent import LentInParts, composition_in, record_of_parts
-from tensor_dedup.loader.residents.manager import (
-    HostSession,
-    ResidentQuery,
-    host_session,
-)
-from tensor_dedup.loader.residents.provider import HostProvider
+from tensor_dedup.loader.residents.manager import ResidentQuery
 from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM, registry
 from tensor_dedup.loader.residents.resident import (
     Resident,
@@ -45,9 +47,8 @@ from tensor_dedup.loader.residents.resident import (
     tensor_bytes,
 )
 from tensor_dedup.loader.residents.slab import SlabUsageError, make_private
-from tensor_dedup.memory_manager.client import Client, connect
+from tensor_dedup.memory_manager.client import Client, client, connect, puts
 from tensor_dedup.memory_manager.client.admin import Admin
-from tensor_dedup.memory_manager.client.connection import Connection
 from tensor_dedup.memory_manager.errors import RefusedError
 from tensor_dedup.memory_manager.protocol.layout import PAGE
 
@@ -109,7 +110,7 @@ def test_parts_that_are_not_the_tensor_are_nobodys(known: bool, process: Make) -
     session = host_session(liar.client, "a lie")
     name = session._content_key(request.key) if known else session._key(request.recipe)
     record = record_of_parts(request.key, [(0, 0, other.nbytes)])
-    assert liar.client.publish(name, record, [held.key.digest])
+    assert liar.client.publish([name], record, [held.key.digest])
     mine = process()
     assert mine.find(wanted, known=known) is None
     provider = mine.provider()
@@ -117,6 +118,29 @@ def test_parts_that_are_not_the_tensor_are_nobodys(known: bool, process: Make) -
     assert made
     assert torch.equal(resident.map(), wanted)
     assert "are not that tensor's" in str(provider.not_lent)
+
+
+def test_of_a_donor_that_is_not_what_it_is_called_only_equal_leaves_are_taken(
+    process: Make,
+) -> None:
+    """A peer says of parts of another tensor that they are one with the leaves that are looked for.
+
+    Donors are not hashed: their leaves are compared.
+    """
+    liar, wanted = process(), rows(LEAVES, 714)
+    other = changed(wanted, 3, 4)  # with the marks of what is wanted
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_manager, "leaf_marks", lambda *_: [])
+        [(held, _)] = liar.load(other)
+    session = host_session(liar.client, "a lie")
+    key = replace(held.key, digest="c" * 64)
+    record = record_of_parts(key, [(0, 0, other.nbytes)])
+    keys = session._marks(request_for(wanted))
+    assert liar.client.publish(keys, record, [held.key.digest]) == len(keys)
+    [(resident, made)] = process().load(wanted)
+    assert made
+    assert resident.leaf_shared_bytes == (LEAVES - 2) * LEAF_BYTES
+    assert torch.equal(resident.map(), wanted)
 
 
 def test_another_process_puts_only_what_differs(manager: managers.Manager, process: Make) -> None:
@@ -359,16 +383,16 @@ def test_a_record_that_is_no_tensor_is_not_used(process: Make) -> None:
         ]
     ):
         key = replace(held.key, digest=f"{number:064}")
-        mine.client.publish(session._content_key(key), record_of_parts(key, parts), [digest])
+        mine.client.publish([session._content_key(key)], record_of_parts(key, parts), [digest])
         assert session.by_content([key]) == [None]
     for record in (b"", b"\x95", msgspec.msgpack.encode(["F32", [1], [1], "x", [[0, -1, 4]]])):
         assert composition_in(record) is None
         key = replace(held.key, digest="f" * 64)
-        mine.client.publish(session._key(f"garbage {len(record)}"), record, [digest])
+        mine.client.publish([session._key(f"garbage {len(record)}")], record, [digest])
         assert session.by_recipe([ResidentQuery(f"garbage {len(record)}", key)]) == [None]
     # Another geometry, and another digest.
     key = replace(held.key, digest="e" * 64)
-    mine.client.publish(session._key("other"), record_of_parts(key, [(0, 0, size)]), [digest])
+    mine.client.publish([session._key("other")], record_of_parts(key, [(0, 0, size)]), [digest])
     for wanted in (replace(key, shape=(2, size // 8)), replace(key, digest="d" * 64)):
         assert session.by_recipe([ResidentQuery("other", wanted)]) == [None]
     with pytest.raises(SlabUsageError):
@@ -378,50 +402,21 @@ def test_a_record_that_is_no_tensor_is_not_used(process: Make) -> None:
 def test_no_memory_for_records_costs_sharing_by_leaf_only(
     process: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> bool:
-        raise RefusedError("the manager can remember no more", code="no_room")
+    publish = puts.publish
+
+    def full(connection: Any, put: int, record: bytes, digests: Any, keys: Sequence[str]) -> int:
+        if not put:
+            raise RefusedError("the manager can remember no more", code="no_room")
+        return publish(connection, put, record, digests, keys[:1])
 
     base = rows(LEAVES, 26)
     with monkeypatch.context() as patch:
-        patch.setattr(Client, "publish", full)
+        patch.setattr(puts, "publish", full)
+        patch.setattr(client, "publish", full)
         held = process().load(base)
     [(resident, _)] = process().load(changed(base, 1))
     assert resident.leaf_shared_bytes == 0
     assert held
-
-
-def test_few_messages_more_are_sent(process: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One by its digest, one by its marks, one a mark to be found; to attach costs nothing more."""
-    asked: list[str] = []
-    ask = Connection.ask
-
-    def counting(self: Connection, message: object, *args: Any, **more: Any) -> Any:
-        asked.append(type(message).__name__)
-        return ask(self, message, *args, **more)  # type: ignore[arg-type]
-
-    base = rows(LEAVES, 27)
-    mine, other = process(), process()
-    monkeypatch.setattr(Connection, "ask", counting)
-    held = mine.load(base)
-    assert asked.count("Publish") == 1 + LEAVES
-    assert len(asked) <= 8 + 1 + LEAVES
-    asked.clear()
-    registry._residents.clear()
-    assert other.find(base, known=True) is not None
-    assert asked == ["LookupDigests"]
-    assert held
-
-
-def contents_of(parts: Sequence[torch.Tensor]) -> list[Content]:
-    """What a tensor of these parts, one beside the other, consists of."""
-    found, at = [], 0
-    for part in parts:
-        data = tensor_bytes(part)
-        places = leaf_places(0, part.nbytes)
-        leaves = tuple(digest(data[start : start + size]) for start, size in places)
-        found.append(Content(at, at + part.nbytes, digest(data), leaves))
-        at += part.nbytes
-    return found
 
 
 def load_known(
@@ -440,11 +435,12 @@ def load_known(
 
     contents, geometry = contents_of(parts), resident_key(whole, "")
 
-    def build(residents: Sequence[Resident]) -> Resident | None:
-        return build_from_contents(geometry, contents, fetch, digest_of, residents)
+    def build(residents: Sequence[Resident], admit: Any) -> Resident | None:
+        return build_from_contents(geometry, contents, fetch, digest_of, residents, admit)
 
-    built = provider.build_known(geometry, contents, build)
+    built = provider.build_known(recipe, geometry, contents, build)
     if built is None:
+        provider.end_known()
         return None, sum(read)
     entered = provider.enter_known(recipe, built)
     assert entered is not None
@@ -490,35 +486,6 @@ def test_of_a_known_tensor_only_what_no_other_process_has_is_read(
     assert verify().ok
 
 
-def _fuse(model: Any, weights: deferring.Weights) -> None:
-    """As vLLM's own code loads q, k and v."""
-    at = 0
-    for name in "qkv":
-        model.fused.data[at : at + len(weights[name])].copy_(weights[name])
-        at += len(weights[name])
-
-
-def _load_file(
-    process: Process | None, path: Path, *, known: bool, **config: Any
-) -> tuple[torch.Tensor, LoadSession, int]:
-    """A fused tensor as a session loads it; how many bytes of the file were read."""
-    model = deferring.module(fused=torch.zeros(12 * ROWS_OF_A_LEAF, ROW))
-    with deferring.deferred(model, path, _fuse) as run:
-        for source in run.file.tensors.values() if known else ():
-            [content] = contents_of([load_file(path)[source.spec.name]])
-            source.digest, source.leaves = content.digest, content.leaves
-        provider = HostProvider() if process is None else process.provider()
-        session = LoadSession(
-            TensorDedupConfig(**config), run.reader, Scratch(), run.evaluator, provider
-        )
-        session.expect(list(run.parameters.values()))
-        session.share(list(run.parameters.values()))
-        session.close()
-        read = run.reader.counters.bytes_read
-    assert session.provider.not_lent is None
-    return run.model.get_parameter("fused").data, session, read
-
-
 def test_a_session_reads_of_a_known_file_what_no_other_process_has(
     manager: managers.Manager, process: Make, tmp_path: Path
 ) -> None:
@@ -527,16 +494,16 @@ def test_a_session_reads_of_a_known_file_what_no_other_process_has(
     paths = [
         deferring.save(tmp_path / f"{n}.safetensors", each) for n, each in enumerate((base, tune))
     ]
-    first, session, read = _load_file(process(), paths[0], known=False)
+    first, session, read = load_file_of_qkv(process(), paths[0], known=False)
     assert (read, session.ledger.leaf_shared_bytes) == (12 * LEAF_BYTES, 0)
     charged = manager.overview().totals.resident_bytes
-    second, session, read = _load_file(process(), paths[1], known=True)
+    second, session, read = load_file_of_qkv(process(), paths[1], known=True)
     assert (read, session.ledger.leaf_shared_bytes) == (5 * LEAF_BYTES, 7 * LEAF_BYTES)
     assert torch.equal(second, torch.cat([*tune.values()]))
     assert manager.overview().totals.resident_bytes - charged == 5 * LEAF_BYTES
     # It is there now; what is checked is read, and is right.
     for config, expected in (({}, 0), ({"audit": 1.0}, 12), ({"verify_bytes": True}, 12)):
-        third, session, read = _load_file(process(), paths[1], known=True, **config)
+        third, session, read = load_file_of_qkv(process(), paths[1], known=True, **config)
         assert read == expected * LEAF_BYTES
         assert session.ledger.leaf_shared_bytes == 0
         assert torch.equal(third, second)
@@ -549,9 +516,9 @@ def test_a_session_without_a_manager_reads_what_nobody_has_here(tmp_path: Path) 
     paths = [
         deferring.save(tmp_path / f"{n}.safetensors", each) for n, each in enumerate((base, tune))
     ]
-    first, _, _ = _load_file(None, paths[0], known=False)
+    first, _, _ = load_file_of_qkv(None, paths[0], known=False)
     held = [*registry.residents()]
-    second, session, read = _load_file(None, paths[1], known=True)
+    second, session, read = load_file_of_qkv(None, paths[1], known=True)
     assert (read, session.ledger.leaf_shared_bytes) == (4 * LEAF_BYTES, 8 * LEAF_BYTES)
     assert shared_bytes(first, second) == 8 * LEAF_BYTES
     assert torch.equal(second, torch.cat([*tune.values()]))
@@ -571,8 +538,8 @@ def test_an_audit_finds_that_a_record_lies(process: Make, tmp_path: Path) -> Non
     lies = [q, lie._replace(start=k.start, end=k.end), v]
     provider.note_contents(held, lies)
     with pytest.raises(AuditError):
-        _load_file(process(), path, known=True, audit=1.0)
-    loaded, session, _ = _load_file(process(), path, known=True, verify_bytes=True)
+        load_file_of_qkv(process(), path, known=True, audit=1.0)
+    loaded, session, _ = load_file_of_qkv(process(), path, known=True, verify_bytes=True)
     assert session.ledger.collisions == 1
     assert torch.equal(loaded, torch.cat([*tune.values()]))
     assert held.nbytes

@@ -46,7 +46,7 @@ REQUESTS: list[Request] = [
     Lookup(["k" * 128] * MAX_KEYS, "n" * MAX_NAME),
     LookupDigests([DIGEST] * MAX_PIECES),
     Allocate(1 << 62, [PutPiece(1 << 50, DIGEST)] * MAX_PIECES),
-    Publish(1, "key", bytes(MAX_RECORD), [DIGEST] * MAX_RECORD_DIGESTS),
+    Publish(1, "k" * 128, bytes(MAX_RECORD), [DIGEST] * MAX_RECORD_DIGESTS, ["k" * 128] * MAX_KEYS),
     Offer(4096, [DigestSpan(1 << 40, 1 << 40, DIGEST)] * MAX_PIECES),
     Release([1 << 62] * MAX_RELEASES),
     StandBy([1 << 62] * MAX_RELEASES, False),

@@ -151,13 +151,21 @@ class Machine(PlayedCore):
         client = self.client(slot)
         self.ask(client, Seal(self.any_put(client, data)))
 
-    @rule(slot=SLOTS, key=KEYS, digests=st.lists(DIGESTS, max_size=3), data=st.data())
-    def publish(self, slot: int, key: str, digests: list[str], data: st.DataObject) -> None:
+    @rule(
+        slot=SLOTS,
+        key=KEYS,
+        also=st.lists(KEYS, max_size=2),
+        digests=st.lists(DIGESTS, max_size=3),
+        data=st.data(),
+    )
+    def publish(
+        self, slot: int, key: str, also: list[str], digests: list[str], data: st.DataObject
+    ) -> None:
         client = self.client(slot)
         put = data.draw(st.sampled_from([0, self.any_put(client, data)]))
         held = sorted(self.state.connections[client].leased) if client in self.process else []
         chosen = data.draw(st.sampled_from([digests, held[:3]]))
-        self.ask(client, Publish(put, key, b"record", chosen))
+        self.ask(client, Publish(put, key, b"record", chosen, also))
 
     @rule(slot=SLOTS, data=st.data())
     def abandon(self, slot: int, data: st.DataObject) -> None:

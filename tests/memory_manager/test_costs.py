@@ -21,18 +21,17 @@ import pytest
 
 import managers
 from contracts import committed
-from manager_fakes import FakeBackend
+from manager_fakes import FakeBackend, PlayedClients
 from tensor_dedup.digest import LEAF_BYTES, digest
 from tensor_dedup.memory_manager.backends.base import Capabilities, Memory, Spans
 from tensor_dedup.memory_manager.backends.memfd import MemfdBackend
 from tensor_dedup.memory_manager.client import Lease, connect
-from tensor_dedup.memory_manager.core import Core, Settings
+from tensor_dedup.memory_manager.core import Settings
 from tensor_dedup.memory_manager.core.effects import (
     AllocateSlab,
     CancelJob,
     ReclaimSlab,
     SealAndHash,
-    Send,
 )
 from tensor_dedup.memory_manager.errors import NoMemoryError, RefusedError
 from tensor_dedup.memory_manager.protocol import codec, wire
@@ -41,6 +40,7 @@ from tensor_dedup.memory_manager.protocol.messages import (
     Abandon,
     Allocate,
     DigestSpan,
+    Done,
     Hello,
     LookupDigests,
     Offer,
@@ -363,43 +363,6 @@ def test_the_job_of_who_has_gone_ends_between_two_steps(slow: Slow, jobs: SlabJo
     assert len(slow.hashed) <= len(jobs._threads)
 
 
-class PlayedClients:
-    """Clients of a core whose memory and hashing a test plays."""
-
-    def __init__(self, settings: Settings | None = None) -> None:
-        self.core = Core(settings or Settings(1 << 40))
-        self.numbers = 0
-
-    def client(self) -> int:
-        self.numbers += 1
-        self.core.connected(0.0, self.numbers, self.numbers, self.numbers)
-        self.ask(self.numbers, Hello("played"))
-        return self.numbers
-
-    def ask(self, client: int, request: Request) -> list[Any]:
-        """Its effects; of a request as it comes from outside, which shares nothing with others."""
-        return list(self.core.received(0.0, client, codec.decode_request(codec.encode(request))))
-
-    def reply(self, client: int, request: Request) -> Any:
-        [found] = [e.reply for e in self.ask(client, request) if isinstance(e, Send)]
-        return found
-
-    def build(self, client: int, key: str, digests: list[str], name: str = "") -> int:
-        reply = self.reply(client, Reserve([key], name))
-        assert isinstance(reply, Reserved)
-        pieces = [PutPiece(1, each) for each in digests]
-        effects = self.ask(client, Allocate(reply.put, pieces))
-        for effect in effects:
-            if isinstance(effect, Send):
-                assert isinstance(effect.reply, Refused)
-                raise RefusedError(effect.reply.text, code=effect.reply.code)
-        [made] = [e for e in effects if isinstance(e, AllocateSlab)]
-        self.core.allocated(0.0, made.slab)
-        [job] = [e for e in self.ask(client, Seal(reply.put)) if isinstance(e, SealAndHash)]
-        self.core.hashed(0.0, job.slab, [each for _, _, each in job.pieces])
-        return reply.put
-
-
 @pytest.mark.parametrize("how", ["offer", "allocate", "seal", "abandon"])
 def test_who_goes_takes_its_work_along(how: str) -> None:
     played = PlayedClients()
@@ -673,6 +636,10 @@ def remembered(kind: str, played: PlayedClients, client: int) -> Callable[[int],
         some = [name((number + n) % 512) for n in range(count)]
         return played.ask(client, Publish(0, f"{number:0100d}", b"r" * count, some))
 
+    def marks(number: int) -> object:
+        keys = [f"{number:010d}{n:070d}" for n in range(16)]
+        return played.ask(client, Publish(0, f"{number}", bytes(128), [name(number % 512)], keys))
+
     def slab(number: int) -> object:
         count = {"tensors": 1024, "few tensors": 64, "one tensor": 1}[kind]
         digests = [name(100_000 + number * count + n) for n in range(count)]
@@ -691,6 +658,7 @@ def remembered(kind: str, played: PlayedClients, client: int) -> Callable[[int],
         "names": look_up,
         "records": record,
         "large records": record,
+        "marks": marks,
         "keys": reserve,
         "one key": reserve,
     }.get(kind, slab)
@@ -707,6 +675,7 @@ def remembered(kind: str, played: PlayedClients, client: int) -> Callable[[int],
         ("names", 3000),
         ("records", 3000),
         ("large records", 300),
+        ("marks", 300),
         ("keys", 150),
         ("one key", 3000),
     ],
@@ -771,6 +740,28 @@ def test_what_is_remembered_has_a_limit_and_others_still_borrow() -> None:
             played.core.disconnected(1.0, each)
     assert isinstance(played.reply(modest, Reserve(["own"])), Reserved)
     played.ask(modest, Abandon(put))
+
+
+def test_further_keys_of_a_layer_never_cost_its_first() -> None:
+    """Where no more can be remembered, a layer has fewer of them, and other records go."""
+    played = PlayedClients(Settings(1 << 20))
+    client = played.client()
+    played.build(client, "shared", [name(1)])
+    played.ask(client, Publish(0, "old", bytes(20_000), [name(1)]))
+    ledger = played.core.state.ledger
+    while ledger.may_remember(40_000):
+        reply = played.reply(client, Reserve([f"{ledger.remembered}"]))
+        if isinstance(reply, Refused):
+            client = played.client()
+    played.ask(client, LookupDigests([name(1)]))
+    also = [f"mark {n}".replace(" ", "-") for n in range(256)]
+    published = played.reply(client, Publish(0, "layer", b"record", [name(1)], also))
+    records = played.core.state.records
+    assert isinstance(published, Done)
+    assert 30 < published.count < 1 + len(also)
+    assert published.count == len(records)
+    assert "layer" in records
+    assert "old" not in records
 
 
 def test_status_and_metrics_say_what_is_remembered(folder: Path) -> None:

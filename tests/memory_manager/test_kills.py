@@ -273,7 +273,7 @@ def test_a_restarted_manager_gets_back_what_is_leased(manager: managers.Manager)
     [lease] = managers.build(client, "layer", DATA)
     [twin] = client.lease([lease.digest])
     assert twin is not None
-    client.remember("layer", b"record of layer", [lease.digest])
+    client.remember(["layer"], b"record of layer", [lease.digest])
     manager.kill()
     successor = managers.Manager(manager.socket)
     try:

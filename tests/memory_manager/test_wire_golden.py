@@ -103,6 +103,13 @@ EXAMPLES: list[tuple[Message | WirePart, str]] = [
             "6469676573747391d940DIGEST"
         ),
     ),
+    (
+        Publish(5, "key", b"record", [DIGEST], ["mark"]),
+        (
+            "86a174a75075626c697368a370757405a36b6579a36b6579a67265636f7264c4067265636f7264a7"
+            "6469676573747391d940DIGESTa4616c736f91a46d61726b"
+        ),
+    ),
     (Abandon(5), "82a174a74162616e646f6ea370757405"),
     (Wait("key", 0.5), "83a174a457616974a36b6579a36b6579a974696d656f75745f73cb3fe0000000000000"),
     (Release([7, 300]), "82a174a752656c65617365a66c65617365739207cd012c"),
@@ -268,4 +275,4 @@ def test_every_message_has_its_bytes_here() -> None:
 
 
 def test_the_header_does_not_change() -> None:
-    assert codec.encode(Stop()).hex() == "5444030081a174a453746f70"
+    assert codec.encode(Stop()).hex() == "5444040081a174a453746f70"

@@ -1,18 +1,23 @@
 """Tensors of several leaves, and what a process has of a memory manager."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
-from tensor_dedup.digest import LEAF_BYTES
-from tensor_dedup.loader.residents.manager import (
-    ManagerResidents,
-    ResidentQuery,
-    ResidentRequest,
-    host_session,
-)
+import deferring
+from tensor_dedup.config import TensorDedupConfig
+from tensor_dedup.digest import LEAF_BYTES, digest, leaf_places
+from tensor_dedup.loader.deferred.evaluate import Scratch
+from tensor_dedup.loader.deferred.session import LoadSession
+from tensor_dedup.loader.residents.host_manager import host_session
+from tensor_dedup.loader.residents.leaves import Content
+from tensor_dedup.loader.residents.manager import ManagerResidents, ResidentQuery, ResidentRequest
 from tensor_dedup.loader.residents.provider import HostProvider
-from tensor_dedup.loader.residents.resident import Resident, digest_of
+from tensor_dedup.loader.residents.resident import Resident, digest_of, tensor_bytes
 from tensor_dedup.memory_manager.client import Client
 
 ROW = 1024  # numbers; 512 rows are a leaf
@@ -63,3 +68,56 @@ class Process:
 def request_for(tensor: torch.Tensor, recipe: str = "") -> ResidentRequest:
     name = digest_of(tensor)
     return ResidentRequest(recipe or f"recipe of {name}", tensor, name)
+
+
+def contents_of(parts: Sequence[torch.Tensor]) -> list[Content]:
+    """What a tensor of these parts, one beside the other, consists of."""
+    found, at = [], 0
+    for part in parts:
+        data = tensor_bytes(part)
+        places = leaf_places(0, part.nbytes)
+        leaves = tuple(digest(data[start : start + size]) for start, size in places)
+        found.append(Content(at, at + part.nbytes, digest(data), leaves))
+        at += part.nbytes
+    return found
+
+
+def _fuse(model: Any, weights: deferring.Weights) -> None:
+    """As vLLM's own code loads q, k and v."""
+    at = 0
+    for name in "qkv":
+        model.fused.data[at : at + len(weights[name])].copy_(weights[name])
+        at += len(weights[name])
+
+
+def load_file_of_qkv(
+    process: Process | None,
+    path: Path,
+    *,
+    known: bool,
+    lent: bool = True,
+    wrong: str = "",
+    **config: Any,
+) -> tuple[torch.Tensor, LoadSession, int]:
+    """A fused tensor as a session loads it; how many bytes of the file were read.
+
+    What is known of the source `wrong` is not true. `lent`: whether the manager takes the tensor.
+    """
+    model = deferring.module(fused=torch.zeros(12 * ROWS_OF_A_LEAF, ROW))
+    with deferring.deferred(model, path, _fuse) as run:
+        for source in run.file.tensors.values() if known else ():
+            [content] = contents_of([load_file(path)[source.spec.name]])
+            source.digest, source.leaves = content.digest, content.leaves
+            if source.spec.name == wrong:
+                source.digest = digest(b"of another tensor")
+                source.leaves = tuple(digest(b"%d" % n) for n in range(len(content.leaves)))
+        provider = HostProvider() if process is None else process.provider()
+        session = LoadSession(
+            TensorDedupConfig(**config), run.reader, Scratch(), run.evaluator, provider
+        )
+        session.expect(list(run.parameters.values()))
+        session.share(list(run.parameters.values()))
+        session.close()
+        read = run.reader.counters.bytes_read
+    assert (session.provider.not_lent is None) == lent
+    return run.model.get_parameter("fused").data, session, read

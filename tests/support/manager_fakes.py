@@ -36,22 +36,31 @@ from tensor_dedup.memory_manager.core.effects import (
 )
 from tensor_dedup.memory_manager.core.ledger import ASLEEP_BYTES, LEASE_BYTES, Ledger, SlabState
 from tensor_dedup.memory_manager.core.manager_state import ManagerState
+from tensor_dedup.memory_manager.core.records import key_cost
 from tensor_dedup.memory_manager.errors import (
     BackendError,
     NoMemoryError,
     NotSealedError,
+    RefusedError,
     StillWritableError,
 )
+from tensor_dedup.memory_manager.protocol import codec
 from tensor_dedup.memory_manager.protocol.layout import PAGE
 from tensor_dedup.memory_manager.protocol.messages import (
     WITHOUT_REPLY,
+    Allocate,
     Allocated,
     Extent,
     Found,
     FoundDigests,
+    Hello,
     Offered,
+    PutPiece,
+    Refused,
     Request,
+    Reserve,
     Reserved,
+    Seal,
     Sealed,
 )
 
@@ -220,7 +229,9 @@ class PlayedCore(RuleBasedStateMachine):
         connections = state.connections.values()
         leases = sum(len(c.leases) for c in connections)
         puts = sum(put.cost for c in connections for put in c.puts.values())
-        records = sum(record.cost(key) for key, record in state.records.items())
+        entries = state.records.items()
+        records = sum(key_cost(key) for key, _ in entries)
+        records += sum(record.cost for record in {record for _, record in entries})
         named = sum(slab.named for slab in state.ledger.slabs.values())
         held = leases * LEASE_BYTES + sum(len(c.asleep) for c in connections) * ASLEEP_BYTES
         assert state.ledger.remembered == held + puts + records + named
@@ -271,3 +282,40 @@ class PlayedCore(RuleBasedStateMachine):
         for connection in self.process:
             pending = parked[connection] + filling[connection] + offers[connection]
             assert self.owed[connection] == pending
+
+
+class PlayedClients:
+    """Clients of a core whose memory and hashing a test plays."""
+
+    def __init__(self, settings: Settings | None = None) -> None:
+        self.core = Core(settings or Settings(1 << 40))
+        self.numbers = 0
+
+    def client(self) -> int:
+        self.numbers += 1
+        self.core.connected(0.0, self.numbers, self.numbers, self.numbers)
+        self.ask(self.numbers, Hello("played"))
+        return self.numbers
+
+    def ask(self, client: int, request: Request) -> list[Any]:
+        """Its effects; of a request as it comes from outside, which shares nothing with others."""
+        return list(self.core.received(0.0, client, codec.decode_request(codec.encode(request))))
+
+    def reply(self, client: int, request: Request) -> Any:
+        [found] = [e.reply for e in self.ask(client, request) if isinstance(e, Send)]
+        return found
+
+    def build(self, client: int, key: str, digests: list[str], name: str = "") -> int:
+        reply = self.reply(client, Reserve([key], name))
+        assert isinstance(reply, Reserved)
+        pieces = [PutPiece(1, each) for each in digests]
+        effects = self.ask(client, Allocate(reply.put, pieces))
+        for effect in effects:
+            if isinstance(effect, Send):
+                assert isinstance(effect.reply, Refused)
+                raise RefusedError(effect.reply.text, code=effect.reply.code)
+        [made] = [e for e in effects if isinstance(e, AllocateSlab)]
+        self.core.allocated(0.0, made.slab)
+        [job] = [e for e in self.ask(client, Seal(reply.put)) if isinstance(e, SealAndHash)]
+        self.core.hashed(0.0, job.slab, [each for _, _, each in job.pieces])
+        return reply.put

@@ -200,6 +200,13 @@ class Actor:
         self.signal(signal.SIGKILL)
         self.join()
 
+    def ended(self) -> int:
+        """Do the next thing, which ends the process; its exit status, or minus the signal."""
+        self.begin()
+        self._process.join(PATIENCE_S)
+        assert self._process.exitcode is not None, "the other process is stuck"
+        return self._process.exitcode
+
     def join(self) -> None:
         self._ours.close()
         self._process.join(PATIENCE_S)

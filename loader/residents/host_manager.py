@@ -1,0 +1,424 @@
+"""The memory manager of host memory as a load uses it: tensors that have leaves in common.
+
+The other half of `residents.manager` is the GPU's, `tensor_dedup.loader.cuda.manager_residents`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Final, NamedTuple
+from weakref import WeakSet
+
+from tensor_dedup.loader.residents.leaves import (
+    Content,
+    LeafPiece,
+    content_marks,
+    leaf_marks,
+    note_contents,
+    pieces_in_common,
+    shared_in,
+)
+from tensor_dedup.loader.residents.lent import (
+    LeasedPart,
+    LentInParts,
+    LentResident,
+    PartsPlan,
+    composition_in,
+    key_in,
+    leases_of,
+    record_of_parts,
+)
+from tensor_dedup.loader.residents.manager import (
+    ManagerResidents,
+    ManagerSession,
+    ResidentQuery,
+    ResidentRequest,
+    client_of,
+)
+from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM
+from tensor_dedup.loader.residents.resident import Resident, tensor_bytes
+from tensor_dedup.loader.residents.slab import SharedMemoryError
+from tensor_dedup.loader.torch_dtypes import torch_dtype
+from tensor_dedup.memory_manager.client import Client, LayerFound, Lease, NewLayer, Put
+from tensor_dedup.memory_manager.client.names import checkpoint_name
+from tensor_dedup.memory_manager.errors import MemoryManagerError, RefusedError
+from tensor_dedup.memory_manager.protocol.layout import PAGE
+from tensor_dedup.memory_manager.protocol.limits import MAX_RECORD
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    from tensor_dedup.types import ResidentKey
+
+_log = logging.getLogger(__name__)
+
+
+class HostMemory:
+    """Host memory: the client copies the bytes, and the manager hashes them."""
+
+    namespace: Final = "tensor"
+    whole_only: Final = None
+
+    def resident(self, key: ResidentKey, lease: Lease) -> Resident:
+        """Return the resident that a lease is on."""
+        return LentResident(replace(key, digest=lease.digest), lease)
+
+    def data(self, request: ResidentRequest) -> Buffer:
+        """Return the bytes of a tensor in host memory."""
+        return tensor_bytes(request.tensor)
+
+    def fill(self, requests: dict[str, ResidentRequest]) -> None:
+        """Return None, because the client copies `data`."""
+
+    def with_room(self, ask: Callable[[], None]) -> None:
+        """Call `ask` once: this process keeps no memory of the manager without using it."""
+        ask()
+
+
+class _Admitted(NamedTuple):
+    """Room in the manager for a tensor in parts whose rest is being read."""
+
+    put: Put
+    recipe: str
+    plan: PartsPlan
+    shared_bytes: int
+
+    def progress(self) -> None:
+        """Tell the manager that the rest is being read. Safe from any thread."""
+        with suppress(MemoryManagerError):  # met again when it is put
+            self.put.progress()
+
+
+class HostSession(ManagerSession[ResidentRequest, Resident]):
+    """One load's requests to a manager of host memory, where tensors have leaves in common.
+
+    Of a tensor that nobody has, what lies in tensors of the manager is leased with those, and only
+    the rest is put. So that others find it, the marks of some leaves (`leaf_marks`) are keys of its
+    record, too. What it consists of is a record of its own, for whoever has found it.
+    """
+
+    def __init__(self, client: Client, checkpoint: str) -> None:
+        super().__init__(client, checkpoint, HostMemory())
+        self._put: WeakSet[Resident] = WeakSet()  # by this load
+        self._marks_of: dict[str, list[str]] = {}  # by recipe, of what is being put
+        self._having: list[Resident] = []  # with their leases, until what is built of them is put
+        self._admitted: _Admitted | None = None
+
+    def by_content(self, keys: Sequence[ResidentKey]) -> list[Resident | None]:
+        """Return the residents with these bytes, also those that consist of parts."""
+        found = super().by_content(keys)
+        missing = [n for n, each in enumerate(found) if each is None and _is_large(keys[n])]
+        layers = self.client.get([self._content_key(keys[n]) for n in missing], self.checkpoint)
+        for number, layer in zip(missing, layers, strict=True):
+            found[number] = self._of_layer(layer, keys[number])
+        return found
+
+    def put(
+        self, requests: Sequence[ResidentRequest], found: dict[str, tuple[Resident, bool]]
+    ) -> None:
+        """Put these tensors, of large ones only what no tensor of the manager has."""
+        large = [each for each in requests if each.nbytes >= LEAF_SHARED_FROM]
+        there = self.by_content([each.key for each in large])
+        new = []
+        for each, resident in zip(large, there, strict=True):
+            if isinstance(resident, LentInParts):
+                found[each.recipe] = resident, False
+                self._publish(resident, [self._content_key(each.key), self._key(each.recipe)])
+            elif resident is None:
+                new.append(each)
+        marks = [self._marks(each) for each in new]
+        layers = self._look_up(marks)
+        # A key has one record, the first.
+        self._marks_of = {
+            each.recipe: [mark for mark, layer in zip(keys, hits, strict=True) if layer is None]
+            for each, keys, hits in zip(new, marks, layers, strict=True)
+        }
+        # What is taken of them is compared, and hashed where it is put.
+        donors_of = self._donors(layers, hashed=True)
+        for each, donors in zip(new, donors_of, strict=True):
+            self._put_in_parts(each, donors, found)
+        super().put(requests, found)
+        # Another process may have put it in parts meanwhile.
+        missing = [each for each in large if each.recipe not in found]
+        queries = [ResidentQuery(each.recipe, each.key) for each in missing]
+        for each, resident in zip(missing, self.by_recipe(queries), strict=True):
+            if resident is not None:
+                found[each.recipe] = resident, False
+        for each in large:
+            resident, written = found.get(each.recipe, (None, False))
+            if resident is not None and written:
+                self._put.add(resident)
+                if isinstance(resident, LentResident):
+                    new_marks = self._marks_of.get(each.recipe, [])
+                    self._remember(resident, new_marks, *resident.published)
+
+    def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Resident]:
+        """Return tensors of the manager that have some of these contents, and note theirs."""
+        layers = self._look_up([self._keys_of(content_marks(geometry, contents))])
+        [donors] = self._donors(layers)
+        keys = [self._contents_key(each.key) for each in donors]
+        for resident, layer in zip(donors, self.client.get(keys, self.checkpoint), strict=True):
+            composition = None if layer is None else composition_in(layer.record)
+            if composition is not None and composition.key == resident.key:
+                note_contents(resident, composition.contents)
+        self._having = donors
+        return donors
+
+    def admit(
+        self, recipe: str, geometry: ResidentKey, pieces: Sequence[LeafPiece]
+    ) -> Callable[[], None] | None:
+        """Reserve room for what lies in no tensor of the manager of one of these pieces.
+
+        Raises:
+            RefusedError: There is no room.
+        """
+        leases = [lease for donor in self._having for lease in leases_of(donor)]
+        plan = PartsPlan(geometry, pieces, leases)
+        if not plan.fits:
+            return None
+        put = self.client.reserve([self._key(recipe)], self.checkpoint).put
+        if put is None:
+            return None  # somebody else builds it, or has built it since it was looked for
+        self._admitted = _Admitted(put, recipe, plan, shared_in(pieces))
+        if plan.rest_bytes:
+            put.allocate([plan.tensors[-1].nbytes])
+        return self._admitted.progress
+
+    def put_built(self, resident: Resident) -> tuple[Resident, bool] | None:
+        """Put what lies in no tensor of the manager of one that was built after `admit`."""
+        admitted, self._admitted = self._admitted, None
+        assert admitted is not None, "nothing is built that was not admitted"
+        put, recipe, plan, _ = admitted
+        with put:
+            [there] = self.by_content([resident.key])
+            if there is not None:
+                put.abandon()  # before the recipe leads to it
+                self._publish(there, [self._key(recipe)])
+                return there, False
+            try:
+                data = tensor_bytes(resident.map(writable=False))
+            except SharedMemoryError as error:
+                self._note_unusable(f"{resident.key.digest} cannot be put: {error}")
+                return None
+            leases = list(plan.needed)
+            if plan.rest_bytes:
+                plan.write_rest(data, put)
+                leases += put.seal()
+            record = record_of_parts(resident.key, plan.parts)
+            put.publish(self._key(recipe), record, [lease.digest for lease in leases])
+        # Its digest is of these very bytes: all that it was built of is sealed.
+        made = self._in_parts(resident.key, leases, plan.parts, admitted.shared_bytes, hashed=True)
+        if made is None:
+            return None
+        marks = self._keys_of(leaf_marks(resident.key, data))
+        self._publish(made, [self._content_key(resident.key), *marks])
+        self._put.add(made)
+        return made, True
+
+    def end_known(self) -> None:
+        """Give back the room that `admit` has reserved, if it was not filled, and the donors."""
+        admitted, self._admitted = self._admitted, None
+        self._having = []
+        if admitted is not None:
+            admitted.put.abandon()
+
+    def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
+        """Have others find what this load has put by what it consists of."""
+        if resident in self._put and isinstance(resident, LentResident | LentInParts):
+            self._publish(resident, self._keys_of(content_marks(resident.key, contents)))
+            record = record_of_parts(resident.key, resident.parts, contents)
+            self._publish_record(resident, [self._contents_key(resident.key)], record)
+
+    def _layer(self, request: ResidentRequest) -> NewLayer:
+        layer = super()._layer(request)
+        return replace(layer, also=tuple(self._marks_of.get(request.recipe, ())))
+
+    def _put_in_parts(
+        self,
+        request: ResidentRequest,
+        donors: Sequence[Resident],
+        found: dict[str, tuple[Resident, bool]],
+    ) -> None:
+        """Put what no tensor of the manager has of one, if these have a part of it."""
+        donors = [each for each in donors if each.key.digest != request.digest]
+        try:
+            pieces = pieces_in_common(request.tensor, donors) if donors else None
+        except SharedMemoryError as error:
+            if self.not_by_leaf is None:
+                self.not_by_leaf = str(error)
+                _log.warning("a tensor is put whole: %s", str(error))
+            return
+        if pieces is not None:
+            leases = [lease for donor in donors for lease in leases_of(donor)]
+            self._put_pieces(request, pieces, leases, found)
+
+    def _put_pieces(
+        self,
+        request: ResidentRequest,
+        pieces: Sequence[LeafPiece],
+        leases: Sequence[Lease],
+        found: dict[str, tuple[Resident, bool]],
+    ) -> None:
+        plan = PartsPlan(request.key, pieces, leases)
+        if not plan.fits:
+            return
+        key = self._key(request.recipe)
+        layer = NewLayer(record_of_parts(request.key, plan.parts), plan.tensors)
+        fill = partial(plan.fill, tensor_bytes(request.tensor), request.digest)
+        result = self.client.put({key: layer}, self.checkpoint, fill=fill)
+        if result.error is not None:
+            raise result.error
+        if key not in result.layers:
+            return  # somebody has put it otherwise: it is looked up
+        layer_found = result.layers[key]
+        made = self._in_parts(
+            request.key,
+            layer_found.leases,
+            plan.parts,
+            shared_in(pieces),
+            hashed=layer_found.written and plan.rest_bytes > 0,
+        )
+        if made is None:
+            return
+        found[request.recipe] = made, layer_found.written or plan.rest_bytes == 0
+        self._publish(made, [self._content_key(request.key), *self._marks_of[request.recipe]])
+
+    def _look_up(self, keys: Sequence[Sequence[str]]) -> list[list[LayerFound | None]]:
+        """Return what each of these lists of keys leads to, looked up in one batch."""
+        layers = iter(self.client.get([key for each in keys for key in each], self.checkpoint))
+        return [list(islice(layers, len(each))) for each in keys]
+
+    def _donors(
+        self, found: Sequence[Sequence[LayerFound | None]], *, hashed: bool = False
+    ) -> list[list[Resident]]:
+        """Return the tensors that marks lead to, by what each list of them leads to.
+
+        They are not what this load itself has put. Those in parts are hashed first, unless with
+        `hashed` their digests need not be true.
+        """
+        known: dict[str, Resident | None] = {each.key.digest: None for each in self._put}
+        donors: list[list[Resident]] = []
+        for layers in found:
+            these: dict[str, Resident] = {}
+            for layer in layers:
+                key = None if layer is None else key_in(layer)
+                if key is None or key.digest in these:
+                    continue
+                if key.digest not in known:
+                    known[key.digest] = self._of_layer(layer, key, hashed=hashed)
+                donor = known[key.digest]
+                if donor is not None and not donor.offset % PAGE:
+                    these[key.digest] = donor
+            donors.append(list(these.values()))
+        return donors
+
+    def _of_layer(
+        self, layer: LayerFound | None, key: ResidentKey, *, hashed: bool = False
+    ) -> Resident | None:
+        """Return the resident of a layer: a whole tensor, or one in parts, hashed if not before."""
+        composition = None if layer is None else composition_in(layer.record)
+        if layer is None or composition is None:
+            return super()._of_layer(layer, key)
+        found = composition.key
+        if replace(found, digest=key.digest) != key or key.digest not in ("", found.digest):
+            return None
+        return self._in_parts(found, layer.leases, composition.parts, hashed=hashed)
+
+    def _in_parts(
+        self,
+        key: ResidentKey,
+        leases: Sequence[Lease],
+        parts: Sequence[LeasedPart],
+        leaf_shared_bytes: int = 0,
+        *,
+        hashed: bool = False,
+    ) -> LentInParts | None:
+        """Return a tensor of parts, or None if these are not its parts.
+
+        With `hashed` they are not hashed: that was done, or need not be.
+        """
+        try:
+            found = LentInParts(key, leases, parts, leaf_shared_bytes)
+            true = hashed or found.has_its_digest()
+        except SharedMemoryError as error:
+            self._note_unusable(f"what is lent for {key.digest} cannot be used: {error}")
+            return None
+        if not true:
+            self._note_unusable(f"the parts that are lent for {key.digest} are not that tensor's")
+            return None
+        return found
+
+    def _publish(self, resident: Resident, keys: Sequence[str]) -> None:
+        """Have these keys lead to a resident, to the next manager too, while it lives."""
+        if isinstance(resident, LentResident | LentInParts):
+            record, _ = resident.published
+            self._publish_record(resident, keys, record)
+
+    def _publish_record(self, resident: Resident, keys: Sequence[str], record: bytes) -> None:
+        if len(record) > MAX_RECORD:  # what a tensor of a GB and more consists of
+            return
+        digests = [lease.digest for lease in leases_of(resident)]
+        try:
+            if self.client.publish(keys, record, digests) < len(keys):
+                # Some lead to another tensor, and must not lead here once the manager is replaced.
+                layers = self.client.get(keys, self.checkpoint)
+                keys = [
+                    k for k, each in zip(keys, layers, strict=True) if _is(each, record, digests)
+                ]
+        except RefusedError as error:
+            _log.debug("%s: its leaves are not found by others: %s", self.checkpoint, str(error))
+            return
+        self._remember(resident, keys, record, digests)
+
+    def _marks(self, request: ResidentRequest) -> list[str]:
+        return self._keys_of(leaf_marks(request.key, tensor_bytes(request.tensor)))
+
+    def _keys_of(self, marks: Sequence[str]) -> list[str]:
+        return [f"{self.memory.namespace}-leaf:{mark}" for mark in marks]
+
+    def _content_key(self, key: ResidentKey) -> str:
+        return self._key(f"content:{key}")
+
+    def _contents_key(self, key: ResidentKey) -> str:
+        return self._key(f"contents of:{key}")
+
+
+HostResidents = ManagerResidents[ResidentRequest, Resident]
+
+
+def host_session(client: Client, checkpoint: str) -> HostSession:
+    """Return a load's session with a manager of host memory."""
+    return HostSession(client, checkpoint)
+
+
+def host_manager_residents(where: str | os.PathLike[str] | None, checkpoint: str) -> HostResidents:
+    """Return a load's view of the manager at `where`.
+
+    With `where` None, no manager is used. If the manager does not answer, that is logged and
+    `failed` tells why.
+    """
+    if where is None:
+        return ManagerResidents()
+    try:
+        client = client_of(os.fspath(where))
+        return ManagerResidents(host_session(client, checkpoint_name(checkpoint)))
+    except MemoryManagerError as error:
+        _log.warning("%s: loading without a memory manager: %s", checkpoint, str(error))
+        return ManagerResidents(failed=str(error))
+
+
+def _is(layer: LayerFound | None, record: bytes, digests: Sequence[str]) -> bool:
+    if layer is None or layer.record != record:
+        return False
+    return [lease.digest for lease in layer.leases] == list(digests)
+
+
+def _is_large(key: ResidentKey) -> bool:
+    return math.prod(key.shape) * torch_dtype(key.dtype).itemsize >= LEAF_SHARED_FROM
