@@ -62,6 +62,8 @@ _ENDPOINTS: Final = (
 # What obstore says of a server that answers a range with the whole object.
 _NO_RANGES: Final = ("non-partial response", "Range request not supported")
 _SECRETS: Final = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS", re.IGNORECASE)
+# The process that began to use obstore.
+_used_by = 0
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
@@ -335,6 +337,7 @@ class ServerBucket(Bucket):
     def _translated(self, key: str) -> Iterator[None]:
         from obstore import exceptions
 
+        self._check_not_forked(key)
         try:
             yield
         except FileNotFoundError as error:
@@ -349,6 +352,17 @@ class ServerBucket(Bucket):
             text = str(error)
             kind = RemoteAccessError if _is_about_credentials(text) else RemoteUnreachableError
             raise kind.at(self.at(key), scrubbed(text)) from None
+
+    def _check_not_forked(self, key: str) -> None:
+        """Raise in a process that was forked from one that has used obstore.
+
+        Its threads do not exist there, so that each request would wait forever.
+        """
+        global _used_by
+        _used_by = _used_by or os.getpid()
+        if _used_by != os.getpid():
+            what = "this process was forked after its parent had used a remote; start one instead"
+            raise RemoteUnreachableError.at(self.at(key), what)
 
     def get(self, key: str, limit: int) -> tuple[bytes, str] | None:
         # docstring inherited
