@@ -702,14 +702,14 @@ def _check_limits(run: str, in_flight: int, pool_bytes: int | HostPool | None) -
 
 
 def _second_tier(drain: "StrPath | Store | Remote", fast: Store, order: StepOrder) -> SecondTier:
-    if isinstance(drain, str | PathLike):
-        if "://" not in str(drain):
-            return StoreTier(Store.open(drain), fast, order)
-    elif isinstance(drain, Store):
+    if isinstance(drain, Store):
         return StoreTier(drain, fast, order)
+    from tensor_dedup.store.remote.buckets import is_url
     from tensor_dedup.store.remote.remote import Remote
     from tensor_dedup.store.remote.tier import RemoteTier
 
+    if not isinstance(drain, Remote) and not is_url(str(drain)):
+        return StoreTier(Store.open(drain), fast, order)
     remote = drain if isinstance(drain, Remote) else Remote.open(drain)
     folder = remote.store_folder()
     if folder is not None:

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -36,6 +37,7 @@ from tensor_dedup.store.remote.errors import (
     RemoteUrlError,
 )
 from tensor_dedup.store.remote.layout import CONTAINER_BYTES, PROBE
+from tensor_dedup.store.writing.hashing import submit
 from tensor_dedup.suggestions import install_hint
 
 if TYPE_CHECKING:
@@ -172,7 +174,8 @@ class Bucket(ABC):
             return
         with ThreadPoolExecutor(_THREADS) as pool:
             try:
-                yield from pool.map(call, waiting)
+                for future in [submit(pool, partial(call, item)) for item in waiting]:
+                    yield future.result()
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
@@ -524,6 +527,11 @@ def _open_store(url: str) -> "ObjectStore":
         return from_url(url, client_options=client, retry_config=retry)
     except (BaseError, ValueError) as error:
         raise RemoteUrlError.at(url, scrubbed(str(error))) from None
+
+
+def is_url(text: str) -> bool:
+    """Return whether this is a URL, be it a mistyped one, and no folder's path."""
+    return "://" in text or _MISTYPED.match(text) is not None
 
 
 def open_bucket(url: str, files: Files) -> Bucket:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Final, Protocol
 
 import msgspec
@@ -48,6 +49,7 @@ from tensor_dedup.store.remote.errors import (
     RemoteBusyError,
     RemoteNameTakenError,
 )
+from tensor_dedup.store.writing.hashing import submit
 
 # How long a gc spares what nothing refers to. Every push is over by then, or begins anew.
 LEASE_S: Final = 7 * 24 * 3600.0
@@ -408,7 +410,8 @@ class _Push:
                 if load.nbytes <= layout.CONTAINER_BYTES * 2:
                     # Read and checked here, sent by the threads.
                     parts = [_gathered(_content(source, load), load.nbytes)]
-                sending.append((load, pool.submit(self._send_one, load, parts, catalog)))
+                work = partial(self._send_one, load, parts, catalog)
+                sending.append((load, submit(pool, work)))
                 if not isinstance(parts, Sequence):
                     while sending:  # it is read as it is sent
                         settle()
