@@ -156,6 +156,9 @@ class Bucket(ABC):
     def delete(self, key: str) -> None:
         """Delete an object; nothing happens where there is none."""
 
+    def settle(self, key: str) -> None:  # noqa: B027 (what a server shows is durable)
+        """Make durable what is at a key: who wrote it may have died before it was."""
+
     def now(self) -> float:
         """Return the server's time in seconds: that of an object which was written just now."""
         key = f"{PROBE}{secrets.token_hex(8)}"
@@ -268,7 +271,7 @@ class FolderBucket(Bucket):
                     files.unlink(tmp)
                 raise
             files.close(handle)
-            files.sync_folder(path.parent)
+        self.settle(key)
         return at
 
     def put_if(self, key: str, data: bytes, tag: str | None) -> bool:
@@ -297,9 +300,12 @@ class FolderBucket(Bucket):
     def list(self, prefix: str) -> Iterator[ObjectStatus]:
         # docstring inherited
         folder = prefix.rstrip("/")
-        for name in self._files.listdir(self._root / folder):
+        with os_errors(self._root):
+            names = self._files.listdir(self._root / folder)
+        for name in names:
             key = f"{folder}/{name}"
-            status = self._files.status(self._root / key)
+            with os_errors(self._root):
+                status = self._files.status(self._root / key)
             if status is not None and status.kind == "folder":
                 yield from self.list(f"{key}/")
             elif (found := self.head(key)) is not None:
@@ -314,6 +320,14 @@ class FolderBucket(Bucket):
             except FileNotFoundError:
                 return
             self._files.sync_folder((self._root / key).parent)
+
+    def settle(self, key: str) -> None:
+        # docstring inherited
+        parent = (self._root / key).parent
+        with os_errors(self._root):
+            # Whoever made the folder may have died before its name was durable.
+            for folder in (parent, parent.parent):
+                self._files.sync_folder(folder)
 
 
 def _tag(blob: bytes) -> str:

@@ -427,6 +427,8 @@ class _Push:
         status = bucket.head(key) if may_be_there else None
         if status is None or status.size != load.nbytes:
             bucket.put(key, parts)
+        else:
+            bucket.settle(key)
 
     def _reused(
         self, catalog: Catalog, missing: Collection[bytes], loads: Sequence[_Load]

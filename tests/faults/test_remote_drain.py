@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 import real_servers
+from disk_faults import Crash, Faults, FaultyFiles
 from drains import ACTS, OLD, Act, Steps, drain, held, model_of
 from remotes import FAULTS, Faulty, Killed, MemoryBucket, s3
 from s3_faults import ONCE, FaultyProxy, MemoryS3, RealS3, Request, client
@@ -31,8 +32,9 @@ from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints import drain as drain_module
 from tensor_dedup.store.checkpoints.drain import Drain
 from tensor_dedup.store.checkpoints.runs import in_save_order
+from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.remote import Remote
-from tensor_dedup.store.remote.buckets import Bucket
+from tensor_dedup.store.remote.buckets import Bucket, FolderBucket
 
 
 @pytest.fixture(autouse=True)
@@ -191,24 +193,34 @@ def test_what_landed_is_not_sent_again(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["next steps", "replacing"])
-@pytest.mark.parametrize("what", ["delete", "save again"])
+@pytest.mark.parametrize("what", ["delete", "save again", "gc"])
 def test_a_step_changes_at_every_request(folder: Path, name: str, what: str, every: bool) -> None:
-    """Somebody deletes it or saves it again, in another handle of the same fast tier."""
+    """Somebody deletes it or saves it again, in another handle of the same fast tier.
+
+    Neither a save nor a gc waits for a request of the drain.
+    """
     scene, done = Scene(folder, ACTS[name]), 0
     step = 2 if name == "next steps" else 0
     numbers = [number for number, call in enumerate(scene.requests()) if call]
     for number in numbers[:: 1 if every else 4]:
         scene.reset()
         other = scene.open()
-        work = threading.Thread(
-            target=(lambda run=other: run.delete(step))
-            if what == "delete"
-            else (lambda run=other: run.save(model_of(6), step))
-        )
+
+        def act(run: CheckpointStore = other) -> None:
+            if what == "save again":
+                run.save(model_of(6), step)
+                return
+            if what == "delete":
+                run.delete(step)
+            run.store.gc(0)
+
+        work = threading.Thread(target=act)
 
         def meanwhile(work: threading.Thread = work) -> None:
             work.start()
-            work.join(0.05 if what == "delete" else 10)  # a deletion may have to wait for the drain
+            # A deletion may have to wait for the drain.
+            work.join(0.1 if what == "delete" else 10)
+            assert what == "delete" or not work.is_alive()
 
         run = scene.open(Faulty(scene.bucket, number, meanwhile=meanwhile))
         drain(run)
@@ -222,9 +234,54 @@ def test_a_step_changes_at_every_request(folder: Path, name: str, what: str, eve
             assert step not in second.steps()
             assert step not in run.steps()
         else:
-            assert_same(second.load(step), model_of(6))
+            expected = 6 if what == "save again" else 2 if name == "next steps" else 5
+            assert_same(second.load(step), model_of(expected))
         done += 1
     assert done > 5
+
+
+def test_a_kill_before_a_name_is_durable_and_then_a_power_cut(folder: Path) -> None:
+    """The remote is a folder. Who goes on relies on names that were never synced."""
+    options: dict[str, Any] = {"keep_fast": 1}
+    run = open_(folder / "template" / "fast", bucket_in(folder / "template"), **options)
+    for step in OLD:
+        run.save(model_of(step), step)
+    drain(run)
+    run.save(model_of(2), 2)
+    run.save(model_of(3), 3)
+
+    def stage(name: str, faults: Faults) -> tuple[Path, FaultyFiles]:
+        where = folder / name
+        shutil.copytree(folder / "template", where)
+        (where / "limbo").mkdir()
+        return where, FaultyFiles(where / "limbo", faults)
+
+    where, files = stage("whole", Faults())
+    drain(open_(where / "fast", bucket_in(where, files), **options))
+    syncs = [number for number, operation in enumerate(files.log) if operation == "sync_folder"]
+    assert len(syncs) > 10
+    for number in syncs:
+        where, files = stage(f"cut-{number}", Faults(stop_at=number))
+        with pytest.raises(Crash):
+            drain(open_(where / "fast", bucket_in(where, files), **options))
+        unsynced = [*files._journal]
+        files.lose("nothing")
+        (where / "again").mkdir()
+        again = FaultyFiles(where / "again", Faults())
+        again._journal += unsynced
+        run = open_(where / "fast", bucket_in(where, again), **options)
+        drain(run)
+        assert run._drain is not None
+        run._drain._tidy()  # as after the next step, but nothing new is written
+        assert handle(where / "fast").steps() == [3]
+        again.lose("everything")
+        left = remote_alone(bucket_in(where), folder / "alone")
+        assert held(left) == {step: step for step in range(4)}, number
+        shutil.rmtree(where)
+
+
+def bucket_in(folder: Path, files: FaultyFiles | None = None) -> Bucket:
+    return FolderBucket(folder / "remote", files or RealFiles())
 
 
 _TRAINING = """
