@@ -163,16 +163,16 @@ class CheckpointStore:
         machine's, or is a pool that several handles share, and with it one bound; `in_flight` is
         how many of its saves may be unfinished at once.
 
-        `drain` is the folder of a second store, slower and lasting, behind a fast `root`. A step is
-        saved when it is committed in `root`; a thread then copies to the second store what that
-        lacks, in the order of saving, and the step appears there when it is durable, the same to
-        the last byte. Steps, metrics and pins are those of both, and a step is loaded from where it
-        is. The rules above go by the second store and delete from both; of what is drained, `root`
-        keeps the `keep_fast` steps that were saved last (None: all), and what is not drained stays.
-        A copy that fails is tried again, after half a second to a minute; while `drain_backlog`
-        steps are not drained, a save waits. The second store must be there when this is called,
-        since it alone knows which step is the latest; later on it may be away. Only one `root` at a
-        time may drain a run.
+        `drain` is a second tier, slower and lasting, behind a fast `root`: the folder of a store, or
+        a remote or its URL (`s3://`, `gs://`, `az://`, `file://`). A step is saved when it is
+        committed in `root`; a thread then copies to the second tier what that lacks, in the order
+        of saving, and the step appears there when it is durable, the same to the last byte. Steps,
+        metrics and pins are those of both, and a step is loaded from where it is. The rules above
+        go by the second tier and delete from both; of what is drained, `root` keeps the `keep_fast`
+        steps that were saved last (None: all), and what is not drained stays. A copy that fails is
+        tried again, after half a second to a minute; while `drain_backlog` steps are not drained, a
+        save waits. The second tier must be there when this is called, since it alone knows which
+        step is the latest; later on it may be away. Only one `root` at a time may drain a run.
 
         Raises:
             BadNameError: the run's name is invalid.
@@ -181,6 +181,10 @@ class CheckpointStore:
             NotAStoreError: `root` or `drain` holds something else.
             UnknownNameError: there is no checkpoint `base`.
             StoreIOError, StoreAccessError: the second store cannot be read.
+            RemoteUrlError: a URL names no remote.
+            RemoteUnreachableError, RemoteAccessError, NotARemoteError, ReadOnlyRemoteError,
+            NoConditionsError: the remote does not answer, refuses, is something else, or could
+                lose steps.
         """
         _check_limits(run_id, in_flight, pool_bytes)
         if drain is None and (keep_fast, drain_backlog) != (1, 8):

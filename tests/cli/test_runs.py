@@ -82,7 +82,9 @@ def test_a_run_is_drained_to_another_store(runs: Runs, tmp_path: Path) -> None:
     assert runs.run("drain", "none", str(folder)).exit_code == 2
     itself = runs.run("drain", "a/one", str(runs.store))
     assert itself.exit_code == 2
-    assert itself.stderr.endswith("that is the store itself; drain to a folder of its own\n")
+    assert itself.stderr.endswith(
+        "that is the store itself; drain to a folder or a remote of its own\n"
+    )
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "note.txt").write_text("mine")
     full = runs.run("drain", "a/one", str(tmp_path / "full"))
