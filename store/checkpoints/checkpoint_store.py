@@ -163,8 +163,8 @@ class CheckpointStore:
         machine's, or is a pool that several handles share, and with it one bound; `in_flight` is
         how many of its saves may be unfinished at once.
 
-        `drain` is a second tier, slower and lasting, behind a fast `root`: the folder of a store, or
-        a remote or its URL (`s3://`, `gs://`, `az://`, `file://`). A step is saved when it is
+        `drain` is a second tier, slower and lasting, behind a fast `root`: the folder of a store,
+        or a remote or its URL (`s3://`, `gs://`, `az://`, `file://`). A step is saved when it is
         committed in `root`; a thread then copies to the second tier what that lacks, in the order
         of saving, and the step appears there when it is durable, the same to the last byte. Steps,
         metrics and pins are those of both, and a step is loaded from where it is. The rules above

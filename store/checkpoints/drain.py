@@ -2,9 +2,9 @@
 
 The second tier is a store or a remote like any other, and the one that lasts
 (`tensor_dedup.store.checkpoints.tiers`). A thread copies each step there in the order in which they
-were saved, with its manifest byte for byte, so its place in the order of saving, its metrics and its
-files are the same in both. Then the retention rules delete what they do not keep from both tiers, and the fast one
-lets go of what is drained and not among its last.
+were saved, with its manifest byte for byte, so its place in the order of saving, its metrics and
+its files are the same in both. Then the retention rules delete what they do not keep from both
+tiers, and the fast one lets go of what is drained and not among its last.
 
 What is still to be drained follows from the two tiers alone: a step of the fast tier that the
 second one lacks, or has from an earlier place in the order, and a pin. No list of it can be lost,

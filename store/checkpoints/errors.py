@@ -116,9 +116,7 @@ class BadOption(Enum):
     COMPRESS = 'give "auto", "always" or None'
     DRAIN = "drain to a folder or a remote of its own"
     RUN = "call the run something else, and give the step to `load`"
-    FAST = (
-        "give keep_fast=1 or more, or None, and drain_backlog=1 or more, beside drain=FOLDER_OR_URL"
-    )
+    FAST = "give keep_fast=1 or more, or None, and drain_backlog=1 or more, beside `drain`"
     PROVIDER = "give a type, or its module and name, and StateProvider(name=, state=, restore=)"
 
 

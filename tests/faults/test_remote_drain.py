@@ -22,9 +22,10 @@ from typing import Any
 
 import pytest
 
+import drains
 import real_servers
 from disk_faults import Crash, Faults, FaultyFiles
-from drains import ACTS, OLD, Act, Steps, drain, held, model_of
+from drains import OLD, Act, Steps, drain, held, model_of
 from remotes import FAULTS, Faulty, Killed, MemoryBucket, s3
 from s3_faults import ONCE, FaultyProxy, MemoryS3, RealS3, Request, client
 from stores import KIB, assert_same, handle, open_store, shares
@@ -35,6 +36,26 @@ from tensor_dedup.store.checkpoints.runs import in_save_order
 from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.remote import Remote
 from tensor_dedup.store.remote.buckets import Bucket, FolderBucket
+
+
+def deleted_before(run: CheckpointStore) -> None:
+    """The step was there once, so that its name says that it was deleted."""
+    run.save(model_of(2), 2)
+    drain(run)
+    run.delete(2)
+    run.save(model_of(3), 2)
+
+
+ACTS = {
+    **drains.ACTS,
+    "a name that was deleted": Act(
+        deleted_before,
+        drain,
+        ({**OLD, 2: 3},),
+        (OLD, {**OLD, 2: 3}),
+        {"keep_fast": None},
+    ),
+}
 
 
 @pytest.fixture(autouse=True)

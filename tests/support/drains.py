@@ -57,14 +57,6 @@ def pin(run: CheckpointStore) -> None:
     drain(run)
 
 
-def deleted_before(run: CheckpointStore) -> None:
-    """The step was there once, so that its name says that it was deleted."""
-    run.save(model_of(2), 2)
-    drain(run)
-    run.delete(2)
-    run.save(model_of(3), 2)
-
-
 _ALL: dict[str, Any] = {"keep_fast": None}
 OLD = {0: 0, 1: 1}
 ACTS = {
@@ -75,9 +67,6 @@ ACTS = {
         (OLD, {**OLD, 2: 2}, {**OLD, 2: 2, 3: 3}),
     ),
     "replacing": Act(undrained((0, 5)), drain, ({0: 5, 1: 1},), (OLD, {0: 5, 1: 1}), _ALL),
-    "a name that was deleted": Act(
-        deleted_before, drain, ({**OLD, 2: 3},), (OLD, {**OLD, 2: 3}), _ALL
-    ),
     "retention": Act(
         undrained((2, 2)),
         drain,
