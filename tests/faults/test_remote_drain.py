@@ -29,6 +29,7 @@ from drains import OLD, Act, Steps, drain, held, model_of
 from remotes import FAULTS, Faulty, Killed, MemoryBucket, s3
 from s3_faults import ONCE, FaultyProxy, MemoryS3, RealS3, Request, client
 from stores import KIB, assert_same, handle, open_store, shares
+from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints import drain as drain_module
 from tensor_dedup.store.checkpoints.drain import Drain
@@ -132,7 +133,7 @@ class Scene:
             assert not run.undrained()
         except Killed:
             assert "killed" in fault
-        except drain_module.StoreError:  # of a user's own call: it is not done, or not known to be
+        except StoreError:  # of a user's own call: it is not done, or not known to be
             assert "lost" in fault
         assert faulty.struck
 
@@ -358,7 +359,7 @@ class Training:
                 held[0].kill()
                 raise ConnectionResetError(request.name)
 
-        self.proxy.arm(**{"after" if after else "before": kill})
+        self.proxy.arm(before=None if after else kill, after=kill if after else None)
         words = [sys.executable, "-c", self._program, str(fast), f"s3://bucket/{case}"]
         process = subprocess.Popen(
             words,

@@ -370,7 +370,7 @@ def test_a_remote_that_cannot_be_drained_to_is_an_error_at_once(tmp_path: Path, 
         server._conditions = False
     elif what in ("away", "refused"):
         expected = RemoteUnreachableError if what == "away" else RemoteAccessError
-        server.refuses = expected  # type: ignore[assignment]
+        server.refuses = expected
     elif what == "another":
         expected = NotARemoteError
         server.put("refs/of-something-else", [memoryview(b"x")])
