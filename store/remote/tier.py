@@ -28,6 +28,7 @@ from tensor_dedup.store.checkpoints.runs import (
 )
 from tensor_dedup.store.checkpoints.tiers import OutdatedError, TierContent
 from tensor_dedup.store.errors import (
+    BadNameError,
     CorruptTensorError,
     MissingObjectError,
     NewerFormatError,
@@ -142,6 +143,9 @@ class RemoteTier:
             parsed = None if name is None else parse_step_name(name)
             if name is not None and parsed is not None and parsed.run == self._run:
                 found[name] = status
+        # No reference is ever deleted: one that says so is told by its size, for there may be many.
+        for name in [n for n, s in found.items() if s.size == len(layout.reference(n, None))]:
+            del found[name]
         new = [name for name, status in found.items() if self._known(name) != status]
         read = self._bucket.each(lambda name: self._ref(name, found[name].modified), new)
         for name, ref in zip(new, read, strict=True):
@@ -228,7 +232,11 @@ class RemoteTier:
 
     def is_kept(self, step: int) -> bool:
         # docstring inherited
-        return self._ref(step_name(self._run, step, kept=True)) is not None
+        try:
+            name = step_name(self._run, step, kept=True)
+        except BadNameError:  # too long a name for any file: nothing can pin the step
+            return False
+        return self._ref(name) is not None
 
     def read(self, step: int, read: Callable[[StoredCheckpoint], _T], *, afresh: bool) -> _T:
         # docstring inherited; a name on the fast tier could come back after it was deleted there

@@ -36,6 +36,8 @@ from tensor_dedup.store.checkpoints.errors import (
     UnknownStepError,
 )
 from tensor_dedup.store.checkpoints.runs import in_save_order
+from tensor_dedup.store.errors import BadNameError
+from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.remote import Remote
 from tensor_dedup.store.remote.errors import (
     NoConditionsError,
@@ -249,6 +251,31 @@ def test_deletions_and_pins_are_those_of_both(tmp_path: Path, server: Server) ->
     other.unpin(2)
     other.delete(2)
     assert Remote(server).names() == ["run@1"]
+
+
+def test_a_deleted_step_costs_no_request(tmp_path: Path, server: Server) -> None:
+    """A long training leaves many names on the remote that say that they were deleted."""
+    with tiers(tmp_path, server, keep_last=1) as run:
+        save(run, 0, 1, 2, 3)
+    assert sum(key.startswith("refs/") for key in server.objects) == 4
+    run = tiers(tmp_path, server)
+    before = server.traffic.counts()[1]
+    assert run.steps() == [3]
+    assert server.traffic.counts()[1] - before == 1
+
+
+def test_a_run_whose_pins_would_have_too_long_names(tmp_path: Path, server: Server) -> None:
+    name = "a/" * 63 + "a"
+    with pytest.raises(BadNameError):
+        file_of(f"{name}@0@pin")
+    run = handle(tmp_path / "fast", name, drain=Remote(server), keep_last=2)
+    for step in range(3):
+        run.save(model_of(step), step)
+    run.close()
+    assert run.steps() == [1, 2]
+    assert handle(tmp_path / "fast", name).steps() == [2]
+    run.delete(1)
+    assert run.steps() == [2]
 
 
 def test_a_step_that_is_saved_again_replaces_the_one_there(tmp_path: Path, server: Server) -> None:
