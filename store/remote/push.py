@@ -224,7 +224,7 @@ class _Push:
         for each in checkpoints:
             self._sizes |= {digest: nbytes for digest, nbytes in each.wanted.items() if nbytes}
         self._damaged: set[bytes] = set()
-        # What each name stood for when the push began.
+        # What each name stood for when it was looked at.
         self._seen: dict[str, str | None] = {}
         self._moved_pieces = self._moved_bytes = 0
 
@@ -270,6 +270,7 @@ class _Push:
         """Whether the name stands for this already, and the tag of its reference."""
         key = layout.ref_key(checkpoint.name)
         found = self._bucket.get(key, layout.TEXT_BYTES)
+        self._seen[checkpoint.name] = None
         if found is None:
             self._guard.check(None)
             return False, None
