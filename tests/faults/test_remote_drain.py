@@ -420,7 +420,8 @@ def test_a_training_is_killed_at_every_request(
         assert left.steps() == [0, 1, 2, 3]
         for step in range(4):
             assert_same(left.load(step), model_of(step))
-        assert handle(fast).steps() == [3]
+        # After a kill between the last commit and the letting go, that comes after the next step.
+        assert handle(fast).steps() in ([3], [2, 3])
         assert Remote(direct).verify(full=True).fine
         assert open_store(fast).verify(full=True).fine
 
