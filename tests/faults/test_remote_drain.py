@@ -315,6 +315,7 @@ def bucket_in(folder: Path, files: FaultyFiles | None = None) -> Bucket:
     return FolderBucket(folder / "remote", files or RealFiles())
 
 
+_PARTS = 6  # of the long form, each of a minute or two
 _TRAINING = """
 import json, os, sys
 sys.path[:0] = {paths!r}
@@ -389,14 +390,17 @@ def training(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trainin
             made.proxy.close()
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "part", [None, *(pytest.param(part, marks=pytest.mark.long) for part in range(_PARTS))]
+)
 def test_a_training_is_killed_at_every_request(
-    tmp_path: Path, training: Training, kills: int
+    tmp_path: Path, training: Training, part: int | None
 ) -> None:
     assert not training.run(tmp_path / "whole", "whole")
     requests, sent = len(training.proxy.requests), sum(training.proxy.bodies)
     assert requests > 60
-    for number in range(5, 2 * requests, -(-2 * requests // kills)):
+    moments = range(2 * requests)
+    for number in moments[5 :: requests * 2 // 3] if part is None else moments[part::_PARTS]:
         fast, case = tmp_path / f"fast-{number}", f"case-{number}"
         at, after = divmod(number, 2)
         assert training.run(fast, case, at, after=bool(after))
