@@ -19,6 +19,8 @@ SWEEP_WAIT_S = 10.0
 _NAMING_WAIT_S = 60.0
 # A pull is as long as the network makes it.
 _PULL_WAIT_S = 24 * 3600.0
+# A few requests, each of which is given up after some minutes.
+_REMOTE_WAIT_S = 600.0
 
 
 @contextmanager
@@ -71,6 +73,18 @@ def pulling(files: Files, layout: StoreLayout) -> Iterator[None]:
     busy = f"another process has been pulling for {_PULL_WAIT_S / 3600:g} hours"
     path = layout.pull_lock
     with _held(files, path, layout.root, busy, exclusive=True, wait_s=_PULL_WAIT_S):
+        yield
+
+
+@contextmanager
+def draining(files: Files, layout: StoreLayout) -> Iterator[None]:
+    """Hold the lock for changing names that this store and a remote behind it both have.
+
+    Raises:
+        StoreBusyError: another process has waited for the remote for ten minutes.
+    """
+    busy = f"whoever changes a name on the remote behind it has held it for {_REMOTE_WAIT_S:g} s"
+    with _held(files, layout.drain_lock, layout.root, busy, exclusive=True, wait_s=_REMOTE_WAIT_S):
         yield
 
 

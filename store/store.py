@@ -48,8 +48,14 @@ if TYPE_CHECKING:
     from tensor_dedup.store.checkpoints.runs import Difference, Step
     from tensor_dedup.store.checkpoints.sizes import Growth, RunCost, RunStats, TensorChanges
     from tensor_dedup.store.reading.find import TensorPlace
+    from tensor_dedup.store.remote.buckets import Bucket
     from tensor_dedup.store.remote.oci import Artifact
-    from tensor_dedup.store.remote.push import Outgoing, TransferListener, TransferResult
+    from tensor_dedup.store.remote.push import (
+        NameGuard,
+        Outgoing,
+        TransferListener,
+        TransferResult,
+    )
     from tensor_dedup.store.remote.remote import Remote
     from tensor_dedup.store.upkeep.usage import StoreUsage
     from tensor_dedup.store.writing.encoder import Encoder
@@ -294,7 +300,7 @@ class Store:
                 be reached, or is something else.
         """
         from tensor_dedup.store.remote.oci import is_artifact
-        from tensor_dedup.store.remote.push import SilentTransfer, push, together
+        from tensor_dedup.store.remote.push import SilentTransfer, together
         from tensor_dedup.store.remote.remote import Remote
 
         if is_artifact(url):
@@ -307,13 +313,7 @@ class Store:
             return together([self._copy_to(other, each, listener, replace) for each in names])
         with self._locked():
             outgoing = [self._outgoing(each) for each in names]
-
-        def open_pieces(digests: set[bytes]) -> StoredPieces:
-            with self._session(update=False) as (index, _):
-                return StoredPieces(self._objects, index, digests, name)
-
-        with self._translated():
-            return push(remote.bucket, outgoing, open_pieces, listener, replace=replace)
+        return self._push_to(remote.bucket, outgoing, listener, replace=replace)
 
     def pull(
         self,
@@ -436,6 +436,24 @@ class Store:
             if not found:
                 raise UnknownNameError.at(self.path, f"no checkpoint {name!r}", name=name)
             return found
+
+    def _push_to(
+        self,
+        bucket: "Bucket",
+        outgoing: "Sequence[Outgoing]",
+        progress: "TransferListener",
+        *,
+        replace: bool,
+        guard: "NameGuard | None" = None,
+    ) -> "TransferResult":
+        from tensor_dedup.store.remote.push import push
+
+        def open_pieces(digests: set[bytes]) -> StoredPieces:
+            with self._session(update=False) as (index, _):
+                return StoredPieces(self._objects, index, digests, outgoing[0].name)
+
+        with self._translated():
+            return push(bucket, outgoing, open_pieces, progress, replace=replace, guard=guard)
 
     def _outgoing(self, name: str) -> "Outgoing":
         from tensor_dedup.store.remote.push import Outgoing

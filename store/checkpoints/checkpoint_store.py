@@ -60,13 +60,13 @@ from tensor_dedup.store.checkpoints.runs import (
     step_numbers,
 )
 from tensor_dedup.store.checkpoints.sizes import run_stats
+from tensor_dedup.store.checkpoints.tiers import SecondTier, StoreTier
 from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
     NameTakenError,
     UnknownNameError,
 )
-from tensor_dedup.store.files import FileStatus
 from tensor_dedup.store.format.names import check_name, file_of
 from tensor_dedup.store.store import Store
 from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS, GcPlan
@@ -75,6 +75,8 @@ from tensor_dedup.suggestions import perhaps
 
 if TYPE_CHECKING:
     import torch
+
+    from tensor_dedup.store.remote.remote import Remote
 
 
 _LOG = logging.getLogger("tensor_dedup")
@@ -127,7 +129,7 @@ class CheckpointStore:
         weights: str = "",
         pool_bytes: "int | HostPool | None" = None,
         in_flight: int = 1,
-        drain: "StrPath | Store | None" = None,
+        drain: "StrPath | Store | Remote | None" = None,
         keep_fast: int | None = 1,
         drain_backlog: int = 8,
     ) -> None:
@@ -161,16 +163,16 @@ class CheckpointStore:
         machine's, or is a pool that several handles share, and with it one bound; `in_flight` is
         how many of its saves may be unfinished at once.
 
-        `drain` is the folder of a second store, slower and lasting, behind a fast `root`. A step is
-        saved when it is committed in `root`; a thread then copies to the second store what that
-        lacks, in the order of saving, and the step appears there when it is durable, the same to
-        the last byte. Steps, metrics and pins are those of both, and a step is loaded from where it
-        is. The rules above go by the second store and delete from both; of what is drained, `root`
-        keeps the `keep_fast` steps that were saved last (None: all), and what is not drained stays.
-        A copy that fails is tried again, after half a second to a minute; while `drain_backlog`
-        steps are not drained, a save waits. The second store must be there when this is called,
-        since it alone knows which step is the latest; later on it may be away. Only one `root` at a
-        time may drain a run.
+        `drain` is a second tier, slower and lasting, behind a fast `root`: the folder of a store,
+        or a remote or its URL (`s3://`, `gs://`, `az://`, `file://`). A step is saved when it is
+        committed in `root`; a thread then copies to the second tier what that lacks, in the order
+        of saving, and the step appears there when it is durable, the same to the last byte. Steps,
+        metrics and pins are those of both, and a step is loaded from where it is. The rules above
+        go by the second tier and delete from both; of what is drained, `root` keeps the `keep_fast`
+        steps that were saved last (None: all), and what is not drained stays. A copy that fails is
+        tried again, after half a second to a minute; while `drain_backlog` steps are not drained, a
+        save waits. The second tier must be there when this is called, since it alone knows which
+        step is the latest; later on it may be away. Only one `root` at a time may drain a run.
 
         Raises:
             BadNameError: the run's name is invalid.
@@ -179,6 +181,10 @@ class CheckpointStore:
             NotAStoreError: `root` or `drain` holds something else.
             UnknownNameError: there is no checkpoint `base`.
             StoreIOError, StoreAccessError: the second store cannot be read.
+            RemoteUrlError: a URL names no remote.
+            RemoteUnreachableError, RemoteAccessError, NotARemoteError, ReadOnlyRemoteError,
+            NoConditionsError: the remote does not answer, refuses, is something else, or could
+                lose steps.
         """
         _check_limits(run_id, in_flight, pool_bytes)
         if drain is None and (keep_fast, drain_backlog) != (1, 8):
@@ -210,10 +216,9 @@ class CheckpointStore:
         self._saves = Saves(self.commit, self._saver, pool, in_flight=in_flight, threads=threads)
         self._drain: Drain | None = None
         if drain is not None:
-            second = drain if isinstance(drain, Store) else Store.open(_folder(drain, run_id))
             self._drain = Drain(
                 self.store,
-                second,
+                _second_tier(drain, self.store, self._steps),
                 self._steps,
                 self._retention,
                 wait_for_encoding=self._saver.wait_for_encoding,
@@ -426,27 +431,26 @@ class CheckpointStore:
             StateError: the state cannot be restored, or not into `original`.
         """
 
-        def read(store: Store) -> "tuple[ModelAdapter, dict[str, Value]]":
-            return self._read(store, step)
-
-        adapter, values = read(self.store) if self._drain is None else self._drain.read(step, read)
+        if self._drain is not None:
+            adapter, values = self._drain.read(step, self._read)
+            return adapter.reconstruct(values, original)
+        try:
+            opened = self.store.checkpoint(step_name(self.run_id, step))
+        except UnknownNameError:
+            with self.store._locked():
+                manifest_of(self.store._objects, self.run_id, step)  # says which steps there are
+            raise
+        with opened as checkpoint, self.store._translated():
+            adapter, values = self._read(checkpoint)
         return adapter.reconstruct(values, original)
 
-    def _read(self, store: Store, step: int) -> "tuple[ModelAdapter, dict[str, Value]]":
-        try:
-            opened = store.checkpoint(step_name(self.run_id, step))
-        except UnknownNameError:
-            with store._locked():
-                manifest_of(store._objects, self.run_id, step)  # says which steps there are
-            raise
-        with opened as checkpoint:
-            notes = Notes.from_texts(checkpoint.notes)
-            if notes is None:
-                what = f"{checkpoint.name!r} was imported"
-                raise NotATrainingError.at(store.path, what, name=checkpoint.name)
-            adapter = self._adapter or by_name(notes.adapter)
-            with store._translated():
-                return adapter, load_values(checkpoint, max(_READERS, store.worker_count))
+    def _read(self, checkpoint: StoredCheckpoint) -> "tuple[ModelAdapter, dict[str, Value]]":
+        notes = Notes.from_texts(checkpoint.notes)
+        if notes is None:
+            what = f"{checkpoint.name!r} was imported"
+            raise NotATrainingError.at(self.store.path, what, name=checkpoint.name)
+        adapter = self._adapter or by_name(notes.adapter)
+        return adapter, load_values(checkpoint, max(_READERS, self.store.worker_count))
 
     def manifest(self, step: int) -> str:
         """Return the name of the manifest of a step as `load` would find it.
@@ -457,12 +461,10 @@ class CheckpointStore:
             UnknownStepError: the run has no such step.
             NotATrainingError: the checkpoint of this name was imported.
         """
-
-        def read(store: Store) -> str:
-            with store._locked():
-                return manifest_of(store._objects, self.run_id, step)[0]
-
-        return read(self.store) if self._drain is None else self._drain.read(step, read)
+        if self._drain is not None:
+            return self._drain.manifest(step)
+        with self.store._locked():
+            return manifest_of(self.store._objects, self.run_id, step)[0]
 
     def steps(self) -> list[int]:
         """Return the steps of the run in order. Each is complete; imports are not included."""
@@ -522,7 +524,7 @@ class CheckpointStore:
         else:
             self._delete(step)
 
-    def _delete(self, step: int, seen: FileStatus | None = None) -> None:
+    def _delete(self, step: int, seen: object = None) -> None:
         """Delete a step; one that is not as it was `seen` has been saved again, and stays."""
         objects, name = self.store._objects, step_name(self.run_id, step)
         with self.store._locked(), objects.naming():
@@ -703,11 +705,20 @@ def _check_limits(run: str, in_flight: int, pool_bytes: int | HostPool | None) -
         raise BadOptionError.of(BadOption.LIMIT, f"run {run!r}", what)
 
 
-def _folder(path: StrPath, run: str) -> StrPath:
-    if "://" in str(path):
-        what = f"it is no folder; to a remote go steps by `tensor-dedup push {run} URL`"
-        raise BadOptionError.of(BadOption.DRAIN, f"drain {path}", what)
-    return path
+def _second_tier(drain: "StrPath | Store | Remote", fast: Store, order: StepOrder) -> SecondTier:
+    if isinstance(drain, Store):
+        return StoreTier(drain, fast, order)
+    from tensor_dedup.store.remote.buckets import is_url
+    from tensor_dedup.store.remote.remote import Remote
+    from tensor_dedup.store.remote.tier import RemoteTier
+
+    if not isinstance(drain, Remote) and not is_url(str(drain)):
+        return StoreTier(Store.open(drain), fast, order)
+    remote = drain if isinstance(drain, Remote) else Remote.open(drain)
+    folder = remote.store_folder()
+    if folder is not None:
+        return StoreTier(Store.open(folder, create=False), fast, order)
+    return RemoteTier(remote, fast, order)
 
 
 class TensorCasStore(CheckpointStore):

@@ -1,12 +1,12 @@
 """Two tiers of a run: steps are committed on a fast one, and drained to a second one behind it.
 
-The second tier is a store like any other, and the one that lasts. A thread copies each step there
-in the order in which they were saved (`tensor_dedup.store.checkpoints.transfer`), with its
-manifest byte for byte, so its place in the order of saving, its metrics and its files are the same
-in both. Then the retention rules delete what they do not keep from both tiers, and the fast one
-lets go of what is drained and not among its last.
+The second tier is a store or a remote like any other, and the one that lasts
+(`tensor_dedup.store.checkpoints.tiers`). A thread copies each step there in the order in which they
+were saved, with its manifest byte for byte, so its place in the order of saving, its metrics and
+its files are the same in both. Then the retention rules delete what they do not keep from both
+tiers, and the fast one lets go of what is drained and not among its last.
 
-What is still to be drained follows from the two stores alone: a step of the fast tier that the
+What is still to be drained follows from the two tiers alone: a step of the fast tier that the
 second one lacks, or has from an earlier place in the order, and a pin. No list of it can be lost,
 and whoever opens the run with both tiers next goes on. Of two states of a step the one with the
 later place counts, wherever it is, and only that one is ever drained. Two fast tiers that are used
@@ -22,9 +22,8 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TypeVar
 
 from tensor_dedup.errors import StoreError
@@ -44,17 +43,25 @@ from tensor_dedup.store.checkpoints.runs import (
     StepPlace,
     check_not_kept,
     check_pin,
-    check_replaceable,
     describe_all,
     in_save_order,
     kept_steps,
     manifest_of,
     pin_step,
     step_name,
-    step_numbers,
     steps_text,
 )
-from tensor_dedup.store.checkpoints.transfer import Transfer
+from tensor_dedup.store.checkpoints.tiers import (
+    OutdatedError,
+    SecondTier,
+    StoreTier,
+    TierContent,
+    ahead,
+    counts,
+    diverged,
+    undrained,
+    unlink,
+)
 from tensor_dedup.store.errors import (
     CorruptTensorError,
     DamagedFileError,
@@ -63,11 +70,9 @@ from tensor_dedup.store.errors import (
     UnknownNameError,
 )
 from tensor_dedup.store.format.names import file_of
-from tensor_dedup.store.index import StoreIndex
-from tensor_dedup.store.objects import ContainerId, Objects
-from tensor_dedup.store.reading.reader import StoredPieces
+from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.reading.reader import StoredCheckpoint
 from tensor_dedup.store.store import Store
-from tensor_dedup.store.writing.hashing import Hasher
 
 _LOG = logging.getLogger("tensor_dedup")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
@@ -84,19 +89,6 @@ _OF_THE_STEP = (
 _T = TypeVar("_T")
 
 
-class _OutdatedError(Exception):
-    """The step was deleted or saved again while it was copied."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """What the second tier had of the run: its steps, pins, and other names that look like steps"""
-
-    places: dict[int, StepPlace]
-    kept: set[int]
-    taken: set[int]
-
-
 class Drain:
     """The two tiers of one handle, and the thread that drains. Safe from any thread.
 
@@ -108,7 +100,7 @@ class Drain:
     def __init__(
         self,
         fast: Store,
-        second: Store,
+        second: SecondTier,
         order: StepOrder,
         retention: Retention,
         *,
@@ -122,17 +114,15 @@ class Drain:
         the space that it will take, or a function says that this was long enough.
 
         Raises:
-            StoreError: a store cannot be read.
+            StoreError: a tier cannot be read.
         """
-        with fast._translated(), second._translated():
+        with fast._translated():
             _check_options(fast, second, keep_fast, backlog)
         self.second = second
         self._fast, self._run, self._order = fast, order.run, order
-        self._there = StepOrder(second._objects, order.run)
         self._retention, self._keep_fast, self._backlog = retention, keep_fast, backlog
         self._wait_for_encoding = wait_for_encoding
-        self._settled = set[ContainerId]()
-        self._seen = self._read_second()
+        self._seen = second.content()
         with fast._locked():
             self._count_on()
         self._begin()
@@ -172,7 +162,7 @@ class Drain:
             near = self._order.places()
         found = dict(self._look().places)
         for step, place in near.items():
-            if _counts(place, found.get(step)):
+            if counts(place, found.get(step)):
                 found[step] = place
         return {step: found[step] for step in sorted(found)}
 
@@ -182,65 +172,68 @@ class Drain:
 
     def described(self) -> list[Step]:
         """Describe each step, in order. Raises if the second tier cannot be read."""
-        with self.second._locked():
-            found = {each.step: each for each in describe_all(self._there_objects, self._run)}
+        there = self.second.content().places
+        found = {each.step: each for each in self.second.described()}
         with self._fast._locked():
             for each in describe_all(self._objects, self._run):
-                if _counts(self._order.place(each.step), self._there.place(each.step)):
+                if counts(self._order.place(each.step), there.get(each.step)):
                     found[each.step] = each
         return [found[step] for step in sorted(found)]
 
-    def read(self, step: int, read: Callable[[Store], _T]) -> _T:
-        """Return what `read` makes of the store that has the step; the fast one where both do.
+    def manifest(self, step: int) -> str:
+        """Return the name of a step's manifest. Raises the errors of CheckpointStore.manifest."""
+        place = self._place(step)
+        return place.manifest or self.read(step, lambda checkpoint: checkpoint.manifest)
 
-        What is damaged on the fast tier is read from the second one, if it has the same. Raises the
-        errors of `read`, and UnknownStepError.
-        """
+    def _place(self, step: int) -> StepPlace:
         places = self.places()
         if step not in places:
             has = f"{steps_text(len(places))} on both tiers" if places else "none"
             raise UnknownStepError.of(self._fast.path, self._run, step, has)
-        name = step_name(self._run, step)
+        return places[step]
+
+    def read(self, step: int, read: Callable[[StoredCheckpoint], _T]) -> _T:
+        """Return what `read` makes of a step, open; from the fast tier where both have it.
+
+        What is damaged on the fast tier is read from the second one, if it has the same. Raises the
+        errors of `read`, and UnknownStepError.
+        """
+        place = self._place(step)
         with self._fast._locked():
             near = self._order.place(step)
-        if near is None or places[step].reference != near.reference:
-            return read(self.second)
         try:
-            return read(self._fast)
-        except UnknownNameError:  # drained and let go of just now
-            return read(self.second)
+            if near is not None and place.reference == near.reference:
+                with suppress(UnknownNameError):  # drained and let go of just now
+                    return self._read_near(step, near, read)
+            return self.second.read(step, read, afresh=False)
+        except UnknownNameError as error:  # deleted just now
+            raise UnknownStepError.of(self._fast.path, self._run, step) from error
+
+    def _read_near(self, step: int, near: StepPlace, read: Callable[[StoredCheckpoint], _T]) -> _T:
+        try:
+            name = step_name(self._run, step)
+            with self._fast.checkpoint(name) as checkpoint, self._fast._translated():
+                return read(checkpoint)
         except _OF_THE_STEP as error:
-            if self._manifest(self.second, name) != self._manifest(self._fast, name):
+            there = None
+            with suppress(StoreError):
+                there = self.second.place(step)
+            if there is None or there.manifest is None or there.manifest != near.manifest:
                 raise
-            _LOG.warning("read %s from %s: %s", name, self.second.path, error)
-            return read(self.second)
+            _LOG.warning("read %s from %s: %s", name, self.second.where, error)
+            return self.second.read(step, read, afresh=True)
 
-    def _manifest(self, store: Store, name: str) -> str | None:
-        with suppress(StoreError):
-            return store.manifest(name)
-        return None
-
-    def _look(self) -> _Seen:
+    def _look(self) -> TierContent:
         """What the second tier has now, or had when it could be read last."""
         try:
-            self._seen = self._read_second()
+            self._seen = self.second.content()
         except StoreError as error:
-            _LOG.warning("going by what was known of %s: %s", self.second.path, error)
+            _LOG.warning("going by what was known of %s: %s", self.second.where, error)
         return self._seen
-
-    def _read_second(self) -> _Seen:
-        with self.second._locked():
-            places = self._there.places()
-            taken = {*step_numbers(self._there_objects, self._run)} - places.keys()
-            return _Seen(places, kept_steps(self._there_objects, self._run), taken)
 
     @property
     def _objects(self) -> Objects:
         return self._fast._objects
-
-    @property
-    def _there_objects(self) -> Objects:
-        return self.second._objects
 
     # What changes both
 
@@ -254,18 +247,22 @@ class Drain:
         facts = {"run": self._run, "step": step}
         if step in self._seen.kept:
             what = f"the step {step} of {self._run!r} is pinned"
-            raise PinnedStepError.at(self.second.path, what, **facts)
+            raise PinnedStepError.at(self.second.where, what, **facts)
         if step in self._seen.taken:
             what = f"{step_name(self._run, step)!r} is no step of this run"
-            raise NotATrainingError.at(self.second.path, what, **facts)
+            raise NotATrainingError.at(self.second.where, what, **facts)
 
     def delete(self, step: int) -> None:
         """Delete a step from both tiers. Raises what CheckpointStore.delete does."""
-        with self.second._locked(), self._fast._locked(), self._there_objects.naming():
-            for objects in (self._there_objects, self._objects):
-                check_not_kept(objects, self._run, step)
+        with self.second.session(), self.second.naming():
+            self.second.check_deletable(step)
+            there = self.second.place(step)
+            with self._fast._locked():
+                if there is None and self._order.status(step) is None:
+                    raise UnknownStepError.of(self._fast.path, self._run, step)
+                check_not_kept(self._objects, self._run, step)
                 with suppress(DamagedFileError, MissingObjectError, UnknownStepError):
-                    manifest_of(objects, self._run, step)
+                    manifest_of(self._objects, self._run, step)
             if not self._remove(step):
                 raise UnknownStepError.of(self._fast.path, self._run, step)
         with self._changed:
@@ -278,13 +275,13 @@ class Drain:
 
         Where the fast tier must have it as it was `near`, another state of it stays.
         """
-        file = file_of(step_name(self._run, step))
         # The second one first: were it the last, a crash in between would leave an earlier state.
-        removed = _unlink(self._there_objects, [file])
+        removed = self.second.remove(step)
         self._seen.places.pop(step, None)
-        with self._objects.naming():
+        with self._fast._locked(), self._objects.naming():
             if near is None or self._order.status(step) == near.reference:
-                return _unlink(self._objects, [file]) or removed
+                file = file_of(step_name(self._run, step))
+                return unlink(self._objects, [file]) or removed
         return removed
 
     def prune(self, *, dry_run: bool, among: Collection[int] | None) -> list[int]:
@@ -292,11 +289,11 @@ class Drain:
 
         Raises if the second tier cannot be reached.
         """
-        with self.second._locked(), self._fast._locked():
-            dropped, there = self._dropped()
-            dropped = [step for step in dropped if among is None or step in among]
+        with self.second.session():
+            there = self.second.content()
+            dropped = [s for s in self._dropped(there) if among is None or s in among]
             for step in dropped if not dry_run else ():
-                self._drop(step, there[step])
+                self._drop(step, there.places[step])
         return dropped
 
     def kept(self) -> set[int]:
@@ -309,24 +306,23 @@ class Drain:
         """Pin a step where it is; a pin on the fast tier is drained too."""
         there = self._look().places.get(step)
         with suppress(UnknownStepError), self._fast._locked():
-            if _counts(self._order.place(step), there):
+            if counts(self._order.place(step), there):
                 pin_step(self._objects, self._run, step)
                 self.add(step, saved=False)
                 return
-        with self.second._locked():
-            pin_step(self._there_objects, self._run, step)
+        self.second.pin(step)
         self._seen.kept.add(step)
 
     def unpin(self, step: int) -> None:
         """Unpin a step on both tiers. Raises if the second one cannot be reached."""
-        file = file_of(step_name(self._run, step, kept=True))
-        with self.second._locked(), self._fast._locked(), self._there_objects.naming():
-            check_pin(self._there_objects, self._run, step)
-            check_pin(self._objects, self._run, step)
-            _unlink(self._there_objects, [file])
+        with self.second.session(), self.second.naming():
+            self.second.check_pin(step)
+            with self._fast._locked():
+                check_pin(self._objects, self._run, step)
+            self.second.unpin(step)
             self._seen.kept.discard(step)
-            with self._objects.naming():
-                _unlink(self._objects, [file])
+            with self._fast._locked(), self._objects.naming():
+                unlink(self._objects, [file_of(step_name(self._run, step, kept=True))])
 
     # The work
 
@@ -352,7 +348,7 @@ class Drain:
                 what = "%s: saves of the run %r wait while %s not drained to %s%s"
                 many = "a step is" if self._backlog == 1 else f"{self._backlog} steps are"
                 why = "" if self._error is None else f": {self._error}"
-                _LOG.warning(what, self._fast.path, self._run, many, self.second.path, why)
+                _LOG.warning(what, self._fast.path, self._run, many, self.second.where, why)
             self._changed.wait_for(
                 lambda: len(self._queue) < self._backlog or self._closing or self._thread is None
             )
@@ -398,8 +394,8 @@ class Drain:
             why = f"{cause}" if in_time else f"not drained in {timeout:g} s"
             many = f"{steps_text(len(left))} of the run {self._run!r}, from {left[0]},"
             are = "is" if len(left) == 1 else "are"
-            what = f"{many} {are} not drained to {self.second.path}: {why}"
-            facts = {"run": self._run, "steps": left, "second": str(self.second.path)}
+            what = f"{many} {are} not drained to {self.second.where}: {why}"
+            facts = {"run": self._run, "steps": left, "second": self.second.where}
             raise DrainError.at(self._fast.path, what, **facts) from cause
 
     def release(self) -> None:
@@ -433,8 +429,8 @@ class Drain:
             step
             for step in in_save_order(near)
             if step not in seen.places
-            or _undrained(near[step], seen.places[step])
-            or (step in kept - seen.kept and _counts(near[step], seen.places[step]))
+            or undrained(near[step], seen.places[step])
+            or (step in kept - seen.kept and counts(near[step], seen.places[step]))
         ]
 
     def _run_thread(self) -> None:
@@ -475,8 +471,10 @@ class Drain:
         broken: StoreError | None = None
         try:
             self._drain(step)
-        except _OutdatedError:
+        except OutdatedError:
             return True
+        except self.second.own_damage as error:
+            return self._pause(step, error)
         except _OF_THE_STEP as error:
             _LOG.error("%s: the step %d is not drained: %s", self._fast.path, step, error)
             broken = error
@@ -505,7 +503,7 @@ class Drain:
                 if self._forsaken or not threading.main_thread().is_alive():
                     what, many = "%s: %s of the run %r %s left to drain to %s: %s", len(self._queue)
                     steps, are = steps_text(many), "is" if many == 1 else "are"
-                    second = self.second.path
+                    second = self.second.where
                     _LOG.error(what, self._fast.path, steps, self._run, are, second, error)
                     self._end()
                     return False
@@ -515,183 +513,106 @@ class Drain:
 
     def _drain(self, step: int) -> None:
         """Copy one step, as it is now, unless the second tier has it or a later state of it."""
-        with self.second._session() as (index, hasher):
+        with self.second.session():
             try:
                 with self._fast._locked():
                     manifest, _, _ = manifest_of(self._objects, self._run, step)
-                    near, place = self._order.place(step), self._there.place(step)
+                    near = self._order.place(step)
             except (UnknownStepError, NotATrainingError):
                 return
-            if _diverged(near, place):
-                what = f"the step {step} of {self._run!r} is another one in {self.second.path}"
+            place = self.second.place(step)
+            if diverged(near, place):
+                what = f"the step {step} of {self._run!r} is another one in {self.second.where}"
                 raise DivergedStepError.at(self._fast.path, what, run=self._run, step=step)
-            if _ahead(near, place):
-                self._copy(step, index, hasher)
-            place = self._there.place(step)
+            if ahead(near, place):
+                self.second.copy(step, place)
+                place = self.second.place(step)
             if place is not None:
                 self._seen.places[step] = place
-                self._order.at_least(place.sequence)
-            self._copy_pin(step, manifest)
-
-    def _copy(self, step: int, index: StoreIndex, hasher: Hasher) -> None:
-        objects, name = self._objects, step_name(self._run, step)
-        with Transfer(self._there_objects, index, hasher, self._settled) as transfer:
-            with self._fast._session(update=False) as (near, _):
-                try:
-                    manifest, content, _ = manifest_of(objects, self._run, step)
-                except (UnknownStepError, NotATrainingError) as error:
-                    raise _OutdatedError from error
-                pieces = objects.pieces(manifest, content)
-                parts = [*dict.fromkeys(page.hex() for page in content.pages), manifest]
-                blobs = {part: objects.read(objects.layout.manifest(part)) for part in parts}
-                missing = transfer.missing({piece.digest: piece.nbytes for piece in pieces})
-                # From here on gc may come: what is open can be read.
-                source = StoredPieces(objects, near, set(missing), name)
-            with source:
-                transfer.send(source, missing)
-            transfer.publish(name, manifest, blobs, lambda: self._check_copy(step, manifest))
-
-    def _check_copy(self, step: int, manifest: str) -> None:
-        """Check that a copy is to appear; nobody deletes the step meanwhile."""
-        try:
-            now = self._objects.ref(step_name(self._run, step))
-        except UnknownNameError as error:
-            raise _OutdatedError from error
-        near = self._order.place(step)
-        if now != manifest or not _ahead(near, self._there.place(step)):
-            raise _OutdatedError
-        check_replaceable(self._there_objects, self._run, step)
-
-    def _copy_pin(self, step: int, manifest: str) -> None:
-        name = step_name(self._run, step, kept=True)
-
-        def check() -> None:
-            pinned = step in kept_steps(self._objects, self._run)
-            if not pinned or self._there_objects.ref(step_name(self._run, step)) != manifest:
-                raise _OutdatedError
-
-        there = self._manifest(self.second, step_name(self._run, step))
-        # A pin of an earlier state than the second tier's is a pin of nothing that counts.
-        if step in kept_steps(self._objects, self._run) and there == manifest:
-            check_pin(self._there_objects, self._run, step)
-            self._there_objects.set_ref(name, manifest, replace=True, check_name=check)
-            self._seen.kept.add(step)
+                with self._fast._locked():
+                    self._order.at_least(place.sequence)
+            if self.second.copy_pin(step, manifest):
+                self._seen.kept.add(step)
 
     def _tidy(self) -> None:
         """Apply the retention rules to both tiers, and let go on the fast one of what is drained"""
         try:
-            with self.second._locked(), self._fast._locked():
-                dropped, there = self._dropped()
-                left = self._left_behind()
+            with self.second.session():
+                there = self._seen = self.second.content()
+                dropped, left = self._dropped(there), self._left_behind(there)
                 if dropped or left:
                     # Who gave a name in the second tier may have died before it was durable.
-                    self._there_objects.files.sync_folder(self._there_objects.layout.refs)
+                    self.second.settle()
                 for step in dropped:
-                    self._drop(step, there[step])
+                    self._drop(step, there.places[step])
                 for step in left:
                     self._let_go(step)
         except StoreError as error:  # the step is drained: what was to go goes after the next one
             _LOG.warning("%s: no drained step was let go of: %s", self._fast.path, error)
 
-    def _dropped(self) -> tuple[list[int], Mapping[int, StepPlace]]:
+    def _dropped(self, there: TierContent) -> list[int]:
         """The steps that no rule keeps, by what is in the second tier: that is what lasts."""
-        if not self._retention.any:
-            return [], {}
-        there = self._there.places(readable=True)
-        order = in_save_order(there)
-        if not order:
-            return [], {}
-        metrics: dict[int, dict[str, float]] = {step: {} for step in order}
+        places = {step: place for step, place in there.places.items() if place.readable}
+        if not self._retention.any or not places:
+            return []
+        order = in_save_order(places)
+        metrics: Mapping[int, Mapping[str, float]] = {step: {} for step in order}
         if self._retention.best is not None:
-            metrics = {s.step: s.metrics for s in describe_all(self._there_objects, self._run)}
-        kept = kept_steps(self._there_objects, self._run) | kept_steps(self._objects, self._run)
-        return [
-            s for s in self._retention.dropped(metrics, kept, order[-1], order) if s in there
-        ], there
+            metrics = {each.step: each.metrics for each in self.second.described()}
+        with self._fast._locked():
+            kept = there.kept | kept_steps(self._objects, self._run)
+        return [s for s in self._retention.dropped(metrics, kept, order[-1], order) if s in places]
 
     def _drop(self, step: int, place: StepPlace) -> None:
         """Delete a step from both, unless it was pinned or saved again."""
-        with self._there_objects.naming():
-            if self._there.status(step) == place.reference:
-                with suppress(PinnedStepError):
-                    check_not_kept(self._there_objects, self._run, step)
+        with self.second.naming():
+            now = self.second.place(step)
+            if now is None or now.reference != place.reference:
+                return
+            with suppress(PinnedStepError):
+                self.second.check_deletable(step)
+                with self._fast._locked():
                     check_not_kept(self._objects, self._run, step)
                     near = self._order.place(step)
-                    if not _undrained(near, place):
-                        self._remove(step, near)
+                if not undrained(near, place):
+                    self._remove(step, near)
 
-    def _left_behind(self) -> list[int]:
+    def _left_behind(self, there: TierContent) -> list[int]:
         """The drained steps on the fast tier that are not among its last."""
         if self._keep_fast is None:
             return []
-        near = self._order.places()
-        drained = [step for step in in_save_order(near) if self._is_drained(step)]
+        with self._fast._locked():
+            near = self._order.places()
+        drained = [s for s in in_save_order(near) if _is_drained(near[s], there.places.get(s))]
         return drained[: -self._keep_fast]
-
-    def _is_drained(self, step: int) -> bool:
-        there = self._there.place(step)
-        near = self._order.place(step)
-        return there is not None and there.readable and not _undrained(near, there)
 
     def _let_go(self, step: int) -> None:
         files = [file_of(step_name(self._run, step))]
-        with self._objects.naming():
-            if step in kept_steps(self._objects, self._run):
-                if step not in kept_steps(self._there_objects, self._run):
-                    return  # the pin is still to be drained
-                files.insert(0, file_of(step_name(self._run, step, kept=True)))
-            if self._is_drained(step):
-                _unlink(self._objects, files)
+        with self.second.naming():
+            there, kept = self.second.place(step), self.second.is_kept(step)
+            with self._fast._locked(), self._objects.naming():
+                if step in kept_steps(self._objects, self._run):
+                    if not kept:
+                        return  # the pin is still to be drained
+                    files.insert(0, file_of(step_name(self._run, step, kept=True)))
+                if _is_drained(self._order.place(step), there):
+                    unlink(self._objects, files)
 
 
-def _check_options(fast: Store, second: Store, keep_fast: int | None, backlog: int) -> None:
-    where = f"drain {second.path}"
-    one, two = (store._objects.files.status(store.path) for store in (fast, second))
-    if one is not None and two is not None and (one.device, one.inode) == (two.device, two.inode):
-        raise BadOptionError.of(BadOption.DRAIN, where, "that is the store itself")
+def _is_drained(near: StepPlace | None, there: StepPlace | None) -> bool:
+    return there is not None and there.readable and not undrained(near, there)
+
+
+def _check_options(fast: Store, second: SecondTier, keep_fast: int | None, backlog: int) -> None:
+    where = f"drain {second.where}"
+    if isinstance(second, StoreTier):
+        one, two = (fast._objects.files.status(path) for path in (fast.path, second.path))
+        ids = [(each.device, each.inode) for each in (one, two) if each is not None]
+        if len(ids) == 2 and ids[0] == ids[1]:
+            raise BadOptionError.of(BadOption.DRAIN, where, "that is the store itself")
     if backlog < 1 or (keep_fast is not None and keep_fast < 1):
         what = f"keep_fast={keep_fast}, drain_backlog={backlog}"
         raise BadOptionError.of(BadOption.FAST, where, what)
-
-
-def _ahead(one: StepPlace | None, other: StepPlace | None) -> bool:
-    """Whether one state of a step counts rather than another: it is there, whole and later."""
-    if one is None or not one.readable:
-        return False
-    return other is None or not other.readable or one.sequence > other.sequence
-
-
-def _diverged(one: StepPlace | None, other: StepPlace | None) -> bool:
-    """Whether two states of a step differ, and neither is later.
-
-    A fast tier may count past a place without a step (a save failed), and die before a later step
-    is drained: another one that goes on from the second tier gives that step the same place.
-    """
-    if one is None or other is None or not (one.readable and other.readable):
-        return False
-    return one.sequence == other.sequence and one.manifest != other.manifest
-
-
-def _counts(near: StepPlace | None, there: StepPlace | None) -> bool:
-    """Whether the fast tier's state of a step counts: the second one has it too, or none later."""
-    return not _ahead(there, near) and not _diverged(near, there)
-
-
-def _undrained(near: StepPlace | None, there: StepPlace | None) -> bool:
-    """Whether the fast tier's state of a step is on that tier only, and not to be lost."""
-    return _ahead(near, there) or _diverged(near, there)
-
-
-def _unlink(objects: Objects, files: Iterable[str]) -> bool:
-    """Remove references durably, under the lock of names; return whether any was there."""
-    found = False
-    for file in files:
-        with suppress(FileNotFoundError):
-            objects.files.unlink(objects.layout.refs / file)
-            found = True
-    # Also where another process has removed them: it may have died before that was durable.
-    objects.files.sync_folder(objects.layout.refs)
-    return found
 
 
 _ALL: "weakref.WeakSet[Drain]" = weakref.WeakSet()

@@ -114,9 +114,9 @@ class BadOption(Enum):
     RETENTION = 'keep_last=5, keep_every=10 or keep_best=("val_loss", 3, "min")'
     LIMIT = "let one save or more be unfinished, and give the pool bytes, or none"
     COMPRESS = 'give "auto", "always" or None'
-    DRAIN = "drain to a folder of its own"
+    DRAIN = "drain to a folder or a remote of its own"
     RUN = "call the run something else, and give the step to `load`"
-    FAST = "give keep_fast=1 or more, or None, and drain_backlog=1 or more, beside drain=FOLDER"
+    FAST = "give keep_fast=1 or more, or None, and drain_backlog=1 or more, beside `drain`"
     PROVIDER = "give a type, or its module and name, and StateProvider(name=, state=, restore=)"
 
 

@@ -362,11 +362,12 @@ def saved_ns(objects: Objects, run: str, step: int) -> int:
 class StepPlace(NamedTuple):
     """The place of a step in the order of saving, and the state in which its reference was seen.
 
-    `manifest` is the name of its manifest; None where that cannot be read.
+    That state is its file's or, in a remote, what it leads to: it is only compared. `manifest` is
+    the name of its manifest; None where that cannot be read.
     """
 
     sequence: int
-    reference: FileStatus
+    reference: object
     manifest: str | None
 
     @property
@@ -532,7 +533,7 @@ class StepOrder:
                 found[step] = place
         if readable or not unreadable:
             return found
-        dated = [(place.reference.mtime_ns, place.sequence) for place in found.values()]
+        dated = [(self._known[step][0].mtime_ns, place.sequence) for step, place in found.items()]
         for step, status in unreadable.items():
             before = (sequence for when, sequence in dated if when <= status.mtime_ns)
             found[step] = StepPlace(max(before, default=0), status, None)

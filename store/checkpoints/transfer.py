@@ -122,6 +122,8 @@ class Transfer:
             container = writer.finish()
             if container is not None:
                 self._transaction.add_container(container)
+                # One that had bad places may just have come back whole, under its old name.
+                self._objects.set_bad_offsets(container.name, ())
         self._writers.clear()
         self._index.refresh()
 

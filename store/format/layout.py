@@ -8,13 +8,14 @@ MARKER = "FORMAT"
 LOCK = "lock"
 NAMES_LOCK = "names.lock"
 PULL_LOCK = "pull.lock"
+DRAIN_LOCK = "drain.lock"
 INDEX = "index.sqlite"
 INDEX_LOCK = "index.lock"
 SEQUENCE = "sequence"
 INDEX_FILES = (INDEX, f"{INDEX}-wal", f"{INDEX}-shm")
 FOLDERS = ("containers", "manifests", "refs", "quarantine", "trash", "tmp")
 KNOWN = frozenset(
-    {MARKER, LOCK, NAMES_LOCK, PULL_LOCK, INDEX_LOCK, SEQUENCE, *INDEX_FILES, *FOLDERS}
+    {MARKER, LOCK, NAMES_LOCK, PULL_LOCK, DRAIN_LOCK, INDEX_LOCK, SEQUENCE, *INDEX_FILES, *FOLDERS}
 )
 MARKER_LINES = ["tensor-dedup store", "version 1"]
 
@@ -48,6 +49,11 @@ class StoreLayout:
     def pull_lock(self) -> Path:
         """The lock held exclusively while a checkpoint is pulled because somebody loads it."""
         return self.root / PULL_LOCK
+
+    @cached_property
+    def drain_lock(self) -> Path:
+        """The lock held exclusively while a step appears on a remote behind, or goes from both."""
+        return self.root / DRAIN_LOCK
 
     @cached_property
     def index_lock(self) -> Path:

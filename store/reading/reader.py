@@ -29,6 +29,7 @@ from tensor_dedup.store.files import Files, Handle
 from tensor_dedup.store.format.external import EXTERNAL, ExternalFile
 from tensor_dedup.store.format.manifests import (
     PART,
+    Manifest,
     Piece,
     aliases,
     by_file,
@@ -538,17 +539,27 @@ class StoredCheckpoint(StoredPieces):
     says of threads and lifetime holds here too, and `in` also takes a digest (32 bytes).
     """
 
-    def __init__(self, objects: Objects, index: StoreIndex, name: str) -> None:
+    def __init__(
+        self,
+        objects: Objects,
+        index: StoreIndex,
+        name: str,
+        found: tuple[str, Manifest, Sequence[Piece]] | None = None,
+    ) -> None:
         """Open the checkpoint of this name, in a session.
+
+        `found` is that of another store or remote: its manifest's name, its manifest, its pieces.
 
         Raises:
             UnknownNameError: no checkpoint has this name.
             MissingObjectError, DamagedFileError: its bookkeeping is damaged.
         """
-        self.manifest = objects.ref(name)
-        content = objects.manifest(self.manifest)
+        if found is None:
+            manifest = objects.ref(name)
+            content = objects.manifest(manifest)
+            found = manifest, content, objects.pieces(manifest, content)
+        self.manifest, content, pieces = found
         self.notes = content.notes
-        pieces = objects.pieces(self.manifest, content)
         held = list(by_file(content, pieces))
         free, self._made = loose(content, pieces), dict[bytes, bytes]()
         self.files = (

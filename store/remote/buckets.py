@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -36,6 +37,7 @@ from tensor_dedup.store.remote.errors import (
     RemoteUrlError,
 )
 from tensor_dedup.store.remote.layout import CONTAINER_BYTES, PROBE, TEXT_BYTES
+from tensor_dedup.store.writing.hashing import submit
 from tensor_dedup.suggestions import install_hint
 
 if TYPE_CHECKING:
@@ -62,6 +64,8 @@ _ENDPOINTS: Final = (
 # What obstore says of a server that answers a range with the whole object.
 _NO_RANGES: Final = ("non-partial response", "Range request not supported")
 _SECRETS: Final = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS", re.IGNORECASE)
+# The process that began to use obstore.
+_used_by = 0
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
@@ -160,6 +164,9 @@ class Bucket(ABC):
     def delete(self, key: str) -> None:
         """Delete an object; nothing happens where there is none."""
 
+    def settle(self, key: str) -> None:  # noqa: B027 (what a server shows is durable)
+        """Make durable what is at a key: who wrote it may have died before it was."""
+
     def now(self) -> float:
         """Return the server's time in seconds: that of an object which was written just now."""
         key = f"{PROBE}{secrets.token_hex(8)}"
@@ -178,7 +185,8 @@ class Bucket(ABC):
             return
         with ThreadPoolExecutor(_THREADS) as pool:
             try:
-                yield from pool.map(call, waiting)
+                for future in [submit(pool, partial(call, item)) for item in waiting]:
+                    yield future.result()
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
@@ -271,7 +279,7 @@ class FolderBucket(Bucket):
                     files.unlink(tmp)
                 raise
             files.close(handle)
-            files.sync_folder(path.parent)
+        self.settle(key)
         return at
 
     def put_if(self, key: str, data: bytes, tag: str | None) -> bool:
@@ -300,9 +308,12 @@ class FolderBucket(Bucket):
     def list(self, prefix: str) -> Iterator[ObjectStatus]:
         # docstring inherited
         folder = prefix.rstrip("/")
-        for name in self._files.listdir(self._root / folder):
+        with os_errors(self._root):
+            names = self._files.listdir(self._root / folder)
+        for name in names:
             key = f"{folder}/{name}"
-            status = self._files.status(self._root / key)
+            with os_errors(self._root):
+                status = self._files.status(self._root / key)
             if status is not None and status.kind == "folder":
                 yield from self.list(f"{key}/")
             elif (found := self.head(key)) is not None:
@@ -317,6 +328,14 @@ class FolderBucket(Bucket):
             except FileNotFoundError:
                 return
             self._files.sync_folder((self._root / key).parent)
+
+    def settle(self, key: str) -> None:
+        # docstring inherited
+        parent = (self._root / key).parent
+        with os_errors(self._root):
+            # Whoever made the folder may have died before its name was durable.
+            for folder in (parent, parent.parent):
+                self._files.sync_folder(folder)
 
 
 def _tag(blob: bytes) -> str:
@@ -343,6 +362,7 @@ class ServerBucket(Bucket):
     def _translated(self, key: str) -> Iterator[None]:
         from obstore import exceptions
 
+        self._check_not_forked(key)
         try:
             yield
         except FileNotFoundError as error:
@@ -357,6 +377,17 @@ class ServerBucket(Bucket):
             text = str(error)
             kind = RemoteAccessError if _is_about_credentials(text) else RemoteUnreachableError
             raise kind.at(self.at(key), scrubbed(text)) from None
+
+    def _check_not_forked(self, key: str) -> None:
+        """Raise in a process that was forked from one that has used obstore.
+
+        Its threads do not exist there, so that each request would wait forever.
+        """
+        global _used_by
+        _used_by = _used_by or os.getpid()
+        if _used_by != os.getpid():
+            what = "this process was forked after its parent had used a remote; start one instead"
+            raise RemoteUnreachableError.at(self.at(key), what)
 
     def still_has(self, key: str, tag: str) -> bool:
         # docstring inherited
@@ -533,6 +564,11 @@ def _open_store(url: str) -> "ObjectStore":
         return from_url(url, client_options=client, retry_config=retry)
     except (BaseError, ValueError) as error:
         raise RemoteUrlError.at(url, scrubbed(str(error))) from None
+
+
+def is_url(text: str) -> bool:
+    """Return whether this is a URL, be it a mistyped one, and no folder's path."""
+    return "://" in text or _MISTYPED.match(text) is not None
 
 
 def open_bucket(url: str, files: Files) -> Bucket:

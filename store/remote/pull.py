@@ -29,7 +29,7 @@ from tensor_dedup.store.format.names import check_name
 from tensor_dedup.store.format.tables import Record
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import ContainerId, Objects
-from tensor_dedup.store.reading.reader import StoredPieces
+from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces
 from tensor_dedup.store.remote import layout
 from tensor_dedup.store.remote.buckets import Bucket
 from tensor_dedup.store.remote.catalog import (
@@ -103,10 +103,8 @@ def read_manifest(
     Raises:
         MissingRemoteError, DamagedRemoteError, NewerFormatError: one cannot be read.
     """
-    blob = known(manifest) or _object(bucket, manifest, layout.FRAME_BYTES)
+    blob, content = read_content(bucket, manifest, known)
     where = bucket.at(layout.manifest_key(manifest))
-    with remote_damage(where) as path:
-        content = manifests.decode_manifest(blob, manifest, path)
     names = [page.hex() for page in dict.fromkeys(content.pages)]
 
     def page(part: str) -> bytes:
@@ -121,6 +119,18 @@ def read_manifest(
     with remote_damage(where) as path:
         manifests.check_pieces(content, pieces, path)
     return RemoteManifest(name, manifest, content, pieces, {**blobs, manifest: blob})
+
+
+def read_content(
+    bucket: Bucket, manifest: str, known: Callable[[str], bytes | None] = lambda _: None
+) -> tuple[bytes, Manifest]:
+    """Read a manifest without its pages: its frame, and what that says.
+
+    Raises the errors of `read_manifest`.
+    """
+    blob = known(manifest) or _object(bucket, manifest, layout.FRAME_BYTES)
+    with remote_damage(bucket.at(layout.manifest_key(manifest))) as path:
+        return blob, manifests.decode_manifest(blob, manifest, path)
 
 
 def _object(bucket: Bucket, name: str, limit: int) -> bytes:
@@ -197,6 +207,34 @@ def pull(
         unchanged=unchanged,
         anchor_pieces=len(moved.keys() - wanted.keys()),
     )
+
+
+def open_pulled(
+    bucket: Bucket,
+    name: str,
+    here: tuple[Objects, StoreIndex, Hasher],
+    progress: TransferListener,
+    *,
+    afresh: bool = False,
+) -> StoredCheckpoint:
+    """Pull what a checkpoint needs into a store, in a session of it, and open it.
+
+    No name of the store changes: when the result is closed, gc may take what came. With `afresh`
+    all pieces come, those that are here too: they may be damaged. Raises the errors of `pull`.
+    """
+    objects, index, hasher = here
+    manifest = read_ref(bucket, name)
+    found = read_manifest(bucket, name, manifest, lambda part: _frame_here(objects, part))
+    wanted = {piece.digest: piece.nbytes for piece in found.pieces if piece.nbytes}
+    with Transfer(objects, index, hasher, set(), _CONTAINER_BYTES) as transfer:
+        missing = transfer.missing(wanted, gather=False)
+        if afresh:
+            missing = [*wanted]
+        progress.saved(sum(wanted.values()) - sum(wanted[digest] for digest in missing))
+        if missing:
+            _fetch(bucket, found, transfer, missing, here, progress)
+        transfer.complete()
+    return StoredCheckpoint(objects, index, name, (manifest, found.content, found.pieces))
 
 
 def _held(objects: Objects, name: str) -> str | None:

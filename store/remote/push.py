@@ -10,8 +10,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Final, Protocol
 
 import msgspec
@@ -57,6 +58,7 @@ from tensor_dedup.store.remote.errors import (
     RemoteBusyError,
     RemoteNameTakenError,
 )
+from tensor_dedup.store.writing.hashing import submit
 
 # How long a gc spares what nothing refers to. Every push is over by then, or begins anew.
 LEASE_S: Final = 7 * 24 * 3600.0
@@ -158,6 +160,20 @@ class _Load:
         return self.table.data_bytes + len(self.frame.blob) + tables.TAIL_BYTES
 
 
+class NameGuard:
+    """What has a say in the names that a push is about to change; this one lets all pass."""
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Hold what keeps the answer of `check` true while a name changes."""
+        return nullcontext()
+
+    def check(self, there: str | None) -> None:
+        """Raise if the name may not change, for which `there` is the manifest now (None: none).
+
+        It is asked when the push begins, and in the lock before each attempt.
+        """
+
+
 class _DamagedRecordError(Exception):
     """What is stored encoded here is damaged: another copy, or the piece as it is, must do."""
 
@@ -177,10 +193,11 @@ def push(
     progress: TransferListener,
     *,
     replace: bool = False,
+    guard: NameGuard | None = None,
 ) -> TransferResult:
     """Push checkpoints of one store, all under the names that they have there.
 
-    `open_pieces` opens pieces of the store for reading.
+    `open_pieces` opens pieces of the store for reading. The errors of `guard` are passed on.
 
     Raises:
         RemoteNameTakenError: a name stands for another checkpoint there, and `replace` is off.
@@ -188,7 +205,7 @@ def push(
         RemoteBusyError: others changed the remote again and again meanwhile.
     """
     began = time.monotonic()
-    work = _Push(bucket, checkpoints, open_pieces, progress, replace)
+    work = _Push(bucket, checkpoints, open_pieces, progress, replace, guard or NameGuard())
     for attempt in range(_ATTEMPTS):
         try:
             return work.run(began)
@@ -207,14 +224,17 @@ class _Push:
         open_pieces: Callable[[set[bytes]], StoredPieces],
         progress: TransferListener,
         replace: bool,
+        guard: NameGuard,
     ) -> None:
-        self._bucket, self._checkpoints = bucket, checkpoints
+        self._bucket, self._checkpoints, self._guard = bucket, checkpoints, guard
         self._before = bucket.traffic.counts()
         self._open_pieces, self._progress, self._replace = open_pieces, progress, replace
         self._sizes: dict[bytes, int] = {}
         for each in checkpoints:
             self._sizes |= {digest: nbytes for digest, nbytes in each.wanted.items() if nbytes}
         self._damaged: set[bytes] = set()
+        # What each name stood for when it was looked at.
+        self._seen: dict[str, str | None] = {}
         self._moved_pieces = self._moved_bytes = 0
 
     def run(self, began: float) -> TransferResult:
@@ -260,12 +280,16 @@ class _Push:
         """Whether the name stands for this already, and the tag of its reference."""
         key = layout.ref_key(checkpoint.name)
         found = self._bucket.get(key, layout.TEXT_BYTES)
+        self._seen[checkpoint.name] = None
         if found is None:
+            self._guard.check(None)
             return False, None
         text, tag = found
         manifest = layout.referred(text, checkpoint.name, self._bucket.at(key))
+        self._guard.check(manifest)
         if manifest is not None and manifest != checkpoint.manifest and not self._replace:
             raise self._taken(checkpoint)
+        self._seen[checkpoint.name] = manifest
         # To replace a checkpoint by itself is to send what was found damaged or lost of it.
         return manifest == checkpoint.manifest and not self._replace, tag
 
@@ -418,7 +442,8 @@ class _Push:
                 if load.nbytes <= layout.CONTAINER_BYTES * 2:
                     # Read and checked here, sent by the threads.
                     parts = [_gathered(_content(source, load), load.nbytes)]
-                sending.append((load, pool.submit(self._send_one, load, parts, catalog)))
+                work = partial(self._send_one, load, parts, catalog)
+                sending.append((load, submit(pool, work)))
                 if not isinstance(parts, Sequence):
                     while sending:  # it is read as it is sent
                         settle()
@@ -434,6 +459,8 @@ class _Push:
         status = bucket.head(key) if may_be_there else None
         if status is None or status.size != load.nbytes:
             bucket.put(key, parts)
+        else:
+            bucket.settle(key)
 
     def _reused(
         self, catalog: Catalog, missing: Collection[bytes], loads: Sequence[_Load]
@@ -502,17 +529,37 @@ class _Push:
         """Commit: the name stands for the checkpoint from here on."""
         bucket, key = self._bucket, layout.ref_key(checkpoint.name)
         text = layout.reference(checkpoint.name, checkpoint.manifest)
-        for _ in range(_ATTEMPTS * 4):
-            if bucket.put_if(key, text, tag):
-                return
-            found = bucket.get(key, layout.TEXT_BYTES)
-            if found is not None and found[0] == text:
-                return  # ours, whose answer was lost, or the same of another push
-            there = found and layout.referred(found[0], checkpoint.name, bucket.at(key))
+
+        def check(there: str | None) -> None:
             if there is not None and not self._replace:
                 raise self._taken(checkpoint)
-            tag = None if found is None else found[1]
-        raise RemoteBusyError.at(bucket.at(key), "others wrote this reference again and again")
+            self._guard.check(there)
+
+        with self._guard.lock():
+            self._guard.check(self._seen.get(checkpoint.name))
+            if not bucket.put_if(key, text, tag):
+                refer(bucket, checkpoint.name, checkpoint.manifest, check)
+
+
+def refer(
+    bucket: Bucket, name: str, manifest: str | None, check: Callable[[str | None], None]
+) -> None:
+    """Make a name stand for a manifest that another name leads to or, with None, for nothing.
+
+    `check` is called with what it stands for, and may raise.
+
+    Raises:
+        RemoteBusyError: others write the name again and again meanwhile.
+    """
+    key, text = layout.ref_key(name), layout.reference(name, manifest)
+    for _ in range(_ATTEMPTS * 4):
+        found = bucket.get(key, layout.TEXT_BYTES)
+        if found is not None and found[0] == text:
+            return  # ours, whose answer was lost, or the same of another
+        check(None if found is None else layout.referred(found[0], name, bucket.at(key)))
+        if bucket.put_if(key, text, None if found is None else found[1]):
+            return
+    raise RemoteBusyError.at(bucket.at(key), "others wrote this reference again and again")
 
 
 def _loads(

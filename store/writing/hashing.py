@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from xxhash import xxh3_128_digest
@@ -194,28 +195,34 @@ class Hasher:
         `waits` says that the work is mostly waiting for the disk: others hash meanwhile. The caller
         must wait for the result, whatever happens, before it closes what `work` uses.
         """
-        done: Future[_Out] = Future()
         pool = self._writers if waits else self._pool
         if pool is None:
+            done: Future[_Out] = Future()
             done.set_result(work(piece))
             return done
-        turn = threading.Lock()
+        return submit(pool, partial(work, piece))
 
-        def run() -> None:
-            if not turn.acquire(blocking=False) or not done.set_running_or_notify_cancel():
-                return
-            try:
-                done.set_result(work(piece))
-            except BaseException as error:  # noqa: BLE001 (raised where the result is asked for)
-                done.set_exception(error)
 
+def submit(pool: ThreadPoolExecutor, work: Callable[[], _Out]) -> "Future[_Out]":
+    """Have a pool do something, or do it here while the interpreter ends."""
+    done: Future[_Out] = Future()
+    turn = threading.Lock()
+
+    def run() -> None:
+        if not turn.acquire(blocking=False) or not done.set_running_or_notify_cancel():
+            return
         try:
-            pool.submit(run)
-        except RuntimeError:
-            # The interpreter is ending: pools take nothing more, and a save in the background goes
-            # on alone. Where it was a thread too many, a thread may have begun with it already.
-            run()
-        return done
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 (raised where the result is asked for)
+            done.set_exception(error)
+
+    try:
+        pool.submit(run)
+    except RuntimeError:
+        # Pools take nothing more then, and what goes on in the background goes on alone. Where it
+        # was a thread too many, a thread may have begun with it already.
+        run()
+    return done
 
 
 def settle(waiting: Iterable["Future[Any]"]) -> None:

@@ -17,6 +17,7 @@ from tensor_dedup.cli import main
 from tensor_dedup.cli.tensorcas import main as tensorcas
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.remote import Remote
 from tensor_dedup.text_table import human
 
 
@@ -81,16 +82,19 @@ def test_a_run_is_drained_to_another_store(runs: Runs, tmp_path: Path) -> None:
     assert runs.run("drain", "none", str(folder)).exit_code == 2
     itself = runs.run("drain", "a/one", str(runs.store))
     assert itself.exit_code == 2
-    assert itself.stderr.endswith("that is the store itself; drain to a folder of its own\n")
+    assert itself.stderr.endswith(
+        "that is the store itself; drain to a folder or a remote of its own\n"
+    )
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "note.txt").write_text("mine")
     full = runs.run("drain", "a/one", str(tmp_path / "full"))
     assert full.exit_code == 2
     assert "holds other files, and no store; name a folder that is new or empty" in full.stderr
     assert runs.run("drain", "a/one", str(tmp_path / "full" / "note.txt")).exit_code == 2
-    address = runs.run("drain", "a/one", "s3://bucket/x")
-    assert address.exit_code == 2
-    assert "it is no folder" in address.stderr
+    remote = (tmp_path / "remote").as_uri()
+    assert runs.document("drain", "a/one", remote)["steps"] == [0, 10, 20, 30]
+    assert Remote.open(remote).names() == [f"a/one@{step}" for step in (0, 10, 20, 30)]
+    assert runs.run("drain", "a/one", "ftp://host/x").exit_code == 2
 
 
 def test_a_damaged_step_hides_no_other(runs: Runs) -> None:

@@ -16,16 +16,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from disk_faults import CHANGES, NEEDS_SPACE, WRITES, Crash, Faults, FaultyFiles, Loss
-from stores import Model, assert_same, forest, handle, network, open_store, shares, train
+from drains import ACTS, OLD, Act, Steps, drain, held, model_of
+from stores import assert_same, handle, open_store, shares
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints import drain as drain_module
 from tensor_dedup.store.checkpoints.drain import Drain
@@ -34,17 +33,6 @@ from tensor_dedup.store.checkpoints.runs import in_save_order
 LOSSES: list[Loss] = ["everything", "bytes", "nothing"]
 # Of the changes that come before a name appears or goes, short forms try one in so many.
 _ONE_IN = 5
-Steps = Mapping[int, int]
-"""Which model each step is."""
-
-
-@cache
-def model_of(number: int) -> Model:
-    """A large tensor that moves, a small one, and an ensemble that grows."""
-    model = network(1, layers=1)
-    for seed in range(number + 1):
-        train(model, seed, "layer0.weight")
-    return {**model, **forest(4 + number)}
 
 
 @pytest.fixture(autouse=True)
@@ -52,72 +40,6 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread drains: the test does, in its own, so that operations come in one order."""
     monkeypatch.setattr(Drain, "_run_thread", lambda self: None)
     monkeypatch.setattr(drain_module, "_FIRST_PAUSE_S", 0.0)
-
-
-def drain(run: CheckpointStore) -> None:
-    assert run._drain is not None
-    while run._drain.work_once():
-        pass
-
-
-@dataclass(frozen=True)
-class Act:
-    """What is done to a run of two tiers, what both together may then be, and the second alone."""
-
-    before: Callable[[CheckpointStore], object]
-    act: Callable[[CheckpointStore], object]
-    both: tuple[Steps, ...]
-    second: tuple[Steps, ...]
-    options: dict[str, Any] = field(default_factory=dict)
-    pinned: tuple[set[int], ...] = (set(),)
-
-
-def undrained(*saves: tuple[int, int]) -> Callable[[CheckpointStore], None]:
-    def before(run: CheckpointStore) -> None:
-        for step, number in saves:
-            run.save(model_of(number), step)
-
-    return before
-
-
-def with_pin(run: CheckpointStore) -> None:
-    run.pin(0)
-    drain(run)
-
-
-def pin(run: CheckpointStore) -> None:
-    run.pin(0)
-    drain(run)
-
-
-_ALL: dict[str, Any] = {"keep_fast": None}
-_OLD = {0: 0, 1: 1}
-ACTS = {
-    "next steps": Act(
-        undrained((2, 2), (3, 3)),
-        drain,
-        ({**_OLD, 2: 2, 3: 3},),
-        (_OLD, {**_OLD, 2: 2}, {**_OLD, 2: 2, 3: 3}),
-    ),
-    "replacing": Act(undrained((0, 5)), drain, ({0: 5, 1: 1},), (_OLD, {0: 5, 1: 1}), _ALL),
-    "retention": Act(
-        undrained((2, 2)),
-        drain,
-        ({0: 0, 1: 1, 2: 2}, {1: 1, 2: 2}),
-        (_OLD, {**_OLD, 2: 2}, {1: 1, 2: 2}),
-        {"keep_last": 2, "keep_fast": None},
-    ),
-    "delete": Act(undrained(), lambda run: run.delete(0), (_OLD, {1: 1}), (_OLD, {1: 1}), _ALL),
-    "delete of what was saved again": Act(
-        undrained((0, 5)),
-        lambda run: run.delete(0),
-        ({0: 5, 1: 1}, {1: 1}),  # never what it was before
-        (_OLD, {1: 1}),
-        _ALL,
-    ),
-    "pin": Act(undrained(), pin, (_OLD,), (_OLD,), _ALL, (set(), {0})),
-    "unpin": Act(with_pin, lambda run: run.unpin(0), (_OLD,), (_OLD,), _ALL, (set(), {0})),
-}
 
 
 class Scene:
@@ -129,7 +51,7 @@ class Scene:
         self.folder, self._act = folder, act
         template = folder / "template"
         run = self.open(template, None)
-        for step in _OLD:
+        for step in OLD:
             run.save(model_of(step), step)
         drain(run)
         act.before(run)
@@ -192,17 +114,6 @@ class Scene:
         left.store.gc(0)
         assert held(left)[7] == 7
         return second
-
-
-def held(run: CheckpointStore) -> Steps:
-    """Which model each step is; each is whole."""
-    found = {}
-    for step in run.steps():
-        model = run.load(step)
-        number = sum(name.startswith("tree") for name in model) - 4
-        assert_same(model, model_of(number))
-        found[step] = number
-    return found
 
 
 @pytest.fixture(params=["some losses", pytest.param("all losses", marks=pytest.mark.long)])
@@ -353,7 +264,7 @@ def test_a_step_that_is_saved_again_at_any_lock_is_not_lost(
         assert held(run)[step] == 6
         run = scene.open(stage, None)
         drain(run)
-        assert held(handle(stage / "second")) == {**_OLD, 2: 2, 3: 3, step: 6}
+        assert held(handle(stage / "second")) == {**OLD, 2: 2, 3: 3, step: 6}
         shutil.rmtree(stage)
 
 
@@ -366,7 +277,7 @@ def save_again(stage: Path, step: int) -> None:
 _TRAINING = """
 import sys
 sys.path[:0] = {paths!r}
-from test_drain import model_of
+from drains import model_of
 from stores import handle, open_store
 root = sys.argv[1]
 run = handle(root + "/fast", drain=open_store(root + "/second"), keep_fast=2)

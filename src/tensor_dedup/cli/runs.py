@@ -303,23 +303,23 @@ def best(run: str, metric: str, mode: Mode | None, store: str | None, as_json: b
 
 @command.command()
 @run_argument
-@click.argument("folder", type=click.Path(file_okay=False))
+@click.argument("folder", metavar="FOLDER_OR_URL", type=click.Path(file_okay=False))
 @store_option
 @json_option
 def drain(run: str, folder: str, store: str | None, as_json: bool) -> None:
-    """Copy the steps of RUN that the store in FOLDER lacks. Nothing is deleted.
+    """Copy the steps of RUN that a second store or a remote lacks. Nothing is deleted.
 
-    FOLDER is a store; an empty or missing folder becomes one.
+    A folder is a store, or becomes one where it is empty or missing; a URL is a remote's.
     """
     opened = existing(store)
     steps_of(opened, run)
     try:
         with CheckpointStore(opened, run, drain=folder, keep_fast=None) as handle:
             handle.drain()
+            there = handle.steps()
     except NotAStoreError as error:
         what = "it holds other files, and no store; name a folder that is new or empty, or a store"
         raise WrongUse(f"{folder}: {what}") from error
-    there = [step.step for step in Store.open(folder, create=False).steps(run)]
     document = {"run": run, "folder": folder, "steps": there}
     say(document, as_json, f"{folder}: {counted(len(there), 'step')} of {run}")
 

@@ -30,7 +30,6 @@ from stores import (
 )
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.drain import Drain
 from tensor_dedup.store.checkpoints.errors import (
     BadOption,
     BadOptionError,
@@ -41,6 +40,7 @@ from tensor_dedup.store.checkpoints.errors import (
     UnknownStepError,
 )
 from tensor_dedup.store.checkpoints.runs import StepOrder, in_save_order
+from tensor_dedup.store.checkpoints.tiers import StoreTier
 from tensor_dedup.store.files import Handle, RealFiles
 
 
@@ -367,14 +367,14 @@ def test_what_was_saved_before_there_was_a_second_tier_is_drained_first(tmp_path
     for step in (3, 1, 2):
         save(run, step)
     order: list[int] = []
-    copy = Drain._copy
+    copy = StoreTier.copy
 
-    def noted(self: Drain, step: int, *more: Any) -> None:
+    def noted(self: StoreTier, step: int, *more: Any) -> None:
         order.append(step)
         copy(self, step, *more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Drain, "_copy", noted)
+        patch.setattr(StoreTier, "copy", noted)
         with tiers(tmp_path) as run:
             save(run, 0)
     assert order == [3, 1, 2, 0]
@@ -601,13 +601,13 @@ def test_a_forked_child_drains_what_it_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["drain://x", "itself", "keep_fast", "backlog", "no drain", "no drain, backlog"]
+    "what", ["itself", "itself by URL", "keep_fast", "backlog", "no drain", "no drain, backlog"]
 )
 def test_options_that_make_no_sense(tmp_path: Path, what: str) -> None:
     root, second = tmp_path / "fast", tmp_path / "second"
     options: dict[str, dict[str, Any]] = {
-        "drain://x": {"drain": "s3://bucket/x"},
         "itself": {"drain": root},
+        "itself by URL": {"drain": root.as_uri()},
         "keep_fast": {"drain": second, "keep_fast": 0},
         "backlog": {"drain": second, "drain_backlog": 0},
         "no drain": {"keep_fast": 3},
@@ -615,8 +615,7 @@ def test_options_that_make_no_sense(tmp_path: Path, what: str) -> None:
     }
     with pytest.raises(BadOptionError) as caught:
         CheckpointStore(root, "run", Arrays(), **options[what])
-    folder = what in ("drain://x", "itself")
-    assert caught.value.kind is (BadOption.DRAIN if folder else BadOption.FAST)
+    assert caught.value.kind is (BadOption.DRAIN if "itself" in what else BadOption.FAST)
 
 
 _PROGRAM = """

@@ -1,0 +1,98 @@
+"""What is done to a run of two tiers in tests of faults, and what may be there afterwards."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from stores import Model, assert_same, forest, network, train
+from tensor_dedup.store.checkpoints import CheckpointStore
+
+Steps = Mapping[int, int]
+"""Which model each step is."""
+
+
+@cache
+def model_of(number: int) -> Model:
+    """A large tensor that moves, a small one, and an ensemble that grows."""
+    model = network(1, layers=1)
+    for seed in range(number + 1):
+        train(model, seed, "layer0.weight")
+    return {**model, **forest(4 + number)}
+
+
+def drain(run: CheckpointStore) -> None:
+    assert run._drain is not None
+    while run._drain.work_once():
+        pass
+
+
+@dataclass(frozen=True)
+class Act:
+    """What is done to a run of two tiers, what both together may then be, and the second alone."""
+
+    before: Callable[[CheckpointStore], object]
+    act: Callable[[CheckpointStore], object]
+    both: tuple[Steps, ...]
+    second: tuple[Steps, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    pinned: tuple[set[int], ...] = (set(),)
+
+
+def undrained(*saves: tuple[int, int]) -> Callable[[CheckpointStore], None]:
+    def before(run: CheckpointStore) -> None:
+        for step, number in saves:
+            run.save(model_of(number), step)
+
+    return before
+
+
+def with_pin(run: CheckpointStore) -> None:
+    run.pin(0)
+    drain(run)
+
+
+def pin(run: CheckpointStore) -> None:
+    run.pin(0)
+    drain(run)
+
+
+_ALL: dict[str, Any] = {"keep_fast": None}
+OLD = {0: 0, 1: 1}
+ACTS = {
+    "next steps": Act(
+        undrained((2, 2), (3, 3)),
+        drain,
+        ({**OLD, 2: 2, 3: 3},),
+        (OLD, {**OLD, 2: 2}, {**OLD, 2: 2, 3: 3}),
+    ),
+    "replacing": Act(undrained((0, 5)), drain, ({0: 5, 1: 1},), (OLD, {0: 5, 1: 1}), _ALL),
+    "retention": Act(
+        undrained((2, 2)),
+        drain,
+        ({0: 0, 1: 1, 2: 2}, {1: 1, 2: 2}),
+        (OLD, {**OLD, 2: 2}, {1: 1, 2: 2}),
+        {"keep_last": 2, "keep_fast": None},
+    ),
+    "delete": Act(undrained(), lambda run: run.delete(0), (OLD, {1: 1}), (OLD, {1: 1}), _ALL),
+    "delete of what was saved again": Act(
+        undrained((0, 5)),
+        lambda run: run.delete(0),
+        ({0: 5, 1: 1}, {1: 1}),  # never what it was before
+        (OLD, {1: 1}),
+        _ALL,
+    ),
+    "pin": Act(undrained(), pin, (OLD,), (OLD,), _ALL, (set(), {0})),
+    "unpin": Act(with_pin, lambda run: run.unpin(0), (OLD,), (OLD,), _ALL, (set(), {0})),
+}
+
+
+def held(run: CheckpointStore) -> Steps:
+    """Which model each step is; each is whole."""
+    found = {}
+    for step in run.steps():
+        model = run.load(step)
+        number = sum(name.startswith("tree") for name in model) - 4
+        assert_same(model, model_of(number))
+        found[step] = number
+    return found
