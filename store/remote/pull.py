@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from tensor_dedup.store.checkpoints.runs import check_replaceable, parse_step_name
 from tensor_dedup.store.checkpoints.transfer import Transfer
@@ -57,6 +57,7 @@ from tensor_dedup.store.writing.hashing import Hasher
 _CONTAINER_BYTES: Final = 64 << 20
 Place = tuple[ContainerId, Record]
 Places = dict[bytes, Place]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ def pull(
         NoSpaceError: the disk has no room for what is missing.
     """
     began, before = time.monotonic(), bucket.traffic.counts()
-    objects, index, hasher = here
+    objects = here[0]
     manifest = read_ref(bucket, name)
     held = _held(objects, name)
     if held is not None and held != manifest and not replace:
@@ -167,32 +168,15 @@ def pull(
         raise RemoteNameTakenError.at(objects.layout.root, what, name=name)
     found = read_manifest(bucket, name, manifest, lambda part: _frame_here(objects, part))
     wanted = {piece.digest: piece.nbytes for piece in found.pieces}
-    names = {piece.digest: piece.name for piece in found.pieces if piece.name is not None}
-    moved: Places = {}
 
-    def attempt(lookup: _Lookup) -> bool:
-        with Transfer(objects, index, hasher, set(), _CONTAINER_BYTES) as transfer:
-            missing = transfer.missing(wanted, gather=False)
-            if not moved:
-                progress.saved(sum(wanted.values()) - sum(wanted[digest] for digest in missing))
-            if missing:
-                places = lookup.places({digest: wanted[digest] for digest in missing})
-                moved.update(places)
-                _fetch(bucket, places, names, transfer, here, progress)
-            unchanged = held == manifest and not missing
-            if not unchanged:
-                check = name_check(objects, name, manifest, replace)
-                transfer.publish(name, manifest, found.blobs, check)
-            return unchanged
+    def commit(transfer: Transfer, missing: Sequence[bytes]) -> bool:
+        unchanged = held == manifest and not missing
+        if not unchanged:
+            check = name_check(objects, name, manifest, replace)
+            transfer.publish(name, manifest, found.blobs, check)
+        return unchanged
 
-    lookup = _Lookup(bucket, index, names, manifest)
-    try:
-        unchanged = attempt(lookup)
-    except (MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError):
-        # The holders may name a container that was swept or found damaged since they were written.
-        if not lookup.by_holders:
-            raise
-        unchanged = attempt(_Lookup(bucket, index, names, None))
+    moved, unchanged = _gathered(bucket, found, manifest, wanted, here, progress, commit)
     nbytes, calls = bucket.traffic.counts()
     return TransferResult(
         url=bucket.url,
@@ -222,19 +206,60 @@ def open_pulled(
     No name of the store changes: when the result is closed, gc may take what came. With `afresh`
     all pieces come, those that are here too: they may be damaged. Raises the errors of `pull`.
     """
-    objects, index, hasher = here
+    objects, index, _ = here
     manifest = read_ref(bucket, name)
     found = read_manifest(bucket, name, manifest, lambda part: _frame_here(objects, part))
     wanted = {piece.digest: piece.nbytes for piece in found.pieces if piece.nbytes}
-    with Transfer(objects, index, hasher, set(), _CONTAINER_BYTES) as transfer:
-        missing = transfer.missing(wanted, gather=False)
-        if afresh:
-            missing = [*wanted]
-        progress.saved(sum(wanted.values()) - sum(wanted[digest] for digest in missing))
-        if missing:
-            _fetch(bucket, found, transfer, missing, here, progress)
+
+    def commit(transfer: Transfer, _: Sequence[bytes]) -> None:
         transfer.complete()
+
+    _gathered(bucket, found, manifest, wanted, here, progress, commit, afresh=afresh)
     return StoredCheckpoint(objects, index, name, (manifest, found.content, found.pieces))
+
+
+def _gathered(
+    bucket: Bucket,
+    found: RemoteManifest,
+    manifest: str,
+    wanted: Mapping[bytes, int],
+    here: tuple[Objects, StoreIndex, Hasher],
+    progress: TransferListener,
+    commit: Callable[[Transfer, Sequence[bytes]], _T],
+    *,
+    afresh: bool = False,
+) -> tuple[Places, _T]:
+    """Fetch what is missing of `wanted`, or all with `afresh`, and `commit`.
+
+    `commit` is given the transfer and the digests that were missing. Return where these were, with
+    the anchors that came for them, and what `commit` returned.
+    """
+    objects, index, hasher = here
+    names = {piece.digest: piece.name for piece in found.pieces if piece.name is not None}
+    moved: Places = {}
+
+    def attempt(lookup: _Lookup) -> _T:
+        with Transfer(objects, index, hasher, set(), _CONTAINER_BYTES) as transfer:
+            missing = transfer.missing(wanted, gather=False)
+            if afresh:
+                missing = [*wanted]
+            if not moved:
+                progress.saved(sum(wanted.values()) - sum(wanted[digest] for digest in missing))
+            if missing:
+                places = lookup.places({digest: wanted[digest] for digest in missing})
+                moved.update(places)
+                _fetch(bucket, places, names, transfer, here, progress)
+            return commit(transfer, missing)
+
+    lookup = _Lookup(bucket, index, names, manifest)
+    try:
+        done = attempt(lookup)
+    except (MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError):
+        # The holders may name a container that was swept or found damaged since they were written.
+        if not lookup.by_holders:
+            raise
+        done = attempt(_Lookup(bucket, index, names, None))
+    return moved, done
 
 
 def _held(objects: Objects, name: str) -> str | None:
