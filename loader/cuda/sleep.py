@@ -262,7 +262,7 @@ class SleepingModel:
         """
         try:
             self._gpu.gpu.reap()
-        except BackendError as error:
+        except Exception as error:  # noqa: BLE001  # the thread that settles goes on
             _log.debug("%s: nothing was unmapped now: %s", self._checkpoint, str(error))
 
     def _used_awake(self, slab: _SleepingSlab) -> bool:

@@ -83,17 +83,21 @@ class HostMemory:
 
 
 class _Admitted(NamedTuple):
-    """Room in the manager for a tensor in parts whose rest is being read."""
+    """A tensor in parts whose rest is being read, and the room for it in the manager.
 
-    put: Put
+    `put` is None where somebody else builds it: it is looked up, or waited for, when it is put.
+    """
+
+    put: Put | None
     recipe: str
     plan: PartsPlan
-    shared_bytes: int
+    pieces: Sequence[LeafPiece]
 
     def progress(self) -> None:
         """Tell the manager that the rest is being read. Safe from any thread."""
         with suppress(MemoryManagerError):  # met again when it is put
-            self.put.progress()
+            if self.put is not None:
+                self.put.progress()
 
 
 class HostSession(ManagerSession[ResidentRequest, Resident]):
@@ -142,8 +146,10 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         }
         # What is taken of them is compared, and hashed where it is put.
         donors_of = self._donors(layers, hashed=True)
-        for each, donors in zip(new, donors_of, strict=True):
-            self._put_in_parts(each, donors, found)
+        # Their leases end as soon as they are compared: what is leased cannot make room.
+        del layers
+        for each in new:
+            self._put_in_parts(each, donors_of.pop(0), found)
         super().put(requests, found)
         # Another process may have put it in parts meanwhile.
         missing = [each for each in large if each.recipe not in found]
@@ -166,7 +172,9 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         keys = [self._contents_key(each.key) for each in donors]
         for resident, layer in zip(donors, self.client.get(keys, self.checkpoint), strict=True):
             composition = None if layer is None else composition_in(layer.record)
-            if composition is not None and composition.key == resident.key:
+            if composition is None or composition.key != resident.key or not composition.contents:
+                continue
+            if composition.contents[-1].end == resident.nbytes:
                 note_contents(resident, composition.contents)
         self._having = donors
         return donors
@@ -184,10 +192,8 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         if not plan.fits:
             return None
         put = self.client.reserve([self._key(recipe)], self.checkpoint).put
-        if put is None:
-            return None  # somebody else builds it, or has built it since it was looked for
-        self._admitted = _Admitted(put, recipe, plan, shared_in(pieces))
-        if plan.rest_bytes:
+        self._admitted = _Admitted(put, recipe, plan, pieces)
+        if put is not None and plan.rest_bytes:
             put.allocate([plan.tensors[-1].nbytes])
         return self._admitted.progress
 
@@ -195,7 +201,9 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         """Put what lies in no tensor of the manager of one that was built after `admit`."""
         admitted, self._admitted = self._admitted, None
         assert admitted is not None, "nothing is built that was not admitted"
-        put, recipe, plan, _ = admitted
+        put, recipe, plan, pieces = admitted
+        if put is None:
+            return self._put_like_others(recipe, resident, plan, pieces)
         with put:
             [there] = self.by_content([resident.key])
             if there is not None:
@@ -214,7 +222,7 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
             record = record_of_parts(resident.key, plan.parts)
             put.publish(self._key(recipe), record, [lease.digest for lease in leases])
         # Its digest is of these very bytes: all that it was built of is sealed.
-        made = self._in_parts(resident.key, leases, plan.parts, admitted.shared_bytes, hashed=True)
+        made = self._in_parts(resident.key, leases, plan.parts, shared_in(pieces), hashed=True)
         if made is None:
             return None
         marks = self._keys_of(leaf_marks(resident.key, data))
@@ -222,11 +230,28 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         self._put.add(made)
         return made, True
 
+    def _put_like_others(
+        self, recipe: str, resident: Resident, plan: PartsPlan, pieces: Sequence[LeafPiece]
+    ) -> tuple[Resident, bool] | None:
+        """Use what another process has built meanwhile, or wait for it, or put it here."""
+        [there] = self.by_content([resident.key])
+        if there is not None:
+            return there, False
+        try:
+            request = ResidentRequest(recipe, resident.map(writable=False), resident.key.digest)
+        except SharedMemoryError as error:
+            self._note_unusable(f"{resident.key.digest} cannot be put: {error}")
+            return None
+        self._marks_of[recipe] = self._marks(request)
+        found: dict[str, tuple[Resident, bool]] = {}
+        self._put_pieces(request, pieces, plan.needed, found)
+        return found.get(recipe)
+
     def end_known(self) -> None:
         """Give back the room that `admit` has reserved, if it was not filled, and the donors."""
         admitted, self._admitted = self._admitted, None
         self._having = []
-        if admitted is not None:
+        if admitted is not None and admitted.put is not None:
             admitted.put.abandon()
 
     def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:

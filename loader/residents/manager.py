@@ -192,11 +192,9 @@ class ManagerSession(Generic[Request, Held]):
             self._note_unusable(str(error))
         if result.error is not None:
             raise result.error
-        if result.still_building:
+        if result.still_building:  # from a slow disk, perhaps; the manager is well
             [first, *_] = result.still_building
-            raise MemoryManagerError(
-                f"another process has been building {first} for {PUT_WAIT_S:.0f} s"
-            )
+            self._note_unusable(f"another process has been building {first} for {PUT_WAIT_S:.0f} s")
 
     def announce_to_next_manager(self, recipe: str, resident: Resident) -> None:
         """Publish the recipe again should the manager be replaced, while the resident lives.

@@ -228,7 +228,9 @@ class Connection:
                 connection.settimeout(self._timeout_s)
                 wire.send(connection, data)
         except OSError as error:
+            self.close()  # else each further message would wait as long again
             raise ManagerGoneError(f"{self.path}: {error.strerror or error}") from error
+        self._send_releases_if_free()
 
     def wait_for_end(self) -> None:
         """Wait until the other side has hung up, or for the usual timeout of a reply."""

@@ -5,6 +5,7 @@ are those of PROTOCOL.md: reserve, allocate, write, seal, publish.
 """
 
 import os
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ from tensor_dedup.memory_manager.protocol.messages import (
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+_REPORT_EVERY_S: Final = 2.0
 
 Answer = Literal["granted", "building", "ready"]
 LeaseAll = Callable[[Sequence[str], str], list[Lease | None]]
@@ -144,6 +147,7 @@ class Put:
         self.number: Final = number
         self.unusable: Final[dict[str, BackendError]] = {}
         self.open_keys: Final = set(keys)
+        self._reported = time.monotonic()
 
     def build(self, layers: Mapping[str, NewLayer], fill: Fill) -> dict[str, PutLayer]:
         """Build and publish these layers, and return a lease on each of their tensors.
@@ -254,8 +258,14 @@ class Put:
             )
 
     def progress(self) -> None:
-        """Report that the build goes on; call it every few seconds of a long one."""
-        self._connection.tell(Progress(self.number))
+        """Report that the build goes on. Call it as often as you like, from any thread.
+
+        One in some seconds is sent: nobody waits each time for a manager that does not listen.
+        """
+        now = time.monotonic()
+        if now - self._reported > _REPORT_EVERY_S:
+            self._reported = now
+            self._connection.tell(Progress(self.number))
 
     def seal(self, digests: Sequence[str] = ()) -> list[Lease]:
         """Make the tensors resident; return a lease on each, in the order of `allocate`.

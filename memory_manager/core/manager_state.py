@@ -266,6 +266,8 @@ class ManagerState:
         """
         if key in self.records:
             return False
+        for own in self.records.keys_of(record):
+            self.records.get(own)  # which makes them the last to go
         # Anew each time: what goes may be the last of the keys of an equal record.
         while not self.ledger.remember(self.records.cost(key, record)):
             oldest = self.records.oldest

@@ -85,6 +85,8 @@ _OF_THE_STEP = (
     DamagedFileError,
     NewerFormatError,
     DivergedStepError,
+    PinnedStepError,
+    NotATrainingError,
 )
 _T = TypeVar("_T")
 

@@ -44,6 +44,11 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 _SERVERS: Final = ("s3", "gs", "az")
+# What a folder that is a remote holds: the first parts of keys, and what conditions need.
+_OF_A_FOLDER: Final = {
+    *("FORMAT", "refs", "manifests", "holders", "containers", "tables", "catalog", "trash"),
+    *("probe", "tmp", "lock", "lost+found"),
+}
 _WEB: Final = ("http", "https")
 _THREADS: Final = 8
 _LOCK_WAIT_S: Final = 60.0
@@ -117,6 +122,10 @@ class Bucket(ABC):
     def at(self, key: str) -> str:
         """Return how an object is called in messages."""
         return f"{self.url}/{key}"
+
+    def foreign(self) -> str | None:
+        """Return the name of something that is there and no remote's, where a look finds it."""
+        return None
 
     @abstractmethod
     def get(self, key: str, limit: int) -> tuple[bytes, str] | None:
@@ -203,6 +212,11 @@ class FolderBucket(Bucket):
     def root(self) -> Path:
         """The folder."""
         return self._root
+
+    def foreign(self) -> str | None:
+        # docstring inherited
+        names = self._files.listdir(self._root)
+        return next((n for n in names if n not in _OF_A_FOLDER and not n.startswith(".")), None)
 
     def get(self, key: str, limit: int) -> tuple[bytes, str] | None:
         # docstring inherited

@@ -12,6 +12,7 @@ checkpoint alone, so a pull need not read what the catalog says of all the other
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias, TypeVar
 
@@ -286,11 +287,25 @@ def catalog_of(bucket: Bucket, *, before: Catalog | None = None) -> Catalog:
     try:
         found = read_catalog(bucket, with_trash=True, known=known)
     except (DamagedRemoteError, MissingRemoteError):
-        head = bucket.get(layout.HEAD, layout.FRAME_BYTES)
-        return rebuilt(bucket, Catalog(tag=None if head is None else head[1]))
+        return rebuilt(bucket, _without_segments(bucket))
     if found is None:
         return rebuilt(bucket)
     return found
+
+
+def _without_segments(bucket: Bucket) -> Catalog:
+    """Read what a catalog says that no table does, if it can be read: what gc is to delete."""
+    found = bucket.get(layout.HEAD, layout.FRAME_BYTES)
+    if found is None:
+        return Catalog()
+    catalog = Catalog(tag=found[1])
+    unreadable = (DamagedRemoteError, MissingRemoteError)
+    with suppress(*unreadable), remote_damage(bucket.at(layout.HEAD)) as path:
+        head = frames.decode(found[0], _HEAD, _Head, path)
+        if head.trash is not None:
+            trash = head.trash.hex()
+            catalog.trash = _frame(bucket, layout.trash_key(trash), trash, _TRASH, Trash)
+    return catalog
 
 
 def commit(

@@ -42,6 +42,9 @@ def prepare(bucket: Bucket) -> bool:
             return prepare(bucket)
         what = f"it holds {first.key} and no {layout.MARKER}"
         raise NotARemoteError.at(bucket.url, what)
+    if (other := bucket.foreign()) is not None:
+        what = f"it holds {other} and no remote; push to an empty folder or one to be made"
+        raise NotARemoteError.at(bucket.url, what)
     _probe(bucket)
     if not bucket.put_if(layout.MARKER, marker, None):
         found = bucket.get(layout.MARKER, layout.TEXT_BYTES)

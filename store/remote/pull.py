@@ -44,6 +44,7 @@ from tensor_dedup.store.remote.errors import (
     CorruptRemoteTensorError,
     DamagedRemoteError,
     MissingRemoteError,
+    RemoteAccessError,
     RemoteNameTakenError,
     RemoteUnreachableError,
     UnknownRemoteNameError,
@@ -254,7 +255,8 @@ def _gathered(
     lookup = _Lookup(bucket, index, names, manifest)
     try:
         done = attempt(lookup)
-    except (MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError):
+    except (MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError, RemoteAccessError):
+        # Of an object that is not there S3 says to those who may not list that they have no access.
         # The holders may name a container that was swept or found damaged since they were written.
         if not lookup.by_holders:
             raise

@@ -285,7 +285,10 @@ class _Push:
             self._guard.check(None)
             return False, None
         text, tag = found
-        manifest = layout.referred(text, checkpoint.name, self._bucket.at(key))
+        if self._replace:
+            manifest = state_of(found, checkpoint.name, self._bucket.at(key))
+        else:
+            manifest = layout.referred(text, checkpoint.name, self._bucket.at(key))
         self._guard.check(manifest)
         if manifest is not None and manifest != checkpoint.manifest and not self._replace:
             raise self._taken(checkpoint)
@@ -541,6 +544,22 @@ class _Push:
                 refer(bucket, checkpoint.name, checkpoint.manifest, check)
 
 
+def damaged_state(tag: str) -> str:
+    """Return what stands for the text of a reference that cannot be read."""
+    return f"damaged {tag}"
+
+
+def state_of(found: tuple[bytes, str], name: str, where: str) -> str | None:
+    """Return what a reference says, by its bytes and tag; of one that is damaged, its tag.
+
+    To replace or to delete it, nobody needs to know what it led to.
+    """
+    try:
+        return layout.referred(found[0], name, where)
+    except DamagedRemoteError:
+        return damaged_state(found[1])
+
+
 def refer(
     bucket: Bucket, name: str, manifest: str | None, check: Callable[[str | None], None]
 ) -> None:
@@ -556,7 +575,7 @@ def refer(
         found = bucket.get(key, layout.TEXT_BYTES)
         if found is not None and found[0] == text:
             return  # ours, whose answer was lost, or the same of another
-        check(None if found is None else layout.referred(found[0], name, bucket.at(key)))
+        check(None if found is None else state_of(found, name, bucket.at(key)))
         if bucket.put_if(key, text, None if found is None else found[1]):
             return
     raise RemoteBusyError.at(bucket.at(key), "others wrote this reference again and again")

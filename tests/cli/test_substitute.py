@@ -50,6 +50,15 @@ def test_the_document_has_the_bytes_that_analyze_counts(models: list[Path], tmp_
     assert sum(layer["bytes"] for layer in document["layers"]) >= alone - budget
 
 
+def test_a_file_of_samples_without_a_text_is_wrong_use(models: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "texts").write_text("\n  \n")
+    options = ("--layers", "0", "--samples", tmp_path / "texts", "--output", tmp_path / "out")
+    done = run(models[0], models[2], *options)
+    assert done.returncode == 2
+    assert "there is no text in it" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_grown_vocabulary_is_refused_in_one_line(models: list[Path], tmp_path: Path) -> None:
     base, grown = models[0], models[3]
     done = run(base, grown, "--layers", "*embed*", "--output", tmp_path / "out")

@@ -107,6 +107,23 @@ def test_requests_do_not_grow_with_the_marks(
     }
 
 
+def test_a_donor_that_gave_nothing_makes_room(tmp_path: Path) -> None:
+    """Its first page is the other's, which is all that a mark says; no leaf is."""
+    tmp_path.chmod(0o700)
+    one, two = rows(12, 1), rows(12, 2)
+    two.view(-1)[:1024] = one.view(-1)[:1024]
+    with managers.running(tmp_path, "--budget", str(40 << 20)) as manager:
+        assert one.nbytes + two.nbytes > 40 << 20
+        for tensor in (one, two):
+            with connect(manager.socket, keep_connected=False) as client:
+                [(resident, new)] = Process(client).load(tensor)
+                assert new
+                assert resident.lent
+                assert resident.leaf_shared_bytes == 0
+                del resident
+                gc.collect()
+
+
 def test_a_donor_in_parts_is_not_hashed_for_its_leaves(
     process: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

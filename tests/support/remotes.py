@@ -280,8 +280,15 @@ _VARIABLES = {
 
 
 _S3_SERVER = """
-import logging, sys
+import logging, sys, threading
+from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
+# It looks at what is there, and then writes: of two conditional writes at once both would succeed.
+put, one_at_a_time = S3Response.put_object, threading.Lock()
+def put_object(self):
+    with one_at_a_time:
+        return put(self)
+S3Response.put_object = put_object
 logging.getLogger("werkzeug").setLevel(logging.ERROR)
 server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
 server.start()

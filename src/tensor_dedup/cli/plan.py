@@ -109,6 +109,8 @@ def command(
     """
     if page is not None and page.suffix != ".html":
         raise WrongUse(f"{page} does not end in .html; name a file that does")
+    if pods is not None and pods.suffix not in (".yaml", ".yml"):
+        raise WrongUse(f"{pods} does not end in .yaml; name a file that does")
     if rebalance and before is None:
         raise WrongUse("--rebalance compares with a plan: give it with --from")
     if exact_s is not None and before is not None:

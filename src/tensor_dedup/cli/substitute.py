@@ -5,6 +5,7 @@ from typing import TextIO
 import click
 from rich.table import Table
 
+from tensor_dedup.cli import WrongUse
 from tensor_dedup.cli.output import (
     ByteBar,
     Dotted,
@@ -74,7 +75,7 @@ def command(
             output,
             layers=layers,
             budget=budget,
-            samples=[line.strip() for line in samples or () if line.strip()],
+            samples=_texts(samples),
             hints=HintIndex(),
             store=store,
             progress=progress,
@@ -96,6 +97,15 @@ def command(
         names = ", ".join(found.left_out)
         say_lines(f"Not copied, because they hold TUNE's weights in other forms: {names}.")
     say_lines(_movement(found))
+
+
+def _texts(samples: TextIO | None) -> list[str]:
+    if samples is None:
+        return []
+    texts = [line.strip() for line in samples if line.strip()]
+    if not texts:
+        raise WrongUse(f"--samples {samples.name}: there is no text in it; give one a line")
+    return texts
 
 
 def _movement(found: Substitution) -> str:

@@ -453,6 +453,27 @@ def test_damage_of_the_remote_is_said_and_mended(tmp_path: Path, server: Server)
     assert_same(elsewhere(tmp_path, server).load(1), model_of(1))
 
 
+def test_a_damaged_reference_is_replaced_and_deleted(tmp_path: Path, server: Server) -> None:
+    """It must not hold up the steps behind it."""
+    with tiers(tmp_path, server, keep_fast=None) as run:
+        save(run, 0, 1, 2)
+        run.drain()
+        for step in (0, 1):
+            key = f"refs/{file_of(f'run@{step}')}"
+            assert key in server.objects
+            server.put(key, [memoryview(b"damaged")])
+    with tiers(tmp_path, server, keep_fast=None) as run:
+        save(run, 3)
+        run.drain()
+        assert run.undrained() == []
+        server.put(f"refs/{file_of('run@1')}", [memoryview(b"damaged again")])
+        run.delete(1)
+        run.store.push(Remote(server), "run@2", replace=True)
+        assert run.steps() == [0, 2, 3]
+    assert Remote(server).verify(full=True).fine
+    assert_same(elsewhere(tmp_path, server).load(0), model_of(0))
+
+
 def test_a_manifest_that_is_lost_there_is_sent_again(tmp_path: Path, server: Server) -> None:
     with tiers(tmp_path, server) as run:
         save(run, 0)

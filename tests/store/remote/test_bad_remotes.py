@@ -223,6 +223,18 @@ def test_names_without_a_marker_are_somebody_else_s(store: Store, bucket: Memory
         store.push(Remote(bucket), "mine")
 
 
+def test_a_folder_of_something_else_does_not_become_a_remote(tmp_path: Path, store: Store) -> None:
+    """As with an unset variable in a URL, which leaves the folder above or the working one."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"mine")
+    with pytest.raises(NotARemoteError, match=r"it holds model\.safetensors and no remote"):
+        store.push(Remote.open(str(folder)), "mine")
+    assert [each.name for each in folder.iterdir()] == ["model.safetensors"]
+    (tmp_path / "new").mkdir()
+    assert store.push(Remote.open(str(tmp_path / "new")), "mine").pieces > 0
+
+
 class _Full(RealFiles):
     def free_bytes(self, path: Path) -> int:
         return 1000
