@@ -1,5 +1,7 @@
 """A checkpoint that lies in more containers than a process may hold open."""
 
+import gc
+import os
 import resource
 import threading
 from collections.abc import Iterator
@@ -53,15 +55,22 @@ def expected(tmp_path: Path) -> Content:
 @pytest.fixture
 def few(store: Store) -> Iterator[int]:
     """A process that may open few files more than it has open."""
+    gc.collect()  # so that what earlier tests have left is not closed meanwhile
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = set(range(before[0])) - set(_open_files())
-    most = sorted(free)[SPARE]  # new files get the lowest numbers
+    most = max(_open_files()) + 1 + SPARE
     assert MANY > SPARE
+    # New files get the lowest numbers: none may be free below the highest that is in use.
+    fillers = [os.open(os.devnull, os.O_RDONLY)]
+    while fillers[-1] < most - SPARE:
+        fillers.append(os.dup(fillers[0]))
+    os.close(fillers.pop())
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
     try:
         yield most
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for filler in fillers:
+            os.close(filler)
 
 
 @pytest.mark.usefixtures("few")
