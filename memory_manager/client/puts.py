@@ -36,7 +36,7 @@ from tensor_dedup.memory_manager.protocol.messages import (
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_REPORT_EVERY_S: Final = 2.0
+_REPORT_EVERY_S: Final = 0.25
 
 Answer = Literal["granted", "building", "ready"]
 LeaseAll = Callable[[Sequence[str], str], list[Lease | None]]
@@ -260,7 +260,7 @@ class Put:
     def progress(self) -> None:
         """Report that the build goes on. Call it as often as you like, from any thread.
 
-        One in some seconds is sent: nobody waits each time for a manager that does not listen.
+        A few a second are sent: a manager that does not listen is not waited for each time.
         """
         now = time.monotonic()
         if now - self._reported > _REPORT_EVERY_S:
