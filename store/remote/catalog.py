@@ -164,8 +164,7 @@ def read_catalog(
     if found is None:
         return None
     blob, tag = found
-    with remote_damage(bucket.at(layout.HEAD)) as path:
-        head = frames.decode(blob, _HEAD, _Head, path)
+    head = _head(bucket, blob)
     catalog = Catalog(tag=tag)
 
     def segment(name: bytes) -> list[ListedContainer]:
@@ -179,10 +178,21 @@ def read_catalog(
         for container in held:
             _check(container, bucket.at(layout.segment_key(name.hex())))
             catalog.add(container)
-    if with_trash and head.trash is not None:
-        trash = head.trash.hex()
-        catalog.trash = _frame(bucket, layout.trash_key(trash), trash, _TRASH, Trash)
+    if with_trash:
+        catalog.trash = _trash(bucket, head)
     return catalog
+
+
+def _head(bucket: Bucket, blob: bytes) -> _Head:
+    with remote_damage(bucket.at(layout.HEAD)) as path:
+        return frames.decode(blob, _HEAD, _Head, path)
+
+
+def _trash(bucket: Bucket, head: _Head) -> Trash:
+    if head.trash is None:
+        return _NO_TRASH
+    name = head.trash.hex()
+    return _frame(bucket, layout.trash_key(name), name, _TRASH, Trash)
 
 
 def put_holders(bucket: Bucket, manifest: str, containers: Iterable[ListedContainer]) -> None:
@@ -299,12 +309,8 @@ def _without_segments(bucket: Bucket) -> Catalog:
     if found is None:
         return Catalog()
     catalog = Catalog(tag=found[1])
-    unreadable = (DamagedRemoteError, MissingRemoteError)
-    with suppress(*unreadable), remote_damage(bucket.at(layout.HEAD)) as path:
-        head = frames.decode(found[0], _HEAD, _Head, path)
-        if head.trash is not None:
-            trash = head.trash.hex()
-            catalog.trash = _frame(bucket, layout.trash_key(trash), trash, _TRASH, Trash)
+    with suppress(DamagedRemoteError, MissingRemoteError):
+        catalog.trash = _trash(bucket, _head(bucket, found[0]))
     return catalog
 
 

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Final
 
 import click
@@ -115,6 +116,12 @@ class WrongUse(Failure):
     """Another command line would do: exit status 2."""
 
     exit_code = WRONG_USE
+
+
+def check_suffix(path: Path | None, *suffixes: str) -> None:
+    """Raise WrongUse if a file that is to be written is not called so: it may be an input."""
+    if path is not None and path.suffix not in suffixes:
+        raise WrongUse(f"{path} does not end in {suffixes[0]}; name a file that does")
 
 
 class NobodyThere(Failure):

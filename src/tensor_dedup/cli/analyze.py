@@ -13,7 +13,7 @@ from tensor_dedup.analyze.analysis import compare
 from tensor_dedup.analyze.marker_checks import CheckedMarker, write_markers
 from tensor_dedup.analyze.stored import SCHEME
 from tensor_dedup.analyze.variants import Variant, variants
-from tensor_dedup.cli import WrongUse, printable
+from tensor_dedup.cli import check_suffix, printable
 from tensor_dedup.cli.analysis_page import write_page
 from tensor_dedup.cli.analysis_tables import show_tables
 from tensor_dedup.cli.analysis_text import show_summary
@@ -114,8 +114,7 @@ def command(
     once. Files that were hashed before and have not changed, and checkpoints in the store, are not
     read at all.
     """
-    if page is not None and page.suffix != ".html":
-        raise WrongUse(f"{page} does not end in .html; name a file that does")
+    check_suffix(page, ".html")
     with ByteBar("hashing") as progress:
         analysis = analyze(
             paths,

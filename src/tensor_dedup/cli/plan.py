@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tensor_dedup.analyze.analysis import measure
-from tensor_dedup.cli import WrongUse, printable
+from tensor_dedup.cli import WrongUse, check_suffix, printable
 from tensor_dedup.cli.output import (
     ByteBar,
     Dotted,
@@ -107,10 +107,8 @@ def command(
     different machines. Nothing is started or moved: apply the plan with whatever starts your
     engines.
     """
-    if page is not None and page.suffix != ".html":
-        raise WrongUse(f"{page} does not end in .html; name a file that does")
-    if pods is not None and pods.suffix not in (".yaml", ".yml"):
-        raise WrongUse(f"{pods} does not end in .yaml; name a file that does")
+    check_suffix(page, ".html")
+    check_suffix(pods, ".yaml", ".yml")
     if rebalance and before is None:
         raise WrongUse("--rebalance compares with a plan: give it with --from")
     if exact_s is not None and before is not None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 from rich.table import Table
 
-from tensor_dedup.cli import Verbs, WrongUse, printable
+from tensor_dedup.cli import Verbs, WrongUse, check_suffix, printable
 from tensor_dedup.cli.output import (
     Dotted,
     ask,
@@ -613,8 +613,7 @@ def plot(runs: tuple[str, ...], output: Path | None, store: str | None, as_json:
     drawn = [_plotted(opened, run) for run in dict.fromkeys(runs)]
     named = drawn[0].run.replace("/", "-") if len(drawn) == 1 else "runs"
     target = output or Path(f"{named}.html")
-    if target.suffix != ".html":
-        raise WrongUse(f"{target} does not end in .html; name a file that does")
+    check_suffix(target, ".html")
     target.write_text(page(drawn), encoding="utf-8")
     found = [
         {
