@@ -53,6 +53,7 @@ from tensor_dedup.memory_manager.protocol.layout import PAGE
 from tensor_dedup.memory_manager.protocol.limits import MAX_RECORD
 
 if TYPE_CHECKING:
+    import torch
     from typing_extensions import Buffer
 
     from tensor_dedup.types import ResidentKey
@@ -210,11 +211,10 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
                 put.abandon()  # before the recipe leads to it
                 self._publish(there, [self._key(recipe)])
                 return there, False
-            try:
-                data = tensor_bytes(resident.map(writable=False))
-            except SharedMemoryError as error:
-                self._note_unusable(f"{resident.key.digest} cannot be put: {error}")
+            tensor = self._mapped(resident)
+            if tensor is None:
                 return None
+            data = tensor_bytes(tensor)
             leases = list(plan.needed)
             if plan.rest_bytes:
                 plan.write_rest(data, put)
@@ -237,15 +237,21 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         [there] = self.by_content([resident.key])
         if there is not None:
             return there, False
-        try:
-            request = ResidentRequest(recipe, resident.map(writable=False), resident.key.digest)
-        except SharedMemoryError as error:
-            self._note_unusable(f"{resident.key.digest} cannot be put: {error}")
+        tensor = self._mapped(resident)
+        if tensor is None:
             return None
+        request = ResidentRequest(recipe, tensor, resident.key.digest)
         self._marks_of[recipe] = self._marks(request)
         found: dict[str, tuple[Resident, bool]] = {}
         self._put_pieces(request, pieces, plan.needed, found)
         return found.get(recipe)
+
+    def _mapped(self, resident: Resident) -> torch.Tensor | None:
+        try:
+            return resident.map(writable=False)
+        except SharedMemoryError as error:
+            self._note_unusable(f"{resident.key.digest} cannot be put: {error}")
+            return None
 
     def end_known(self) -> None:
         """Give back the room that `admit` has reserved, if it was not filled, and the donors."""
