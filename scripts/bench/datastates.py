@@ -114,7 +114,7 @@ def setups(*, quick: bool) -> list[Setup]:
     return [
         Setup("by size: 45 MB", SMALL, ALL, 12),
         Setup("by size: 420 MB", MIDDLE, MAIN, 30, parts=3),
-        Setup("by size: 1.7 GB", BIG, LARGE, 16, steps=4, most=13),
+        Setup("by size: 1.7 GB", BIG, LARGE, 50, steps=4, most=13),
         *(Setup(f"every {n}", SMALL, SWEPT, 5, steps=10, most=5, every=n) for n in EVERY),
         Setup("frozen", SMALL, FROZEN, 4, frozen=True),
         Setup("2 ranks", SMALL, SWEPT, 6, ranks=2),
