@@ -15,6 +15,7 @@ from typing import Any, Final, Self
 from weakref import WeakKeyDictionary, ref
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import ConfigError, IntegrityError
@@ -46,10 +47,22 @@ class Frozen:
                 parameter.requires_grad, parameter.grad = False, None
                 self._trained.append(parameter)
         for prefix, module in model.named_modules():
-            buffers = (name for name, _ in module.named_buffers(recurse=False))
-            if any(f"{prefix}.{name}".lstrip(".") in self._were for name in buffers):
-                # `model.train()` would have it update its statistics again.
+            if self._keeps_statistics(prefix, module):
+                # `model.train()` would have it update them again.
                 self._hooks.append(module.register_forward_pre_hook(_evaluate))
+
+    def _keeps_statistics(self, prefix: str, module: torch.nn.Module) -> bool:
+        """Whether a module may change frozen buffers of its own in a forward pass.
+
+        Another kind than torch's normalisation is asked to evaluate only if all of it is frozen:
+        evaluating says more to a module than to leave its buffers alone.
+        """
+        within = f"{prefix}." if prefix else ""
+        own = {f"{within}{name}" for name, _ in module.named_buffers(recurse=False)}
+        if own.isdisjoint(self._were):
+            return False
+        parameters = {f"{within}{name}" for name, _ in module.named_parameters()}
+        return isinstance(module, _NormBase) or parameters <= self._were.keys()
 
     def note(self) -> None:
         """Take what the tensors are now for what they are to stay: after weights were loaded."""
@@ -141,7 +154,7 @@ def check_frozen(model: torch.nn.Module) -> None:
 
 
 def _evaluate(module: torch.nn.Module, _: Any) -> None:
-    module.eval()
+    module.training = False  # `eval` would turn off dropout in what is below it
 
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.integrations.freezing import Frozen, check_frozen, freeze
+from tensor_dedup.integrations.freezing import Frozen, FrozenLayerError, check_frozen, freeze
 from tensor_dedup.store.checkpoints import CheckpointStore, HostPool
 from tensor_dedup.store.checkpoints.errors import UnknownStepError
 from tensor_dedup.store.checkpoints.policy import Compress
@@ -231,8 +231,9 @@ class FreezeCallback(TrainerCallback):
     """A callback that keeps layers bit-identical, as `tensor_dedup.integrations.freeze` does.
 
     `layers` names blocks and patterns: `FreezeCallback("0-5,*embed*")`. A tensor that changes all
-    the same ends the training with a `FrozenLayerError`, at the next save of Trainer or of
-    `StoreCallback`, or at the end.
+    the same ends the training with a `FrozenLayerError`: before Trainer or `StoreCallback` saves
+    it, or at the end. So does a checkpoint that is resumed and has other bytes in these layers than
+    the model was made with.
     """
 
     def __init__(self, layers: str) -> None:
@@ -252,21 +253,59 @@ class FreezeCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Note what the layers are now: a resumed training has loaded them since."""
-        if self._frozen is not None:
+        """Note what the layers are now, or check them if a checkpoint was loaded since.
+
+        Raises:
+            FrozenLayerError: a training is resumed, and its checkpoint has other bytes.
+        """
+        if self._frozen is None:
+            return
+        if state.global_step == 0:
             self._frozen.note()
+            return
+        try:
+            self._frozen.check()
+        except FrozenLayerError as error:
+            error.add_note(
+                "The checkpoint that is resumed has them so. Resume an earlier one; or, if it is "
+                "right, make the model from it (from_pretrained) before you give it to Trainer."
+            )
+            raise
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Raise `FrozenLayerError` if a frozen tensor has changed and Trainer is about to save."""
+        if control.should_save:
+            self._check()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """As `on_step_end`."""
+        if control.should_save:
+            self._check()
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """As `on_step_end`, where the result decides whether Trainer saves."""
+        if args.save_strategy == "best":
+            self._check()
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Raise `FrozenLayerError` if a frozen tensor has changed."""
-        if self._frozen is not None:
-            self._frozen.check()
+        """Raise `FrozenLayerError` if a later callback has changed a frozen tensor meanwhile."""
+        self._check()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
         """Raise `FrozenLayerError` if a frozen tensor has changed."""
+        self._check()
+
+    def _check(self) -> None:
         if self._frozen is not None:
             self._frozen.check()
 

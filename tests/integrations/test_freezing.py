@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as processes
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from killed_training import leave_group
@@ -202,8 +203,10 @@ def llama() -> Any:
     return make(config)
 
 
-def trainer(folder: Path, rate: float, *callbacks: TrainerCallback) -> Trainer:
+def trainer(folder: Path, rate: float, *callbacks: TrainerCallback, **more: Any) -> Trainer:
+    given: dict[str, Any] = {"save_strategy": "no", **more}
     arguments = TrainingArguments(
+        **given,
         output_dir=str(folder),
         per_device_train_batch_size=4,
         max_steps=6,
@@ -211,7 +214,6 @@ def trainer(folder: Path, rate: float, *callbacks: TrainerCallback) -> Trainer:
         weight_decay=0.1,
         bf16=True,
         logging_steps=1,
-        save_strategy="no",
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
@@ -255,6 +257,68 @@ def test_a_broken_layer_ends_the_training_before_it_is_saved(tmp_path: Path) -> 
     with pytest.raises(FrozenLayerError, match=r"^model\.layers\.1\.mlp\.up_proj\.weight: frozen"):
         made.train()
     assert callback.run.steps() == [2]
+
+
+def saving(folder: Path, *callbacks: TrainerCallback, **more: Any) -> Trainer:
+    made = trainer(folder, 1e-2, *callbacks, save_steps=2, save_strategy="steps", **more)
+    assert made.args.save_strategy == "steps"
+    return made
+
+
+class BreakingInside(TrainerCallback):
+    """Breaks a layer in a step, before Trainer decides to save."""
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == 3:
+            given["model"].model.layers[1].mlp.up_proj.weight.data.mul_(1.001)
+
+
+def folders(folder: Path) -> set[str]:
+    return {each.name for each in folder.glob("checkpoint-*")}
+
+
+def test_trainer_does_not_write_a_broken_layer(tmp_path: Path) -> None:
+    made = saving(tmp_path, FreezeCallback("0-1"), BreakingInside())
+    with pytest.raises(FrozenLayerError, match=r"^model\.layers\.1\.mlp\.up_proj\.weight: frozen"):
+        made.train()
+    assert folders(tmp_path) == {"checkpoint-2"}
+    saving(tmp_path, FreezeCallback("0-1")).train(resume_from_checkpoint=True)
+    assert folders(tmp_path) == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
+
+
+def test_a_checkpoint_with_other_bytes_is_not_resumed(tmp_path: Path) -> None:
+    saving(tmp_path, FreezeCallback("0-1")).train()
+    broken = str(tmp_path / "checkpoint-4")
+    saved = load_file(f"{broken}/model.safetensors")
+    saved["model.layers.1.mlp.up_proj.weight"].mul_(1.001)
+    save_file(saved, f"{broken}/model.safetensors", {"format": "pt"})
+    with pytest.raises(FrozenLayerError, match=r"^model\.layers\.1\.mlp\.up_proj") as raised:
+        saving(tmp_path, FreezeCallback("0-1")).train(resume_from_checkpoint=broken)
+    [note] = raised.value.__notes__
+    assert "from_pretrained" in note
+
+
+def test_only_what_keeps_statistics_evaluates() -> None:
+    class Outer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.drop = net(), torch.nn.Dropout(0.5)
+            self.bias = torch.nn.Buffer(torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.drop(self.net(x) + self.bias)
+            return y
+
+    model = Outer()
+    freeze(model, "net.blocks.0-5,bias")
+    statistics = {n: t.clone() for n, t in model.named_buffers() if "running_mean" in n}
+    assert len(statistics) == 8
+    model.train()
+    model(torch.randn(8, 16))
+    assert model.training
+    assert model.drop.training
+    moved = {n for n, t in model.named_buffers() if n in statistics and not same(statistics[n], t)}
+    assert moved == {f"net.blocks.{block}.norm.running_mean" for block in (6, 7)}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
