@@ -271,8 +271,8 @@ def test_a_preload_takes_no_copy_beside_its_checkpoint_and_what_it_publishes(
             found = shared.get("large")
             assert found is not None
             assert all(torch.equal(found[key], weights[key]) for key in weights)
-    nbytes = 8 * 16 * mib  # mapped from its files, and again in the manager's memory
-    assert 2 * nbytes <= grown <= 2.25 * nbytes
+    nbytes = 8 * 16 * mib  # mapped from its files; what is published is the manager's memory
+    assert 0.9 * nbytes < grown < 1.25 * nbytes
 
 
 def test_leases_end_with_the_last_tensor(
