@@ -119,16 +119,16 @@ class Front:
 async def body_of(request: Any, limit: int = MOST_BODY_BYTES) -> bytes | None:
     """Return the body of a request of Starlette's, or None where that has more than `limit` bytes.
 
-    Of a longer one nothing is read if its length was announced, else up to one piece more.
+    A longer one is read, too, and not kept: a client that still sends sees no answer.
     """
-    if int(request.headers.get("content-length", 0)) > limit:  # HTTP's parser has checked it
-        return None
-    body = bytearray()
+    body, length = bytearray(), 0
     async for piece in request.stream():
-        body += piece
-        if len(body) > limit:
-            return None
-    return bytes(body)
+        length += len(piece)
+        if length > limit:
+            body.clear()
+        else:
+            body += piece
+    return bytes(body) if length <= limit else None
 
 
 def _model_of(body: bytes) -> str:
