@@ -41,6 +41,7 @@ from tensor_dedup.store.remote.errors import UnknownRemoteNameError
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Using extra keyword arguments:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:unclosed file <_io.* name='/tmp/ray/:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:unclosed file <_io.* name='/dev/null':ResourceWarning"),
 ]
 
 MIB = 1 << 20
