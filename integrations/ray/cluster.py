@@ -99,6 +99,22 @@ def engine_apps(fleet: str | None = None) -> dict[EngineApp, Any]:
     return found
 
 
+def recall(key: str) -> bytes | None:
+    """Return what `remember` was given last, from Ray's key-value store."""
+    store = import_ray("ray.experimental.internal_kv")
+    found: bytes | None = store._internal_kv_get(key.encode(), namespace=NAMESPACE)
+    return found
+
+
+def remember(key: str, value: bytes | None) -> None:
+    """Keep a value in Ray's key-value store as long as the cluster lives; None forgets it."""
+    store = import_ray("ray.experimental.internal_kv")
+    if value is None:
+        store._internal_kv_del(key.encode(), namespace=NAMESPACE)
+    else:
+        store._internal_kv_put(key.encode(), value, overwrite=True, namespace=NAMESPACE)
+
+
 def observed(
     address: str, memory: int | None = None, host_memory: int | None = None
 ) -> tuple[list[Node], dict[str, list[str]]]:

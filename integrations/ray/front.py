@@ -8,8 +8,17 @@ from typing import Any, Final
 from tensor_dedup.integrations.ray.cluster import engine_apps, import_ray
 from tensor_dedup.integrations.ray.keeper import ensure_keeper
 from tensor_dedup.suggestions import perhaps
+from tensor_dedup.text_table import human
 
+# A request is held as a whole here, and again by the engine. Images travel in it as base64.
+MOST_BODY_BYTES: Final = 64 << 20
 _REFRESH_S: Final = 2.0
+_KINDS: Final = {
+    404: "NotFoundError",
+    413: "ContentTooLargeError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
 # They are about one connection, and the front has others.
 _HOP_BY_HOP: Final = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"upgrade"})
 _log = logging.getLogger(__name__)
@@ -53,8 +62,13 @@ class Front:
         if request.url.path == "/v1/models" and request.method == "GET":
             models = [{"id": each, "object": "model"} for each in sorted(self._running)]
             return JSONResponse({"object": "list", "data": models})
-        body = await request.body()
-        model = _model_of(body)
+        body = await body_of(request)
+        if body is None:
+            return _refusal(413, f"the request has more than {human(MOST_BODY_BYTES)}")
+        return await self._answered(_model_of(body), request, body)
+
+    async def _answered(self, model: str, request: Any, body: bytes) -> Any:
+        """What an engine of the model answers, or why none does."""
         failed = import_ray("ray.exceptions").RayTaskError
         tried: set[str] = set()
         for look in (False, True):
@@ -102,6 +116,21 @@ class Front:
         return response
 
 
+async def body_of(request: Any, limit: int = MOST_BODY_BYTES) -> bytes | None:
+    """Return the body of a request of Starlette's, or None where that has more than `limit` bytes.
+
+    A longer one is read, too, and not kept: a client that still sends sees no answer.
+    """
+    body, length = bytearray(), 0
+    async for piece in request.stream():
+        length += len(piece)
+        if length > limit:
+            body.clear()
+        else:
+            body += piece
+    return bytes(body) if length <= limit else None
+
+
 def _model_of(body: bytes) -> str:
     try:
         found = json.loads(body)
@@ -113,7 +142,6 @@ def _model_of(body: bytes) -> str:
 def _refusal(status: int, message: str) -> Any:
     from starlette.responses import JSONResponse
 
-    kind = {404: "NotFoundError", 500: "InternalServerError"}.get(status, "ServiceUnavailableError")
     return JSONResponse(
-        {"error": {"message": message, "type": kind, "code": status}}, status_code=status
+        {"error": {"message": message, "type": _KINDS[status], "code": status}}, status_code=status
     )

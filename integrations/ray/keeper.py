@@ -17,6 +17,8 @@ from tensor_dedup.integrations.ray.cluster import (
     alive_nodes,
     engine_apps,
     import_ray,
+    recall,
+    remember,
 )
 from tensor_dedup.integrations.ray.engine import Engine
 from tensor_dedup.integrations.ray.node import NodeReport, actor_name, ensure
@@ -99,8 +101,8 @@ class Keeper:
 
     def __init__(self, fleet: str) -> None:
         self._fleet = fleet
-        self._key = f"fleet {fleet}".encode()
-        self._declared = f"declared {fleet}".encode()
+        self._key = f"fleet {fleet}"
+        self._declared = f"declared {fleet}"
         self._changing = threading.Lock()
         # Two calls that change what is wanted must not undo each other. It is not the lock above:
         # engines may start for minutes, and a front that starts meanwhile asks for `declare`.
@@ -121,7 +123,7 @@ class Keeper:
         with self._wanting:
             nodes = usable_nodes(specification)
             planned(measured(specification), nodes, specification, self._current(nodes), rebalance)
-            self._put(self._key, wanted)
+            remember(self._key, wanted)
             self._settled = frozenset()
 
     def declare(self, wanted: bytes) -> None:
@@ -133,9 +135,9 @@ class Keeper:
             DoesNotFitError, UnknownRemoteNameError, RemoteError: as `want`.
         """
         with self._wanting:
-            if self._get(self._declared) != wanted:
+            if recall(self._declared) != wanted:
                 self.want(wanted)
-                self._put(self._declared, wanted)
+                remember(self._declared, wanted)
 
     def apply(self, wanted: bytes | None, rebalance: bool = False) -> None:
         """Make the cluster what is wanted; return when all engines answer.
@@ -189,8 +191,8 @@ class Keeper:
         """End all engines, the front, and the actors of the nodes; forget the fleet."""
         serve = import_ray("ray.serve")
         with self._changing:
-            self._put(self._key, None)
-            self._put(self._declared, None)
+            remember(self._key, None)
+            remember(self._declared, None)
             running = [app.name for app in engine_apps(self._fleet)]
             for name in (*running, self._fleet):
                 serve.delete(name)
@@ -254,16 +256,22 @@ class Keeper:
             for model, where in found.placement().items()
             for node in where
         }
-        self._change(specification, wanted, strict=strict)
+        self._change(specification, nodes, wanted, strict=strict)
 
     def _change(
-        self, specification: FleetSpecification, wanted: set[EngineApp], *, strict: bool
+        self,
+        specification: FleetSpecification,
+        nodes: Iterable[ClusterNode],
+        wanted: set[EngineApp],
+        *,
+        strict: bool,
     ) -> None:
         serve = import_ray("ray.serve")
         running = {app for app, s in engine_apps(self._fleet).items() if s.status != _FAILED}
         for app in sorted({*engine_apps(self._fleet)} - (wanted & running), key=_by_name):
             serve.delete(app.name)
-        lame = self._start_nodes(specification, {app.node_id for app in wanted})
+        ids = {app.node_id for app in wanted}
+        lame = self._start_nodes(specification, [node for node in nodes if node.node_id in ids])
         failed = {app.name: lame[app.node_id] for app in wanted if app.node_id in lame}
         missing = sorted((w for w in wanted - running if w.node_id not in lame), key=_by_name)
         for first in range(0, len(missing), specification.starting):
@@ -276,16 +284,15 @@ class Keeper:
                 raise FleetError(self._problem, engines=failed)
 
     def _start_nodes(
-        self, specification: FleetSpecification, node_ids: Collection[str]
+        self, specification: FleetSpecification, nodes: Iterable[ClusterNode]
     ) -> dict[str, str]:
         """Have an actor on each of these nodes; return what is wrong with those that fail."""
         ray = import_ray()
         actors = {}
-        for node in usable_nodes(specification):
-            if node.node_id in node_ids:
-                budget = specification.budget or _planned_memory(node, specification)
-                where = (specification.store, specification.socket, budget)
-                actors[node.node_id] = ensure(node.node_id, *where)
+        for node in nodes:
+            budget = specification.budget or _planned_memory(node, specification)
+            where = (specification.store, specification.socket, budget)
+            actors[node.node_id] = ensure(node.node_id, *where)
         failed = {}
         for node_id, actor in actors.items():
             try:
@@ -347,20 +354,8 @@ class Keeper:
         return found
 
     def _specification(self) -> FleetSpecification | None:
-        found = self._get(self._key)
+        found = recall(self._key)
         return FleetSpecification.decode(found) if found else None
-
-    def _get(self, key: bytes) -> bytes | None:
-        store = import_ray("ray.experimental.internal_kv")
-        found: bytes | None = store._internal_kv_get(key, namespace=NAMESPACE)
-        return found
-
-    def _put(self, key: bytes, value: bytes | None) -> None:
-        store = import_ray("ray.experimental.internal_kv")
-        if value is None:
-            store._internal_kv_del(key, namespace=NAMESPACE)
-        else:
-            store._internal_kv_put(key, value, overwrite=True, namespace=NAMESPACE)
 
 
 def usable_nodes(specification: FleetSpecification) -> list[ClusterNode]:
@@ -476,8 +471,10 @@ def _node_status(node: ClusterNode, models: Iterable[str]) -> NodeStatus | None:
 
 
 def _close_node(node_id: str) -> None:
+    """End a node's actor and its manager; also an actor that does not answer."""
     ray = import_ray()
-    with suppress(ValueError, ray.exceptions.RayError):
+    with suppress(ValueError):  # there is none
         actor = ray.get_actor(actor_name(node_id), namespace=NAMESPACE)
-        ray.get(actor.close.remote(), timeout=_PATIENCE_S)
+        with suppress(ray.exceptions.RayError):
+            ray.get(actor.close.remote(), timeout=_PATIENCE_S)
         ray.kill(actor)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tensor_dedup.errors import TensorDedupError
-from tensor_dedup.integrations.ray.cluster import NAMESPACE, import_ray
+from tensor_dedup.integrations.ray.cluster import NAMESPACE, import_ray, recall, remember
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.client.client import start_manager
 from tensor_dedup.memory_manager.protocol import paths
@@ -45,7 +45,8 @@ class NodeActor:
 
     `store` and `socket` are the node's, by default those of its user; `{node}` in them stands for
     the node's identity, for nodes that share a machine. Where a manager answers at the socket
-    already, a DaemonSet's for example, that one is used and left alone.
+    already, a DaemonSet's for example, that one is used and left alone. Ray remembers which manager
+    an actor of this node has started, for the one that comes after it.
     """
 
     def __init__(self, store: str | None, socket: str | None, budget: int | None) -> None:
@@ -54,7 +55,7 @@ class NodeActor:
         folder = store.format(node=node) if store else None
         self._store = Store.open(folder)
         self._budget = budget
-        self._started: int | None = None  # the manager that is this actor's, by its pid
+        self._started = f"manager {node}"  # what its pid is remembered by
         self._pulled: dict[str, int] = {}
         self._pulling = threading.Lock()
         self._guard = threading.Lock()
@@ -83,11 +84,13 @@ class NodeActor:
         return NodeReport(*where, resident, dict(self._pulled))
 
     def close(self) -> None:
-        """End the manager, if it is this actor's."""
+        """End the manager, if an actor of this node has started it."""
         self._ended.set()
-        with self._guard, suppress(TensorDedupError, OSError), Admin(self._socket) as admin:
-            if admin.totals().pid == self._started:
-                admin.stop()
+        with self._guard:
+            with suppress(TensorDedupError, OSError), Admin(self._socket) as admin:
+                if str(admin.totals().pid).encode() == recall(self._started):
+                    admin.stop()
+            remember(self._started, None)
 
     def _watch(self) -> None:
         while not self._ended.wait(_WATCH_S):
@@ -104,7 +107,8 @@ class NodeActor:
             # It is nobody's child, for Ray ends an actor's children with it: engines go on sharing.
             is_ours = start_manager(self._socket, budget=self._budget)
             totals = self._totals()
-            self._started = totals.pid if is_ours and totals is not None else None
+            if is_ours and totals is not None:
+                remember(self._started, str(totals.pid).encode())
 
     def _totals(self) -> Totals | None:
         try:

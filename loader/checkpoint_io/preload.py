@@ -40,7 +40,8 @@ def publish(checkpoint: str, name: str, socket: str) -> str:
 def _tensors(checkpoint: str) -> dict[str, torch.Tensor]:
     if checkpoint.startswith(_SCHEME):
         with Store.open() as store, store.checkpoint(checkpoint.removeprefix(_SCHEME)) as stored:
-            return load_tensors(stored)
+            # Not a second copy in memory: the manager compares what it gets with its digests.
+            return load_tensors(stored, mapped=True)
     found: dict[str, torch.Tensor] = {}
     for file in open_checkpoint(Path(checkpoint)).files:
         if file.path.suffix != ".safetensors":
@@ -60,14 +61,22 @@ def _alone(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     Readers lay many into one region, and `put` publishes whole storages. Names that are the same
     tensor stay so.
     """
-    copies: dict[tuple[object, ...], torch.Tensor] = {}
+    single: dict[tuple[object, ...], torch.Tensor] = {}
     found = {}
     for name, tensor in tensors.items():
         place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-        if not tensor.numel() or place not in copies:
-            copies[place] = tensor.clone()
-        found[name] = copies[place]
+        if not tensor.numel() or place not in single:
+            single[place] = _storage_of_its_own(tensor)
+        found[name] = single[place]
     return found
+
+
+def _storage_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor where it lies, as the whole of a storage; a copy if its bytes are no plain run."""
+    if not tensor.numel() or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return tensor.clone()
+    held = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return torch.frombuffer(held, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
 
 
 @click.command()

@@ -544,7 +544,7 @@ def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan
     """Condemn what no reference leads to, and delete what has been condemned for the lease.
 
     What is younger than the lease is not condemned yet. So what became unused at once is deleted by
-    the third run, two leases after it was written.
+    the third run, two leases after it was written; with a lease of 0 by the first.
 
     Raises:
         UncertainRemoteError: something cannot be read; nothing was condemned or deleted.

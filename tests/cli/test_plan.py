@@ -92,6 +92,31 @@ def test_a_plan_is_kept_and_added_to(fleet: Path, tmp_path: Path) -> None:
     assert f"Wrote {page}." in " ".join(done.stdout.split())
 
 
+def test_the_same_input_gives_the_same_plan(fleet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for seed in ("1", "2", "3"):  # by which sets of strings are ordered
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        found.append(planned("--models", fleet, "--nodes", "6", "--memory", "700KiB"))
+    assert found[0] == found[1] == found[2]
+    assert sum(bool(node["models"]) for node in found[0]["nodes"]) > 2
+
+
+def test_the_machines_of_a_plan_may_be_given_anew(fleet: Path, tmp_path: Path) -> None:
+    before = tmp_path / "plan.json"
+    before.write_text(json.dumps(planned("--models", fleet, "--nodes", "3", "--memory", "1GiB")))
+    grown = planned("--models", fleet, "--from", before, "--memory", "2GiB")
+    assert {node["memory_bytes"] for node in grown["nodes"]} == {2 << 30}
+    assert grown["moves"] == []
+    fleet.write_text("host = 1000\n" + fleet.read_text())
+    done = run("--models", fleet, "--from", before, "--host-memory", "999")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "of host memory, of which 999 B are left on node-" in " ".join(done.stderr.split())
+    done = run("--models", fleet, "--from", before, "--nodes", "4")
+    assert (done.returncode, done.stdout) == (2, "")
+    said = "--nodes 4 takes the place of the machines that --from names: say how much memory each"
+    assert said in " ".join(done.stderr.split())
+
+
 def test_pods_of_the_manifest_go_where_the_plan_says(fleet: Path, tmp_path: Path) -> None:
     yaml: Any = pytest.importorskip("yaml")
     kubernetes_validate: Any = pytest.importorskip("kubernetes_validate")
@@ -148,7 +173,8 @@ def test_the_page_is_for_everybody(fleet: Path, tmp_path: Path, width: int, dark
         (None, ["--nodes", "3", "--memory", "100KiB"], 2, "the largest node has 100.0 KiB"),
         (None, ["--nodes", "0", "--memory", "1GiB"], 2, "give a number of 1 or more"),
         (None, ["--nodes", "a,a", "--memory", "1GiB"], 2, "different names"),
-        (None, ["--nodes", "3"], 2, "--memory 80GiB"),
+        (None, ["--nodes", "3"], 2, "--nodes 3: say how much memory each has, with --memory"),
+        (None, ["--memory", "1GiB"], 2, "which machines there are: --nodes"),
         (None, ["--nodes", "3", "--memory", "1G", "--rebalance"], 2, "--from"),
         (None, ["--from", "models.toml"], 2, "is no plan"),
         (None, ["--from", "models.toml", "--exact", "1"], 2, "leave out --from"),

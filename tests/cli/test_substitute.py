@@ -36,6 +36,18 @@ def test_people_see_what_was_taken_and_what_it_saves(models: list[Path], tmp_pat
     assert 0 < shared < analyze([base, lora]).contributions[1].adds_bytes
 
 
+@pytest.mark.parametrize("options", [("--layers", "0-2"), ("--budget", "1GiB")])
+def test_where_nothing_changes_that_is_said(
+    models: list[Path], tmp_path: Path, options: tuple[str, str]
+) -> None:
+    base, instruct, *_ = models  # which changed layer 3
+    done = run(base, instruct, *options, "--output", tmp_path / "out")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Nothing changed" in done.stdout
+    assert "differ" not in done.stdout
+    assert analyze([instruct, tmp_path / "out"]).contributions[1].adds_bytes == 0
+
+
 def test_the_document_has_the_bytes_that_analyze_counts(models: list[Path], tmp_path: Path) -> None:
     base, *_, full = models
     alone = analyze([base, full]).contributions[1].adds_bytes

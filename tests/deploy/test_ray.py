@@ -41,7 +41,7 @@ def test_serve_and_the_fleet_understand_the_application() -> None:
 
     document = read(FLEET.read_text())
     schema = import_ray("ray.serve.schema").ServeDeploySchema
-    [application] = schema.model_validate(document).applications
+    [application] = schema(**document).applications
     assert application.import_path == f"{ours.__name__}:{ours.application.__name__}"
     bound = ours.application(application.args)._bound_deployment
     fleet, wanted = bound.init_args

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 import fleet
+import fresh
 import managers
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import ConfigError, FormatError, UnsupportedError
@@ -230,6 +231,48 @@ def test_a_checkpoint_is_preloaded_under_a_name(
             totals = admin.totals()
     assert totals.pinned_bytes == totals.resident_bytes > held["w"].nbytes
     assert totals.resident_bytes < 2 * held["w"].nbytes  # four tensors of two kinds of bytes
+
+
+def _preload_growth(socket: str, small: str, large: str) -> int:
+    """By how many bytes the process grew, at most, while it published `large` after `small`."""
+    from tensor_dedup.loader.checkpoint_io.preload import publish
+
+    def status(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
+
+    publish(small, "small", socket)
+    before = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    publish(large, "large", socket)
+    return status("VmHWM") - before
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_preload_takes_no_copy_beside_its_checkpoint_and_what_it_publishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: bool
+) -> None:
+    mib = 1 << 20
+    monkeypatch.setenv("TENSOR_DEDUP_STORE", str(tmp_path / "store"))
+    names = []
+    for name, count in (("small", 1), ("large", 8)):
+        folder = tmp_path / name
+        folder.mkdir()
+        weights = {f"w{n}": torch.randint(256, (16 * mib,)).byte() for n in range(count)}
+        save_file(weights, folder / "model.safetensors")
+        names.append(str(folder))
+        if stored:
+            with Store.open() as store:
+                store.import_(folder, name)
+            names[-1] = f"store://{name}"
+    with fleet.manager(tmp_path) as manager:
+        grown = fresh.call(_preload_growth, str(manager.socket), *names)
+        with connect(manager.socket) as shared:
+            found = shared.get("large")
+            assert found is not None
+            assert all(torch.equal(found[key], weights[key]) for key in weights)
+    nbytes = 8 * 16 * mib  # mapped from its files; what is published is the manager's memory
+    assert 0.9 * nbytes < grown < 1.25 * nbytes
 
 
 def test_leases_end_with_the_last_tensor(

@@ -116,7 +116,16 @@ def test_rebalancing_says_what_it_saves_and_costs() -> None:
             nodes(2, 100),
             r"no room for m\d \(1 of 3 replicas\): m\d would add 60 B to node-\d, where 40 B",
         ),
-        ([Model("h", {"t": 1}, host=5)], [Node("n", 100, 4)], "host memory"),
+        (
+            [Model("h", {"t": 1}, host=5), Model("i", {"t": 1}, host=3)],
+            [Node("n", 100, 7), Node("full", 0, 9)],
+            "no room for i .*: i takes 3 B of host memory, of which 2 B are left on n; .*--host-me",
+        ),
+        (
+            [Model("h", {"t": 60}, replicas=2), Model("i", {"u": 30})],
+            [Node("n", 100), Node("less", 50)],
+            "h would add 60 B to less, where (50|20) B are left; .* --memory",
+        ),
     ],
 )
 def test_what_cannot_fit_is_refused_with_numbers(

@@ -184,7 +184,11 @@ def _kill(processes: Sequence[psutil.Process]) -> None:
     psutil.wait_procs(processes, 60)
 
 
-_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # without it Ray 2.54 warns of what is to come
+}
 
 
 def _free_port() -> int:

@@ -22,8 +22,8 @@ _WHOLE = 0.95
 class Reasons:
     """What a checkpoint has of its own, in words, beside `nearest` (None for the first one).
 
-    `full` tells that every tensor changed and none was added or resized, as by a full fine-tune:
-    there may be little between the two on disk.
+    `full` tells that every tensor changed and none was added or resized. If that is because of a
+    full fine-tune, there may be little between the two on disk.
     """
 
     nearest: int | None
@@ -82,7 +82,9 @@ def _reasons(
     if whole and len(changed) < len(own) / 2:
         return Reasons(nearest, ("another model: no tensor is shared",))
     if whole and _size(alike) >= _WHOLE * checkpoint.nbytes:
-        return Reasons(nearest, ("every tensor changed: a full fine-tune",), True)
+        # Digests do not tell them apart.
+        what = "every tensor changed: fine-tuned in full, or unrelated"
+        return Reasons(nearest, (what,), True)
     types = _types(changed, there)
     if whole and types:
         return Reasons(nearest, (types,))

@@ -51,17 +51,18 @@ def advice(analysis: Analysis) -> list[Advice]:
 
 
 def _differences(analysis: Analysis) -> list[Advice]:
-    """About full fine-tunes, between which and their base there may be little on disk."""
+    """About what may be a full fine-tune: between it and its base there may be little on disk."""
     both = zip(analysis.checkpoints, analysis.reasons, strict=True)
     full = [(each.path, why.nearest) for each, why in both if why.full and not _stored(each.path)]
     if not full:
         return []
     path, nearest = full[0]
     base = name_shown(analysis.checkpoints[nearest or 0].path)
-    who = name_shown(path) if len(full) == 1 else f"{len(full)} full fine-tunes"
+    one = len(full) == 1
+    who = name_shown(path) if one else f"{len(full)} of them"
     sentence = (
-        f"{who} share{'s' * (len(full) == 1)} no memory with the others. In a store that holds "
-        f"{base}, the differences may be enough:"
+        f"{who} share{'s' * one} no memory with the others. If {'it is' if one else 'they are'} "
+        f"fine-tuned from {base}, a store that holds that may need the differences alone:"
     )
     return [Advice(sentence, f"tensor-dedup import {shlex.quote(path)} --compress auto")]
 

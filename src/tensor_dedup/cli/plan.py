@@ -70,7 +70,8 @@ _RAY: Final = "ray://"
     "exact_s",
     type=click.FloatRange(min=0, min_open=True),
     metavar="SECONDS",
-    help="Let a solver (extra `plan`) search this long for a better plan and a lower bound.",
+    help="Let a solver (extra `plan`) search this long for a better plan and a lower bound. "
+    "Ctrl-C ends the search; what was found by then is the plan.",
 )
 @click.option(
     "--html",
@@ -115,8 +116,13 @@ def command(
         raise WrongUse("--exact plans from nothing: leave out --from")
     machines, current = _before(before, memory, host_memory)
     if nodes is not None or not machines:
-        if nodes is None or memory is None:
+        if nodes is None:
             raise WrongUse("say which machines there are: --nodes 8 --memory 80GiB")
+        if memory is None:
+            instead = " takes the place of the machines that --from names" if before else ""
+            raise WrongUse(
+                f"--nodes {nodes}{instead}: say how much memory each has, with --memory 80GiB"
+            )
         machines = [Node(name, memory, host_memory) for name in _names(nodes)]
     with ByteBar("hashing") as progress:
         models = _measured(read_fleet(fleet), store, progress)
@@ -160,7 +166,7 @@ def _before(
     if place is None:
         return [], None
     if not place.startswith(_RAY):
-        return _earlier(place)
+        return _earlier(place, memory, host_memory)
     # Here: no other plan needs it, and it imports half of the package.
     from tensor_dedup.integrations.ray.cluster import observed
 
@@ -168,11 +174,16 @@ def _before(
     return machines, placed or None
 
 
-def _earlier(path: str) -> tuple[list[Node], dict[str, list[str]]]:
-    """The machines and the placement of a plan that was printed before."""
+def _earlier(
+    path: str, memory: int | None, host_memory: int | None
+) -> tuple[list[Node], dict[str, list[str]]]:
+    """The machines, with their memory unless it is given, and the placement of an earlier plan."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
-        machines = [Node(each["name"], int(each["memory_bytes"])) for each in found["nodes"]]
+        machines = [
+            Node(each["name"], memory or int(each["memory_bytes"]), host_memory)
+            for each in found["nodes"]
+        ]
         placed: dict[str, list[str]] = {}
         for node in found["nodes"]:
             for each in node["models"]:

@@ -307,7 +307,8 @@ def gc(url: str, lease: float, dry_run: bool, yes: bool, as_json: bool) -> None:
 
     Only objects older than the lease are condemned. So space is freed by the second of two runs
     that are a lease apart or, for objects that are younger at the first run, by a third, after
-    another lease. If anything cannot be read, nothing is deleted.
+    another lease. With a lease of 0 one run deletes all. If anything cannot be read, nothing is
+    deleted.
     """
     remote = _opened(url)
     plan = remote.gc(lease, dry_run=True)

@@ -28,6 +28,8 @@ class Optimum:
 def solve(problem: PackingProblem, seconds: float, hint: Placement | None = None) -> Optimum:
     """Look for the placement that takes the fewest bytes, beginning with `hint`.
 
+    Ctrl-C ends the search early, with what was found until then; another one is raised as ever.
+
     Raises:
         UnsupportedError: OR-tools is not installed.
     """
@@ -75,14 +77,14 @@ def solve(problem: PackingProblem, seconds: float, hint: Placement | None = None
 
 
 def _solved(solver: Any, model: Any) -> Any:
-    """Return the status. Another thread searches, so that Ctrl-C reaches this one and ends it."""
+    """Return the status. Another thread searches, so that Ctrl-C reaches this one."""
     with ThreadPoolExecutor(1, "tensor-dedup-plan") as pool:
         search = pool.submit(solver.solve, model)
         try:
             return search.result()
-        except BaseException:
+        except KeyboardInterrupt:
             solver.stop_search()
-            raise
+            return search.result()
 
 
 def _needed(problem: PackingProblem) -> dict[int, int]:

@@ -85,10 +85,14 @@ class Placement:
         """Return what is left on each node, in bytes."""
         return self.problem.capacity - self.used
 
+    def free_host(self) -> Bytes:
+        """Return what is left of each node's host memory, in bytes."""
+        return self.problem.host_capacity - self._host
+
     def admits(self, model: int, marginal: Bytes) -> NDArray[np.bool_]:
         """Return the nodes that have room for a replica of the model and none of it yet."""
         problem = self.problem
-        host = self._host + problem.host[model] <= problem.host_capacity
+        host = problem.host[model] <= self.free_host()
         admitted: NDArray[np.bool_] = (marginal <= self.free()) & host & ~self._on[model]
         return admitted
 

@@ -172,19 +172,27 @@ def _check(placed: Placement, hint: str) -> None:
     number = max(missing, key=lambda each: (problem.needs[each], -each))
     added = placed.marginal(number)
     room = placed.free()
-    lacking = added - room
-    node = int(np.argmin(np.where(lacking > 0, lacking, np.iinfo(np.int64).max)))
+    others = np.ones(len(problem.nodes), np.bool_)  # than those that have one: `_check_sizes`
+    others[placed.nodes_of(number)] = False
+    admitted = others & (added <= room)
     names = [problem.models[each].name for each in missing]
     count = sum(missing.values())
     what = f"no room for {_listed(names)} ({count} of {_replicas(problem)} replicas){hint}: "
-    if lacking[node] > 0:
+    memory = "--host-memory" if admitted.any() else "--memory"
+    if admitted.any():
+        left = placed.free_host()
+        node = int(np.argmax(np.where(admitted, left, -1)))
+        what += (
+            f"{problem.models[number].name} takes {human(problem.models[number].host)} of host "
+            f"memory, of which {human(int(left[node]))} are left on {problem.nodes[node].name}"
+        )
+    else:
+        node = int(np.argmin(np.where(others, added - room, np.iinfo(np.int64).max)))
         what += (
             f"{problem.models[number].name} would add {human(int(added[node]))} to "
             f"{problem.nodes[node].name}, where {human(int(room[node]))} are left"
         )
-    else:
-        what += f"{problem.models[number].name} lacks host memory, or another node"
-    raise DoesNotFitError(f"{what}; give more --nodes or --memory", models=names)
+    raise DoesNotFitError(f"{what}; give more --nodes or {memory}", models=names)
 
 
 def _replicas(problem: PackingProblem) -> int:

@@ -176,6 +176,8 @@ def _differs(layer: _Layer) -> bool:
 
 
 def _moved(layer: _Layer, read_tune: ReadRange, read_base: ReadRange) -> float | None:
+    if not _differs(layer):
+        return 0.0
     try:
         found = distance(layer.pairs, read_tune, read_base)
     except UnsupportedError:
