@@ -1,13 +1,12 @@
-"""Models that have leaves in common with others, run on that memory and on private memory.
+"""Weights that have leaves in common with others, beside the same weights in private memory.
 
-A model is loaded as a user loads it, after one of which every other leaf differs. Then its weights
-are placed in turns: as they were loaded, mapped from the residents, and copied into private memory.
-Nothing else of it changes.
+Models are loaded as a user loads them, after one of which every other leaf differs, and are run on
+both memories in turns. Nothing else of them changes.
 """
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -17,11 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from bench.stats import ENVIRONMENT
-from tensor_dedup import enable, report
+from tensor_dedup import enable, report, unshare
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.residents.leaves import build_from_leaves
 from tensor_dedup.loader.residents.param_data import set_param_data
-from tensor_dedup.loader.unsharing.lookup import residents_of
+from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM, registry
+from tensor_dedup.loader.residents.resident import pack
 
 NEW_TOKENS: Final = 8
 # Four bytes a number: what a token costs is then reading the weights, 320 MB.
@@ -46,44 +47,86 @@ _UNET: Final[dict[str, Any]] = {
 }
 
 
+class TwoMemories:
+    """Tensors of which others have leaves: mapped from those, and copied. For one thread.
+
+    Where memory comes to lie decides a few percent of what reading it costs, so `renew` makes all
+    of it anew, the two in the other order each time.
+    """
+
+    def __init__(self, bases: Sequence[torch.Tensor], tunes: Sequence[torch.Tensor]) -> None:
+        """Take tensors in private memory, and what others are to have of each."""
+        self._tensors = list(zip(bases, tunes, strict=True))
+        self._leaves_first = False
+        self.shared: list[torch.Tensor] = []
+        self.private: list[torch.Tensor] = []
+        self.leaf_shared_bytes = self.extents = 0
+
+    def renew(self) -> None:
+        """Make both anew, elsewhere in memory."""
+        self.shared, self.private = [], []
+        gc.collect()
+        self._leaves_first = not self._leaves_first
+        if self._leaves_first:
+            self._map()
+        self.private = [tune.clone() for _, tune in self._tensors]
+        if not self._leaves_first:
+            self._map()
+
+    def _map(self) -> None:
+        made = []
+        for number, (base, tune) in enumerate(self._tensors):
+            [held] = pack([(base, f"base {number}")])
+            registry.register(held)
+            found = build_from_leaves(tune, f"tune {number}")
+            assert found is not None
+            made.append(found)
+        self.leaf_shared_bytes = sum(each.leaf_shared_bytes for each in made)
+        self.extents = sum(len(each.extents) for each in made)
+        self.shared = [each.map() for each in made]
+
+
 class PlacedModel:
     """A model whose weights lie in one of two memories. For one thread."""
 
-    def __init__(self, model: nn.Module, run: Callable[[], object]) -> None:
-        """Take a model as it was loaded, and what is to be run."""
-        found = residents_of(model.parameters())
+    def __init__(self, base: nn.Module, tune: nn.Module, run: Callable[[], object]) -> None:
+        """Take two models in private memory that were loaded sharing, and what is to be run."""
+        pairs = zip(base.parameters(), tune.parameters(), strict=True)
+        parts = [(theirs, mine) for theirs, mine in pairs if mine.nbytes >= LEAF_SHARED_FROM]
+        self._parameters = [mine for _, mine in parts]
         self._run = run
-        self._parts = [
-            (each, found[id(each)][1]) for each in model.parameters() if id(each) in found
-        ]
-        self.nbytes: Final = sum(each.nbytes for each in model.parameters())
-        self.extents: Final = sum(len(resident.extents) for _, resident in self._parts)
-        self.leaf_shared_bytes: Final = sum(each.leaf_shared_bytes for _, each in self._parts)
-        if not self.leaf_shared_bytes:
-            raise UnsupportedError(f"no leaf is shared; nothing to measure: {report().models[-1]}")
-        self._sides: dict[str, list[torch.Tensor]] = {}
+        self.nbytes: Final = sum(each.nbytes for each in tune.parameters())
+        self.memories: Final = TwoMemories(
+            [theirs.detach().clone() for theirs, _ in parts],
+            [mine.detach().clone() for _, mine in parts],
+        )
+        self.renew()
 
     def renew(self) -> None:
-        """Map and copy all weights anew, elsewhere in memory, and use every page of both."""
-        self._sides.clear()
-        gc.collect()
-        shared = [resident.map() for _, resident in self._parts]
-        self._sides = {"leaves": shared, "private": [each.clone() for each in shared]}
+        """Make both memories anew, and use every page of them."""
+        self.memories.renew()
         self.on_private()
         self.on_leaves()
 
     def on_leaves(self) -> None:
         """Run it on memory that others have leaves of."""
-        self._on("leaves")
+        self._on(self.memories.shared)
 
     def on_private(self) -> None:
         """Run it on private memory."""
-        self._on("private")
+        self._on(self.memories.private)
 
-    def _on(self, side: str) -> None:
-        for (parameter, _), tensor in zip(self._parts, self._sides[side], strict=True):
+    def _on(self, tensors: Sequence[torch.Tensor]) -> None:
+        for parameter, tensor in zip(self._parameters, tensors, strict=True):
             set_param_data(parameter, tensor)
         self._run()
+
+
+def _require_leaves() -> None:
+    """Require that the last load has shared by leaf, as what is measured does."""
+    last = report().models[-1]
+    if not last.leaf_shared_bytes:
+        raise UnsupportedError(f"no leaf is shared; nothing to measure: {last}")
 
 
 def _save(model: Any, folder: Path) -> tuple[Path, Path]:
@@ -114,7 +157,12 @@ def llama(folder: Path) -> Iterator[PlacedModel]:
     # By default vLLM makes half of it, and of every leaf something new.
     more: dict[str, Any] = {"dedup": {"cpu_weights": "plain"}, "dtype": "float32"}
     engines = [engine(path, **more) for path in (base, tune)]
-    core: Any = engines[1].llm_engine.engine_core
+    _require_leaves()
+    models = []
+    for each in engines:
+        unshare(each)
+        core: Any = each.llm_engine.engine_core
+        models.append(core.engine_core.model_executor.driver_worker.worker.get_model())
     sampling = SamplingParams(
         max_tokens=NEW_TOKENS, temperature=0, detokenize=False, ignore_eos=True
     )
@@ -124,11 +172,11 @@ def llama(folder: Path) -> Iterator[PlacedModel]:
         engines[1].generate(prompts, sampling, use_tqdm=False)
 
     try:
-        yield PlacedModel(core.engine_core.model_executor.driver_worker.worker.get_model(), decode)
+        yield PlacedModel(*models, decode)
     finally:
-        for each in engines:
-            let_go(each)
-        engines.clear()
+        models.clear()
+        while engines:
+            let_go(engines.pop())
 
 
 @contextmanager
@@ -141,11 +189,13 @@ def unet(folder: Path) -> Iterator[PlacedModel]:
     paths = _save(kind(**_UNET), folder)
     with enable():
         base, tune = (kind.from_pretrained(path) for path in paths)
+    _require_leaves()
+    for each in (base, tune):
+        unshare(each)
     noise, text = torch.randn(1, 4, 8, 8), torch.randn(1, 7, _UNET["cross_attention_dim"])
 
     def step() -> None:
         with torch.no_grad():
             tune(noise, 3, text)
 
-    yield PlacedModel(tune, step)
-    del base
+    yield PlacedModel(base, tune, step)

@@ -10,7 +10,7 @@ counts, too. *map*: a resident of 1,000 extents and one of one. *attach*: what a
 put into a memory manager, until the first byte of each tensor was read, as sessions that know no
 leaves do it and as ours do, whole tensors and tensors in parts.
 *models*: vLLM decodes, and Diffusers' UNet makes a step, with weights of which every other leaf is
-another model's, and with copies of them in private memory; each pair places both anew.
+another model's, and with copies of them in private memory; each pair makes both memories anew.
 *multiply*: the same of eight matrices of 64 MiB alone, in such memory, in private memory and in
 whole slabs. In one thread and in turns, each pair in the other order than the one before. Times are
 the processor's, which other work on the machine changes less than the clock's.
@@ -34,7 +34,6 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import click
-import psutil
 import torch
 
 from bench import attach, leaf_models
@@ -106,18 +105,19 @@ def in_pieces(count: int) -> Resident:
     return Resident(ResidentKey("F32", (count * LEAF_BYTES // 4,), (1,), str(count)), extents)
 
 
-def milliseconds(work: Callable[[], object], helper: psutil.Process | None = None) -> float:
-    """Return the processor's time, a helper's included, what was made not yet freed."""
-
-    def now() -> float:
-        times = helper.cpu_times() if helper is not None else None
-        return time.process_time() + (times.user + times.system if times is not None else 0.0)
-
-    began = now()
+def milliseconds(work: Callable[[], object], helper: int = 0) -> float:
+    """Return the processor's time, a helper process's included, what was made not yet freed."""
+    began = _processor_ns(helper)
     kept = work()
-    spent = (now() - began) * 1e3
+    spent = (_processor_ns(helper) - began) / 1e6
     del kept
     return spent
+
+
+def _processor_ns(helper: int) -> int:
+    """What this process has had of the processor, and all threads of a helper."""
+    threads = Path(f"/proc/{helper}/task").glob("*/schedstat") if helper else ()
+    return time.process_time_ns() + sum(int(each.read_text().split()[0]) for each in threads)
 
 
 def row(
@@ -127,7 +127,7 @@ def row(
     *,
     difference: bool = False,
     aim: tuple[float, float] | None = None,
-    helper: psutil.Process | None = None,
+    helper: int = 0,
     prepare: Callable[[], None] | None = None,
 ) -> str:
     """Measure two sides in pairs, each after `prepare`; return the row of the table."""
@@ -183,7 +183,7 @@ def put_rows(pairs: int) -> list[str]:
     """Measure what it takes to put four tensors of 64 MiB, whole and by leaf."""
     with tempfile.TemporaryDirectory() as folder, attach.manager(Path(folder), 1 << 30) as path:
         client = connect(path, keep_connected=False)
-        helper = psutil.Process(client.welcome.pid)
+        helper = client.welcome.pid
         numbers = itertools.count()
 
         def put(kind: Callable[[], Session], rest: int) -> object:
@@ -232,7 +232,7 @@ def attach_rows(pairs: int) -> list[str]:
     """Measure what it takes to get at tensors of a manager, whole and in parts."""
     with tempfile.TemporaryDirectory() as folder, attach.manager(Path(folder), 4 << 30) as path:
         client = connect(path, keep_connected=False)
-        helper = psutil.Process(client.welcome.pid)
+        helper = client.welcome.pid
         queries: dict[str, list[ResidentQuery]] = {"whole": [], "in parts": []}
         for number in range(ATTACHED):
             tensor = matrix(4)
@@ -286,8 +286,9 @@ def model_rows(pairs: int) -> list[str]:
         with tempfile.TemporaryDirectory() as folder:
             os.environ[ENVIRONMENT] = str(Path(folder) / "hints.sqlite")
             with make(Path(folder)) as model:
-                shared, total = model.leaf_shared_bytes / 1e6, model.nbytes / 1e6
-                what += f", {shared:.0f} of {total:.0f} MB shared, {model.extents} extents"
+                shared, total = model.memories.leaf_shared_bytes / 1e6, model.nbytes / 1e6
+                extents = model.memories.extents
+                what += f", {shared:.0f} of {total:.0f} MB shared, {extents} extents"
                 sides = (model.on_private, model.on_leaves)
                 rows.append(row(what, pairs, sides, aim=(0.98, 1.02), prepare=model.renew))
     return rows
@@ -302,25 +303,34 @@ def token(weights: list[torch.Tensor], vector: torch.Tensor) -> None:
 def multiply_rows(pairs: int) -> list[str]:
     """Measure products in as many pieces as there can be, in private memory and in whole slabs."""
     weights = [matrix(32) for _ in range(MATRICES)]
-    held = [resident(weight, f"weight {n}") for n, weight in enumerate(weights)]
     tunes = [weight.clone() for weight in weights]
     for tune in tunes:
         tune[:: 2 * ROWS_OF_A_LEAF] += 1
-    del weights
-    shared = [by_leaf(tune) for tune in tunes]
-    private = [tune.clone() for tune in tunes]
-    slabs = [whole(tune) for tune in tunes]
+    memories = leaf_models.TwoMemories(weights, tunes)
+    slabs: list[torch.Tensor] = []
     vector = torch.rand(1, ROW)
-    of_private, of_slabs, of_leaves = (
-        partial(token, each, vector) for each in (private, slabs, shared)
-    )
+
+    def on_leaves() -> None:
+        token(memories.shared, vector)
+
+    def on_private() -> None:
+        token(memories.private, vector)
+
+    def on_slabs() -> None:
+        token(slabs, vector)
+
+    def renew() -> None:
+        slabs.clear()
+        memories.renew()
+        slabs.extend(whole(tune) for tune in tunes)
+        for each in (on_private, on_leaves, on_slabs):
+            each()
+
     what = f"multiply, {MATRICES} x 64 MiB"
-    found = [
-        row(f"{what}: private memory", pairs, (of_private, of_leaves), aim=(0.98, 1.02)),
-        row(f"{what}: whole slabs", pairs, (of_slabs, of_leaves), aim=(0.98, 1.02)),
+    return [
+        row(f"{what}: {name}", pairs, (side, on_leaves), aim=(0.98, 1.02), prepare=renew)
+        for name, side in (("private memory", on_private), ("whole slabs", on_slabs))
     ]
-    assert len(held) == len(shared)
-    return found
 
 
 def miss_rows(pairs: int) -> list[str]:
