@@ -51,7 +51,7 @@ def embedding_of(step: int) -> Model:
     dice = np.random.default_rng(0)
     table = dice.integers(0, 256, 2 * LEAF_BYTES + (9 + 3 * step) * KIB, np.uint8)
     table[: step // 2] += 1
-    return {"embedding": table, "bias": np.full(10, step)}
+    return {"embedding": table, "frozen": np.arange(10), "step": np.full(10, step)}
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Scene:
         assert shares(run)
         kinds = {path.suffix for path in (folder / "template" / "containers").rglob("*.*")}
         by_leaf = act.model is embedding_of
-        assert kinds == ({".raw", ".pack", ".delta"} if by_leaf else {".pack", ".delta"})
+        assert kinds == {".pack", ".delta", *([".slab"] if by_leaf else [])}
         assert ("leaves" in run.store.stats().codecs) == by_leaf
         run.close()
 
