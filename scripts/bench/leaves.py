@@ -54,7 +54,7 @@ ROWS_OF_A_LEAF: Final = LEAF_BYTES // (4 * ROW)
 MATRICES: Final = 8
 ATTACHED: Final = 300
 # What a single short attach takes varies more than the 2 % that are to be shown.
-ATTACHES: Final = 4
+ATTACHES: Final = 16
 Session = ManagerSession[ResidentRequest, Resident]
 _NOTES: Final = (
     "`compared` is the median of the pairs' quotients, or differences where it is in ms, with its "
