@@ -47,10 +47,10 @@ def model_of(step: int) -> Model:
 
 @cache
 def embedding_of(step: int) -> Model:
-    """A table of two leaves and a bit that grows, and of which a row moves after some steps."""
+    """A table of a leaf and a bit that grows, and of which numbers behind the leaf move."""
     dice = np.random.default_rng(0)
-    table = dice.integers(0, 256, 2 * LEAF_BYTES + (9 + 3 * step) * KIB, np.uint8)
-    table[: step // 2] += 1
+    table = dice.integers(0, 256, LEAF_BYTES + (300 + 3 * step) * KIB, np.uint8)
+    table[LEAF_BYTES : LEAF_BYTES + step] += 1
     return {"embedding": table, "frozen": np.arange(10), "step": np.full(10, step)}
 
 
