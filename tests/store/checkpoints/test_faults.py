@@ -233,7 +233,8 @@ def test_dying_at_every_operation(tmp_path: Path, name: str, every: bool) -> Non
     assert len(seen) == len({len(state) for state in ACTS[name].states})
 
 
-@pytest.mark.parametrize("name", ACTS)
+# A reader waits for a gc to end, which here would wait for the reader.
+@pytest.mark.parametrize("name", [name for name in ACTS if "gc" not in name])
 def test_no_reader_sees_a_step_before_its_pieces(tmp_path: Path, name: str) -> None:
     """Somebody loads every step that has a name, before each single operation."""
     scene, seen = Scene(tmp_path, ACTS[name]), list[set[int]]()
