@@ -202,9 +202,20 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         """Put what lies in no tensor of the manager of one that was built after `admit`."""
         admitted, self._admitted = self._admitted, None
         assert admitted is not None, "nothing is built that was not admitted"
-        put, recipe, plan, pieces = admitted
-        if put is None:
-            return self._put_like_others(recipe, resident, plan, pieces)
+        if admitted.put is not None:
+            try:
+                return self._put_admitted(admitted.put, resident, admitted)
+            except RefusedError as error:
+                # Nothing was heard of this load for too long, as while it compared what it had
+                # read: another process has taken the layer over.
+                if error.code != "stale_put":
+                    raise
+        return self._put_like_others(resident, admitted)
+
+    def _put_admitted(
+        self, put: Put, resident: Resident, admitted: _Admitted
+    ) -> tuple[Resident, bool] | None:
+        _, recipe, plan, pieces = admitted
         with put:
             [there] = self.by_content([resident.key])
             if there is not None:
@@ -231,9 +242,10 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         return made, True
 
     def _put_like_others(
-        self, recipe: str, resident: Resident, plan: PartsPlan, pieces: Sequence[LeafPiece]
+        self, resident: Resident, admitted: _Admitted
     ) -> tuple[Resident, bool] | None:
         """Use what another process has built meanwhile, or wait for it, or put it here."""
+        _, recipe, plan, pieces = admitted
         [there] = self.by_content([resident.key])
         if there is not None:
             return there, False
@@ -244,7 +256,10 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         self._marks_of[recipe] = self._marks(request)
         found: dict[str, tuple[Resident, bool]] = {}
         self._put_pieces(request, pieces, plan.needed, found)
-        return found.get(recipe)
+        if recipe not in found:  # somebody has put it otherwise
+            [there] = self.by_recipe([ResidentQuery(recipe, resident.key)])
+            return None if there is None else (there, False)
+        return found[recipe]
 
     def _mapped(self, resident: Resident) -> torch.Tensor | None:
         try:

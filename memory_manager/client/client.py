@@ -66,6 +66,7 @@ log = logging.getLogger("tensor_dedup.memory_manager.client")
 AUTO: Final = "auto"
 # A request holds the connection, so a long wait is made of short ones: others get their turn.
 _WAIT_SLICE_S: Final = 0.5
+_ASK_AGAIN_S: Final = 0.05
 _CONNECT_ATTEMPTS: Final = 3
 # By name and not by import: a client never loads the server.
 _SERVER: Final = "tensor_dedup.memory_manager.server"
@@ -324,8 +325,7 @@ class Client:
         that exists under another record or with other digests is not used.
 
         A MemoryManagerError is not raised, but returned with what was put before it, which stays
-        usable. While one thread of a client builds, the manager does not let another one wait
-        ("holds_reservation").
+        usable. No thread may call it that has an unfinished put itself.
         """
         result = PutResult()
         deadline = time.monotonic() + wait_s
@@ -357,7 +357,7 @@ class Client:
                     result.layers |= put.build(granted, fill)
                     result.unusable |= put.unusable
             for key in reservation.of("building"):
-                if self.wait(key, max(0.0, deadline - time.monotonic())) == "building":
+                if self._wait_beside_own(key, deadline) == "building":
                     result.still_building.append(key)
                     del waiting[key]
             # What is not found now was given up, or evicted: it is reserved again.
@@ -367,6 +367,25 @@ class Client:
                     layer = waiting.pop(key)
                     if _is_layer(found, layer):
                         result.layers[key] = PutLayer(found.leases, written=False)
+
+    def _wait_beside_own(self, key: str, deadline: float) -> Outcome:
+        """Wait for a layer that another client builds, also while another thread builds here.
+
+        A client that builds does not wait at the manager, which knows no threads. The other thread
+        may be reading from a disk all the while, and waits for nobody, so this one asks again.
+        """
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            try:
+                return self.wait(key, left_s)
+            except RefusedError as error:
+                if error.code != "holds_reservation":
+                    raise
+            if self.get([key]) != [None]:
+                return "ready"
+            if not left_s:
+                return "building"
+            time.sleep(min(left_s, _ASK_AGAIN_S))
 
     def reserve(self, keys: Sequence[str], checkpoint: str = "") -> Reservation:
         """Request to build these layers (at most MAX_KEYS); the granted ones form one put.

@@ -210,7 +210,11 @@ class Server:
 
     def inherit(self, left: Inherited) -> None:
         """Take over what the last manager of this service left with systemd, before `run`."""
-        records = {r.key: KeyRecord(r.record, tuple(r.digests)) for r in left.index.records}
+        records = {
+            key: KeyRecord(r.record, tuple(r.digests))
+            for r in left.index.records
+            for key in (r.key, *r.also)
+        }
         self._core.expect(records, left.index.pins)
         for slab in left.index.slabs:
             spans = [tensor.span for tensor in slab.tensors]

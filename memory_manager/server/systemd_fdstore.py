@@ -11,10 +11,11 @@ import array
 import os
 import secrets
 import socket
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -31,6 +32,9 @@ from tensor_dedup.memory_manager.protocol.limits import (
 )
 from tensor_dedup.memory_manager.protocol.messages import DigestSpan
 from tensor_dedup.memory_manager.protocol.wire import close_all
+
+if TYPE_CHECKING:
+    from tensor_dedup.memory_manager.core.records import KeyRecord
 
 _FIRST_FD: Final = 3
 _INDEX: Final = "index"
@@ -54,11 +58,12 @@ class HandoverSlab(WirePart, frozen=True):
 
 
 class HandoverRecord(WirePart, frozen=True):
-    """A layer record."""
+    """A layer record. The keys in `also` lead to it, too."""
 
     key: Key
     record: Record
     digests: list[Digest]
+    also: list[Key] = msgspec.field(default_factory=list)
 
 
 class HandoverIndex(Message, frozen=True, tag="Index"):
@@ -114,7 +119,14 @@ def describe(state: ManagerState, memories: Mapping[int, Memory], room: int) -> 
         )
         for slab in fit[:room]
     ]
-    records = [HandoverRecord(key, r.record, list(r.digests)) for key, r in state.records.items()]
+    # Each once: tens of keys lead to one, and the index is never larger than the table of records.
+    keys: defaultdict[KeyRecord, list[str]] = defaultdict(list)
+    for key, record in state.records.items():
+        keys[record].append(key)
+    records = [
+        HandoverRecord(first, each.record, list(each.digests), also)
+        for each, (first, *also) in keys.items()
+    ]
     return HandoverIndex(secrets.token_hex(8), slabs, records, sorted(ledger.pins))
 
 

@@ -56,9 +56,9 @@ class Load:
     report: ModelReport | None
 
 
-def engine(path: Path, *, dedup: bool | dict[str, Any]) -> LLM:
-    """A whole engine in this process; `dedup` may be a configuration."""
-    options = dict(_ENGINE, model=str(path), disable_log_stats=True)
+def engine(path: Path, *, dedup: bool | dict[str, Any], **more: Any) -> LLM:
+    """A whole engine in this process; `dedup` may be a configuration, `more` engine arguments."""
+    options = dict(_ENGINE, model=str(path), disable_log_stats=True, **more)
     if dedup is not False:
         options["tensor_dedup"] = dedup
     return LLM(**options)

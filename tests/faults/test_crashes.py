@@ -370,6 +370,27 @@ def test_repair_of_an_anchor(world: World, folder: Path) -> None:
         assert_clean(store, world.only("tune", "tiny"))
 
 
+@pytest.mark.parametrize("gone", [False, True], ids=["of a checkpoint", "of none"])
+def test_repair_of_a_leaf_that_others_have(by_leaf: World, folder: Path, gone: bool) -> None:
+    """A leaf of the base is damaged, which is what the grown one has of it."""
+
+    def before(store: Store) -> None:
+        if gone:
+            store.delete("base")
+        (raw,) = (store.path / "containers").rglob("*.raw")
+        flip(raw, raw.read_bytes().index(noise(50, 64)) + LEAF_BYTES)
+        with pytest.raises(CorruptTensorError):
+            stored(store, "grown")
+        assert not store.verify(full=True).fine
+
+    scene = Scene(by_leaf, folder, before)
+    names = ["grown"] if gone else ["base", "grown"]
+    for store in scene.deaths(lambda store: store.repair([by_leaf.paths["base"]]), False):
+        assert store.repair([by_leaf.paths["base"]]).missing == []
+        assert_clean(store, {name: by_leaf.content[name] for name in names})
+        assert "leaves" in store.stats().codecs
+
+
 def _damage(store: Store) -> None:
     """A flipped bit in the bytes of each kind of container, in a page and in a reference."""
     for suffix in ("raw", "slab", "pack", "delta", "external"):

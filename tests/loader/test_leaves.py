@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,10 +10,12 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lent_tensors import ROW, ROWS_OF_A_LEAF, changed, rows
+import deferring
+from lent_tensors import ROW, ROWS_OF_A_LEAF, changed, load_file_of_qkv, rows
 from process_state import forked, slab_memory, slabs
 from tensor_dedup import libc, shared_bytes, unshare, verify
 from tensor_dedup.digest import LEAF_BYTES, digest, leaf_places
+from tensor_dedup.errors import AuditError
 from tensor_dedup.loader.checkpoint_io.sources import StaleHintError
 from tensor_dedup.loader.residents import mappings
 from tensor_dedup.loader.residents.leaves import (
@@ -476,6 +479,34 @@ def test_a_known_tensor_of_others_leaves_is_not_read() -> None:
     assert read == 0
     assert made.leaf_shared_bytes == 4 * LEAF_BYTES
     assert len(held) == 3
+
+
+def test_checks_of_a_known_tensor_reach_every_leaf(tmp_path: Path) -> None:
+    """As if two digests collided: a leaf is said to be the base's, and is read by nobody."""
+    parts = {name: rows(4, 80 + number) for number, name in enumerate("qkv")}
+    tensor, _, _ = load_file_of_qkv(
+        None, deferring.save(tmp_path / "base.safetensors", parts), known=False
+    )
+    [held] = residents_like(torch.cat([*parts.values()]))
+    truth = contents_of([*parts.values()])
+    for number, name in enumerate("qkv"):
+        for leaf in range(4):
+            tune = {**parts, name: changed(parts[name], leaf)}
+            path = deferring.save(tmp_path / f"{name}{leaf}.safetensors", tune)
+            lie = contents_of([*tune.values()])[number]
+            note_contents(held, [*truth[:number], lie, *truth[number + 1 :]])
+            wrong, session, read = load_file_of_qkv(None, path, known=True)
+            assert read == 0  # or nothing is tested here
+            assert torch.equal(wrong, tensor)
+            del wrong, session
+            gc.collect()
+            with pytest.raises(AuditError):
+                load_file_of_qkv(None, path, known=True, audit=1.0)
+            gc.collect()
+            right, session, _ = load_file_of_qkv(None, path, known=True, verify_bytes=True)
+            assert session.ledger.collisions == 1
+            assert torch.equal(right, torch.cat([*tune.values()]))
+            path.unlink()
 
 
 def test_errors_of_reading_are_passed_on_and_nothing_stays() -> None:

@@ -26,6 +26,7 @@ from lent_tensors import (
     changed,
     contents_of,
     load_file_of_qkv,
+    load_known,
     request_for,
     rows,
 )
@@ -35,16 +36,11 @@ from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import AuditError
 from tensor_dedup.loader.residents import host_manager, mappings
 from tensor_dedup.loader.residents.host_manager import HostSession, host_session
-from tensor_dedup.loader.residents.leaves import build_from_contents
 from tensor_dedup.loader.residents.lent import LentInParts, composition_in, record_of_parts
 from tensor_dedup.loader.residents.manager import ResidentQuery
 from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM, registry
 from tensor_dedup.loader.residents.resident import (
     Resident,
-    Write,
-    digest_of,
-    resident_key,
-    tensor_bytes,
 )
 from tensor_dedup.loader.residents.slab import SlabUsageError, make_private
 from tensor_dedup.memory_manager.client import Client, client, connect, puts
@@ -417,37 +413,6 @@ def test_no_memory_for_records_costs_sharing_by_leaf_only(
     [(resident, _)] = process().load(changed(base, 1))
     assert resident.leaf_shared_bytes == 0
     assert held
-
-
-def load_known(
-    process: Process, parts: Sequence[torch.Tensor], recipe: str
-) -> tuple[Resident | None, int]:
-    """What a load makes of a known tensor of these parts, and how many bytes it reads for it."""
-    whole, provider, read = torch.cat([*parts]), process.provider(), list[int]()
-
-    def fetch(number: int, leaves: Sequence[int] | None, write: Write) -> None:
-        data = tensor_bytes(parts[number])
-        wanted = range(-(-len(data) // LEAF_BYTES)) if leaves is None else leaves
-        for leaf in wanted:
-            piece = data[leaf * LEAF_BYTES : (leaf + 1) * LEAF_BYTES]
-            read.append(len(piece))
-            write(piece, leaf * LEAF_BYTES)
-
-    contents, geometry = contents_of(parts), resident_key(whole, "")
-
-    def build(residents: Sequence[Resident], admit: Any) -> Resident | None:
-        return build_from_contents(geometry, contents, fetch, digest_of, residents, admit)
-
-    built = provider.build_known(recipe, geometry, contents, build)
-    if built is None:
-        provider.end_known()
-        return None, sum(read)
-    entered = provider.enter_known(recipe, built)
-    assert entered is not None
-    assert entered[0].key == resident_key(whole, digest_of(whole))
-    if entered[1]:
-        provider.note_contents(entered[0], contents)
-    return entered[0], sum(read)
 
 
 def test_of_a_known_tensor_only_what_no_other_process_has_is_read(

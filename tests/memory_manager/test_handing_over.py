@@ -142,6 +142,22 @@ def test_tensors_records_and_pins_survive_a_restart(systemd: Systemd, folder: Pa
     assert overview.totals.builds == overview.totals.lingering_bytes == 0
 
 
+def test_a_record_of_many_keys_is_handed_over_once(systemd: Systemd, folder: Path) -> None:
+    path = folder / "m.sock"
+    record, keys = b"r" * 10_000, [f"key-{number}" for number in range(50)]
+    systemd.start()
+    with connect(path, keep_connected=False) as client:
+        [lease] = managers.build(client, "a", managers.pattern(1, SIZE))
+        assert client.publish(keys, record, [lease.digest]) == len(keys)
+    systemd.stop()
+    [index] = [fd for name, fd in systemd.store if is_index(name)]
+    assert os.fstat(index).st_size < 2 * len(record)
+    systemd.start()
+    with connect(path, keep_connected=False) as client:
+        managers.until(lambda: None not in client.get(keys))
+        assert {each.record for each in client.get(keys) if each is not None} == {record}
+
+
 def test_what_systemd_gives_back_is_not_believed(systemd: Systemd, folder: Path) -> None:
     path = folder / "m.sock"
     data = managers.pattern(3, SIZE)

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -11,6 +12,7 @@ import managers
 from tensor_dedup.digest import digest
 from tensor_dedup.memory_manager.client import NewLayer, NewTensor, Put, TensorSlot
 from tensor_dedup.memory_manager.client.leases import Lease
+from tensor_dedup.memory_manager.client.puts import write_data
 from tensor_dedup.memory_manager.errors import (
     BackendError,
     ManagerGoneError,
@@ -153,6 +155,42 @@ def test_a_wait_has_an_end_and_the_others_are_put(manager: managers.Manager) -> 
         assert time.monotonic() - began < 30
         assert (list(result.layers), result.still_building) == (["ours"], ["theirs"])
         assert result.error is None
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["another client", "another thread"])
+def test_a_client_that_builds_waits_for_what_others_build(
+    manager: managers.Manager, own: bool
+) -> None:
+    """One thread of it reads from a disk, with a reservation, and another one puts."""
+    with manager.client() as client, manager.client() as other:
+        reading = client.reserve(["of-a-slow-disk"]).put
+        builder = (client if own else other).reserve(["layer"]).put
+        assert reading is not None
+        assert builder is not None
+        refused = []
+        wait = client.wait
+
+        def told(key: str, timeout_s: float) -> str:
+            """The manager does not let it wait; then the builder gets done."""
+            with pytest.raises(RefusedError) as caught:
+                wait(key, timeout_s)
+            refused.append(caught.value)
+            if len(refused) == 2:
+                builder.build({"layer": layer(A)}, write_data({"layer": layer(A)}))
+            raise caught.value
+
+        with patch.object(client, "wait", told):
+            result = client.put({"layer": layer(A), "ours": layer(B)})
+        assert [error.code for error in refused] == ["holds_reservation"] * 2
+        assert result.error is None
+        assert {key: put.written for key, put in result.layers.items()} == {
+            "ours": True,
+            "layer": False,
+        }
+        with patch.object(client, "wait", told):
+            stuck = client.put({"of-a-slow-disk": layer(C)}, wait_s=0.1)
+        assert (stuck.error, stuck.still_building) == (None, ["of-a-slow-disk"])
+        reading.abandon()
 
 
 def test_a_manager_that_is_gone_and_a_digest_of_another_size_are_reported(

@@ -240,7 +240,10 @@ EXAMPLES: list[tuple[Message | WirePart, str]] = [
         HandoverSlab("slab-3", 8192, [HandoverTensor(DigestSpan(64, 4096, DIGEST), ["base"])]),
         "93a6736c61622d33cd200091929340cd1000d940DIGEST91a462617365",
     ),
-    (HandoverRecord("key", b"record", [DIGEST]), "93a36b6579c4067265636f726491d940DIGEST"),
+    (
+        HandoverRecord("key", b"record", [DIGEST], ["another"]),
+        "94a36b6579c4067265636f726491d940DIGEST91a7616e6f74686572",
+    ),
     (
         HandoverIndex(
             "0123456789abcdef",
@@ -250,8 +253,8 @@ EXAMPLES: list[tuple[Message | WirePart, str]] = [
         ),
         (
             "85a174a5496e646578aa67656e65726174696f6eb030313233343536373839616263646566a5736c"
-            "6162739193a6736c61622d33cd200090a77265636f7264739193a36b6579c4067265636f726491d9"
-            "40DIGESTa470696e7391a462617365"
+            "6162739193a6736c61622d33cd200090a77265636f7264739194a36b6579c4067265636f726491d9"
+            "40DIGEST90a470696e7391a462617365"
         ),
     ),
 ]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 
 from stores import (
     KIB,
@@ -301,6 +302,9 @@ def test_steps_cost_the_leaves_that_differ(
             costs.append(container_bytes(run.store) - before)
         for step, data in enumerate(steps):
             assert_same(run.load(step), model(data))
+            run.store.export(f"run@{step}", tmp_path / "out" / f"{step}")
+            [file] = (tmp_path / "out" / f"{step}").glob("*.safetensors")
+            assert_same(load_file(file), model(data))
     extra = len(GROWN) - len(BASE) + 8 * KIB
     most = [LEAF_BYTES + extra, 2 * LEAF_BYTES + extra, LEAF_BYTES + extra, extra]
     assert all(cost <= bound for cost, bound in zip(costs[1:], most, strict=True)), costs

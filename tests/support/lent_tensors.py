@@ -1,6 +1,6 @@
 """Tensors of several leaves, and what a process has of a memory manager."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,16 @@ from tensor_dedup.digest import LEAF_BYTES, digest, leaf_places
 from tensor_dedup.loader.deferred.evaluate import Scratch
 from tensor_dedup.loader.deferred.session import LoadSession
 from tensor_dedup.loader.residents.host_manager import host_session
-from tensor_dedup.loader.residents.leaves import Content
+from tensor_dedup.loader.residents.leaves import Content, build_from_contents
 from tensor_dedup.loader.residents.manager import ManagerResidents, ResidentQuery, ResidentRequest
 from tensor_dedup.loader.residents.provider import HostProvider
-from tensor_dedup.loader.residents.resident import Resident, digest_of, tensor_bytes
+from tensor_dedup.loader.residents.resident import (
+    Resident,
+    Write,
+    digest_of,
+    resident_key,
+    tensor_bytes,
+)
 from tensor_dedup.memory_manager.client import Client
 
 ROW = 1024  # numbers; 512 rows are a leaf
@@ -80,6 +86,44 @@ def contents_of(parts: Sequence[torch.Tensor]) -> list[Content]:
         found.append(Content(at, at + part.nbytes, digest(data), leaves))
         at += part.nbytes
     return found
+
+
+def load_known(
+    process: Process,
+    parts: Sequence[torch.Tensor],
+    recipe: str,
+    meanwhile: Callable[[], object] = list,
+) -> tuple[Resident | None, int]:
+    """What a load makes of a known tensor of these parts, and how many bytes it reads for it.
+
+    `meanwhile` is called when it has read them, before it puts them.
+    """
+    whole, provider, read = torch.cat([*parts]), process.provider(), list[int]()
+
+    def fetch(number: int, leaves: Sequence[int] | None, write: Write) -> None:
+        data = tensor_bytes(parts[number])
+        wanted = range(-(-len(data) // LEAF_BYTES)) if leaves is None else leaves
+        for leaf in wanted:
+            piece = data[leaf * LEAF_BYTES : (leaf + 1) * LEAF_BYTES]
+            read.append(len(piece))
+            write(piece, leaf * LEAF_BYTES)
+
+    contents, geometry = contents_of(parts), resident_key(whole, "")
+
+    def build(residents: Sequence[Resident], admit: Any) -> Resident | None:
+        return build_from_contents(geometry, contents, fetch, digest_of, residents, admit)
+
+    built = provider.build_known(recipe, geometry, contents, build)
+    if built is None:
+        provider.end_known()
+        return None, sum(read)
+    meanwhile()
+    entered = provider.enter_known(recipe, built)
+    assert entered is not None
+    assert entered[0].key == resident_key(whole, digest_of(whole))
+    if entered[1]:
+        provider.note_contents(entered[0], contents)
+    return entered[0], sum(read)
 
 
 def _fuse(model: Any, weights: deferring.Weights) -> None:

@@ -11,9 +11,11 @@ from s3_faults import FaultyProxy, MemoryS3, client
 from stores import content, noise, open_store, stored, three
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.remote import Remote
-from tensor_dedup.store.remote.catalog import read_catalog
+from tensor_dedup.store.remote import Remote, layout
+from tensor_dedup.store.remote.catalog import catalog_of, read_catalog
 from tensor_dedup.store.remote.errors import (
+    DamagedRemoteError,
+    MissingRemoteError,
     RemoteBusyError,
     UncertainRemoteError,
     UnknownRemoteNameError,
@@ -302,3 +304,38 @@ def test_a_push_at_any_moment_of_a_gc_loses_nothing(
         assert "tune" in Remote(inner).names()
         assert Remote(inner).verify(full=True).fine, number
     assert 0 < refused < number
+
+
+@pytest.mark.parametrize("broken", ["damaged", "gone"])
+def test_what_is_condemned_stays_so_when_a_segment_is_broken(
+    tmp_path: Path, bucket: MemoryBucket, full: Store, broken: str
+) -> None:
+    """No table says what is condemned, so a catalog that is put together anew takes it over."""
+    remote = Remote(bucket)
+    remote.delete("tune")
+    bucket.clock += 25 * HOUR
+    condemned = remote.gc(24).condemn
+    assert condemned
+    before = read_catalog(bucket, with_trash=True)
+    assert before is not None
+    for name in before.segments:
+        key = layout.segment_key(name.hex())
+        blob, tag, when = bucket.objects.pop(key)
+        if broken == "damaged":
+            bucket.objects[key] = (blob[:-9] + bytes(9), tag, when)
+    with pytest.raises(DamagedRemoteError if broken == "damaged" else MissingRemoteError):
+        read_catalog(bucket, with_trash=True)
+    again = catalog_of(bucket)
+    assert again.trash == before.trash
+    assert {*again.trash.condemned} >= {key for key in condemned if key.startswith("containers/")}
+    assert again.containers.keys() == before.containers.keys()
+    # The next push names it in the new head, and the sweep after the lease deletes it.
+    full.import_(tmp_path / "tiny", "more")
+    full.push(remote, "more")
+    after = read_catalog(bucket, with_trash=True)
+    assert after is not None
+    assert after.trash == before.trash
+    bucket.clock += 25 * HOUR
+    assert {*before.trash.condemned} <= {*remote.gc(24).delete}
+    for name in ("base", "tiny"):
+        pulled(tmp_path, bucket, name, f"of-{name}")
