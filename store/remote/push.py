@@ -46,6 +46,7 @@ from tensor_dedup.store.remote.catalog import (
     Trash,
     catalog_of,
     commit,
+    confirm,
     listed,
     put_holders,
     read_catalog,
@@ -305,12 +306,16 @@ class _Push:
 
     def _send(self, catalog: Catalog, tags: Mapping[int, str | None], read: float) -> None:
         bucket = self._bucket
+        confirm(bucket, catalog, self._sizes)
         missing = {d: n for d, n in self._sizes.items() if not catalog.holders(d)}
         saved = sum(n for d, n in self._sizes.items() if d not in missing)
         self._progress.saved(saved)
         loads: list[_Load] = []
         if missing:
             with self._open_pieces({*missing}) as source:
+                places = (record for digest in missing for _, record in source.own_places(digest))
+                bases = {record.base for record in places if record.base is not None}
+                confirm(bucket, catalog, bases - missing.keys(), alone=True)
                 while True:
                     loads = self._plan(source, missing, catalog)
                     try:
