@@ -106,6 +106,8 @@ class Trash(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     deleting: list[str]
 
 
+# Stands for the second since when a container is condemned that was found damaged, or gone.
+DAMAGED: Final = 0
 _NO_TRASH: Final = Trash({}, [])
 CatalogChange: TypeAlias = tuple[Mapping[bytes, list[ListedContainer]], Trash]
 """The segments and the trash that a head is to name."""
@@ -428,6 +430,20 @@ def commit(
         pause(_PAUSE_S * random.random() * (attempt + 1))
         catalog = catalog_of(bucket, before=catalog)
     raise RemoteBusyError.at(bucket.at(layout.HEAD), f"others wrote it {_ATTEMPTS} times meanwhile")
+
+
+def drop(bucket: Bucket, containers: Collection[ContainerId]) -> None:
+    """Take containers out of the catalog, and condemn them, so that nobody takes them for whole."""
+    keys = {layout.container_key(each): DAMAGED for each in containers}
+
+    def change(catalog: Catalog) -> CatalogChange | None:
+        kept = [entry for c, entry in catalog.containers.items() if c not in containers]
+        trash = Trash({**catalog.trash.condemned, **keys}, catalog.trash.deleting)
+        if len(kept) == len(catalog.containers) and trash == catalog.trash:
+            return None
+        return segment_of(kept), trash
+
+    commit(bucket, catalog_of(bucket), change)
 
 
 def _tag_of(bucket: Bucket) -> str | None:

@@ -47,6 +47,7 @@ from tensor_dedup.store.remote.catalog import (
     catalog_of,
     commit,
     confirm,
+    drop,
     listed,
     put_holders,
     read_catalog,
@@ -483,7 +484,10 @@ class _Push:
         return [*found]
 
     def _check_there(self, catalog: Catalog, reused: Sequence[ContainerId]) -> None:
-        """Check that what the catalog says is there: a reference must not lead to nothing."""
+        """Check that what the catalog says is there: a reference must not lead to nothing.
+
+        What is not there leaves the catalog, and the push begins anew and sends what was in it.
+        """
         bucket = self._bucket
         keys = {layout.container_key(each): catalog.containers[each].nbytes for each in reused}
         if len(keys) > _ASKED:
@@ -491,11 +495,10 @@ class _Push:
         else:
             there = [s for s in bucket.each(bucket.head, keys) if s is not None]
             sizes = {status.key: status.size for status in there}
-        for key, nbytes in keys.items():
-            if sizes.get(key) != nbytes:
-                held = "gone" if key not in sizes else f"{sizes[key]} bytes, not {nbytes}"
-                what = f"the catalog names this container, and it is {held}"
-                raise MissingRemoteError.at(bucket.at(key), what, expected=nbytes)
+        lost = [c for c in reused if sizes.get(key := layout.container_key(c)) != keys[key]]
+        if lost:
+            drop(bucket, lost)
+            raise _OutdatedError
 
     def _publish(
         self,

@@ -24,12 +24,14 @@ from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.remote import layout
 from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus
 from tensor_dedup.store.remote.catalog import (
+    DAMAGED,
     Catalog,
     CatalogChange,
     ListedContainer,
     Trash,
     catalog_of,
     commit,
+    drop,
     listed,
     prefixes,
     put_holders,
@@ -51,8 +53,6 @@ from tensor_dedup.store.remote.pieces import RemotePieces
 from tensor_dedup.store.remote.pull import RemoteManifest, read_manifest, read_ref
 from tensor_dedup.store.upkeep.gc import needed
 
-# Stands for the second since when a container is condemned that was found damaged.
-_DAMAGED = 0
 # A list may tell the time of an object more finely than the object itself.
 _CLOCK_S = 2.0
 
@@ -464,7 +464,7 @@ def _mended(
         if entry.shortened(named[c].width) != named[c] and c not in bad
     }
     if gone := {*bad, *absent}:
-        _drop(bucket, gone)
+        drop(bucket, gone)
     if lies:
         _correct(bucket, lies)
     for containers, what in (
@@ -536,20 +536,6 @@ def _correct(bucket: Bucket, right: Mapping[ContainerId, ListedContainer]) -> No
         if entries == [*catalog.containers.values()]:
             return None
         return segment_of(entries), catalog.trash
-
-    commit(bucket, catalog_of(bucket), change)
-
-
-def _drop(bucket: Bucket, containers: Collection[ContainerId]) -> None:
-    """Take containers out of the catalog, and condemn them, so that nobody takes them for whole."""
-    keys = {layout.container_key(each): _DAMAGED for each in containers}
-
-    def change(catalog: Catalog) -> CatalogChange | None:
-        kept = [entry for c, entry in catalog.containers.items() if c not in containers]
-        trash = Trash({**catalog.trash.condemned, **keys}, catalog.trash.deleting)
-        if len(kept) == len(catalog.containers) and trash == catalog.trash:
-            return None
-        return segment_of(kept), trash
 
     commit(bucket, catalog_of(bucket), change)
 
@@ -632,7 +618,7 @@ def _plan(
     expired |= {k for k in catalog.trash.deleting if k in dead}
     waiting = {k: before.get(k, int(now)) for k in old if k not in expired}
     # What was found damaged and is in use stays out of the catalog, until it is pushed again.
-    waiting |= {k: since for k, since in before.items() if since == _DAMAGED and k in used}
+    waiting |= {k: since for k, since in before.items() if since == DAMAGED and k in used}
     entries = [listed(c, found.tables[c]) for c in kept if layout.container_key(c) not in waiting]
     fresh = [
         listed(c, table)
