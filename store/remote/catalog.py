@@ -154,7 +154,7 @@ class Catalog:
             for prefix in _split(held, container.width):
                 found.setdefault(prefix, []).append(key)
 
-    def replace(self, container: ListedContainer) -> None:
+    def learn(self, container: ListedContainer) -> None:
         """Take an entry in instead of the one that says less of the same container."""
         key = ContainerId(container.name.hex(), container.kind)
         less = self.containers.pop(key)
@@ -221,7 +221,7 @@ def confirm(
         counts = Counter(container for held in doubtful for container in held)
         chosen = sorted({max(held, key=lambda c: (counts[c], c)) for held in doubtful})
         for container in bucket.each(exact, chosen):
-            catalog.replace(container)
+            catalog.learn(container)
 
 
 def read_catalog(
