@@ -370,6 +370,11 @@ class ServerBucket(Bucket):
     def __init__(self, url: str, *, store: "ObjectStore | None" = None) -> None:
         super().__init__(url)
         self._store: ObjectStore = store or _open_store(url)
+        # The last objects that came whole from a server without ranges: two, as a pull is in one
+        # container and already asks for the next.
+        self._wholes: dict[str, memoryview] = {}
+        self._wholes_lock = threading.Lock()
+        self._knows_ranges = True
         self._read_only = urlsplit(url).scheme in _WEB
 
     @contextmanager
@@ -439,6 +444,8 @@ class ServerBucket(Bucket):
         # docstring inherited
         import obstore
 
+        if not self._knows_ranges:
+            return self._whole(key)[start:stop]
         try:
             with self._translated(key):
                 found = memoryview(obstore.get_range(self._store, key, start=start, end=stop))
@@ -446,18 +453,24 @@ class ServerBucket(Bucket):
             if "416 " in str(error):
                 found = memoryview(b"")  # it ends before the range begins
             elif any(sign in str(error) for sign in _NO_RANGES):
-                found = self._whole(key)[start:stop]
+                self._knows_ranges = False
+                return self._whole(key)[start:stop]
             else:
                 raise
         self.traffic.add(received=found.nbytes)
         return found
 
     def _whole(self, key: str) -> memoryview:
-        """An object of a server that knows no ranges, if it is not too large to be read often."""
-        found = self.get(key, 2 * CONTAINER_BYTES)
-        if found is None:
-            raise FileNotFoundError(errno.ENOENT, "no such object", self.at(key))
-        return memoryview(found[0])
+        """An object of a server that knows no ranges, if it is not too large to be held here."""
+        with self._wholes_lock:
+            if key not in self._wholes:
+                found = self.get(key, 2 * CONTAINER_BYTES)
+                if found is None:
+                    raise FileNotFoundError(errno.ENOENT, "no such object", self.at(key))
+                while len(self._wholes) > 1:
+                    del self._wholes[next(iter(self._wholes))]
+                self._wholes[key] = memoryview(found[0])
+            return self._wholes[key]
 
     def head(self, key: str) -> ObjectStatus | None:
         # docstring inherited

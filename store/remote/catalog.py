@@ -1,9 +1,13 @@
 """The catalog of a remote: which container holds a piece. A cache, but for what is condemned.
 
-Immutable segments list containers with the first 16 bytes of their pieces' digests; the rest (where
-a piece lies, how it is encoded, against what) is in the containers' tables. One small object, the
+Immutable segments list containers with the first bytes of their pieces' digests; the rest (where a
+piece lies, how it is encoded, against what) is in the containers' tables. One small object, the
 head, names the segments that count. It changes by conditional writes only, and every push and every
 gc goes through it: so each sees what the other has decided (`commit`).
+
+Of a container with few pieces there are 16 bytes for each, and a push relies on them. Of one with
+many there are 3 or 4, or the catalog would be larger than what a small fine-tune sends: these say
+where a piece may be, and the container's table says whether it is (`confirm`).
 
 Beside each manifest lies a segment of its own, its holders: they name the containers of this
 checkpoint alone, so a pull need not read what the catalog says of all the others.
@@ -11,6 +15,7 @@ checkpoint alone, so a pull need not read what the catalog says of all the other
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -35,6 +40,11 @@ from tensor_dedup.store.remote.errors import (
 )
 
 PREFIX_BYTES: Final = 16
+# A container with more pieces has shorter prefixes in a segment.
+_FEW: Final = 32
+# One piece in so many that are nowhere seems to be somewhere, and costs the reading of a table.
+_MISTAKEN_BITS: Final = 12
+_SHORTEST: Final = 3
 _HEAD, _SEGMENT, _TRASH = b"rhed", b"rseg", b"rtra"
 # Readers take so many segments at most; a push merges small ones before there are more.
 _SEGMENTS: Final = 2
@@ -51,7 +61,8 @@ _T = TypeVar("_T")
 class ListedContainer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A container in a segment: name, kind, size of its object, and prefixes of digests.
 
-    `alone` has those of pieces that are stored without a base, `deltas` those of the others.
+    `alone` has those of pieces that are stored without a base, `deltas` those of the others; each
+    is `width` bytes long. Shorter ones than PREFIX_BYTES prove nothing.
     """
 
     name: bytes
@@ -59,6 +70,22 @@ class ListedContainer(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     nbytes: int
     alone: bytes
     deltas: bytes
+    width: int = PREFIX_BYTES
+
+    @property
+    def pieces(self) -> int:
+        """The number of pieces."""
+        return (len(self.alone) + len(self.deltas)) // self.width
+
+    def shortened(self, width: int) -> "ListedContainer":
+        """Return the same with prefixes that are no longer than `width`, where it has many."""
+        if width >= self.width or self.pieces <= _FEW:
+            return self
+        alone, deltas = (
+            b"".join(prefix[:width] for prefix in _split(held, self.width))
+            for held in (self.alone, self.deltas)
+        )
+        return msgspec.structs.replace(self, alone=alone, deltas=deltas, width=width)
 
 
 class _Segment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -79,13 +106,15 @@ class Trash(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     deleting: list[str]
 
 
+# Stands for the second since when a container is condemned that was found damaged, or gone.
+DAMAGED: Final = 0
 _NO_TRASH: Final = Trash({}, [])
 CatalogChange: TypeAlias = tuple[Mapping[bytes, list[ListedContainer]], Trash]
 """The segments and the trash that a head is to name."""
 
 
 def listed(container: ContainerId, table: Table) -> ListedContainer:
-    """Return the entry of a container."""
+    """Return the entry of a container, with prefixes that are not shortened."""
     blob = tables.encode(table).blob
     records = table.records
     return ListedContainer(
@@ -112,6 +141,7 @@ class Catalog:
     rebuilt: bool = False
     _alone: dict[bytes, list[ContainerId]] = field(default_factory=dict)
     _deltas: dict[bytes, list[ContainerId]] = field(default_factory=dict)
+    _widths: set[int] = field(default_factory=set)
 
     def add(self, container: ListedContainer) -> None:
         """Take an entry in."""
@@ -119,15 +149,25 @@ class Catalog:
         if key in self.containers:
             return
         self.containers[key] = container
-        for found, prefixes in (
-            (self._alone, container.alone),
-            (self._deltas, container.deltas),
-        ):
-            for at in range(0, len(prefixes), PREFIX_BYTES):
-                found.setdefault(prefixes[at : at + PREFIX_BYTES], []).append(key)
+        self._widths.add(container.width)
+        for found, held in ((self._alone, container.alone), (self._deltas, container.deltas)):
+            for prefix in _split(held, container.width):
+                found.setdefault(prefix, []).append(key)
+
+    def learn(self, container: ListedContainer) -> None:
+        """Take an entry in instead of the one that says less of the same container."""
+        key = ContainerId(container.name.hex(), container.kind)
+        less = self.containers.pop(key)
+        for found, held in ((self._alone, less.alone), (self._deltas, less.deltas)):
+            for prefix in {*_split(held, less.width)}:
+                found[prefix] = [each for each in found[prefix] if each != key]
+        self.add(container)
 
     def only(self, digests: Iterable[bytes]) -> list[ListedContainer]:
-        """Return the entries of containers that hold these pieces, with these alone, each once."""
+        """Return the entries of containers that hold these pieces, with these alone, each once.
+
+        Only for a catalog none of whose prefixes are shortened.
+        """
         found: dict[ContainerId, tuple[list[bytes], list[bytes]]] = {}
         for key in dict.fromkeys(each[:PREFIX_BYTES] for each in digests):
             for kind, held in enumerate((self._alone, self._deltas)):
@@ -142,9 +182,46 @@ class Catalog:
         ]
 
     def holders(self, digest_: bytes, *, alone: bool = False) -> list[ContainerId]:
-        """Return the containers that hold a piece or, with `alone`, hold it without a base."""
-        key = digest_[:PREFIX_BYTES]
-        return self._alone.get(key, []) + ([] if alone else self._deltas.get(key, []))
+        """Return the containers that hold a piece or, with `alone`, hold it without a base.
+
+        Those that only may hold it (`is_doubtful`) come last.
+        """
+        keys = [digest_[:width] for width in sorted(self._widths, reverse=True)]
+        found = [each for key in keys for each in self._alone.get(key, [])]
+        if not alone:
+            found += [each for key in keys for each in self._deltas.get(key, [])]
+        return sorted(found, key=self.is_doubtful)
+
+    def is_doubtful(self, container: ContainerId) -> bool:
+        """Return whether what is known of a container are shortened prefixes."""
+        return self.containers[container].width < PREFIX_BYTES
+
+
+def confirm(
+    bucket: Bucket, catalog: Catalog, digests: Collection[bytes], *, alone: bool = False
+) -> None:
+    """Read tables until the first of the `holders` of each piece holds it, or there are none.
+
+    A container whose table is gone or damaged counts as one that holds nothing.
+    """
+
+    def exact(container: ContainerId) -> ListedContainer:
+        with suppress(DamagedRemoteError, MissingRemoteError, NewerFormatError):
+            table = read_table(bucket, container.name)
+            if table.kind == container.kind:
+                return listed(container, table)
+        entry = catalog.containers[container]
+        return msgspec.structs.replace(entry, alone=b"", deltas=b"", width=PREFIX_BYTES)
+
+    while True:
+        found = (catalog.holders(digest, alone=alone) for digest in digests)
+        doubtful = [held for held in found if held and catalog.is_doubtful(held[0])]
+        if not doubtful:
+            return
+        counts = Counter(container for held in doubtful for container in held)
+        chosen = sorted({max(held, key=lambda c: (counts[c], c)) for held in doubtful})
+        for container in bucket.each(exact, chosen):
+            catalog.learn(container)
 
 
 def read_catalog(
@@ -227,9 +304,10 @@ def read_holders(bucket: Bucket, manifest: str) -> Catalog | None:
 
 
 def _check(container: ListedContainer, where: str) -> None:
-    sizes = len(container.alone) % PREFIX_BYTES, len(container.deltas) % PREFIX_BYTES
     known = container.kind in layout.KINDS and len(container.name) == DIGEST_BYTES
-    if any(sizes) or not known or container.nbytes <= 0:
+    known = known and 0 < container.width <= PREFIX_BYTES and container.nbytes > 0
+    held = container.alone, container.deltas
+    if not known or any(len(each) % container.width for each in held):
         raise DamagedRemoteError.at(where, "an entry of a container contradicts itself")
 
 
@@ -354,6 +432,20 @@ def commit(
     raise RemoteBusyError.at(bucket.at(layout.HEAD), f"others wrote it {_ATTEMPTS} times meanwhile")
 
 
+def drop(bucket: Bucket, containers: Collection[ContainerId]) -> None:
+    """Take containers out of the catalog, and condemn them, so that nobody takes them for whole."""
+    keys = {layout.container_key(each): DAMAGED for each in containers}
+
+    def change(catalog: Catalog) -> CatalogChange | None:
+        kept = [entry for c, entry in catalog.containers.items() if c not in containers]
+        trash = Trash({**catalog.trash.condemned, **keys}, catalog.trash.deleting)
+        if len(kept) == len(catalog.containers) and trash == catalog.trash:
+            return None
+        return segment_of(kept), trash
+
+    commit(bucket, catalog_of(bucket), change)
+
+
 def _tag_of(bucket: Bucket) -> str | None:
     found = bucket.get(layout.HEAD, layout.FRAME_BYTES)
     return None if found is None else found[1]
@@ -389,9 +481,17 @@ def _segment_blob(containers: Iterable[ListedContainer]) -> bytes:
     return frames.encode(_SEGMENT, _Segment([*containers]))
 
 
-def segment_of(containers: Iterable[ListedContainer]) -> dict[bytes, list[ListedContainer]]:
-    """Return a segment of these containers, by its name; none of none."""
+def segment_of(
+    containers: Iterable[ListedContainer], others: int = 0
+) -> dict[bytes, list[ListedContainer]]:
+    """Return a segment of these containers, by its name; none of none.
+
+    Prefixes are as long as a catalog needs that has so many pieces of `others` beside these.
+    """
     held = sorted(containers, key=lambda each: each.name)
+    pieces = others + sum(each.pieces for each in held)
+    width = next(n for n in range(_SHORTEST, PREFIX_BYTES) if pieces < 1 << 8 * n - _MISTAKEN_BITS)
+    held = [each.shortened(width) for each in held]
     return {bytes.fromhex(digest(_segment_blob(held))): held} if held else {}
 
 
@@ -407,7 +507,8 @@ def with_more(
         return segment_of([*catalog.containers.values(), *new])
     known = {(each.name, each.kind) for held in catalog.segments.values() for each in held}
     more = [each for each in new if (each.name, each.kind) not in known]
-    segments = dict(catalog.segments) | segment_of(more)
+    pieces = sum(each.pieces for each in catalog.containers.values())
+    segments = dict(catalog.segments) | segment_of(more, pieces)
     if len(segments) > 1 and _weight(_together(segments.values())) <= _SMALL_BYTES:
         return segment_of(_together(segments.values()))
     if len(segments) <= _SEGMENTS:
@@ -420,7 +521,7 @@ def with_more(
     allowed = len(segments) >= _MOST_SEGMENTS
     if not allowed and sum(_weight(segments[name]) for name in rest) > _MERGE_BYTES:
         return segments
-    merged = segment_of(_together(segments[name] for name in rest))
+    merged = segment_of(_together(segments[name] for name in rest), pieces)
     return ({large: segments[large]} if large else {}) | merged
 
 
@@ -432,8 +533,11 @@ def _weight(containers: Iterable[ListedContainer]) -> int:
     return sum(64 + len(each.alone) + len(each.deltas) for each in containers)
 
 
+def _split(held: bytes, width: int) -> Iterator[bytes]:
+    return (held[at : at + width] for at in range(0, len(held), width))
+
+
 def prefixes(container: ListedContainer) -> Iterator[bytes]:
     """Iterate over the prefixes of the digests that a container holds."""
-    for held in (container.alone, container.deltas):
-        for at in range(0, len(held), PREFIX_BYTES):
-            yield held[at : at + PREFIX_BYTES]
+    yield from _split(container.alone, container.width)
+    yield from _split(container.deltas, container.width)

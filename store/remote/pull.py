@@ -436,12 +436,6 @@ class _Lookup:
 
     def _read_tables(self, catalog: Catalog, wanted: Collection[bytes], *, alone: bool) -> None:
         """Read the tables of a small set of containers that together hold these pieces."""
-        holders = {digest: catalog.holders(digest, alone=alone) for digest in wanted}
-        counts = Counter(container for held in holders.values() for container in held)
-        ranked = sorted(counts, key=lambda c: (-counts[c], c))
-        ranks = {container: rank for rank, container in enumerate(ranked)}
-        chosen = {min(held, key=ranks.__getitem__) for held in holders.values() if held}
-        names = sorted(container for container in chosen if container not in self._read)
 
         def read(container: ContainerId) -> list[Record]:
             table = read_table(self._bucket, container.name)
@@ -450,7 +444,21 @@ class _Lookup:
                 raise DamagedRemoteError.at(where, f"it is of the kind {table.kind}")
             return table.records
 
-        for container, records in zip(names, self._bucket.each(read, names), strict=True):
-            self._read.add(container)
-            for record in records:
-                self._records.setdefault(record.digest, []).append((container, record))
+        holders = {digest: catalog.holders(digest, alone=alone) for digest in wanted}
+        while holders:
+            counts = Counter(container for held in holders.values() for container in held)
+            ranked = sorted(counts, key=lambda c: (-counts[c], c))
+            ranks = {container: rank for rank, container in enumerate(ranked)}
+            chosen = {min(held, key=ranks.__getitem__) for held in holders.values() if held}
+            names = sorted(container for container in chosen if container not in self._read)
+            for container, records in zip(names, self._bucket.each(read, names), strict=True):
+                self._read.add(container)
+                for record in records:
+                    self._records.setdefault(record.digest, []).append((container, record))
+            # A catalog with short prefixes names containers that do not hold a piece, too.
+            holders = {
+                digest: rest
+                for digest, held in holders.items()
+                if not any(not alone or r.base is None for _, r in self._records.get(digest, []))
+                and (rest := [container for container in held if container not in self._read])
+            }

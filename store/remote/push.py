@@ -46,6 +46,8 @@ from tensor_dedup.store.remote.catalog import (
     Trash,
     catalog_of,
     commit,
+    confirm,
+    drop,
     listed,
     put_holders,
     read_catalog,
@@ -305,12 +307,16 @@ class _Push:
 
     def _send(self, catalog: Catalog, tags: Mapping[int, str | None], read: float) -> None:
         bucket = self._bucket
+        confirm(bucket, catalog, self._sizes)
         missing = {d: n for d, n in self._sizes.items() if not catalog.holders(d)}
         saved = sum(n for d, n in self._sizes.items() if d not in missing)
         self._progress.saved(saved)
         loads: list[_Load] = []
         if missing:
             with self._open_pieces({*missing}) as source:
+                places = (record for digest in missing for _, record in source.own_places(digest))
+                bases = {record.base for record in places if record.base is not None}
+                confirm(bucket, catalog, bases - missing.keys(), alone=True)
                 while True:
                     loads = self._plan(source, missing, catalog)
                     try:
@@ -478,7 +484,10 @@ class _Push:
         return [*found]
 
     def _check_there(self, catalog: Catalog, reused: Sequence[ContainerId]) -> None:
-        """Check that what the catalog says is there: a reference must not lead to nothing."""
+        """Check that what the catalog says is there: a reference must not lead to nothing.
+
+        What is not there leaves the catalog, and the push begins anew and sends what was in it.
+        """
         bucket = self._bucket
         keys = {layout.container_key(each): catalog.containers[each].nbytes for each in reused}
         if len(keys) > _ASKED:
@@ -486,11 +495,10 @@ class _Push:
         else:
             there = [s for s in bucket.each(bucket.head, keys) if s is not None]
             sizes = {status.key: status.size for status in there}
-        for key, nbytes in keys.items():
-            if sizes.get(key) != nbytes:
-                held = "gone" if key not in sizes else f"{sizes[key]} bytes, not {nbytes}"
-                what = f"the catalog names this container, and it is {held}"
-                raise MissingRemoteError.at(bucket.at(key), what, expected=nbytes)
+        lost = [c for c in reused if sizes.get(key := layout.container_key(c)) != keys[key]]
+        if lost:
+            drop(bucket, lost)
+            raise _OutdatedError
 
     def _publish(
         self,

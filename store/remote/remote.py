@@ -1,15 +1,21 @@
 """A remote: checkpoints in object storage, in a folder, or behind a plain web server."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Self
 
-from tensor_dedup.store.errors import UnknownNameError
+from tensor_dedup.store.checkpoints.runs import parse_step_name, step_name
+from tensor_dedup.store.errors import NewerFormatError, UnknownNameError
 from tensor_dedup.store.files import Files, RealFiles
 from tensor_dedup.store.remote import layout, upkeep
 from tensor_dedup.store.remote.buckets import Bucket, FolderBucket, open_bucket
-from tensor_dedup.store.remote.errors import NotARemoteError, UnknownRemoteNameError
+from tensor_dedup.store.remote.errors import (
+    DamagedRemoteError,
+    NotARemoteError,
+    RemoteUnreachableError,
+    UnknownRemoteNameError,
+)
 from tensor_dedup.store.remote.pull import RemoteManifest, read_manifest, read_ref
 from tensor_dedup.store.remote.push import LEASE_S
 
@@ -60,9 +66,30 @@ class Remote:
         """
         return [each.name for each in self.checkpoints() if each.damage is None]
 
-    def checkpoints(self) -> list[upkeep.RemoteCheckpoint]:
-        """Describe all checkpoints, by name; `damage` says which cannot be read, and why."""
-        return upkeep.checkpoints(self.bucket)
+    def checkpoints(self, names: Sequence[str] | None = None) -> list[upkeep.RemoteCheckpoint]:
+        """Describe these checkpoints or all, by name; `damage` says which cannot be read."""
+        return upkeep.checkpoints(self.bucket, names)
+
+    def steps(self, run: str) -> list[str]:
+        """Return the names of the steps of a run, in order; none where no run is called so.
+
+        Deleted steps are left out. Where a checkpoint has the name itself, it is not that of a run.
+        """
+        if self._is_there(run):
+            return []
+        try:
+            there = upkeep.names(self.bucket)
+        except RemoteUnreachableError:  # a plain web server lists nothing
+            return []
+        steps = [step for name in there if (step := parse_step_name(name)) and step.run == run]
+        numbers = sorted(each.step for each in steps if not each.kept)
+        return [name for n in numbers if self._is_there(name := step_name(run, n))]
+
+    def _is_there(self, name: str) -> bool:
+        try:
+            return self.has(name)
+        except (DamagedRemoteError, NewerFormatError):
+            return True
 
     def read(self, name: str) -> RemoteManifest:
         """Read the manifest and the pieces of a checkpoint; no tensor data is read.

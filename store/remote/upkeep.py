@@ -24,12 +24,14 @@ from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.remote import layout
 from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus
 from tensor_dedup.store.remote.catalog import (
+    DAMAGED,
     Catalog,
     CatalogChange,
     ListedContainer,
     Trash,
     catalog_of,
     commit,
+    drop,
     listed,
     prefixes,
     put_holders,
@@ -51,8 +53,6 @@ from tensor_dedup.store.remote.pieces import RemotePieces
 from tensor_dedup.store.remote.pull import RemoteManifest, read_manifest, read_ref
 from tensor_dedup.store.upkeep.gc import needed
 
-# Stands for the second since when a container is condemned that was found damaged.
-_DAMAGED = 0
 # A list may tell the time of an object more finely than the object itself.
 _CLOCK_S = 2.0
 
@@ -61,8 +61,8 @@ _CLOCK_S = 2.0
 class RemoteCheckpoint:
     """A checkpoint of a remote: its name, manifest, counts of tensors and files, and its size.
 
-    `unique_bytes` are stored for this one alone, None where that was not asked for. `damage` says
-    why it cannot be read.
+    `unique_bytes` are stored for this one alone, and nothing else is stored as a difference from
+    them; None where that was not asked for. `damage` says why it cannot be read.
     """
 
     name: str
@@ -153,8 +153,8 @@ def names(bucket: Bucket) -> list[str]:
     return sorted(name for name in found if name is not None)
 
 
-def checkpoints(bucket: Bucket) -> list[RemoteCheckpoint]:
-    """Describe all checkpoints, by name; those that cannot be read say why.
+def checkpoints(bucket: Bucket, only: Sequence[str] | None = None) -> list[RemoteCheckpoint]:
+    """Describe all checkpoints, by name, or `only` some; those that cannot be read say why.
 
     The pin of a step that is there is no further checkpoint.
     """
@@ -169,7 +169,8 @@ def checkpoints(bucket: Bucket) -> list[RemoteCheckpoint]:
             return RemoteCheckpoint(name, damage=str(error))
 
     # One after the other: each reads its pages on several threads.
-    return _without_pins([each for name in names(bucket) if (each := describe(name)) is not None])
+    wanted = names(bucket) if only is None else only
+    return _without_pins([each for name in wanted if (each := describe(name)) is not None])
 
 
 def _without_pins(found: Sequence[RemoteCheckpoint]) -> list[RemoteCheckpoint]:
@@ -332,30 +333,39 @@ def usage(bucket: Bucket) -> RemoteUsage:
     """Measure what a remote takes, from its bookkeeping."""
     found = take_inventory(bucket)
     live = found.live()
+    need = needed(live, found.held())
+    kept = [record for c in need.containers for record in found.tables[c].records]
+    # What is stored as a difference needs its base, too, whoever else has that.
+    users = {digest: {*names_} for digest, names_ in live.items()}
+    for record in kept:
+        if record.base is not None and record.digest in live:
+            users.setdefault(record.base, set()).update(live[record.digest])
     stored: dict[bytes, int] = {}
     for records in found.held().values():
         for record in records.values():
             stored[record.digest] = min(record.stored, stored.get(record.digest, record.stored))
     described_ = []
     runs: dict[str, int] = {}
-    for digest, users in live.items():
-        owners = {owner(name) for name in users}
+    for digest, names_ in users.items():
+        owners = {owner(name) for name in names_}
         (name, is_run), *others = owners
         if is_run and not others:
             runs[name] = runs.get(name, 0) + stored.get(digest, 0)
+    of_one: dict[str, list[bytes]] = {}
+    for digest, names_ in users.items():
+        (first, *others_) = {name.removesuffix(PIN) for name in names_}
+        if not others_:
+            of_one.setdefault(first, []).append(digest)
     for each in found.manifests:
-        mine = [each.name], [each.name, each.name + PIN]
-        own = {p.digest for p in each.pieces if p.nbytes and sorted(live[p.digest]) in mine}
-        described_.append(described(each, sum(stored.get(digest, 0) for digest in own)))
+        own = sum(stored.get(d, 0) for d in of_one.get(each.name.removesuffix(PIN), ()))
+        described_.append(described(each, own))
     broken = [
         RemoteCheckpoint(name, damage=fault.what)
         for fault in found.problems
         for name in fault.affected
     ]
-    need = needed(live, found.held())
     used = live.keys() | need.anchors
     sizes = [s.size for key, s in found.objects.items() if key.startswith(layout.CONTAINERS)]
-    kept = (record for c in need.containers for record in found.tables[c].records)
     return RemoteUsage(
         tuple(_without_pins(sorted([*described_, *broken], key=lambda each: each.name))),
         len(sizes),
@@ -448,9 +458,13 @@ def _mended(
     named = catalog.containers if catalog is not None else {}
     absent = named.keys() - found.tables.keys()
     right = {c: listed(c, found.tables[c]) for c in named if c not in absent}
-    lies = {c: entry for c, entry in right.items() if entry != named[c] and c not in bad}
+    lies = {
+        c: entry
+        for c, entry in right.items()
+        if entry.shortened(named[c].width) != named[c] and c not in bad
+    }
     if gone := {*bad, *absent}:
-        _drop(bucket, gone)
+        drop(bucket, gone)
     if lies:
         _correct(bucket, lies)
     for containers, what in (
@@ -522,20 +536,6 @@ def _correct(bucket: Bucket, right: Mapping[ContainerId, ListedContainer]) -> No
         if entries == [*catalog.containers.values()]:
             return None
         return segment_of(entries), catalog.trash
-
-    commit(bucket, catalog_of(bucket), change)
-
-
-def _drop(bucket: Bucket, containers: Collection[ContainerId]) -> None:
-    """Take containers out of the catalog, and condemn them, so that nobody takes them for whole."""
-    keys = {layout.container_key(each): _DAMAGED for each in containers}
-
-    def change(catalog: Catalog) -> CatalogChange | None:
-        kept = [entry for c, entry in catalog.containers.items() if c not in containers]
-        trash = Trash({**catalog.trash.condemned, **keys}, catalog.trash.deleting)
-        if len(kept) == len(catalog.containers) and trash == catalog.trash:
-            return None
-        return segment_of(kept), trash
 
     commit(bucket, catalog_of(bucket), change)
 
@@ -618,7 +618,7 @@ def _plan(
     expired |= {k for k in catalog.trash.deleting if k in dead}
     waiting = {k: before.get(k, int(now)) for k in old if k not in expired}
     # What was found damaged and is in use stays out of the catalog, until it is pushed again.
-    waiting |= {k: since for k, since in before.items() if since == _DAMAGED and k in used}
+    waiting |= {k: since for k, since in before.items() if since == DAMAGED and k in used}
     entries = [listed(c, found.tables[c]) for c in kept if layout.container_key(c) not in waiting]
     fresh = [
         listed(c, table)

@@ -217,7 +217,8 @@ def submit(pool: ThreadPoolExecutor, work: Callable[[], _Out]) -> "Future[_Out]"
             done.set_exception(error)
 
     try:
-        pool.submit(run)
+        # Who waits for it learns that a pool was shut down before it came to it.
+        pool.submit(run).add_done_callback(lambda turn_: turn_.cancelled() and done.cancel())
     except RuntimeError:
         # Pools take nothing more then, and what goes on in the background goes on alone. Where it
         # was a thread too many, a thread may have begun with it already.

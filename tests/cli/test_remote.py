@@ -221,3 +221,66 @@ def test_what_was_not_read_is_said(folder: Path) -> None:
     run("push", "base", url)
     assert "only bookkeeping was checked" in run("remote", "verify", url).stdout
     assert "only bookkeeping" not in run("remote", "verify", url, "--full").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "usage"),
+    [
+        ("push file:///remote base", "push NAME URL"),
+        ("push ./remote base", "push NAME URL"),
+        ("push s3://key:hunter2@bucket base", "push NAME URL"),
+        ("pull base file:///remote", "pull URL NAME"),
+        ("pull base ./remote", "pull URL NAME"),
+        ("remote show base file:///remote", "remote show URL NAME"),
+        ("remote delete base file:///remote --yes", "remote delete URL NAME"),
+    ],
+)
+def test_arguments_the_other_way_round(folder: Path, words: str, usage: str) -> None:
+    said = run(*words.split(), status=2).stderr
+    assert f"the name stands where the URL belongs: tensor-dedup {usage}" in said
+    assert "hunter2" not in said
+
+
+def test_a_run_is_shown_and_deleted_with_its_steps(folder: Path) -> None:
+    url = f"file://{folder}/remote"
+    for name in ("run-001", "other"):
+        training = CheckpointStore(folder / "store", name)
+        for step in (3, 20):
+            training.save({"weight": np.arange(step)}, step)
+        training.pin(3)
+        run("push", name, url)
+    run("push", "base", url)
+    text = run("remote", "show", url, "run-001").stdout
+    assert "run-001: 2 steps" in text
+    assert text.index("run-001@3") < text.index("run-001@20")
+    shown = json.loads(run("remote", "show", url, "run-001", "--json").stdout)
+    assert [each["name"] for each in shown["checkpoints"]] == ["run-001@3", "run-001@20"]
+    assert "run-001@20: " in run("remote", "show", url, "run-001@20").stdout
+    run("remote", "delete", url, "run-001@20", "--yes")
+    assert "run-001: 1 step" in run("remote", "show", url, "run-001").stdout
+    said = run("remote", "delete", url, "run-001", status=2).output
+    assert "Delete run-001 with 1 step from" in said
+    assert "Refusing" in said
+    run("remote", "delete", url, "run-001", "--yes")
+    assert Remote.open(url).names() == ["base", "other@20", "other@3"]
+    run("remote", "show", url, "run-001", status=2)
+    run("remote", "delete", url, "run-001", "--yes", status=2)
+
+
+def test_what_only_differences_need_is_not_free(folder: Path) -> None:
+    """A fine-tune that is stored as differences needs the base's tensors, deleted or not."""
+    url, store = f"file://{folder}/remote", Store.open(folder / "fresh")
+    for name in ("base", "tune"):
+        store.import_(folder / name, name, compress="auto")
+        store.push(url, name)
+    whole = json.loads(run("remote", "du", url, "--json").stdout)
+    unique = {each["name"]: each["unique_bytes"] for each in whole["checkpoints"]}
+    run("remote", "delete", url, "base", "--yes")
+    left = json.loads(run("remote", "du", url, "--json").stdout)
+    assert left["stored_bytes"] == whole["stored_bytes"]
+    freed = left["unused_bytes"] - whole["unused_bytes"]
+    assert 0 <= freed - unique["base"] <= 16 << 10
+    with store.checkpoint("tune") as checkpoint:
+        records = [r for t in checkpoint for r in checkpoint.records(bytes.fromhex(t.digest))]
+    bases = {record.base for record in records} - {None}
+    assert bases - {record.digest for record in records}  # there is something to need

@@ -1,7 +1,6 @@
 """`tensor-dedup push`, `pull` and `remote`: checkpoints in object storage and in other folders."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Final
 
 import click
@@ -19,7 +18,6 @@ from tensor_dedup.cli.output import (
     yes_option,
 )
 from tensor_dedup.cli.store import existing, name_argument, store_option
-from tensor_dedup.errors import TensorDedupError
 from tensor_dedup.store import Store
 from tensor_dedup.store.errors import NoStoreError
 from tensor_dedup.store.format.names import check_name
@@ -30,6 +28,7 @@ from tensor_dedup.store.remote import (
     RemoteVerifyResult,
     TransferResult,
 )
+from tensor_dedup.store.remote.buckets import is_url
 from tensor_dedup.store.remote.oci import Artifact, default_name, is_artifact
 from tensor_dedup.store.remote.registry import ArtifactName, RegistryRepository
 from tensor_dedup.store.remote.remote import DEFAULT_LEASE_HOURS
@@ -52,6 +51,16 @@ class _TransferBar(ByteBar):
         self.describe(f"{self._label}, {human(self._saved)} saved")
 
 
+def _check_order(name: str, url: str, usage: str) -> None:
+    """Say which argument comes first where they are the other way round.
+
+    The URL is not repeated: it may hold a secret.
+    """
+    is_path = name.startswith(("/", "./", "../")) and not is_url(url) and "/" not in url
+    if is_url(name) or is_path:
+        raise WrongUse(f"the name stands where the URL belongs: tensor-dedup {usage}")
+
+
 @click.command(name="push")
 @name_argument
 @click.argument("url", metavar="URL")
@@ -69,6 +78,7 @@ def push(name: str, url: str, replace: bool, store: str | None, as_json: bool) -
     oci://REGISTRY/REPOSITORY:TAG creates an artifact that any registry client can pull. Layers that
     the registry has are not uploaded again.
     """
+    _check_order(name, url, "push NAME URL")
     with _TransferBar("pushing") as progress:
         result = existing(store).push(url, name, replace=replace, progress=progress)
     say(result.to_dict(), as_json, *_lines(name, result, "there"))
@@ -94,6 +104,7 @@ def pull(url: str, name: str | None, replace: bool, store: str | None, as_json: 
         if not is_artifact(url):
             raise WrongUse("say which checkpoint: tensor-dedup pull URL NAME")
         name = default_name(url)
+    _check_order(name, url, "pull URL NAME")
     with _TransferBar("pulling") as progress:
         target = _store_for(store, url, name)
         result = target.pull(url, name, replace=replace, progress=progress)
@@ -206,8 +217,14 @@ def _print(
 @click.argument("name")
 @json_option
 def show(url: str, name: str, as_json: bool) -> None:
-    """Show the files and tensors of the checkpoint NAME of a remote."""
-    found = _opened(url).read(name)
+    """Show the files and tensors of the checkpoint NAME of a remote, or the steps of a run."""
+    _check_order(name, url, "remote show URL NAME")
+    remote = _opened(url)
+    steps = remote.steps(name)
+    if steps:
+        _show_run(remote, name, steps, as_json)
+        return
+    found = remote.read(name)
     tensors = [piece for piece in found.pieces if piece.name is not None]
     document = {
         "name": name,
@@ -251,6 +268,20 @@ def show(url: str, name: str, as_json: bool) -> None:
     say_lines(*([left_out] if left_out else []))
 
 
+def _show_run(remote: Remote, name: str, steps: Sequence[str], as_json: bool) -> None:
+    found = remote.checkpoints(steps)
+    document = {"name": name, "checkpoints": [each.to_dict() for each in found]}
+    say(document, as_json, f"{name}: {counted(len(found), 'step')}")
+    if not as_json:
+        columns = {
+            "size": [human(each.nbytes) for each in found],
+            "tensors": [str(each.tensors) for each in found],
+            "status": ["ok" if each.damage is None else "damaged" for each in found],
+        }
+        out = console()
+        out.print(fitted(out, "name", [each.name for each in found], columns, ["tensors"])[0])
+
+
 @command.command(name="du")
 @click.argument("url", metavar="URL")
 @json_option
@@ -280,13 +311,18 @@ def du(ctx: click.Context, url: str, as_json: bool) -> None:
 @yes_option
 @json_option
 def delete(url: str, name: str, yes: bool, as_json: bool) -> None:
-    """Delete the checkpoint NAME from a remote. `remote gc` frees the space that no other uses."""
+    """Delete the checkpoint NAME, or all steps of the run NAME, from a remote.
+
+    `remote gc` frees the space that no other uses.
+    """
+    _check_order(name, url, "remote delete URL NAME")
     remote = _opened(url)
-    with suppress(TensorDedupError):  # it may be damaged: then it can be deleted all the more
-        remote.read(name)
-    ask(f"Delete {name} from {remote.url}?", yes)
-    remote.delete(name)
-    say({"deleted": name}, as_json, f"{name} is deleted; `remote gc` gives its space back")
+    steps = remote.steps(name)
+    what = f"{name} with {counted(len(steps), 'step')}" if steps else name
+    ask(f"Delete {what} from {remote.url}?", yes)
+    for each in steps or [name]:
+        remote.delete(each)
+    say({"deleted": name}, as_json, f"{what} is deleted; `remote gc` gives its space back")
 
 
 @command.command(name="gc")

@@ -414,3 +414,20 @@ def test_a_plain_web_server_can_be_pulled_from(tmp_path: Path, store: Store, ran
         store.import_(tmp_path / "base", "base")
         with pytest.raises(ReadOnlyRemoteError):
             store.push(url, "base")
+
+
+def test_a_server_without_ranges_sends_each_container_once(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tensor_dedup.store.remote.pieces._RANGE_BYTES", 64 << 10)
+    monkeypatch.setattr(layout, "CONTAINER_BYTES", 400_000)
+    store.import_(tmp_path / "base", "base")
+    store.push(f"file://{tmp_path}/served", "base")
+    sizes = [path.stat().st_size for path in (tmp_path / "served" / "containers").rglob("*.*")]
+    assert len(sizes) > 2
+    assert sum(sizes) > 4 * len(sizes) * (64 << 10)
+    with remotes.web(tmp_path / "served", ranges=False) as url:
+        other = open_store(tmp_path / "other")
+        pulled = other.pull(url, "base")
+    assert sum(sizes) < pulled.wire_bytes < sum(sizes) + (64 << 10)
+    assert stored(other, "base") == content(tmp_path / "base")

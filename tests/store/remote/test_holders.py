@@ -87,7 +87,7 @@ def test_what_a_pull_reads_does_not_grow_with_what_others_have_pushed(
 
     alone = received(0)
     for number in range(3):
-        tensors = u8(**{f"t{n}": noise(1000 * number + n, 64) for n in range(300)})
+        tensors = u8(**{f"t{n}": noise(2000 * number + n, 64) for n in range(1200)})
         path = write(tmp_path / f"past-{number}", {"model.safetensors": safetensors(tensors)})
         full.import_(path, f"past-{number}")
         full.push(Remote(bucket), f"past-{number}")

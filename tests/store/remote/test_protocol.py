@@ -338,15 +338,23 @@ def test_a_catalog_that_is_wrong_costs_requests_and_nothing_else(
     third.pull(Remote(based), "tune")
 
 
-def test_a_push_refuses_to_refer_to_what_is_gone(full: Store, based: MemoryBucket) -> None:
-    for key in [k for k in based.objects if k.startswith("containers/")]:
-        del based.objects[key]
-    with pytest.raises(StoreError, match="the catalog names this container, and it is gone"):
-        full.push(Remote(based), "tune")
-    assert Remote(based).names() == ["base"]
-    assert not Remote(based).verify().fine  # which takes it out of the catalog
-    full.push(Remote(based), "tune")
-    assert [f.affected for f in Remote(based).verify(full=True).faults if f.affected] != []
+@pytest.mark.parametrize("what", ["gone", "cut"])
+def test_a_push_sends_again_what_it_would_have_relied_on_and_is_gone(
+    tmp_path: Path, full: Store, based: MemoryBucket, paths: dict[str, Path], what: str
+) -> None:
+    """The catalog names a container that is not there: nobody need run `verify` first."""
+    intact = full.push(Remote(copied(based)), "tune").moved_bytes
+    for key in [key for key in based.objects if key.startswith("containers/")]:
+        blob, tag, when = based.objects.pop(key)
+        if what == "cut":
+            based.objects[key] = (blob[:-1], tag, when)
+    assert full.push(Remote(based), "tune").moved_bytes > intact
+    assert {f.affected for f in Remote(based).verify(full=True).faults} <= {(), ("base",)}
+    store = open_store(tmp_path / "other")
+    store.pull(Remote(based), "tune")
+    assert stored(store, "tune") == content(paths["tune"])
+    full.push(Remote(based), "base", replace=True)
+    assert not any(f.affected for f in Remote(based).verify(full=True).faults)
 
 
 def test_a_push_that_takes_too_long_begins_anew(
