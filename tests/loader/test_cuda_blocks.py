@@ -293,16 +293,15 @@ def test_whatever_call_fails_nothing_is_left(engine: Callable[..., SleepyEngine]
     while True:
         number += 1
         process.driver.again(number)
-        process.driver.code = 2
         try:
             wanted = (key, "recipe", process.gpu.copy_of(TUNE))
             found = Views(CPU).tensor(process.gpu.get_or_build([wanted], ManagerResidents())[0][0])
             break
         except BackendError:
-            gc.collect()
             process.driver.again()
-            process.gpu.gpu.reap(wait=True)
-            assert (gpus.in_use(), process.fake.left()) == (before, handles)
+        gc.collect()
+        process.gpu.gpu.reap(wait=True)
+        assert (gpus.in_use(), process.fake.left()) == (before, handles)
     assert number > 10
     assert torch.equal(found, TUNE)
     assert shared_bytes(found, process.tensors[0]) == TUNE.nbytes - BLOCK_BYTES
@@ -347,8 +346,8 @@ def test_another_process_costs_the_blocks_that_differ(device: gpus.GpuManager) -
     with Admin(device.socket) as admin:
         assert admin.evict("base").nbytes == BLOCK_BYTES
     assert on_gpu(device) == TUNE.nbytes
-    second.join()
-    third.join()
+    for each in (third, second):  # which was forked before the third, and ends after it
+        each.join()
     managers.until(lambda: device.overview().totals.leases == 0)
 
 
