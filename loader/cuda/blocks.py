@@ -189,7 +189,7 @@ def record_of_blocks(resident: TensorInBlocks) -> tuple[bytes, list[str]]:
     return msgspec.msgpack.encode(record), digests
 
 
-class Composition(NamedTuple):
+class BlockComposition(NamedTuple):
     """What a record says of a tensor in blocks: which of the tensors it names each block is."""
 
     key: ResidentKey
@@ -197,7 +197,7 @@ class Composition(NamedTuple):
     blocks: tuple[int, ...]
 
 
-def blocks_in(record: bytes) -> Composition | None:
+def blocks_in(record: bytes) -> BlockComposition | None:
     """Return what a record says of a tensor in blocks, or None if it is of another kind."""
     try:
         found = msgspec.msgpack.decode(record, type=_Record)
@@ -205,7 +205,7 @@ def blocks_in(record: bytes) -> Composition | None:
         return None
     leaves = tuple(found.leaves[at : at + 32] for at in range(0, len(found.leaves), 32))
     key = ResidentKey(found.dtype, found.shape, found.stride, found.digest)
-    return Composition(key, leaves, found.blocks)
+    return BlockComposition(key, leaves, found.blocks)
 
 
 @dataclass(slots=True)
