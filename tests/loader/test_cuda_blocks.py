@@ -32,6 +32,7 @@ from tensor_dedup.loader.cuda.blocks import (
 from tensor_dedup.loader.cuda.manager_residents import device_session
 from tensor_dedup.loader.cuda.provider import GpuProvider
 from tensor_dedup.loader.cuda.residents import DeviceResident, Views
+from tensor_dedup.loader.cuda.sleep import SleepingModel
 from tensor_dedup.loader.cuda.tensors import CPU
 from tensor_dedup.loader.residents.manager import ManagerResidents, ResidentRequest
 from tensor_dedup.loader.residents.resident import ReplicaKey
@@ -536,6 +537,24 @@ def test_without_a_manager_of_the_gpu_blocks_sleep_and_wake_too(
     assert one.is_right()
     assert gpus.in_use() == in_slabs(BASE.nbytes) + BLOCK_BYTES
     assert shared_bytes(other, one.tensors[0]) == TUNE.nbytes - BLOCK_BYTES
+
+
+def test_two_models_of_a_process_that_both_slept_have_one_memory_again(
+    engine: Callable[..., SleepyEngine], host: managers.Manager
+) -> None:
+    one = engine(BASE, managed=False, tier=True)
+    assert one.host is not None
+    second, views = SleepingModel(one.gpu, one.host), Views(CPU)
+    tune = views.tensor(resident_of(one, TUNE))
+    assert shared_bytes(tune, one.tensors[0])
+    assert one.sleep().reasons == second.sleep([tune]).reasons == []
+    managers.until(lambda: gpus.in_use() == 0)
+    one.model.wake()
+    assert gpus.in_use() == in_slabs(BASE.nbytes)
+    second.wake()
+    assert gpus.in_use() == in_slabs(BASE.nbytes) + BLOCK_BYTES
+    assert one.is_right()
+    assert torch.equal(tune, TUNE)
 
 
 def test_whatever_call_of_sleeping_and_waking_fails_it_wakes_with_what_it_had(

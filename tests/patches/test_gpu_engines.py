@@ -5,6 +5,7 @@ and a write to one would end this process.
 """
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ import tiny_checkpoints as checkpoints
 from fake_driver import GRANULARITY, FakeDriver, RefusingDriver
 from gpu_loads import Lender, key_of, weights
 from tensor_dedup import report, shared_bytes, shares_memory, unshare, verify
-from tensor_dedup.errors import ConfigError, UnsupportedError
+from tensor_dedup.errors import AuditError, ConfigError, UnsupportedError
 from tensor_dedup.loader import process_state
 from tensor_dedup.loader.cuda.blocks import BLOCK_BYTES
 from tensor_dedup.loader.cuda.devices import DEVICES
@@ -254,16 +255,36 @@ _LARGE: dict[str, Any] = {
 }
 
 
+def with_large_vocabulary(folder: Path) -> tuple[Path, Path]:
+    """A base, and one with 256 more rows."""
+    make: Any = hf.LlamaForCausalLM
+    base = checkpoints.save(make(hf.LlamaConfig(**_LARGE)), folder / "base")
+    engines.warm_up(base)
+    return base, checkpoints.grown_vocabulary(base, folder / "grown", rows=256)
+
+
+def test_an_audit_reaches_the_blocks_of_others(driver: gpus.Full, tmp_path: Path) -> None:
+    base, grown = with_large_vocabulary(tmp_path)
+    with on(driver) as gpu:
+        llm = engines.sharing(base)
+        blocks = list(gpu._blocks.values())
+        assert len(blocks) == 6
+        for each in blocks:  # past the protection of every mapping
+            os.pwrite(each.slabs[0].source.fileno, b"spoiled", 0)
+        del blocks, each
+        with pytest.raises(AuditError):
+            engines.sharing(grown, audit=1.0)
+        engines.drop(llm)
+        del llm
+
+
 @pytest.mark.parametrize("managed", [False, True], ids=["alone", "managed"])
 def test_a_grown_vocabulary_costs_its_new_rows_and_a_writer_has_its_own(
     driver: gpus.Full, tmp_path: Path, managed: bool
 ) -> None:
     tmp_path.chmod(0o700)
-    make: Any = hf.LlamaForCausalLM
-    base = checkpoints.save(make(hf.LlamaConfig(**_LARGE)), tmp_path / "base")
-    grown = checkpoints.grown_vocabulary(base, tmp_path / "grown", rows=256)
+    base, grown = with_large_vocabulary(tmp_path)
     other = checkpoints.mapped(grown, tmp_path / "other", lambda _, tensor: tensor * 1.5)
-    engines.warm_up(base)
     expected = [tokens_of(path) for path in (base, grown, other)]
     budget = "--budget", str(1 << 30)
     lender = gpus.running(tmp_path, *budget) if managed else nullcontext()
