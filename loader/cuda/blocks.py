@@ -51,7 +51,7 @@ _USABLE: Final = 0.75
 def may_be_in_blocks(key: ResidentKey, nbytes: int) -> bool:
     """Return whether a tensor of this key and size is put in blocks where the memory allows it."""
     # Other algorithms have no leaves, and their digests a prefix.
-    plain = is_of_bytes(key) and ":" not in key.digest
+    plain = key.digest != "" and is_of_bytes(key) and ":" not in key.digest
     return plain and BLOCKS_FROM <= nbytes <= _MOST_LEAVES * LEAF_BYTES
 
 

@@ -140,12 +140,15 @@ class DeviceSession(ManagerSession[DeviceRequest, DeviceResident]):
         return found
 
     def publish_parts(self, recipe: str, resident: DeviceResident) -> None:
-        """Have others find a tensor in blocks, if all of these are the manager's."""
+        """Have others find a tensor in blocks, if all of these are the manager's.
+
+        They find it by its bytes and, unless that is "", by its recipe.
+        """
         assert isinstance(resident, TensorInBlocks)
         if not all(isinstance(block.lease, Lease) for block in resident.blocks):
             return
         record, digests = record_of_blocks(resident)
-        keys = [self._content_key(resident.key), self._key(recipe)]
+        keys = [self._content_key(resident.key), *([self._key(recipe)] if recipe else [])]
         try:
             self.client.publish(keys, record, digests)
         except RefusedError as error:

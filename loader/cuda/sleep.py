@@ -27,7 +27,7 @@ import torch
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.blocks import TensorInBlocks
-from tensor_dedup.loader.cuda.manager_residents import DeviceMemory
+from tensor_dedup.loader.cuda.manager_residents import DeviceMemory, device_session
 from tensor_dedup.loader.cuda.openers import MappedExtent
 from tensor_dedup.loader.cuda.residents import DeviceResident, DeviceSlab
 from tensor_dedup.loader.cuda.tensors import CUDA
@@ -164,6 +164,9 @@ class SleepingModel:
         self._host: Final = host
         self._device: Final = device
         self._memory: Final = None if device is None else DeviceMemory(gpu.gpu, device)
+        self._session: Final = (
+            None if device is None else device_session(device, gpu.gpu, checkpoint)
+        )
         self._checkpoint: Final = checkpoint
         self._mappings: list[_SleepingMapping] = []
         self._uploader: Uploader | None = None  # while it wakes
@@ -494,6 +497,16 @@ class SleepingModel:
                 for known, resident in residents:
                     sleeping.mapping.hold(resident)
                     self._gpu.enter(known, resident)
+                    self._publish(resident)
+
+    def _publish(self, resident: DeviceResident) -> None:
+        """Have others find a tensor in blocks by its digest: its record went with its memory."""
+        if self._session is None or not isinstance(resident, TensorInBlocks):
+            return
+        try:
+            self._session.publish_parts("", resident)
+        except MemoryManagerError as error:
+            _log.debug("%s: not found as a whole: %s", self._checkpoint, str(error))
 
     def _say_asleep(self, leases: Sequence[Lease], *, asleep: bool) -> None:
         if not leases or self._device is None:

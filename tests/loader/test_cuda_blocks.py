@@ -206,6 +206,7 @@ def test_replicas_and_what_has_no_blocks_are_whole(engine: Callable[..., SleepyE
     assert may_be_in_blocks(key, BLOCKS_FROM)
     assert not may_be_in_blocks(key, BLOCKS_FROM - 1)
     assert not may_be_in_blocks(key, 1 << 40)
+    assert not may_be_in_blocks(replace(key, digest=""), NBYTES)
     assert not may_be_in_blocks(replace(key, digest="blake2b:00"), NBYTES)
     assert not may_be_in_blocks(replace(key, digest="cast:F32:" + key.digest), NBYTES)
 
@@ -522,6 +523,9 @@ def test_a_fine_tune_sleeps_and_wakes_beside_its_base(
     assert tune.addresses() == addresses
     assert on_gpu(device) == BASE.nbytes + BLOCK_BYTES  # each block once
     assert tune.gpu.known(tune.tensors[0]) == ReplicaKey(key_of(TUNE), 0)
+    third = engine(TUNE)
+    assert resident_of(third, TUNE).leaf_shared_bytes == 0  # found as a whole, and not made
+    assert third.is_right()
 
 
 def test_without_a_manager_of_the_gpu_blocks_sleep_and_wake_too(
