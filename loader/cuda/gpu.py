@@ -205,14 +205,14 @@ class Gpu:
         self._alive.add(made)
         return made
 
-    def maps(self, serial: int) -> bool:
-        """Return whether this process has the slab with this serial mapped."""
-        return any(
-            not mapping.asleep
-            and not mapping.private
-            and serial in {e.serial for e in mapping.extents}
+    def mapped(self) -> set[int]:
+        """Return the serials of the slabs that this process has mapped."""
+        return {
+            extent.serial
             for mapping in list(self._alive)
-        )
+            if not mapping.asleep and not mapping.private
+            for extent in mapping.extents
+        }
 
     def mapping_at(self, address: int) -> DeviceMapping | None:
         """Return the mapping that contains an address, even a private one, or None."""

@@ -8,6 +8,7 @@ read GPU memory, so the digests are those that this process computed.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,16 +16,25 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.cuda.blocks import (
+    TensorInBlocks,
+    blocks_in,
+    bytes_key,
+    may_be_in_blocks,
+    record_of_blocks,
+)
 from tensor_dedup.loader.cuda.openers import MappedExtent, opener_for
 from tensor_dedup.loader.cuda.residents import DeviceRequest, DeviceResident, DeviceSlab
 from tensor_dedup.loader.residents.manager import ManagerResidents, ManagerSession, client_of
 from tensor_dedup.loader.residents.slab import SlabUsageError
+from tensor_dedup.loader.torch_dtypes import torch_dtype
+from tensor_dedup.memory_manager.client import Lease
 from tensor_dedup.memory_manager.client.names import checkpoint_name
 from tensor_dedup.memory_manager.errors import BackendError, MemoryManagerError, RefusedError
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.cuda.gpu import Gpu
-    from tensor_dedup.memory_manager.client import Client, Fill, Lease, Put, TensorSlot
+    from tensor_dedup.memory_manager.client import Client, Fill, LayerFound, Put, TensorSlot
     from tensor_dedup.types import ResidentKey
 
 _log = logging.getLogger(__name__)
@@ -109,15 +119,78 @@ class DeviceMemory:
 _slabs: weakref.WeakValueDictionary[tuple[int, int], DeviceSlab] = weakref.WeakValueDictionary()
 
 
-def device_session(
-    client: Client, gpu: Gpu, checkpoint: str
-) -> ManagerSession[DeviceRequest, DeviceResident]:
+class DeviceSession(ManagerSession[DeviceRequest, DeviceResident]):
+    """One load's requests to the manager of a GPU, where large tensors consist of blocks.
+
+    Each block is a tensor of the manager with a slab of its own. Which of them a tensor consists of
+    is a record, found by the tensor's digest and by its recipe.
+    """
+
+    def by_content(self, keys: Sequence[ResidentKey]) -> list[DeviceResident | None]:
+        """Return the residents with these bytes, also those in blocks."""
+        found = super().by_content(keys)
+        missing = [
+            n
+            for n, (key, each) in enumerate(zip(keys, found, strict=True))
+            if each is None and may_be_in_blocks(key, _nbytes(key))
+        ]
+        layers = self.client.get([self._content_key(keys[n]) for n in missing], self.checkpoint)
+        for number, layer in zip(missing, layers, strict=True):
+            found[number] = self._of_layer(layer, keys[number])
+        return found
+
+    def publish_parts(self, recipe: str, resident: DeviceResident) -> None:
+        """Have others find a tensor in blocks, if all of these are the manager's.
+
+        They find it by its bytes and, unless that is "", by its recipe.
+        """
+        assert isinstance(resident, TensorInBlocks)
+        if not all(isinstance(block.lease, Lease) for block in resident.blocks):
+            return
+        record, digests = record_of_blocks(resident)
+        keys = [self._content_key(resident.key), *([self._key(recipe)] if recipe else [])]
+        try:
+            self.client.publish(keys, record, digests)
+        except RefusedError as error:
+            # Its blocks are found by others all the same.
+            _log.debug("%s: not found as a whole: %s", self.checkpoint, str(error))
+            return
+        self._remember(resident, keys, record, digests)
+
+    def _of_layer(self, layer: LayerFound | None, key: ResidentKey) -> DeviceResident | None:
+        """Return the resident of a layer: a whole tensor, or one in blocks."""
+        composition = None if layer is None else blocks_in(layer.record)
+        if layer is None or composition is None:
+            return super()._of_layer(layer, key)
+        found, leaves, blocks = composition
+        if replace(found, digest=key.digest) != key or key.digest not in ("", found.digest):
+            return None
+        try:
+            leases = [layer.leases[number] for number in blocks]
+            return TensorInBlocks(
+                found,
+                [self.memory.resident(bytes_key(e.nbytes, e.digest), e) for e in leases],
+                leaves,
+            )
+        except (IndexError, SlabUsageError, BackendError) as error:
+            self._note_unusable(f"what is lent for {found.digest} is not that tensor: {error}")
+            return None
+
+    def _content_key(self, key: ResidentKey) -> str:
+        return self._key(f"blocks:{key}")
+
+
+def _nbytes(key: ResidentKey) -> int:
+    return math.prod(key.shape) * torch_dtype(key.dtype).itemsize
+
+
+def device_session(client: Client, gpu: Gpu, checkpoint: str) -> DeviceSession:
     """Return a load's session with the manager of one GPU.
 
     Raises:
         UnsupportedError: The client's manager lends memory of something else.
     """
-    return ManagerSession(client, checkpoint, DeviceMemory(gpu, client))
+    return DeviceSession(client, checkpoint, DeviceMemory(gpu, client))
 
 
 def device_manager_residents(

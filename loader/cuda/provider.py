@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from tensor_dedup.loader.cuda.residents import DeviceResident, Views
-from tensor_dedup.loader.cuda.shared import BATCH_BYTES, OWN_SLAB_BYTES, SharedGpu, Write
+from tensor_dedup.loader.cuda.blocks import BlockLog, TensorWriter
+from tensor_dedup.loader.cuda.residents import DeviceResident, Views, Write
+from tensor_dedup.loader.cuda.shared import BATCH_BYTES, OWN_SLAB_BYTES, SharedGpu
 from tensor_dedup.loader.cuda.upload import Uploader
 from tensor_dedup.loader.residents.resident import ReplicaKey
 from tensor_dedup.loader.residents.slab import OutOfMemoryError
@@ -43,11 +44,12 @@ class GpuProvider:
         self._manager: Final = manager
         self._views: Final = Views(gpu.kind)
         self._uploader: Uploader | None = None
+        self._blocks: Final = BlockLog()
 
     def close(self) -> None:
         """Free the page-locked buffers."""
         if self._uploader is not None:
-            self._uploader.__exit__(None, None, None)
+            self._uploader.close()
             self._uploader = None
 
     @property
@@ -57,8 +59,8 @@ class GpuProvider:
 
     @property
     def not_by_leaf(self) -> str | None:
-        """The reason why tensors of this GPU's manager can only be shared whole, or None."""
-        return self._manager.not_by_leaf
+        """The reason why large tensors are shared whole on this GPU, or None."""
+        return self._blocks.why_whole or self._manager.not_by_leaf
 
     def reason(self, name: str) -> str | None:
         """Return why a tensor of this name stays private, or None; engines write to some."""
@@ -114,14 +116,16 @@ class GpuProvider:
             (ReplicaKey(each.key, 0), each.recipe, self._writer(each.tensor)) for each in requests
         ]
         try:
-            return self._gpu.get_or_build(items, self._manager)
+            return self._gpu.get_or_build(items, self._manager, self._blocks)
         except BackendError as error:
             raise OutOfMemoryError(str(error)) from error
 
-    def _writer(self, tensor: torch.Tensor) -> Write:
+    def _writer(self, tensor: torch.Tensor) -> TensorWriter:
         if tensor.device.type != "cpu":
             return self._gpu.copy_of(tensor)  # processed on the GPU
+        return TensorWriter(tensor, self._sender)
 
+    def _sender(self, tensor: torch.Tensor) -> Write:
         def write(address: int) -> str | None:
             if self._uploader is None:
                 self._uploader = Uploader(self._gpu.gpu.device.ordinal, self._gpu.kind)

@@ -23,6 +23,8 @@ from tensor_dedup.loader.torch_dtypes import torch_dtype
 from tensor_dedup.types import ResidentKey
 
 _serials = itertools.count(1)
+Write = Callable[[int], str | None]
+"""Write a tensor to an address of a GPU; return its digest if that becomes known only then."""
 
 
 class DeviceSlab:
@@ -90,6 +92,14 @@ class DeviceResident:
         self.nbytes: Final = nbytes
         self.lease: Final = lease
 
+    @property
+    def leaf_shared_bytes(self) -> int:
+        """The bytes of it that were resident before it was made: none of one that is whole."""
+        return 0
+
+
+_Place = tuple[tuple[int, ...], ResidentKey | None]
+
 
 class Views:
     """The mappings of one model. Safe from any thread.
@@ -100,7 +110,7 @@ class Views:
 
     def __init__(self, kind: int = CUDA) -> None:
         self._kind = kind
-        self._mappings: weakref.WeakValueDictionary[tuple[int, ...], DeviceMapping] = (
+        self._mappings: weakref.WeakValueDictionary[_Place, DeviceMapping] = (
             weakref.WeakValueDictionary()
         )
         self._lock = threading.Lock()
@@ -115,7 +125,7 @@ class Views:
         """
         key, first = resident.key, resident.slabs[0]
         dtype = torch_dtype(key.dtype)
-        mapping = self._mapping(resident.slabs)
+        mapping = self._mapping(resident)
         mapping.hold(resident)
         return tensor_at(
             mapping.address + resident.offset,
@@ -124,18 +134,20 @@ class Views:
             mapping,
         )
 
-    def _mapping(self, slabs: Sequence[DeviceSlab]) -> DeviceMapping:
-        serials = tuple(slab.serial for slab in slabs)
-        first = slabs[0]
+    def _mapping(self, resident: DeviceResident) -> DeviceMapping:
+        slabs, first = resident.slabs, resident.slabs[0]
+        # A tensor in several slabs has them for itself here: once private, a write to it must not
+        # be one to a tensor of equal bytes and another geometry.
+        place = tuple(slab.serial for slab in slabs), resident.key if len(slabs) > 1 else None
         with self._lock:
-            found = self._mappings.get(serials)
+            found = self._mappings.get(place)
             # What became private may have been written: it is the resident no longer. And what
             # sleeps is nowhere.
             if found is None or found.private or found.asleep:
                 extents = [slab.extent for slab in slabs]
                 # The mapping holds the slabs, and so the descriptors, until it is unmapped.
                 found = first.gpu.map(extents, first.opener, tuple(slabs))
-                self._mappings[serials] = found
+                self._mappings[place] = found
             return found
 
     def mappings(self) -> list[DeviceMapping]:
@@ -172,7 +184,7 @@ class DeviceRequest:
     recipe: str
     key: ResidentKey
     nbytes: int
-    write: Callable[[int], str | None]
+    write: Write
     copy: int = 0
 
     def written(self, digest: str | None) -> ResidentKey:

@@ -7,15 +7,30 @@ equal bytes are separate replicas there too, each with an address of its own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import nn
 
+from tensor_dedup.digest import combine
+from tensor_dedup.loader.cuda.blocks import (
+    BlockLog,
+    TensorInBlocks,
+    TensorWriter,
+    block_keys,
+    is_block,
+    may_be_in_blocks,
+)
 from tensor_dedup.loader.cuda.openers import MappedExtent
-from tensor_dedup.loader.cuda.residents import DeviceRequest, DeviceResident, DeviceSlab, Views
+from tensor_dedup.loader.cuda.residents import (
+    DeviceRequest,
+    DeviceResident,
+    DeviceSlab,
+    Views,
+    Write,
+)
 from tensor_dedup.loader.cuda.tensors import tensor_at
 from tensor_dedup.loader.residents.manager import ResidentQuery
 from tensor_dedup.loader.residents.mappings import DEVICE_MAPPINGS
@@ -23,6 +38,7 @@ from tensor_dedup.loader.residents.param_data import param_data
 from tensor_dedup.loader.residents.resident import ReplicaKey, is_of_bytes
 from tensor_dedup.loader.torch_dtypes import dtype_name, has_name, torch_dtype
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
+from tensor_dedup.memory_manager.errors import BackendError
 from tensor_dedup.memory_manager.protocol.layout import offsets_of
 from tensor_dedup.types import ResidentKey
 
@@ -30,10 +46,9 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.cuda.gpu import DeviceMapping, Gpu
     from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
 
-Write = Callable[[int], str | None]
-_Place = tuple[int, int, ResidentKey]  # the slab's serial, the offset, the geometry
+_Place = tuple[tuple[int, ...], int, ResidentKey]  # serials of slabs, the offset, the geometry
 # A slab is a handle of the driver, in whole granules of 2 MiB, and is freed whole: tensors from the
-# first size on have their own, smaller ones lie in one together.
+# first size on have their own, smaller ones lie in one together, and larger ones in `blocks`.
 OWN_SLAB_BYTES: Final = 16 << 20
 BATCH_BYTES: Final = 64 << 20
 
@@ -52,6 +67,7 @@ class SharedGpu:
         self.kind: Final = kind
         self._local = LocalDevice(gpu)
         self._residents: WeakValueDictionary[ReplicaKey, DeviceResident] = WeakValueDictionary()
+        self._blocks: WeakValueDictionary[str, DeviceResident] = WeakValueDictionary()  # by digest
         self._places: WeakValueDictionary[_Place, DeviceResident] = WeakValueDictionary()
         self._known: WeakKeyDictionary[DeviceResident, ReplicaKey] = WeakKeyDictionary()
         self.recipes: Final[WeakValueDictionary[str, DeviceResident]] = WeakValueDictionary()
@@ -81,9 +97,15 @@ class SharedGpu:
         return [here or lent.get(each) for each, here in zip(wanted, found, strict=True)]
 
     def get_or_build(
-        self, wanted: Sequence[tuple[ReplicaKey, str, Write]], manager: DeviceManagerResidents
+        self,
+        wanted: Sequence[tuple[ReplicaKey, str, Write]],
+        manager: DeviceManagerResidents,
+        log: BlockLog | None = None,
     ) -> list[tuple[DeviceResident, bool]]:
         """Return a resident for each (key, recipe, writer), and whether this call wrote it.
+
+        A large tensor whose writer is a `TensorWriter` is built in blocks, of which those that are
+        resident are not written. `log` is the load's.
 
         Raises:
             BackendError: The GPU has no room, or its driver refuses; keep the tensors private.
@@ -92,9 +114,12 @@ class SharedGpu:
             found: dict[int, tuple[DeviceResident, bool]] = {}
             written: set[int] = set()
             missing = []
+            in_blocks = self._in_blocks(wanted, manager, BlockLog() if log is None else log)
             for index, (known, recipe, write) in enumerate(wanted):
                 resident = self._residents.get(known) if known.key.digest else None
-                if resident is not None:
+                if index in in_blocks:
+                    found[index] = in_blocks[index]
+                elif resident is not None:
                     found[index] = resident, False
                 else:
                     noted = _noting(write, written, index)
@@ -112,13 +137,108 @@ class SharedGpu:
                 found[index] = self.enter(known, resident), index in written
             return [found[index] for index in range(len(wanted))]
 
+    def _in_blocks(
+        self,
+        wanted: Sequence[tuple[ReplicaKey, str, Write]],
+        manager: DeviceManagerResidents,
+        log: BlockLog,
+    ) -> dict[int, tuple[DeviceResident, bool]]:
+        """Return those of `get_or_build`, by number, that are in blocks or need not be built."""
+        large = [
+            (index, known, recipe, write)
+            for index, (known, recipe, write) in enumerate(wanted)
+            # Replicas of a tensor must not become one memory.
+            if isinstance(write, TensorWriter)
+            and known.copy == 0
+            and may_be_in_blocks(known.key, write.tensor.nbytes)
+        ]
+        if not large or manager.whole_only is not None:
+            return {}
+        there = self.find([known for _, known, _, _ in large], manager)
+        found: dict[int, tuple[DeviceResident, bool]] = {}
+        for (index, known, recipe, write), resident in zip(large, there, strict=True):
+            first = resident or self._residents.get(known)  # of a tensor that is wanted twice
+            if first is not None:
+                found[index] = first, False
+                continue
+            made = self._built_in_blocks(known.key, write, manager, log)
+            if made is not None:
+                manager.publish_parts(recipe, made)
+                found[index] = self.enter(known, made), True
+        return found
+
+    def _built_in_blocks(
+        self,
+        key: ResidentKey,
+        write: TensorWriter,
+        manager: DeviceManagerResidents,
+        log: BlockLog,
+    ) -> TensorInBlocks | None:
+        """Return a tensor in blocks, of which those that nobody has were written; or None.
+
+        Raises:
+            BackendError: As `get_or_build`, or the tensor has changed since it was hashed.
+        """
+        leaves = write.leaves()
+        nbytes = write.tensor.nbytes
+        if combine(nbytes, leaves) != key.digest:
+            raise BackendError(
+                f"a tensor of {key.digest} has changed since it was hashed; load it privately",
+                digest=key.digest,
+            )
+        keys = block_keys(nbytes, leaves)
+        if not log.admits(len(keys)):
+            return None
+        there = self._find_blocks(keys, manager)
+        blocks, at, shared = [], 0, 0
+        for each in keys:
+            end = at + _nbytes(each)
+            block = there.get(each.digest)
+            if block is None:
+                block = self._put_block(each, write.part(at, end), manager)
+                if not is_block(block):
+                    log.note_larger(block)  # or it lies in a slab with others
+                    return None
+                there[each.digest] = self._blocks[each.digest] = block
+                log.built.add(block)
+            elif block not in log.built:
+                shared += end - at
+            blocks.append(block)
+            at = end
+        return TensorInBlocks(key, blocks, leaves, shared)
+
+    def _find_blocks(
+        self, keys: Sequence[ResidentKey], manager: DeviceManagerResidents
+    ) -> dict[str, DeviceResident]:
+        """Return the blocks that are resident, by digest: in this process, or in the manager."""
+        found = {each.digest: self._blocks.get(each.digest) for each in keys}
+        missing = {each: None for each in keys if found[each.digest] is None}
+        lent = manager.find([ResidentQuery("", each) for each in missing])
+        found.update((each.digest, block) for each, block in zip(missing, lent, strict=True))
+        return {d: block for d, block in found.items() if block is not None and is_block(block)}
+
+    def _put_block(
+        self, key: ResidentKey, write: Write, manager: DeviceManagerResidents
+    ) -> DeviceResident:
+        """Put one block into a slab of its own, the manager's where it has room."""
+        request = DeviceRequest(f"content:{key}", key, _nbytes(key), write)
+        [lent] = manager.put([request])
+        return self._local.put([request])[0] if lent is None else lent[0]
+
     def enter(self, known: ReplicaKey, resident: DeviceResident) -> DeviceResident:
         """Register a resident and return the one to use: the first registered under its key."""
         with self._lock:
             first = self._residents.setdefault(known, resident)
             self._known[first] = known
             self._places[_place_of(first)] = first
+            if isinstance(first, TensorInBlocks):
+                for block in first.blocks:
+                    self._blocks.setdefault(block.key.digest, block)
             return first
+
+    def block(self, digest: str) -> DeviceResident | None:
+        """Return this process's block with that digest, or None."""
+        return self._blocks.get(digest)
 
     def views_of(self, model: nn.Module) -> Views:
         """Return a model's mappings, which are its own so that it can be made private."""
@@ -147,11 +267,10 @@ class SharedGpu:
         if not _can_be_asked(tensor) or not has_name(tensor.dtype):
             return None
         places = DEVICE_MAPPINGS.ranges(tensor.data_ptr(), tensor.nbytes)
-        if len(places) != 1:
+        if not places:
             return None
-        [place] = places
         key = ResidentKey(dtype_name(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride()), "")
-        return self._places.get((place.slab, place.offset, key))
+        return self._places.get((tuple(each.slab for each in places), places[0].offset, key))
 
     def mapping_behind(self, tensor: torch.Tensor) -> DeviceMapping | None:
         """Return the mapping that a tensor lies in, even one that has become private, or None."""
@@ -169,8 +288,14 @@ class SharedGpu:
         """
         return Views(self.kind).tensor(resident)
 
-    def copy_of(self, tensor: torch.Tensor) -> Write:
-        """Return a function that writes a gap-free tensor on any device to an address here."""
+    def copy_of(self, tensor: torch.Tensor, leaves: Sequence[bytes] = ()) -> TensorWriter:
+        """Return what writes a gap-free tensor on any device to an address here.
+
+        `leaves` are its leaf digests, if they are known.
+        """
+        return TensorWriter(tensor, self._copy_of, leaves)
+
+    def _copy_of(self, tensor: torch.Tensor) -> Write:
         geometry = tensor.dtype, tuple(tensor.shape), tuple(tensor.stride())
         place = self.kind, self.gpu.device.ordinal
 
@@ -206,7 +331,7 @@ def _can_be_asked(tensor: torch.Tensor) -> bool:
 def _place_of(resident: DeviceResident) -> _Place:
     key = resident.key
     geometry = ResidentKey(key.dtype, tuple(key.shape), tuple(key.stride), "")
-    return resident.slabs[0].serial, resident.offset, geometry
+    return tuple(each.serial for each in resident.slabs), resident.offset, geometry
 
 
 def _nbytes(key: ResidentKey) -> int:

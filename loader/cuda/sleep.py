@@ -19,13 +19,15 @@ import logging
 import threading
 import weakref
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.cuda.manager_residents import DeviceMemory
+from tensor_dedup.loader.cuda.blocks import TensorInBlocks
+from tensor_dedup.loader.cuda.manager_residents import DeviceMemory, device_session
 from tensor_dedup.loader.cuda.openers import MappedExtent
 from tensor_dedup.loader.cuda.residents import DeviceResident, DeviceSlab
 from tensor_dedup.loader.cuda.tensors import CUDA
@@ -66,22 +68,19 @@ class _Sleeper(NamedTuple):
 
 @dataclass(eq=False)
 class _SleepingSlab:
-    """The tensors of one mapping, in the order of their offsets.
+    """The tensors of one slab of `nbytes` bytes, in the order of their offsets, or a block.
 
     They are on the GPU as long as `held` is not empty, and in host memory where `backup` has a
     lease for each digest; one of the two holds.
     """
 
-    mapping: DeviceMapping
+    nbytes: int
     tensors: list[_Sleeper]
     held: list[DeviceResident] = field(default_factory=list)
     backup: dict[str, Lease] = field(default_factory=dict)
     given_up: bool = False  # copying it has failed for good: it stays on the GPU
     reason: str = ""  # why copying it has failed last
-
-    @property
-    def nbytes(self) -> int:
-        return self.mapping.nbytes
+    asleep: bool = True
 
     @property
     def leases(self) -> list[Lease]:
@@ -94,6 +93,37 @@ class _SleepingSlab:
     def places(self) -> list[tuple[int, str, int]]:
         """Offset, digest and size of each content at each place, in order."""
         return sorted({(each.offset, each.digest, each.nbytes) for each in self.tensors})
+
+
+@dataclass(eq=False)
+class _SleepingMapping:
+    """One mapping and what is to be mapped there: a slab, or the blocks of one tensor, in order.
+
+    A block that occurs twice in the tensor is one object twice. `tensor` is what the blocks are,
+    with its leaf digests.
+    """
+
+    mapping: DeviceMapping
+    slabs: list[_SleepingSlab]
+    tensor: tuple[ReplicaKey, tuple[bytes, ...]] | None = None
+
+    def each_slab(self) -> list[_SleepingSlab]:
+        """Return every slab once."""
+        return list(dict.fromkeys(self.slabs))
+
+    def residents(
+        self, found: dict[_SleepingSlab, list[DeviceResident]]
+    ) -> list[tuple[ReplicaKey, DeviceResident]]:
+        """Return the tensors that are seen through the mapping, of slabs that were found."""
+        if self.tensor is None:
+            [slab] = self.slabs
+            return [
+                (each.known, resident)
+                for each, resident in zip(slab.tensors, found[slab], strict=True)
+            ]
+        known, leaves = self.tensor
+        blocks = [block for slab in self.slabs for block in found[slab]]
+        return [(known, TensorInBlocks(known.key, blocks, leaves))]
 
 
 @dataclass(slots=True)
@@ -134,8 +164,13 @@ class SleepingModel:
         self._host: Final = host
         self._device: Final = device
         self._memory: Final = None if device is None else DeviceMemory(gpu.gpu, device)
+        self._session: Final = (
+            None if device is None else device_session(device, gpu.gpu, checkpoint)
+        )
         self._checkpoint: Final = checkpoint
-        self._slabs: list[_SleepingSlab] = []
+        self._mappings: list[_SleepingMapping] = []
+        self._uploader: Uploader | None = None  # while it wakes
+        self._buffer: torch.Tensor | None = None  # while it settles
         self._copied = 0
         self._lock = threading.RLock()
         self._watch: threading.Event | None = None  # ends the thread that settles
@@ -144,7 +179,7 @@ class SleepingModel:
     def asleep(self) -> int:
         """The bytes of slabs that are unmapped."""
         with self._lock:
-            return sum(each.nbytes for each in self._slabs)
+            return sum(each.mapping.nbytes for each in self._mappings)
 
     # Falling asleep.
 
@@ -160,13 +195,13 @@ class SleepingModel:
             awake = dict.fromkeys(each for each in behind if each is not None and not each.asleep)
             for mapping in awake:
                 try:
-                    slab = self._stood_by(mapping)
+                    sleeping = self._stood_by(mapping)
                     try:
                         mapping.sleep()
                     finally:
                         if mapping.asleep:
-                            self._slabs.append(slab)
-                            report.unmapped += slab.nbytes
+                            self._mappings.append(sleeping)
+                            report.unmapped += mapping.nbytes
                 except Exception as error:  # noqa: BLE001  # or the others would stay unmapped
                     report.reasons.append(f"{mapping.nbytes} bytes: {_said(error)}")
             before = self._copied
@@ -175,7 +210,7 @@ class SleepingModel:
             self._watch_on()
         return report
 
-    def _stood_by(self, mapping: DeviceMapping) -> _SleepingSlab:
+    def _stood_by(self, mapping: DeviceMapping) -> _SleepingMapping:
         """Hold a mapping's memory otherwise than by its own residents."""
         residents = sorted(
             (each for each in mapping.owners() if isinstance(each, DeviceResident) and each.nbytes),
@@ -183,26 +218,46 @@ class SleepingModel:
         )
         if mapping.private or not residents:
             raise UnsupportedError("they are this model's alone")
-        if not all(
-            is_of_bytes(each.key) and each.slabs == residents[0].slabs for each in residents
-        ):
+        first = residents[0]
+        if not all(is_of_bytes(each.key) and each.slabs == first.slabs for each in residents):
             raise UnsupportedError("a tensor was cast on the GPU, or lies in several slabs")
-        tensors = [
+        sleepers = [
             _Sleeper(each.offset, each.nbytes, self._gpu.known_as(each) or ReplicaKey(each.key, 0))
             for each in residents
         ]
-        slab = _SleepingSlab(mapping, tensors)
-        if not any(isinstance(each.lease, Lease) for each in residents):
-            slab.held = residents  # made by this process, without a manager
-            return slab
+        if not isinstance(first, TensorInBlocks):
+            slab = _SleepingSlab(first.slabs[0].nbytes, sleepers)
+            self._hold({slab: residents})
+            return _SleepingMapping(mapping, [slab])
+        blocks: dict[str, tuple[_SleepingSlab, DeviceResident]] = {}
+        for each in first.blocks:
+            if each.key.digest not in blocks:
+                tensors = [_Sleeper(0, each.nbytes, ReplicaKey(each.key, 0))]
+                blocks[each.key.digest] = _SleepingSlab(each.slabs[0].nbytes, tensors), each
+        self._hold({slab: [block] for slab, block in blocks.values()})
+        slabs = [blocks[each.key.digest][0] for each in first.blocks]
+        return _SleepingMapping(mapping, slabs, (sleepers[0].known, first.leaves))
+
+    def _hold(self, residents: dict[_SleepingSlab, list[DeviceResident]]) -> None:
+        """Hold the memory of these slabs by leases that say that their holder sleeps."""
+        lent = []
+        for slab, each in residents.items():
+            if any(isinstance(one.lease, Lease) for one in each):
+                lent.append(slab)
+            else:
+                slab.held = each  # made by this process, without a manager
+        if not lent:
+            return
         if self._device is None:
             raise BackendError("the memory manager that they are leased from does not answer")
-        held = self._lent(slab)
-        if held is None:
-            raise BackendError("the manager has them elsewhere by now")
-        slab.held = held
-        self._device.stand_by(slab.leases)
-        return slab
+        wanted = [each.digest for slab in lent for each in slab.tensors]
+        leases = iter(self._device.lease(wanted, self._checkpoint))
+        for slab in lent:
+            held = self._as_laid_out(slab, [*islice(leases, len(slab.tensors))])
+            if held is None:
+                raise BackendError("the manager has them elsewhere by now")
+            slab.held = held
+        self._device.stand_by([lease for slab in lent for lease in slab.leases])
 
     def _lent(self, slab: _SleepingSlab) -> list[DeviceResident] | None:
         """Lease the tensors where they all lie in one slab as they did in this one, or None."""
@@ -237,23 +292,41 @@ class SleepingModel:
         """
         reasons = []
         with self._lock:
-            waiting = [each for each in self._slabs if each.held and not each.given_up]
-        if waiting:
-            self._reap()
+            waiting = self._waiting()
+        if not waiting:
+            return []
+        self._reap()
+        with self._lock:
+            waiting = self._waiting()
+            try:
+                used = self._used_awake(waiting)
+            except Exception as error:  # noqa: BLE001  # nothing is lost: it is on the GPU
+                return [self._not_copied(slab, error) for slab in waiting]
         for slab in waiting:
             with self._lock:  # so that `wake` waits for one slab at most
-                if slab not in self._slabs or not slab.held:
-                    continue
-                try:
-                    if not self._used_awake(slab):
+                if slab.asleep and slab.held and slab not in used:
+                    try:
                         self._copy_out(slab)
-                except Exception as error:  # noqa: BLE001  # nothing is lost: it is on the GPU
-                    slab.given_up = isinstance(error, RefusedError) and error.code in _FINAL
-                    reasons.append(f"{slab.nbytes} bytes sleep on the GPU: {_said(error)}")
-                    if reasons[-1] != slab.reason:
-                        _log.warning("%s: %s", self._checkpoint, reasons[-1])
-                    slab.reason = reasons[-1]
+                    except Exception as error:  # noqa: BLE001  # as above
+                        reasons.append(self._not_copied(slab, error))
+        self._buffer = None
         return reasons
+
+    def _waiting(self) -> list[_SleepingSlab]:
+        return [
+            slab
+            for each in self._mappings
+            for slab in each.each_slab()
+            if slab.held and not slab.given_up
+        ]
+
+    def _not_copied(self, slab: _SleepingSlab, error: Exception) -> str:
+        slab.given_up = isinstance(error, RefusedError) and error.code in _FINAL
+        reason = f"{slab.nbytes} bytes sleep on the GPU: {_said(error)}"
+        if reason != slab.reason:
+            _log.warning("%s: %s", self._checkpoint, reason)
+        slab.reason = reason
+        return reason
 
     def _reap(self) -> None:
         """Unmap what models that are gone had mapped: until then its leases look like a user's.
@@ -265,18 +338,22 @@ class SleepingModel:
         except Exception as error:  # noqa: BLE001  # the thread that settles goes on
             _log.debug("%s: nothing was unmapped now: %s", self._checkpoint, str(error))
 
-    def _used_awake(self, slab: _SleepingSlab) -> bool:
-        if self._gpu.gpu.maps(slab.held[0].slabs[0].serial):
-            return True
-        if not slab.leases:
-            return False
+    def _used_awake(self, slabs: Sequence[_SleepingSlab]) -> set[_SleepingSlab]:
+        """Return those of these slabs that somebody awake uses, or may use."""
+        mapped = self._gpu.gpu.mapped()
+        used = {each for each in slabs if each.held[0].slabs[0].serial in mapped}
+        asked = [each for each in slabs if each not in used and each.leases]
+        if not asked:
+            return used
         assert self._device is not None
         try:
-            return any(self._device.stand_by(slab.leases))
+            awake = iter(self._device.stand_by([lease for each in asked for lease in each.leases]))
+            used.update(each for each in asked if any([*islice(awake, len(each.leases))]))
         except MemoryManagerError as error:
             # Until the next manager has taken the leases over nobody can say.
             _log.debug("%s: who is awake is not known: %s", self._checkpoint, str(error))
-            return True
+            used.update(asked)
+        return used
 
     def _copy_out(self, slab: _SleepingSlab) -> None:
         """Put the tensors into host memory, and let go of the GPU's."""
@@ -308,8 +385,10 @@ class SleepingModel:
         gpu, memory = self._gpu.gpu, slab.held[0].slabs[0]
 
         def fill(put: Put, slots: Sequence[TensorSlot]) -> Sequence[str]:
-            pinned = self._gpu.kind == CUDA
-            buffer = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+            if self._buffer is None:  # page-locked memory is slow to allocate
+                pinned = self._gpu.kind == CUDA
+                self._buffer = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+            buffer = self._buffer
             view = buffer.numpy().data
             with gpu.entered():
                 address = memory.opener.open([memory.extent], Access.READ)
@@ -361,7 +440,7 @@ class SleepingModel:
             self._watch = None
 
     def _may_settle(self) -> bool:
-        return any(each.held and not each.given_up for each in self._slabs)
+        return bool(self._waiting())
 
     def still_settling(self) -> bool:
         """Return whether something may have to go to host memory later; if not, end the thread."""
@@ -385,37 +464,55 @@ class SleepingModel:
         with self._lock:
             self._watch_off()
             try:
-                while self._slabs:
-                    slab = self._slabs[-1]
+                while self._mappings:
+                    sleeping = self._mappings[-1]
                     try:
-                        self._wake(slab)
+                        self._wake(sleeping)
                     finally:
-                        if not slab.mapping.asleep:
-                            self._slabs.pop()
-                            done += slab.nbytes
+                        if not sleeping.mapping.asleep:
+                            self._mappings.pop()
+                            for slab in sleeping.slabs:
+                                slab.asleep = False
+                            done += sleeping.mapping.nbytes
             finally:
+                if self._uploader is not None:
+                    self._uploader.close()
+                    self._uploader = None
                 self._watch_on()  # for what sleeps on
         return done
 
-    def _wake(self, slab: _SleepingSlab) -> None:
-        residents = slab.held or self._lent_or_made(slab)
-        memory = residents[0].slabs[0]
-        self._say_asleep(slab, asleep=False)
+    def _wake(self, sleeping: _SleepingMapping) -> None:
+        found = {slab: slab.held or self._lent_or_made(slab) for slab in sleeping.each_slab()}
+        residents = sleeping.residents(found)
+        memory = [found[slab][0].slabs[0] for slab in sleeping.slabs]
+        leases = [lease for slab in sleeping.each_slab() for lease in slab.leases]
+        self._say_asleep(leases, asleep=False)
         try:
-            slab.mapping.wake([memory.extent], memory.opener, memory)
+            extents = [each.extent for each in memory]
+            sleeping.mapping.wake(extents, memory[0].opener, tuple(memory))
         finally:
-            if slab.mapping.asleep:
-                self._say_asleep(slab, asleep=True)
+            if sleeping.mapping.asleep:
+                self._say_asleep(leases, asleep=True)
             else:
-                for each, resident in zip(slab.tensors, residents, strict=True):
-                    slab.mapping.hold(resident)
-                    self._gpu.enter(each.known, resident)
+                for known, resident in residents:
+                    sleeping.mapping.hold(resident)
+                    self._gpu.enter(known, resident)
+                    self._publish(resident)
 
-    def _say_asleep(self, slab: _SleepingSlab, *, asleep: bool) -> None:
-        if not slab.leases or self._device is None:
+    def _publish(self, resident: DeviceResident) -> None:
+        """Have others find a tensor in blocks by its digest: its record went with its memory."""
+        if self._session is None or not isinstance(resident, TensorInBlocks):
             return
         try:
-            self._device.stand_by(slab.leases, asleep=asleep)
+            self._session.publish_parts("", resident)
+        except MemoryManagerError as error:
+            _log.debug("%s: not found as a whole: %s", self._checkpoint, str(error))
+
+    def _say_asleep(self, leases: Sequence[Lease], *, asleep: bool) -> None:
+        if not leases or self._device is None:
+            return
+        try:
+            self._device.stand_by(leases, asleep=asleep)
         except MemoryManagerError as error:
             # It only keeps others from sparing themselves a copy.
             _log.debug("%s: the manager was not told: %s", self._checkpoint, str(error))
@@ -461,8 +558,12 @@ class SleepingModel:
         return self._as_laid_out(slab, leases)
 
     def _made(self, slab: _SleepingSlab) -> list[DeviceResident]:
-        """Make a slab of this process's own."""
+        """Make a slab of this process's own, unless it has that block."""
         gpu = self._gpu.gpu
+        first, *others = slab.tensors
+        there = self._gpu.block(first.digest)
+        if there is not None and not others and there.key == first.known.key:
+            return [there]
         backend = VmmBackend(gpu.driver, gpu.device.uuid)
         memory = gpu.with_room(lambda: backend.reserve(slab.nbytes))
         made = DeviceSlab(gpu, gpu.vmm(), memory, slab.nbytes)
@@ -473,15 +574,17 @@ class SleepingModel:
         self, slab: _SleepingSlab, extent: MappedExtent, memory: DeviceMemory | DeviceSlab
     ) -> None:
         """Write the tensors from host memory, which is sealed and was hashed, to their places."""
-        with Uploader(self._gpu.gpu.device.ordinal, self._gpu.kind) as uploader:
+        if self._uploader is None:
+            self._uploader = Uploader(self._gpu.gpu.device.ordinal, self._gpu.kind)
+        uploader = self._uploader
 
-            def write(address: int) -> None:
-                for offset, name, nbytes in slab.places():
-                    key = ResidentKey("U8", (nbytes,), (1,), name)
-                    kept = LentResident(key, slab.backup[name]).map(writable=False)
-                    uploader.sender(kept)(address + offset)
+        def write(address: int) -> None:
+            for offset, name, nbytes in slab.places():
+                key = ResidentKey("U8", (nbytes,), (1,), name)
+                kept = LentResident(key, slab.backup[name]).map(writable=False)
+                uploader.sender(kept)(address + offset)
 
-            self._gpu.gpu.fill(extent, memory.opener, write)
+        self._gpu.gpu.fill(extent, memory.opener, write)
 
 
 def _key(digest: str) -> str:

@@ -120,6 +120,10 @@ class Uploader:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the buffers, once nothing reads them any more."""
         for buffer in self._free:
             buffer.wait()
         self._free.clear()

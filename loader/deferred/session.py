@@ -15,6 +15,7 @@ from weakref import WeakSet
 import torch
 
 from tensor_dedup.loader.checkpoint_io.sources import raise_stale
+from tensor_dedup.loader.cuda.residents import DeviceResident
 from tensor_dedup.loader.deferred.evaluate import Prefetcher
 from tensor_dedup.loader.deferred.layer_key import process_state
 from tensor_dedup.loader.deferred.parameters import DeferredParameter, replace_data
@@ -464,7 +465,7 @@ class LoadSession:
             return
         for (each, made, _), (resident, new) in zip(missed, residents, strict=True):
             # Somebody may have come first, be it another tensor of this very call.
-            if new or self.agrees(resident, made.tensor):
+            if self.is_compared(resident, new=new) or self.agrees(resident, made.tensor):
                 self._install(each, resident, made=new)
                 self.provider.note(self._recipe_key(each), resident)
                 self._note_contents(each, resident)
@@ -472,6 +473,10 @@ class LoadSession:
                 self.keep_private(each, NotShared.COLLISION, made)
             if borrowed:
                 self.give_back(made)
+
+    def is_compared(self, resident: AnyResident, *, new: bool) -> bool:
+        """Return whether a resident is of the bytes it was built from, and not of a digest."""
+        return new and not (isinstance(resident, DeviceResident) and resident.leaf_shared_bytes)
 
     def _publish_nothing(
         self,
@@ -511,7 +516,7 @@ class LoadSession:
         """Account for a final tensor that is, or is part of, `used`, a resident or a record."""
         shared = not made and used is not None and used not in self.own
         self.ledger.add(name, nbytes, shared=shared, made=made, sources=sources)
-        if made and isinstance(used, Resident):
+        if made and isinstance(used, Resident | DeviceResident):
             self.ledger.note_leaves(used.leaf_shared_bytes)
 
     def place(self, each: DeferredParameter, tensor: torch.Tensor) -> None:
@@ -613,7 +618,7 @@ def _checked(session: LoadSession, final: Named, found: Found) -> Found:
         return found
     if made:
         session.own.add(resident)
-    elif not session.agrees(resident, tensor):
+    if not session.is_compared(resident, new=made) and not session.agrees(resident, tensor):
         session.ledger.skip(name, NotShared.COLLISION)
         return None, False
     return found

@@ -409,8 +409,9 @@ class ModuleDedup:
             if share is not None:
                 nbytes, made = parameter.nbytes, share.made
                 self.ledger.add(name, nbytes, shared=share.before, made=made)
-                if made and isinstance(share, ReplicaShare):
-                    self.ledger.note_leaves(share.resident.leaf_shared_bytes)
+                if made:
+                    here = share.resident if isinstance(share, ReplicaShare) else share
+                    self.ledger.note_leaves(here.leaf_shared_bytes)
             elif parameter.nbytes:
                 self.ledger.add(name, parameter.nbytes, shared=False)
                 self.ledger.skip(name, self._reasons[id(parameter)])

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from tensor_dedup.digest import submit
+from tensor_dedup.loader.cuda.blocks import BlockLog
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.manager_residents import (
     DeviceManagerResidents,
@@ -20,7 +22,7 @@ from tensor_dedup.loader.post_load.batch import NamedParameter, reason_of_class,
 from tensor_dedup.loader.post_load.replicas import ReplicaAssigner, root_module
 from tensor_dedup.loader.residents.compare import is_forgeable
 from tensor_dedup.loader.residents.param_data import number_of, param_data, set_param_data
-from tensor_dedup.loader.residents.resident import ReplicaKey, digest_of, sharable_anywhere
+from tensor_dedup.loader.residents.resident import ReplicaKey, sharable_anywhere, tensor_bytes
 from tensor_dedup.loader.torch_dtypes import dtype_name
 from tensor_dedup.memory_manager.errors import BackendError
 from tensor_dedup.types import ResidentKey
@@ -35,11 +37,13 @@ if TYPE_CHECKING:
 class GpuShare(NamedTuple):
     """A parameter that is shared on a GPU now.
 
-    `made` tells that the resident was built for it, and `before` that it existed before this load.
+    `made` tells that the resident was built for it, `before` that it existed before this load, and
+    `leaf_shared_bytes` how much of what was built did.
     """
 
     made: bool
     before: bool
+    leaf_shared_bytes: int = 0
 
 
 class GpuModuleDedup:
@@ -54,6 +58,7 @@ class GpuModuleDedup:
         self._replicas = ReplicaAssigner()
         self.shares: dict[int, GpuShare] = {}
         self.reasons: dict[int, str] = {}
+        self._blocks = BlockLog()
 
     def share(self, named: Sequence[NamedParameter]) -> None:
         """Share those of these parameters of the model that are on a GPU."""
@@ -101,22 +106,28 @@ class GpuModuleDedup:
     def _share(
         self, gpu: SharedGpu, batch: Sequence[NamedParameter], manager: DeviceManagerResidents
     ) -> None:
-        keys = [self._replica_key(parameter) for _, parameter in batch]
-        wanted = [
-            (each, f"content:{each.key}", gpu.copy_of(param_data(parameter)))
-            for each, (_, parameter) in zip(keys, batch, strict=True)
-        ]
+        wanted = []
+        for _, parameter in batch:
+            known, leaves = self._replica_key(parameter)
+            write = gpu.copy_of(param_data(parameter), leaves)
+            wanted.append((known, f"content:{known.key}", write))
         views = gpu.views_of(root_module(self._model))
-        found = gpu.get_or_build(wanted, manager)
+        found = gpu.get_or_build(wanted, manager, self._blocks)
         for (_, parameter), (resident, made) in zip(batch, found, strict=True):
             set_param_data(parameter, views.tensor(resident))
-            self.shares[id(parameter)] = GpuShare(made=made, before=not made)
+            shared = resident.leaf_shared_bytes if made else 0
+            self.shares[id(parameter)] = GpuShare(made, not made, shared)
 
-    def _replica_key(self, parameter: nn.Parameter) -> ReplicaKey:
-        """Hash the parameter; return the first replica that no other name of the model has."""
+    def _replica_key(self, parameter: nn.Parameter) -> tuple[ReplicaKey, list[bytes]]:
+        """Hash the parameter; return the first replica that no other name of the model has.
+
+        And the digests of its leaves, where it has several.
+        """
         data = param_data(parameter)
-        digest = digest_of(data, self._context.config.hash_algorithm)
+        leaves: list[bytes] = []
+        algorithm = self._context.config.hash_algorithm
+        digest = submit(tensor_bytes(data.cpu()), algorithm, leaves=leaves).result()
         assert not is_forgeable(digest)  # those algorithms verify bytes
         self._context.bytes_hashed += data.nbytes
         key = ResidentKey(dtype_name(data.dtype), tuple(data.shape), tuple(data.stride()), digest)
-        return ReplicaKey(key, self._replicas.claim_first(key))
+        return ReplicaKey(key, self._replicas.claim_first(key)), leaves

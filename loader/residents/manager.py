@@ -229,6 +229,9 @@ class ManagerSession(Generic[Request, Held]):
     def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
         """Remember nothing."""
 
+    def publish_parts(self, recipe: str, resident: Held) -> None:
+        """Publish nothing: only on a GPU are parts put by themselves, and then what they make."""
+
     def _layer(self, request: Request) -> NewLayer:
         data = self.memory.data(request)
         tensor = NewTensor(request.nbytes, request.key.digest, data)
@@ -351,6 +354,15 @@ class ManagerResidents(Generic[Request, Held]):
     def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
         """Have others find what this load has put by what it consists of."""
         self._ask(lambda session: session.note_contents(resident, contents))
+
+    @property
+    def whole_only(self) -> str | None:
+        """The reason why no tensor of this manager can have leaves of another, or None."""
+        return self.session.memory.whole_only if self.session is not None else None
+
+    def publish_parts(self, recipe: str, resident: Held) -> None:
+        """Have others find a tensor, all of whose parts were put, by its bytes and its recipe."""
+        self._ask(lambda session: session.publish_parts(recipe, resident))
 
     def announce_to_next_manager(self, recipe: str, resident: Resident) -> None:
         """Call `ManagerSession.announce_to_next_manager`; without a manager do nothing."""

@@ -413,13 +413,24 @@ def shared_bytes(a: torch.Tensor, b: torch.Tensor) -> int:
     overlap = min(first + _span(a), second + _span(b)) - max(first, second)
     if overlap > 0:
         return overlap
-    theirs = _slab_ranges(second, _span(b))
-    return sum(
-        max(0, min(x.offset + x.nbytes, y.offset + y.nbytes) - max(x.offset, y.offset))
-        for x in _slab_ranges(first, _span(a))
-        for y in theirs
-        if x.slab == y.slab
-    )
+    theirs: dict[int, list[SlabRange]] = {}
+    for each in sorted(_slab_ranges(second, _span(b))):
+        theirs.setdefault(each.slab, []).append(each)
+    mine = _slab_ranges(first, _span(a))
+    return sum(_common(each, theirs.get(each.slab, ())) for each in mine)
+
+
+def _common(mine: SlabRange, theirs: Iterable[SlabRange]) -> int:
+    """Return how many bytes of a range lie in others of its slab, which are sorted by offset.
+
+    On a GPU a block of memory may be several parts of one tensor: what is there twice counts once.
+    """
+    at, common = mine.offset, 0
+    for each in theirs:
+        end = min(mine.offset + mine.nbytes, each.offset + each.nbytes)
+        common += max(0, end - max(at, each.offset))
+        at = max(at, end)
+    return common
 
 
 def _slab_ranges(address: int, nbytes: int) -> list[SlabRange]:

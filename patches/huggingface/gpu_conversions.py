@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from tensor_dedup.loader.cuda.manager_residents import DeviceManagerResidents
-    from tensor_dedup.loader.cuda.residents import DeviceResident, Views
-    from tensor_dedup.loader.cuda.shared import SharedGpu, Write
+    from tensor_dedup.loader.cuda.residents import DeviceResident, Views, Write
+    from tensor_dedup.loader.cuda.shared import SharedGpu
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 

@@ -5,8 +5,9 @@ and a write to one would end this process.
 """
 
 import gc
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -15,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers as hf
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeBackendFactory
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import layerwise
@@ -32,9 +34,10 @@ import shared
 import tiny_checkpoints as checkpoints
 from fake_driver import GRANULARITY, FakeDriver, RefusingDriver
 from gpu_loads import Lender, key_of, weights
-from tensor_dedup import report, shares_memory, unshare, verify
-from tensor_dedup.errors import ConfigError, UnsupportedError
+from tensor_dedup import report, shared_bytes, shares_memory, unshare, verify
+from tensor_dedup.errors import AuditError, ConfigError, UnsupportedError
 from tensor_dedup.loader import process_state
+from tensor_dedup.loader.cuda.blocks import BLOCK_BYTES
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.residents import DeviceRequest, copy_of
@@ -238,6 +241,84 @@ def test_a_gpu_that_has_no_room_gets_private_weights_and_the_reason_is_said(
         assert plain.tokens(plain.outputs(llm)) == expected
         engines.drop(llm)
         del llm
+
+
+# Embedding and head are three blocks each; with 256 more rows, half a MiB of a fourth.
+_LARGE: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 512,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 3 * BLOCK_BYTES // 2048,
+    "max_position_embeddings": 512,
+}
+
+
+def with_large_vocabulary(folder: Path) -> tuple[Path, Path]:
+    """A base, and one with 256 more rows."""
+    make: Any = hf.LlamaForCausalLM
+    base = checkpoints.save(make(hf.LlamaConfig(**_LARGE)), folder / "base")
+    engines.warm_up(base)
+    return base, checkpoints.grown_vocabulary(base, folder / "grown", rows=256)
+
+
+def test_an_audit_reaches_the_blocks_of_others(driver: gpus.Full, tmp_path: Path) -> None:
+    base, grown = with_large_vocabulary(tmp_path)
+    with on(driver) as gpu:
+        llm = engines.sharing(base)
+        blocks = list(gpu._blocks.values())
+        assert len(blocks) == 6
+        for each in blocks:  # past the protection of every mapping
+            os.pwrite(each.slabs[0].source.fileno, b"spoiled", 0)
+        del blocks, each
+        with pytest.raises(AuditError):
+            engines.sharing(grown, audit=1.0)
+        engines.drop(llm)
+        del llm
+
+
+@pytest.mark.parametrize("managed", [False, True], ids=["alone", "managed"])
+def test_a_grown_vocabulary_costs_its_new_rows_and_a_writer_has_its_own(
+    driver: gpus.Full, tmp_path: Path, managed: bool
+) -> None:
+    tmp_path.chmod(0o700)
+    base, grown = with_large_vocabulary(tmp_path)
+    other = checkpoints.mapped(grown, tmp_path / "other", lambda _, tensor: tensor * 1.5)
+    expected = [tokens_of(path) for path in (base, grown, other)]
+    budget = "--budget", str(1 << 30)
+    lender = gpus.running(tmp_path, *budget) if managed else nullcontext()
+    config = {"memory_manager": str(tmp_path / "m.sock")} if managed else {}
+    with lender as manager, on(driver):
+        first = engines.sharing(base, **config)
+        before = manager.overview().totals.resident_bytes if manager else gpus.in_use()
+        second = engines.sharing(grown, **config)
+        last = engines.last_report()
+        assert not last.skipped, last.skipped
+        assert last.leaf_shared_bytes == 6 * BLOCK_BYTES
+        assert last.bytes_materialised == last.private_bytes - 6 * BLOCK_BYTES == 1 << 20
+        after = manager.overview().totals.resident_bytes if manager else gpus.in_use()
+        assert after - before == 1 << 20  # and nothing else
+        theirs = shared.parameters(first)
+        common = [
+            shared_bytes(mine, theirs[name]) for name, mine in shared.parameters(second).items()
+        ]
+        assert sum(common) == last.shared_bytes + last.leaf_shared_bytes
+        assert verify().ok
+        assert [plain.tokens(plain.outputs(llm)) for llm in (first, second)] == expected[:2]
+        shared.reload(second, other)
+        assert set(accesses(second, driver).values()) == {Access.READ_WRITE}
+        assert plain.tokens(plain.outputs(second)) == expected[2]
+        assert set(accesses(first, driver).values()) == {Access.READ}
+        assert plain.tokens(plain.outputs(first)) == expected[0]
+        third = engines.sharing(grown, **config)
+        assert plain.tokens(plain.outputs(third)) == expected[1]
+        assert unshare(first) >= 6 * BLOCK_BYTES
+        assert plain.tokens(plain.outputs(first)) == expected[0]
+        assert plain.tokens(plain.outputs(third)) == expected[1]
+        assert verify().ok
+        engines.drop(first, second, third)
+        del first, second, third, theirs
 
 
 def external_bytes(llm: Any) -> int:

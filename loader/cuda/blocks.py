@@ -1,0 +1,243 @@
+"""Large tensors on a GPU in blocks, so that what two tensors have in common is one memory.
+
+CUDA maps memory by whole handles: cuMemMap takes no offset but 0. So what tensors are to share must
+be a handle. A tensor of `BLOCKS_FROM` bytes and more is therefore several handles side by side,
+each of them a resident of plain bytes, found by its own digest. Of a tensor that differs from
+others in part, the equal blocks are theirs, whichever of their blocks they are.
+
+Digests are trusted, as everywhere on a GPU. But the digests of blocks and that of the whole follow
+from the same leaves, which the record of a tensor in blocks has: so blocks that are not this
+tensor's are never taken for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+from weakref import WeakSet
+
+import msgspec
+import torch
+
+from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests, submit
+from tensor_dedup.errors import IntegrityError
+from tensor_dedup.loader.cuda.residents import DeviceResident
+from tensor_dedup.loader.residents.resident import is_of_bytes, tensor_bytes
+from tensor_dedup.loader.residents.slab import SlabUsageError
+from tensor_dedup.types import ResidentKey
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tensor_dedup.loader.cuda.residents import Write
+
+_log = logging.getLogger(__name__)
+# A block is a descriptor in the manager and in every process that maps it, and some six requests
+# to put. 14 GB are 834 blocks; in handles of a leaf, 2 MiB, they would be 6,676. What differs costs
+# whole blocks: one changed row 16 MiB. It is argued, not measured: no GPU was at hand.
+BLOCK_BYTES: Final = 16 << 20
+# With fewer than two blocks there is nothing to share that is not the whole.
+BLOCKS_FROM: Final = 2 * BLOCK_BYTES
+# The record of a tensor has 32 bytes a leaf, and must fit the protocol (MAX_RECORD, 32 KiB), as its
+# blocks must (MAX_RECORD_DIGESTS, 128). What is larger is shared whole.
+_MOST_LEAVES: Final = 1008
+# Of the descriptors that this process may have; the rest is for whatever else runs in it.
+_USABLE: Final = 0.75
+
+
+def may_be_in_blocks(key: ResidentKey, nbytes: int) -> bool:
+    """Return whether a tensor of this key and size is put in blocks where the memory allows it."""
+    # Other algorithms have no leaves, and their digests a prefix.
+    plain = key.digest != "" and is_of_bytes(key) and ":" not in key.digest
+    return plain and BLOCKS_FROM <= nbytes <= _MOST_LEAVES * LEAF_BYTES
+
+
+def bytes_key(nbytes: int, digest: str) -> ResidentKey:
+    """Return the key of plain bytes, as which a block is resident."""
+    return ResidentKey("U8", (nbytes,), (1,), digest)
+
+
+def block_keys(nbytes: int, leaves: Sequence[bytes]) -> list[ResidentKey]:
+    """Return the keys of the blocks of `nbytes` bytes that have these leaf digests, in order."""
+    keys = []
+    for start in range(0, nbytes, BLOCK_BYTES):
+        size = min(BLOCK_BYTES, nbytes - start)
+        first = start // LEAF_BYTES
+        digest = combine(size, leaves[first : first + -(-size // LEAF_BYTES)])
+        keys.append(bytes_key(size, digest))
+    return keys
+
+
+def leaves_of(tensor: torch.Tensor) -> list[bytes]:
+    """Return the leaf digests of a gap-free tensor, copied to the host first if it is elsewhere."""
+    data = tensor_bytes(tensor.cpu())
+    leaves: list[bytes] = []
+    submit(data, leaves=leaves).result()
+    return leaves or leaf_digests(data)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorWriter:
+    """A `Write` of a gap-free tensor, which can also write a part of it.
+
+    `writer` returns the `Write` of any gap-free tensor on the device of this one. `known_leaves`
+    are its leaf digests where somebody has computed them already.
+    """
+
+    tensor: torch.Tensor
+    writer: Callable[[torch.Tensor], Write]
+    known_leaves: Sequence[bytes] = ()
+
+    def __call__(self, address: int) -> str | None:
+        """Write the whole tensor to an address of the GPU."""
+        return self.writer(self.tensor)(address)
+
+    def part(self, start: int, end: int) -> Write:
+        """Return what writes the bytes from `start` to `end`, in the order of memory."""
+        whole, nbytes = self.tensor.detach(), end - start
+        flat = torch.empty(0, dtype=torch.uint8, device=whole.device)
+        first = whole.storage_offset() * whole.itemsize + start
+        return self.writer(flat.set_(whole.untyped_storage(), first, (nbytes,), (1,)))
+
+    def leaves(self) -> Sequence[bytes]:
+        """Return the leaf digests of the tensor."""
+        return self.known_leaves or leaves_of(self.tensor)
+
+
+class TensorInBlocks(DeviceResident):
+    """A resident of several blocks side by side, each all of a slab, which it holds.
+
+    `leaf_shared_bytes` of it were resident before the load that made it.
+    """
+
+    __slots__ = ("_leaf_shared_bytes", "blocks", "leaves")
+
+    def __init__(
+        self,
+        key: ResidentKey,
+        blocks: Sequence[DeviceResident],
+        leaves: Sequence[bytes],
+        leaf_shared_bytes: int = 0,
+    ) -> None:
+        """Describe a tensor of these blocks, whose leaves have these digests.
+
+        Raises:
+            SlabUsageError: These are not the blocks of this tensor, or cannot lie side by side.
+        """
+        nbytes = sum(each.nbytes for each in blocks)
+        try:
+            names = [each.digest for each in block_keys(nbytes, leaves)]
+            true = key.digest == combine(nbytes, leaves)
+        except IntegrityError:
+            names, true = [], False  # not as many leaves as that
+        if not true or names != [each.key.digest for each in blocks] or not blocks:
+            raise SlabUsageError(
+                f"these {len(blocks)} blocks of {nbytes} bytes are not those of {key.digest}",
+                nbytes=nbytes,
+            )
+        if not all(map(is_block, blocks)):
+            raise SlabUsageError("blocks that are not all of a slab cannot lie side by side")
+        # A slab that is larger than its block is the last: the others are as large as blocks.
+        super().__init__(key, [each.slabs[0] for each in blocks], 0)
+        self.blocks: Final = tuple(blocks)
+        self.leaves: Final = tuple(leaves)
+        self._leaf_shared_bytes: Final = leaf_shared_bytes
+
+    @property
+    def leaf_shared_bytes(self) -> int:
+        """The bytes of it that were resident before it was made."""
+        return self._leaf_shared_bytes
+
+
+def is_block(resident: DeviceResident) -> bool:
+    """Return whether a resident is all of a slab that can lie beside others.
+
+    Only that of a tensor's last block may be larger than what is in it.
+    """
+    [slab, *others] = resident.slabs
+    room = resident.nbytes if resident.nbytes == BLOCK_BYTES else BLOCK_BYTES
+    return not others and not resident.offset and slab.nbytes <= room
+
+
+class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """The record of a tensor in blocks: its key, leaf digests, and which tensor each block is."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    digest: str
+    leaves: bytes
+    blocks: tuple[int, ...]
+
+
+def record_of_blocks(resident: TensorInBlocks) -> tuple[bytes, list[str]]:
+    """Return the record of a tensor in blocks, and the digests that it is of, each once."""
+    key = resident.key
+    digests = list(dict.fromkeys(each.key.digest for each in resident.blocks))
+    number = {digest: n for n, digest in enumerate(digests)}
+    record = _Record(
+        key.dtype,
+        tuple(key.shape),
+        tuple(key.stride),
+        key.digest,
+        b"".join(resident.leaves),
+        tuple(number[each.key.digest] for each in resident.blocks),
+    )
+    return msgspec.msgpack.encode(record), digests
+
+
+class BlockComposition(NamedTuple):
+    """What a record says of a tensor in blocks: which of the tensors it names each block is."""
+
+    key: ResidentKey
+    leaves: tuple[bytes, ...]
+    blocks: tuple[int, ...]
+
+
+def blocks_in(record: bytes) -> BlockComposition | None:
+    """Return what a record says of a tensor in blocks, or None if it is of another kind."""
+    try:
+        found = msgspec.msgpack.decode(record, type=_Record)
+    except msgspec.MsgspecError:
+        return None
+    leaves = tuple(found.leaves[at : at + 32] for at in range(0, len(found.leaves), 32))
+    key = ResidentKey(found.dtype, found.shape, found.stride, found.digest)
+    return BlockComposition(key, leaves, found.blocks)
+
+
+@dataclass(slots=True)
+class BlockLog:
+    """What one load has built in blocks, and why it put a tensor whole instead. For one thread."""
+
+    built: WeakSet[DeviceResident] = field(default_factory=WeakSet)
+    why_whole: str | None = None
+
+    def admits(self, blocks: int) -> bool:
+        """Return whether this process may have the descriptors of so many blocks."""
+        if self.why_whole is None:
+            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            there = sum(1 for _ in Path("/proc/self/fd").iterdir())
+            if most != resource.RLIM_INFINITY and there + blocks > _USABLE * most:
+                self.refuse(
+                    f"{blocks} blocks beside {there} descriptors come too near to the {most} that "
+                    "this process may have; raise ulimit -n to share parts of tensors"
+                )
+        return self.why_whole is None
+
+    def note_larger(self, block: DeviceResident) -> None:
+        """Put large tensors whole from now on if slabs are larger than blocks."""
+        slab = block.slabs[0]
+        if slab.nbytes > block.nbytes == BLOCK_BYTES:
+            self.refuse(
+                f"the manager's slabs are multiples of {slab.nbytes} bytes, and a block has "
+                f"{BLOCK_BYTES}; start it with a smaller --handle to share parts of tensors"
+            )
+
+    def refuse(self, reason: str) -> None:
+        """Put large tensors of this load whole from now on."""
+        if self.why_whole is None:
+            self.why_whole = reason
+            _log.warning("large tensors are shared whole on the GPU: %s", reason)
