@@ -205,7 +205,11 @@ class ManagerSession(Generic[Request, Held]):
             self._remember(resident, [self._key(recipe)], *resident.published)
 
     def _remember(
-        self, resident: Resident, keys: Sequence[str], record: bytes, digests: Sequence[str]
+        self,
+        resident: Resident | Held,
+        keys: Sequence[str],
+        record: bytes,
+        digests: Sequence[str],
     ) -> None:
         new = self.client.remember(keys, record, digests)
         if new:

@@ -172,7 +172,7 @@ def llama(folder: Path) -> Iterator[PlacedModel]:
         engines[1].generate(prompts, sampling, use_tqdm=False)
 
     try:
-        yield PlacedModel(*models, decode)
+        yield PlacedModel(models[0], models[1], decode)
     finally:
         models.clear()
         while engines:

@@ -380,7 +380,7 @@ def test_a_builder_killed_in_the_middle_leaves_whole_blocks_or_none(
                 os.kill(os.getpid(), signal.SIGKILL)
             call(*arguments)
 
-        one.fake.map = deadly  # type: ignore[method-assign]
+        one.fake.map = deadly  # type: ignore[method-assign,assignment]
 
     actor = managers.Actor(device.socket, started, doomed, load_base)
     actor.step()

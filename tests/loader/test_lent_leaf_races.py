@@ -67,9 +67,13 @@ def test_what_another_has_built_meanwhile_is_used(
     first, second = process(), process()
     theirs: list[Resident | None] = []
 
+    def seen() -> None:
+        going_on.set()
+        done.wait(60)
+
     def late() -> None:
         """The first goes on when the second has seen that it builds."""
-        ours, read = load_known(second, parts, RECIPE, lambda: going_on.set() or done.wait(60))
+        ours, read = load_known(second, parts, RECIPE, seen)
         assert read == 4 * LEAF_BYTES  # it has not waited before it read
         theirs.append(ours)
 

@@ -288,7 +288,7 @@ def test_a_grown_vocabulary_costs_its_new_rows_and_a_writer_has_its_own(
     expected = [tokens_of(path) for path in (base, grown, other)]
     budget = "--budget", str(1 << 30)
     lender = gpus.running(tmp_path, *budget) if managed else nullcontext()
-    config = {"memory_manager": str(tmp_path / "m.sock")} if managed else {}
+    config: dict[str, Any] = {"memory_manager": str(tmp_path / "m.sock")} if managed else {}
     with lender as manager, on(driver):
         first = engines.sharing(base, **config)
         before = manager.overview().totals.resident_bytes if manager else gpus.in_use()

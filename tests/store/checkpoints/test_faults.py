@@ -65,6 +65,11 @@ class Act:
     model: Callable[[int], Model] = model_of
 
 
+def delete_and_gc(run: CheckpointStore) -> None:
+    run.delete(0)
+    run.gc(0)
+
+
 def nothing(run: CheckpointStore) -> None:
     """A new process: what follows is its first save."""
 
@@ -114,7 +119,7 @@ ACTS = {
     ),
     # Step 1 has leaves of what step 0 has put, which stays.
     "delete and gc of what leaves are of": Act(
-        nothing, lambda run: (run.delete(0), run.gc(0)), ({0, 1}, {1}), {}, embedding_of
+        nothing, delete_and_gc, ({0, 1}, {1}), {}, embedding_of
     ),
 }
 

@@ -318,8 +318,8 @@ def test_what_is_condemned_stays_so_when_a_segment_is_broken(
     assert condemned
     before = read_catalog(bucket, with_trash=True)
     assert before is not None
-    for name in before.segments:
-        key = layout.segment_key(name.hex())
+    for segment in before.segments:
+        key = layout.segment_key(segment.hex())
         blob, tag, when = bucket.objects.pop(key)
         if broken == "damaged":
             bucket.objects[key] = (blob[:-9] + bytes(9), tag, when)
