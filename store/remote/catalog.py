@@ -106,7 +106,7 @@ class Trash(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     deleting: list[str]
 
 
-# Stands for the second since when a container is condemned that was found damaged, or gone.
+# Stands for the second since when a container is condemned that was found damaged.
 DAMAGED: Final = 0
 _NO_TRASH: Final = Trash({}, [])
 CatalogChange: TypeAlias = tuple[Mapping[bytes, list[ListedContainer]], Trash]
@@ -432,9 +432,12 @@ def commit(
     raise RemoteBusyError.at(bucket.at(layout.HEAD), f"others wrote it {_ATTEMPTS} times meanwhile")
 
 
-def drop(bucket: Bucket, containers: Collection[ContainerId]) -> None:
-    """Take containers out of the catalog, and condemn them, so that nobody takes them for whole."""
-    keys = {layout.container_key(each): DAMAGED for each in containers}
+def drop(bucket: Bucket, containers: Collection[ContainerId], *, condemned: bool = False) -> None:
+    """Take containers out of the catalog, so that no later push relies on them.
+
+    Unless they are condemned, too, the next sweep enters those that are there after all.
+    """
+    keys = {layout.container_key(each): DAMAGED for each in containers if condemned}
 
     def change(catalog: Catalog) -> CatalogChange | None:
         kept = [entry for c, entry in catalog.containers.items() if c not in containers]

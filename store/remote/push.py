@@ -53,7 +53,7 @@ from tensor_dedup.store.remote.catalog import (
     read_catalog,
     with_more,
 )
-from tensor_dedup.store.remote.conditions import check_still, prepare
+from tensor_dedup.store.remote.conditions import check_remote, check_still, prepare
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
     MissingRemoteError,
@@ -496,8 +496,12 @@ class _Push:
             there = [s for s in bucket.each(bucket.head, keys) if s is not None]
             sizes = {status.key: status.size for status in there}
         lost = [c for c in reused if sizes.get(key := layout.container_key(c)) != keys[key]]
-        if lost:
-            drop(bucket, lost)
+        # An answer may be old: one is not enough to send again what is there.
+        again = [s for s in bucket.each(bucket.head, map(layout.container_key, lost)) if s]
+        whole = {status.key for status in again if status.size == keys[status.key]}
+        if gone := [c for c in lost if layout.container_key(c) not in whole]:
+            check_remote(bucket)  # or a catalog would be made where all of it has gone
+            drop(bucket, gone)
             raise _OutdatedError
 
     def _publish(

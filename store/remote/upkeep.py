@@ -46,6 +46,7 @@ from tensor_dedup.store.remote.errors import (
     MissingRemoteError,
     RemoteAccessError,
     RemoteBusyError,
+    RemoteUnreachableError,
     UncertainRemoteError,
     UnknownRemoteNameError,
 )
@@ -436,6 +437,8 @@ def _faults_in(
                         source.read_piece_into(record.digest, at, view, record.nbytes)
                 else:
                     _check_chunks(source, container, record)
+            except (RemoteUnreachableError, RemoteAccessError):
+                raise  # which says nothing of the bytes
             except StoreError as error:
                 yield record, str(error)
 
@@ -464,7 +467,7 @@ def _mended(
         if entry.shortened(named[c].width) != named[c] and c not in bad
     }
     if gone := {*bad, *absent}:
-        drop(bucket, gone)
+        drop(bucket, gone, condemned=True)
     if lies:
         _correct(bucket, lies)
     for containers, what in (
@@ -603,7 +606,12 @@ def _plan(
     # came late would take what was pushed under that name meanwhile.
     used |= {key for key in found.objects if key.startswith(layout.REFS)}
     dead = {key: status for key, status in found.objects.items() if key not in used}
-    before = catalog.trash.condemned
+    # What nothing refers to is given the lease even if it was found damaged: that may have been a
+    # mistake, and a push may be about to refer to it.
+    before = {
+        key: int(now) if since == DAMAGED and key in dead else since
+        for key, since in catalog.trash.condemned.items()
+    }
     old = {k: s for k, s in dead.items() if now - s.modified >= lease_s}
     # Segments that no head names, and what was begun in a folder, are nobody's after the lease.
     current = {layout.segment_key(name.hex()) for name in catalog.segments} | {layout.HEAD}
@@ -618,7 +626,8 @@ def _plan(
     expired |= {k for k in catalog.trash.deleting if k in dead}
     waiting = {k: before.get(k, int(now)) for k in old if k not in expired}
     # What was found damaged and is in use stays out of the catalog, until it is pushed again.
-    waiting |= {k: since for k, since in before.items() if since == DAMAGED and k in used}
+    damaged = [key for key, since in catalog.trash.condemned.items() if since == DAMAGED]
+    waiting |= {k: before[k] for k in damaged if k in used or (k in dead and k not in expired)}
     entries = [listed(c, found.tables[c]) for c in kept if layout.container_key(c) not in waiting]
     fresh = [
         listed(c, table)

@@ -167,8 +167,11 @@ def test_ctrl_c_ends_the_search_with_a_plan_and_interrupts_what_comes_after() ->
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         said = [process.stdout.readline().strip() for _ in range(4)]
-        process.send_signal(signal.SIGINT)
-        said += process.communicate(timeout=60)[0].splitlines()
+        try:
+            process.send_signal(signal.SIGINT)
+            said += process.communicate(timeout=60)[0].splitlines()
+        finally:
+            process.kill()  # else it would go on for an hour, and be waited for
     assert said == ["searching", "60 placed True", "interrupted"] * 2
     assert process.returncode == 0
 

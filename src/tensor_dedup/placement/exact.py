@@ -2,15 +2,18 @@
 
 import importlib
 import math
+import threading
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.placement.placement import Placement
 from tensor_dedup.placement.problem import PackingProblem
 from tensor_dedup.suggestions import install_hint
+
+_POLL_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +80,34 @@ def solve(problem: PackingProblem, seconds: float, hint: Placement | None = None
 
 
 def _solved(solver: Any, model: Any) -> Any:
-    """Return the status. Another thread searches, so that Ctrl-C reaches this one."""
-    with ThreadPoolExecutor(1, "tensor-dedup-plan") as pool:
-        search = pool.submit(solver.solve, model)
+    """Return the status. Another thread searches, so that Ctrl-C reaches this one.
+
+    After Ctrl-C the search is asked to end again and again: a search that is asked before it has
+    begun goes on.
+    """
+    search: Future[Any] = Future()
+    begin = threading.Event()
+
+    def run() -> None:
+        begin.wait()
         try:
-            return search.result()
+            search.set_result(solver.solve(model))
+        except BaseException as error:  # noqa: BLE001 (raised where the result is asked for)
+            search.set_exception(error)
+
+    # Nothing waits for a thread of this kind when the program ends.
+    threading.Thread(target=run, name="tensor-dedup-plan", daemon=True).start()
+    ending = False
+    while True:
+        try:
+            begin.set()  # only now, when Ctrl-C does what is said above
+            if ending:
+                solver.stop_search()
+            return search.result(_POLL_S if ending else None)
+        except TimeoutError:
+            continue
         except KeyboardInterrupt:
-            solver.stop_search()
-            return search.result()
+            ending = True
 
 
 def _needed(problem: PackingProblem) -> dict[int, int]:
