@@ -1,8 +1,9 @@
 """The layers of a fine-tune beside those of its base, and which of them the base's can replace."""
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, product
 from typing import Final, Generic, Protocol, TypeVar
 
 from tensor_dedup.errors import UnsupportedError
@@ -33,12 +34,14 @@ class Layer(Generic[_T]):
     """A layer of a fine-tune, or some of its tensors, and what stands for them in the base.
 
     `found` are tensors of the fine-tune, each with its counterpart in the base or None; `left` are
-    the names of those in the base's layer for which the fine-tune has nothing.
+    the names of those in the base's layer for which the fine-tune has nothing. `unclear` are
+    tensors of the base between which nothing decides.
     """
 
     name: str
     found: tuple[tuple[_T, _T | None], ...]
     left: tuple[str, ...] = ()
+    unclear: tuple[str, ...] = ()
 
     @property
     def pairs(self) -> tuple[tuple[_T, _T], ...]:
@@ -52,6 +55,8 @@ class Layer(Generic[_T]):
     def obstacle(self) -> str | None:
         """Why the base's tensors cannot stand here, or None."""
         alone = [tensor.name for tensor, old in self.found if old is None]
+        if alone and self.unclear:
+            return f"the base has no {_listed(alone)}, but {' and '.join(self.unclear)}"
         if alone:
             return f"the base has no {_listed(alone)}"
         if self.left:
@@ -71,43 +76,119 @@ class Layer(Generic[_T]):
 def layers_of(tune: Sequence[_T], base: Sequence[_T]) -> dict[str, Layer[_T]]:
     """Return the layers of a fine-tune by name, in natural order.
 
-    Tensors belong together by name; names of modules that only wrap the model do not count.
+    Tensors belong together by name. Where the whole of one model stands in a module that the other
+    does not have, or calls otherwise (`module.`, `bert.`), so do those whose names differ in that.
+    No tensor of the base is the counterpart of two.
     """
     there = {tensor.name: tensor for tensor in base}
-    names = [unwrapped(tensor.name) for tensor in tune], [unwrapped(name) for name in there]
-    wrappers = {_wrapper(*names), _wrapper(*reversed(names))}
-
-    def plain_name(name: str) -> str:
-        first, _, rest = unwrapped(name).partition(".")
-        return rest if first in wrappers else unwrapped(name)
-
-    plain = {plain_name(tensor.name): tensor for tensor in base}
+    names, unclear = _counterparts([tensor.name for tensor in tune], list(there))
     layers = defaultdict[str, list[tuple[_T, _T | None]]](list)
-    taken: set[str] = set()
+    homes = defaultdict[str, set[str]](set)
     for tensor in tune:
-        old = there.get(tensor.name) or plain.get(plain_name(tensor.name))
-        layers[split(tensor.name)[0]].append((tensor, old))
+        layer, old = split(tensor.name)[0], names.get(tensor.name)
+        layers[layer].append((tensor, None if old is None else there[old]))
         if old is not None:
-            taken.add(old.name)
+            homes[layer].add(split(old)[0])
     left = defaultdict[str, list[str]](list)
-    for tensor in base:
-        if tensor.name not in taken:
-            left[split(plain_name(tensor.name))[0]].append(tensor.name)
+    for name in there.keys() - set(names.values()):
+        left[split(name)[0]].append(name)
     return {
-        name: Layer(name, tuple(layers[name]), tuple(left.get(plain_name(name), ())))
+        name: Layer(
+            name,
+            tuple(layers[name]),
+            tuple(sorted(chain.from_iterable(left[home] for home in homes[name]), key=natural)),
+            next((unclear[t.name] for t, _ in layers[name] if t.name in unclear), ()),
+        )
         for name in sorted(layers, key=natural)
     }
 
 
-def _wrapper(names: Sequence[str], others: Sequence[str]) -> str | None:
-    """Return the module that holds, in `names`, what stands by itself in `others`, if it is one.
+def _counterparts(
+    tune: Sequence[str], base: Sequence[str]
+) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+    """Return what names of a fine-tune are in the base, and those that could be several there.
 
-    `bert` of BertForSequenceClassification beside BertModel, whatever transformers calls it.
+    Each component of a pipeline (`unet/...`) is a model of its own.
     """
-    known, theirs = set(others), {name.partition(".")[0] for name in others}
-    parts = (name.partition(".") for name in names)
-    found = {first for first, _, rest in parts if first not in theirs and rest in known}
-    return found.pop() if len(found) == 1 else None
+    found, unclear = dict[str, str](), dict[str, tuple[str, ...]]()
+    ours, theirs = _by_component(tune), _by_component(base)
+    for component in ours.keys() & theirs.keys():
+        same, several = _renamed(ours[component], theirs[component])
+        found |= {component + name: component + old for name, old in same.items()}
+        unclear |= {
+            component + name: tuple(component + each for each in some)
+            for name, some in several.items()
+        }
+    return found, unclear
+
+
+def _by_component(names: Iterable[str]) -> dict[str, list[str]]:
+    found = defaultdict[str, list[str]](list)
+    for name in names:
+        component, slash, rest = name.rpartition("/")
+        found[component + slash].append(rest)
+    return found
+
+
+def _renamed(
+    tune: Sequence[str], base: Sequence[str]
+) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+    """Return the counterparts within one model: equal names, and those that one renaming relates.
+
+    A renaming replaces one beginning of names by another. It counts only as a whole: one that
+    leads anywhere to a tensor whose own name is in both models relates two different stacks, and
+    of two that lead from or to the same tensor nothing says which is meant.
+    """
+    theirs = set(base)
+    same = {name: name for name in tune if name in theirs}
+    if len(same) == len(tune):
+        return same, {}
+    renamings = [
+        pairs
+        for pairs in _renamings(tune, base)
+        if not any(name in same or old in same for name, old in pairs.items())
+    ]
+    best = max(renamings, key=len, default={})
+    others = [each for each in renamings if each is not best]
+    aims = {*best.values()}
+    rivals = [
+        each for each in others if not each.keys().isdisjoint(best) or aims & {*each.values()}
+    ]
+    if not rivals:
+        return same | best, {}
+    several = defaultdict[str, list[str]](list)
+    for each in (best, *rivals):
+        for name, old in each.items():
+            several[name].append(old)
+    return same, {name: tuple(olds) for name, olds in several.items()}
+
+
+def _renamings(tune: Sequence[str], base: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Yield the names that belong together if one outer module is removed, added or replaced.
+
+    The module of one side may have any name, as `bert` of BertForSequenceClassification beside
+    BertModel; on the other side there is none, or one that is known only to wrap.
+    """
+    for (new, ours), (old, theirs) in product(_within(tune).items(), _within(base).items()):
+        # What ends alike is the renaming of what is before that, and of more names.
+        alike = new.split(".")[-2:] == old.split(".")[-2:]
+        if not alike and (_wraps(new) or _wraps(old)) and (rests := ours & theirs):
+            yield {new + rest: old + rest for rest in rests}
+
+
+def _within(names: Iterable[str]) -> dict[str, set[str]]:
+    """Return the names within each module that may hold a whole model; "" is none."""
+    found = {"": set(names)}
+    for name in found[""]:
+        outer = name.removesuffix(unwrapped(name)).count(".")
+        parts = name.split(".")
+        for depth in range(1, min(outer + 1, len(parts) - 1) + 1):
+            found.setdefault(".".join(parts[:depth]) + ".", set()).add(".".join(parts[depth:]))
+    return found
+
+
+def _wraps(outer: str) -> bool:
+    return not unwrapped(f"{outer}x").removesuffix("x")
 
 
 def _listed(names: Sequence[str]) -> str:

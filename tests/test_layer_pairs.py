@@ -1,0 +1,102 @@
+"""Which tensors of a base are those of a fine-tune: by names, and by one renaming of all names."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pytest
+
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.layer_pairs import chosen, layers_of
+
+
+@dataclass(frozen=True)
+class Named:
+    name: str
+    dtype: str = "F32"
+    shape: tuple[int, ...] = (4, 4)
+
+    @property
+    def nbytes(self) -> int:
+        return 64
+
+
+def stack(outer: str, blocks: Iterable[int] = range(3)) -> list[Named]:
+    return [Named(f"{outer}layers.{n}.w") for n in blocks]
+
+
+def pairs(tune: list[Named], base: list[Named]) -> dict[str, str | None]:
+    return {
+        tensor.name: old.name if old is not None else None
+        for layer in layers_of(tune, base).values()
+        for tensor, old in layer.found
+    }
+
+
+def test_another_stack_of_the_fine_tune_has_no_counterpart() -> None:
+    tune = [*stack("model."), *stack("transformer.", range(5))]
+    base = stack("model.", range(5))
+    found = pairs(tune, base)
+    assert {n: old for n, old in found.items() if old} == {t.name: t.name for t in stack("model.")}
+    with pytest.raises(UnsupportedError, match=r"the base has no transformer\.layers\.0\.w"):
+        chosen(layers_of(tune, base), "transformer.layers.0")
+
+
+def test_a_stack_that_could_be_either_of_two_is_refused_with_both() -> None:
+    tune, base = stack("module."), [*stack("model."), *stack("transformer.")]
+    assert set(pairs(tune, base).values()) == {None}
+    either = r"no module\.layers\.0\.w, but model\.layers\.0\.w and transformer\.layers\.0\.w"
+    with pytest.raises(UnsupportedError, match=either):
+        chosen(layers_of(tune, base), "0")
+    assert set(pairs(base, tune).values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [
+        ("module.", ""),
+        ("module.model.", "model."),
+        ("module.model.", ""),
+        ("model.", "transformer."),
+        ("bert.", ""),
+        ("model.bert.", ""),
+        ("model.bert.", "module."),
+        ("module.model.bert.", "model.bert."),
+    ],
+)
+def test_one_outer_module_more_or_another(outer: str, inner: str) -> None:
+    one, two = stack(outer), stack(inner)
+    assert pairs(one, two) == {a.name: b.name for a, b in zip(one, two, strict=True)}
+    assert pairs(two, one) == {b.name: a.name for a, b in zip(one, two, strict=True)}
+
+
+def test_what_stands_outside_of_the_module_is_called_alike() -> None:
+    head = Named("lm_head.weight")
+    tune, base = [*stack("model."), head], [*stack("transformer."), head]
+    found = pairs(tune, base)
+    assert found["lm_head.weight"] == "lm_head.weight"
+    assert found["model.layers.2.w"] == "transformer.layers.2.w"
+
+
+def test_each_component_of_a_pipeline_is_renamed_by_itself() -> None:
+    tune = [*stack("unet/module."), *stack("vae/"), *stack("encoder/model.")]
+    base = [*stack("unet/"), *stack("vae/"), *stack("text/model.")]
+    found = pairs(tune, base)
+    assert found["unet/module.layers.1.w"] == "unet/layers.1.w"
+    assert found["vae/layers.1.w"] == "vae/layers.1.w"
+    assert found["encoder/model.layers.1.w"] is None
+
+
+def test_no_tensor_of_a_base_is_the_counterpart_of_two() -> None:
+    tune = [Named("a.weight"), Named("model.a.weight"), *stack("model.")]
+    found = pairs(tune, [Named("a.weight"), *stack("")])
+    taken = [old for old in found.values() if old]
+    assert taken
+    assert len(taken) == len(set(taken))
+
+
+def test_what_the_base_has_more_in_a_layer_is_named() -> None:
+    base = [*stack("bert."), Named("bert.layers.1.bias")]
+    layers = layers_of(stack(""), base)
+    assert layers["layers.0"].obstacle is None
+    assert layers["layers.1"].obstacle is not None
+    assert "bert.layers.1.bias" in layers["layers.1"].obstacle
