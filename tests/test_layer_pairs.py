@@ -100,3 +100,57 @@ def test_what_the_base_has_more_in_a_layer_is_named() -> None:
     assert layers["layers.0"].obstacle is None
     assert layers["layers.1"].obstacle is not None
     assert "bert.layers.1.bias" in layers["layers.1"].obstacle
+
+
+def quantised(outer: str, leaves: dict[str, str], dtype: str = "I8") -> list[Named]:
+    shapes = {leaf: (4, 4) if kind == "I8" else (1,) for leaf, kind in leaves.items()}
+    found = [
+        Named(f"{outer}mlp.{leaf}", dtype if kind == "I8" else kind, shapes[leaf])
+        for leaf, kind in leaves.items()
+    ]
+    return [*found, Named(f"{outer}norm.weight", "BF16", (4,))]
+
+
+@pytest.mark.parametrize("dtype", ["I8", "U8", "F8_E4M3"])
+@pytest.mark.parametrize(
+    ("codes", "scale"),
+    [("weight", "weight_scale"), ("weight", "weight.absmax"), ("weight_packed", "input_scale")],
+)
+def test_codes_are_taken_with_their_scales_or_not_at_all(
+    dtype: str, codes: str, scale: str
+) -> None:
+    held = quantised("layers.0.", {codes: "I8", scale: "F32", "bias": "BF16"}, dtype)
+    layers = layers_of(held, held)
+    for spec, other in ((f"*mlp.{codes}", scale), (f"*mlp.{scale}", codes)):
+        with pytest.raises(UnsupportedError, match=rf"without layers\.0\.mlp\.{other}: they are"):
+            chosen(layers, spec)
+    (layer,) = chosen(layers, f"*mlp.{codes},*mlp.{scale}")
+    assert len(layer.pairs) == 2  # a bias decodes nothing
+    assert [len(each.pairs) for each in chosen(layers, "*norm*")] == [1]
+    assert [len(each.pairs) for each in chosen(layers, "0")] == [4]
+
+
+def test_a_scale_that_only_the_base_has_is_missed_by_a_pattern_too() -> None:
+    base = quantised("layers.0.", {"weight": "I8", "weight_scale": "F32", "weight_zero": "F32"})
+    tune = quantised("layers.0.", {"weight": "I8", "weight_scale": "F32"})
+    with pytest.raises(UnsupportedError, match=r"fine-tune has no layers\.0\.mlp\.weight_zero"):
+        chosen(layers_of(tune, base), "*.mlp.*")
+    assert chosen(layers_of(tune, base), "*norm*")
+
+
+def test_scales_outside_of_blocks_are_layers_of_their_own() -> None:
+    held = quantised("", {"weight": "I8", "weight.absmax": "F32"})
+    layers = layers_of(held, held)
+    with pytest.raises(UnsupportedError, match=r"without mlp\.weight\.absmax"):
+        chosen(layers, "mlp")
+    assert len(chosen(layers, "mlp,mlp.weight")) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("embed.position_ids", "I32"), ("embed.position_ids", "I64"), ("embed.bias", "U8")],
+)
+def test_positions_and_masks_are_no_codes(name: str, dtype: str) -> None:
+    held = [Named(name, dtype), Named("embed.weight", "BF16")]
+    (layer,) = chosen(layers_of(held, held), "embed.weight*")
+    assert len(layer.pairs) == 1

@@ -309,18 +309,20 @@ def test_what_cannot_be_taken_is_refused_with_the_reason(
     mixed(base, other, tmp_path / "out", {n for n in tensors(other) if n[13] in "02" and "s." in n})
 
 
-def test_layers_that_are_quantised_alike_are_taken_with_their_scales(tmp_path: Path) -> None:
-    def quantised(held: Weights) -> Weights:
-        found = {}
-        for name, tensor in held.items():
-            if not name.endswith("mlp.weight"):
-                found[name] = tensor
-                continue
-            scale = tensor.float().abs().amax() / 127
-            found[name] = (tensor.float() / scale).round().to(torch.int8)
-            found[f"{name}_scale"] = scale.reshape(1)
-        return found
+def quantised(held: Weights) -> Weights:
+    """With int8 in place of the weights of each MLP."""
+    found = {}
+    for name, tensor in held.items():
+        if not name.endswith("mlp.weight"):
+            found[name] = tensor
+            continue
+        scale = tensor.float().abs().amax() / 127
+        found[name] = (tensor.float() / scale).round().to(torch.int8)
+        found[f"{name}_scale"] = scale.reshape(1)
+    return found
 
+
+def test_layers_that_are_quantised_alike_are_taken_with_their_scales(tmp_path: Path) -> None:
     base = saved(tmp_path / "base", quantised(weights(1)))
     tune = saved(tmp_path / "tune", quantised(moved(weights(1))))
     substitute(base, tune, tmp_path / "out", layers="1-2")
@@ -329,6 +331,33 @@ def test_layers_that_are_quantised_alike_are_taken_with_their_scales(tmp_path: P
     mixed(base, tune, tmp_path / "out", taken)
     shared = analyze([base, tmp_path / "out"]).pairs[0].shared_tensors
     assert shared >= len(taken)
+
+
+def test_codes_without_their_scales_are_refused(tmp_path: Path) -> None:
+    base = saved(tmp_path / "base", quantised(weights(1)))
+    tune = saved(tmp_path / "tune", quantised(moved(weights(1))))
+    with pytest.raises(UnsupportedError, match=r"without model\.layers\.0\.mlp\.weight_scale"):
+        substitute(base, tune, tmp_path / "out", layers="*.mlp.weight")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_what_is_quantised_with_other_settings_is_refused(tmp_path: Path, stored: bool) -> None:
+    base: Path | str = saved(tmp_path / "base", quantised(weights(1)))
+    tune = saved(tmp_path / "tune", quantised(moved(weights(1))))
+    for folder, kind in ((tmp_path / "base", "gptq"), (tune, "gptq_v2")):
+        said = {"quantization_config": {"bits": 8, "checkpoint_format": kind}}
+        (folder / "config.json").write_text(json.dumps(said))
+    if stored:
+        with Store.open(tmp_path / "store") as store:
+            store.import_(tmp_path / "base", "base")
+        base = "store://base"
+    with pytest.raises(UnsupportedError, match=r'checkpoint_format "gptq" and "gptq_v2"'):
+        substitute(base, tune, tmp_path / "out", layers="1", store=tmp_path / "store")
+    substitute(base, tune, tmp_path / "out", layers="*.attn.*", store=tmp_path / "store")
+    (tune / "config.json").write_bytes((tmp_path / "base" / "config.json").read_bytes())
+    substitute(base, tune, tmp_path / "all", layers="*", store=tmp_path / "store")
+    assert tensors(tmp_path / "all") == tensors(tmp_path / "base")
 
 
 def test_a_tied_fine_tune_stays_tied(base: Path, tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, product
 from typing import Final, Generic, Protocol, TypeVar
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.layer_names import meant, split, unwrapped
 from tensor_dedup.natural import natural
+from tensor_dedup.quantisation import decodes, groups, is_quantised, module_of
 
 _SHOWN: Final = 4
 
@@ -35,13 +36,15 @@ class Layer(Generic[_T]):
 
     `found` are tensors of the fine-tune, each with its counterpart in the base or None; `left` are
     the names of those in the base's layer for which the fine-tune has nothing. `unclear` are
-    tensors of the base between which nothing decides.
+    tensors of the base between which nothing decides. `quantised_otherwise` says how the settings
+    of the two models differ, if they do.
     """
 
     name: str
     found: tuple[tuple[_T, _T | None], ...]
     left: tuple[str, ...] = ()
     unclear: tuple[str, ...] = ()
+    quantised_otherwise: str = ""
 
     @property
     def pairs(self) -> tuple[tuple[_T, _T], ...]:
@@ -62,6 +65,8 @@ class Layer(Generic[_T]):
         if self.left:
             return f"the fine-tune has no {_listed(self.left)}, which this layer of the base has"
         for tensor, old in self.pairs:
+            if self.quantised_otherwise and is_quantised(tensor):
+                return f"base and fine-tune are quantised with {self.quantised_otherwise}"
             if (old.dtype, old.shape) != (tensor.dtype, tensor.shape):
                 was, now = f"{old.dtype} {[*old.shape]}", f"{tensor.dtype} {[*tensor.shape]}"
                 return f"{tensor.name} is {was} in the base and {now} in the fine-tune"
@@ -70,11 +75,19 @@ class Layer(Generic[_T]):
     def part(self, names: Collection[str]) -> "Layer[_T]":
         """Return only these tensors of it; of all of them, the layer itself."""
         kept = tuple(pair for pair in self.found if pair[0].name in names)
-        return self if len(kept) == len(self.found) else Layer(self.name, kept)
+        if len(kept) == len(self.found):
+            return self
+        coded = {module_of(old.name) for tensor, old in kept if old and is_quantised(tensor)}
+        left = tuple(name for name in self.left if any(decodes(name, each) for each in coded))
+        return replace(self, found=kept, left=left)
 
 
-def layers_of(tune: Sequence[_T], base: Sequence[_T]) -> dict[str, Layer[_T]]:
+def layers_of(
+    tune: Sequence[_T], base: Sequence[_T], quantised_otherwise: str = ""
+) -> dict[str, Layer[_T]]:
     """Return the layers of a fine-tune by name, in natural order.
+
+    `quantised_otherwise` is what `tensor_dedup.quantisation.difference` says of the two models.
 
     Tensors belong together by name. Where the whole of one model stands in a module that the other
     does not have, or calls otherwise (`module.`, `bert.`), so do those whose names differ in that.
@@ -98,6 +111,7 @@ def layers_of(tune: Sequence[_T], base: Sequence[_T]) -> dict[str, Layer[_T]]:
             tuple(layers[name]),
             tuple(sorted(chain.from_iterable(left[home] for home in homes[name]), key=natural)),
             next((unclear[t.name] for t, _ in layers[name] if t.name in unclear), ()),
+            quantised_otherwise,
         )
         for name in sorted(layers, key=natural)
     }
@@ -215,4 +229,24 @@ def chosen(layers: Mapping[str, Layer[_T]], spec: str) -> list[Layer[_T]]:
                 layer=layer.name,
                 reason=layer.obstacle,
             )
+    check_whole(layers, taken)
     return taken
+
+
+def check_whole(layers: Mapping[str, Layer[_T]], taken: Iterable[Layer[_T]]) -> None:
+    """Check that what is taken has the scales of its quantised weights with it.
+
+    Raises:
+        UnsupportedError: it has only a part of what is quantised together; the message names it.
+    """
+    names = {tensor.name for layer in taken for tensor, _ in layer.found}
+    for group in groups(tensor for layer in layers.values() for tensor, _ in layer.found):
+        without = sorted(group - names, key=natural)
+        if without and not group.isdisjoint(names):
+            some = sorted(group & names, key=natural)
+            raise UnsupportedError(
+                f"{_listed(some)} cannot be taken from the base without {_listed(without)}: they "
+                "are quantised together; choose all of them or none",
+                tensors=tuple(some),
+                without=tuple(without),
+            )
