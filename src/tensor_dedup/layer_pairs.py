@@ -174,7 +174,7 @@ def _renamed(
     for each in (best, *rivals):
         for name, old in each.items():
             several[name].append(old)
-    return same, {name: tuple(olds) for name, olds in several.items()}
+    return same, {name: tuple(sorted(olds, key=natural)) for name, olds in several.items()}
 
 
 def _renamings(tune: Sequence[str], base: Sequence[str]) -> Iterator[dict[str, str]]:
@@ -190,10 +190,10 @@ def _renamings(tune: Sequence[str], base: Sequence[str]) -> Iterator[dict[str, s
             yield {new + rest: old + rest for rest in rests}
 
 
-def _within(names: Iterable[str]) -> dict[str, set[str]]:
+def _within(names: Sequence[str]) -> dict[str, set[str]]:
     """Return the names within each module that may hold a whole model; "" is none."""
     found = {"": set(names)}
-    for name in found[""]:
+    for name in names:
         outer = name.removesuffix(unwrapped(name)).count(".")
         parts = name.split(".")
         for depth in range(1, min(outer + 1, len(parts) - 1) + 1):
