@@ -40,7 +40,7 @@ class SubstitutedLayer:
 
     `distance` is |tune - base| / |base| over these tensors; None if that is infinite, or the
     numbers are packed. `output_distance` is how far the outputs on samples move
-    with this layer alone, or None.
+    with this layer alone; None without samples, or if that is infinite.
     """
 
     name: str
@@ -130,7 +130,7 @@ def substitute(
             assert budget is not None
             able = [each for each in every.values() if _differs(each) and each.obstacle is None]
             costs = {
-                layer.name: runs.moved([layer]).distance
+                layer.name: _infinite(runs.moved([layer]).distance)
                 if runs is not None
                 else distance(layer.pairs, read_tune, read_base)
                 for layer in able
@@ -191,6 +191,10 @@ def _settings(found: Path | str, store: StrPath | None) -> dict[str, Any] | None
 
 def _differs(layer: _Layer) -> bool:
     return any(tensor.fingerprint != old.fingerprint for tensor, old in layer.pairs)
+
+
+def _infinite(distance: float | None) -> float:
+    return math.inf if distance is None else distance
 
 
 def _moved(layer: _Layer, read_tune: ReadRange, read_base: ReadRange) -> float | None:
