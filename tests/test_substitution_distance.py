@@ -101,6 +101,8 @@ def test_scales_of_an_unknown_form_are_refused(tmp_path: Path) -> None:
         substitute(base, tune, tmp_path / "out", budget=100)
     done = substitute(base, tune, tmp_path / "out", layers="0")
     assert [layer.distance for layer in done.layers] == [None]
+    same = substitute(base, base, tmp_path / "same", layers="0")
+    assert [layer.distance for layer in same.layers] == [0.0]
 
 
 def test_fp8_without_any_scale_was_only_cast(tmp_path: Path) -> None:

@@ -370,7 +370,8 @@ def test_a_row_says_what_a_checkpoint_adds_and_why(models: list[Path]) -> None:
         "Qwen2-tiny-sql-lora-merged": "■      ▣ ▣ ▣ ▣ ▣ ▣  ■  "
         "changed: q_proj, v_proj; k_proj lost to vLLM's fused qkv",
         "Qwen2-tiny-de-extended-vocab": "□      ■ ■ ■ ■ ■ ■  □  vocabulary 400 -> 426 rows",
-        "Qwen2-tiny-full-ft": "□      □ □ □ □ □ □  □  every tensor changed: a full fine-tune",
+        "Qwen2-tiny-full-ft": "□      □ □ □ □ □ □  □  "
+        "every tensor changed: a full fine-tune, or another model",
     }
     adds = [row_of(lines, path.name)[30:42] for path in models]
     assert adds == ["  224.4 KiB ", "+  29.1 KiB ", "+  15.0 KiB ", "+  53.2 KiB ", "+ 224.4 KiB "]

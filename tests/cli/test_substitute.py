@@ -36,6 +36,18 @@ def test_people_see_what_was_taken_and_what_it_saves(models: list[Path], tmp_pat
     assert 0 < shared < analyze([base, lora]).contributions[1].adds_bytes
 
 
+def test_nothing_is_said_to_differ_where_nothing_does(models: list[Path], tmp_path: Path) -> None:
+    base, tuned = models[:2]  # of which one block has changed
+    assert analyze([base, tuned]).contributions[1].adds_bytes > 0
+    for number, choice in enumerate((("--layers", "0"), ("--layers", ""), ("--budget", "1GiB"))):
+        done = run(base, tuned, *choice, "--output", tmp_path / str(number))
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "its outputs are TUNE's" in done.stdout
+        assert "differ from" not in done.stdout
+    changed = run(base, tuned, "--layers", "3", "--output", tmp_path / "3")
+    assert "Its outputs differ from TUNE's" in changed.stdout
+
+
 def test_the_document_has_the_bytes_that_analyze_counts(models: list[Path], tmp_path: Path) -> None:
     base, *_, full = models
     alone = analyze([base, full]).contributions[1].adds_bytes

@@ -23,7 +23,8 @@ class Reasons:
     """What a checkpoint has of its own, in words, beside `nearest` (None for the first one).
 
     `full` tells that every tensor changed and none was added or resized, as by a full fine-tune:
-    there may be little between the two on disk.
+    there may be little between the two on disk. Another model of the same shape looks alike, as
+    long as no numbers are compared.
     """
 
     nearest: int | None
@@ -82,7 +83,7 @@ def _reasons(
     if whole and len(changed) < len(own) / 2:
         return Reasons(nearest, ("another model: no tensor is shared",))
     if whole and _size(alike) >= _WHOLE * checkpoint.nbytes:
-        return Reasons(nearest, ("every tensor changed: a full fine-tune",), True)
+        return Reasons(nearest, ("every tensor changed: a full fine-tune, or another model",), True)
     types = _types(changed, there)
     if whole and types:
         return Reasons(nearest, (types,))

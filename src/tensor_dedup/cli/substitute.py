@@ -109,6 +109,8 @@ def _texts(samples: TextIO | None) -> list[str]:
 
 
 def _movement(found: Substitution) -> str:
+    if all(layer.distance == 0 for layer in found.layers):
+        return "No number was taken that differs from TUNE's: its outputs are TUNE's."
     if found.outputs is None:
         return "Its outputs differ from TUNE's: --samples measures by how much."
     moved = f"On {counted(found.outputs.samples, 'sample')} its outputs are "

@@ -36,6 +36,8 @@ def distance(pairs: Iterable[Pair], read_tune: ReadRange, read_base: ReadRange) 
             a way that is not known).
     """
     held = {tensor.name: (tensor, old) for tensor, old in pairs}
+    if all(tensor.fingerprint == old.fingerprint for tensor, old in held.values()):
+        return 0.0  # whatever form the numbers have
     scales = {name: _scale(tensor, held) for name, (tensor, _) in held.items()}
     applied = {scale for scale in scales.values() if scale is not None}
     apart = size = 0.0
