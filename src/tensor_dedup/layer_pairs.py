@@ -59,7 +59,10 @@ class Layer(Generic[_T]):
         """Why the base's tensors cannot stand here, or None."""
         alone = [tensor.name for tensor, old in self.found if old is None]
         if alone and self.unclear:
-            return f"the base has no {_listed(alone)}, but {' and '.join(self.unclear)}"
+            could = " or ".join(self.unclear)
+            return (
+                f"the base has no {_listed(alone)}, and names do not decide whether {could} is it"
+            )
         if alone:
             return f"the base has no {_listed(alone)}"
         if self.left:
