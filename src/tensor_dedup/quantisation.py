@@ -83,14 +83,13 @@ def settings(texts: Mapping[str, bytes]) -> dict[str, Any] | None:
         read = {name: json.loads(text) for name, text in texts.items()}
     except (ValueError, RecursionError):
         return None
-    found = {name: read[name] for name in _OTHERS if name in read}
+    found: dict[str, Any] = {name: read[name] for name in _OTHERS if name in read}
     config = read.get(_CONFIG)
     if not isinstance(config, dict):
         return found or None
-    for part in (config, config.get("text_config")):
-        for key in _KEYS if isinstance(part, dict) else ():
-            said = part.get(key)
-            found |= said if isinstance(said, dict) else {}
+    parts = (part for part in (config, config.get("text_config")) if isinstance(part, dict))
+    for said in (part.get(key) for part in parts for key in _KEYS):
+        found |= said if isinstance(said, dict) else {}
     return found
 
 
