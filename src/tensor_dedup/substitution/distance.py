@@ -104,16 +104,15 @@ def _numbers(
 ) -> Iterator[torch.Tensor]:
     """Yield all numbers in float64, in pieces that are the same for tensors of one form."""
     kind, row = _kind(tensor), 1
+    blocks = None if scale is None else _blocks(tensor.shape, scale.shape)
     if scale is not None:
         row = tensor.shape[-1] or 1
         factors = _decoded(read(scale.name, 0, scale.nbytes), _kind(scale))
-        blocks = _blocks(tensor.shape, scale.shape)
-        assert blocks is not None
     step = max(_PIECE_BYTES // row, 1) * row
     for start in range(0, tensor.nbytes, step):
         stop = min(start + step, tensor.nbytes)
         numbers = _decoded(read(tensor.name, start, stop), kind)
-        if scale is not None:
+        if scale is not None and blocks is not None:
             shape = [*scale.shape, *[1] * len(tensor.shape)][: len(tensor.shape)]
             at = torch.arange(start // row, stop // row)
             places = list[torch.Tensor]()

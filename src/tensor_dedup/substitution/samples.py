@@ -84,8 +84,8 @@ class Samples:
             UnsupportedError: transformers calls a tensor otherwise than the files do.
         """
         other = dict[str, torch.Tensor]()
-        for tensor, old in (pair for layer in layers for pair in layer.pairs):
-            name, value = _called(self._own, tensor.name), self._base[_called(self._base, old.name)]
+        for tensor, its in (pair for layer in layers for pair in layer.pairs):
+            name, value = _called(self._own, tensor.name), self._base[_called(self._base, its.name)]
             other |= dict.fromkeys((name, *self._followers.get(name, ())), value)
         found = [self._run(each, other) for each in self._inputs]
         apart = size = agreeing = positions = 0.0
@@ -100,7 +100,7 @@ class Samples:
         return Movement(len(found), moved if math.isfinite(moved) else None, share)
 
     def _run(
-        self, inputs: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
+        self, inputs: Mapping[str, torch.Tensor], other: dict[str, torch.Tensor]
     ) -> torch.Tensor:
         with torch.inference_mode():
             found = functional_call(self._model, other, kwargs=dict(inputs), tie_weights=False)
