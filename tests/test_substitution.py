@@ -309,18 +309,20 @@ def test_what_cannot_be_taken_is_refused_with_the_reason(
     mixed(base, other, tmp_path / "out", {n for n in tensors(other) if n[13] in "02" and "s." in n})
 
 
-def test_layers_that_are_quantised_alike_are_taken_with_their_scales(tmp_path: Path) -> None:
-    def quantised(held: Weights) -> Weights:
-        found = {}
-        for name, tensor in held.items():
-            if not name.endswith("mlp.weight"):
-                found[name] = tensor
-                continue
-            scale = tensor.float().abs().amax() / 127
-            found[name] = (tensor.float() / scale).round().to(torch.int8)
-            found[f"{name}_scale"] = scale.reshape(1)
-        return found
+def quantised(held: Weights) -> Weights:
+    """With int8 in place of the weights of each MLP."""
+    found = {}
+    for name, tensor in held.items():
+        if not name.endswith("mlp.weight"):
+            found[name] = tensor
+            continue
+        scale = tensor.float().abs().amax() / 127
+        found[name] = (tensor.float() / scale).round().to(torch.int8)
+        found[f"{name}_scale"] = scale.reshape(1)
+    return found
 
+
+def test_layers_that_are_quantised_alike_are_taken_with_their_scales(tmp_path: Path) -> None:
     base = saved(tmp_path / "base", quantised(weights(1)))
     tune = saved(tmp_path / "tune", quantised(moved(weights(1))))
     substitute(base, tune, tmp_path / "out", layers="1-2")
@@ -329,6 +331,33 @@ def test_layers_that_are_quantised_alike_are_taken_with_their_scales(tmp_path: P
     mixed(base, tune, tmp_path / "out", taken)
     shared = analyze([base, tmp_path / "out"]).pairs[0].shared_tensors
     assert shared >= len(taken)
+
+
+def test_codes_without_their_scales_are_refused(tmp_path: Path) -> None:
+    base = saved(tmp_path / "base", quantised(weights(1)))
+    tune = saved(tmp_path / "tune", quantised(moved(weights(1))))
+    with pytest.raises(UnsupportedError, match=r"without model\.layers\.0\.mlp\.weight_scale"):
+        substitute(base, tune, tmp_path / "out", layers="*.mlp.weight")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_what_is_quantised_with_other_settings_is_refused(tmp_path: Path, stored: bool) -> None:
+    base: Path | str = saved(tmp_path / "base", quantised(weights(1)))
+    tune = saved(tmp_path / "tune", quantised(moved(weights(1))))
+    for folder, kind in ((tmp_path / "base", "gptq"), (tune, "gptq_v2")):
+        said = {"quantization_config": {"bits": 8, "checkpoint_format": kind}}
+        (folder / "config.json").write_text(json.dumps(said))
+    if stored:
+        with Store.open(tmp_path / "store") as store:
+            store.import_(tmp_path / "base", "base")
+        base = "store://base"
+    with pytest.raises(UnsupportedError, match=r'checkpoint_format "gptq" and "gptq_v2"'):
+        substitute(base, tune, tmp_path / "out", layers="1", store=tmp_path / "store")
+    substitute(base, tune, tmp_path / "out", layers="*.attn.*", store=tmp_path / "store")
+    (tune / "config.json").write_bytes((tmp_path / "base" / "config.json").read_bytes())
+    substitute(base, tune, tmp_path / "all", layers="*", store=tmp_path / "store")
+    assert tensors(tmp_path / "all") == tensors(tmp_path / "base")
 
 
 def test_a_tied_fine_tune_stays_tied(base: Path, tmp_path: Path) -> None:
@@ -502,6 +531,88 @@ def test_how_far_outputs_move_is_what_the_new_checkpoint_says(
     assert (nothing.outputs.distance, nothing.outputs.agreement) == (0.0, 1.0)
 
 
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A base and a fine-tune of it whose files hold the tied embedding and head both."""
+    folder = tmp_path_factory.mktemp("tied")
+    base = kinds.with_tokenizer(tiny_checkpoints.make("llama_tied", folder).base)
+    tune = shutil.copytree(base, folder / "tune")
+    for path, far in ((base, 0.0), (tune, 0.02)):
+        (file,) = path.glob("*.safetensors")
+        held = safetensors.torch.load_file(file)
+        for name, tensor in held.items():
+            noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(5))
+            held[name] = (tensor + far * noise).to(tensor.dtype)
+        assert "lm_head.weight" not in held
+        held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
+        safetensors.torch.save_file(held, file, {"format": "pt"})
+    return base, tune
+
+
+@pytest.mark.parametrize("layers", ["lm_head", "*embed*", "lm_head,*embed*"])
+def test_tied_weights_move_outputs_as_the_new_checkpoint_does(
+    tied: tuple[Path, Path], tmp_path: Path, layers: str
+) -> None:
+    base, tune = tied
+    done = substitute(base, tune, tmp_path / "out", layers=layers, samples=TEXTS)
+    expected = apart(outputs(tmp_path / "out"), outputs(tune))
+    assert expected > 0.001
+    assert done.outputs is not None
+    assert done.outputs.distance == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_head_that_only_the_model_has_follows_its_embedding(
+    tied: tuple[Path, Path], tmp_path: Path
+) -> None:
+    base, tune = (shutil.copytree(each, tmp_path / each.name) for each in tied)
+    for each in (base, tune):
+        (file,) = each.glob("*.safetensors")
+        held = safetensors.torch.load_file(file)
+        del held["lm_head.weight"]
+        safetensors.torch.save_file(held, file, {"format": "pt"})
+    done = substitute(base, tune, tmp_path / "out", layers="*embed*", samples=TEXTS)
+    assert done.outputs is not None
+    expected = apart(outputs(tmp_path / "out"), outputs(tune))
+    assert done.outputs.distance == pytest.approx(expected, rel=1e-4)
+    assert expected > 0.001
+
+
+def broken(path: Path, copy: Path, name: str) -> Path:
+    """A copy of a checkpoint, with a tensor that has a NaN."""
+    shutil.copytree(path, copy)
+    (file,) = copy.glob("*.safetensors")
+    held = safetensors.torch.load_file(file)
+    held[name][0, 0] = float("nan")
+    safetensors.torch.save_file(held, file, {"format": "pt"})
+    return copy
+
+
+def test_outputs_of_a_fine_tune_that_are_no_numbers_are_refused(
+    models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    base, tune = models
+    nan = broken(tune, tmp_path / "nan", "model.layers.2.mlp.up_proj.weight")
+    with pytest.raises(UnsupportedError, match=r"outputs on sample 1 \(w0 w1 .* not all finite"):
+        substitute(base, nan, tmp_path / "out", layers="0", samples=TEXTS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_base_that_makes_outputs_no_numbers_is_infinitely_far(
+    models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    base, tune = models
+    nan = broken(base, tmp_path / "nan", "model.layers.1.mlp.up_proj.weight")
+    done = substitute(nan, tune, tmp_path / "out", layers="0-1", samples=TEXTS)
+    assert [layer.output_distance is None for layer in done.layers] == [False, True]
+    assert done.outputs is not None
+    assert (done.outputs.distance, done.outputs.agreement) == (None, 0.0)
+    json.dumps(done.to_dict(), allow_nan=False)
+    whole = analyze([nan, tune]).contributions[1].adds_bytes
+    chosen = substitute(nan, tune, tmp_path / "less", budget=whole * 2 // 3, samples=TEXTS).layers
+    assert chosen
+    assert "model.layers.1" not in {layer.name for layer in chosen}
+
+
 def test_a_budget_with_samples_takes_what_moves_outputs_least(
     models: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -512,7 +623,8 @@ def test_a_budget_with_samples_takes_what_moves_outputs_least(
     other = substitute(base, tune, tmp_path / "other", layers="0", samples=TEXTS)
     assert done.outputs is not None
     assert other.outputs is not None
-    assert done.outputs.distance < other.outputs.distance
+    assert None not in (done.outputs.distance, other.outputs.distance)
+    assert (done.outputs.distance or 0) < (other.outputs.distance or 0)
 
 
 def test_a_long_sample_is_cut_to_what_the_model_takes(

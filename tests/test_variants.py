@@ -54,6 +54,20 @@ def test_every_row_can_be_counted(tmp_path: Path) -> None:
         variants(analyze([base]).checkpoints, 0)
 
 
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_what_has_eight_bits_already_is_half_with_four(tmp_path: Path, kind: torch.dtype) -> None:
+    base = saved(tmp_path / "base", big=torch.ones(64, 256).to(kind), norm=torch.ones(256))
+    rows = {row.approach: row.nbytes for row in variants(analyze([base]).checkpoints, 10)}
+    assert rows["10 independent models"] == rows["INT8"] == 10 * (64 * 256 + 1024)
+    assert rows["INT4"] == 10 * (64 * 256 // 2 + 64 * 2 * 2 + 1024)
+
+
+def test_what_is_packed_already_counts_as_it_is(tmp_path: Path) -> None:
+    base = saved(tmp_path / "base", packed=torch.ones(64, 128, dtype=torch.uint8))
+    rows = {row.approach: row.nbytes for row in variants(analyze([base]).checkpoints, 10)}
+    assert rows["INT4"] == rows["INT8"] == rows["10 independent models"] == 10 * 64 * 128
+
+
 def test_the_verb_prints_the_table(tmp_path: Path) -> None:
     base = saved(tmp_path / "base", big=torch.randn(64, 256))
     run = CliRunner().invoke(main, ["analyze", str(base), "--variants", "10"])

@@ -22,6 +22,7 @@ from tensor_dedup.layer_pairs import chosen, layers_of
 from tensor_dedup.loader.checkpoint_io.from_store import FromDisk, FromStore, store_behind
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.loader.checkpoint_io.stub_folder import SCHEME, resolve
+from tensor_dedup.quantisation import difference, settings_in
 from tensor_dedup.store.store import Store
 
 if TYPE_CHECKING:
@@ -80,7 +81,9 @@ class FrozenLayers:
             return
         tune = [tensor for file in files for tensor in _Tensor.of(file)]
         try:
-            layers = chosen(layers_of(tune, list(self._base())), self.wanted.layers)
+            base = list(self._base())
+            every = layers_of(tune, base, _quantised_otherwise(base, tune))
+            layers = chosen(every, self.wanted.layers)
         except (ConfigError, UnsupportedError) as error:
             raise ConfigError(
                 f"frozen_base {self.wanted.base}: {error.message}",
@@ -137,6 +140,13 @@ class FrozenLayers:
         if self._opening is not None:
             self._opening.close()
             self._opening = None
+
+
+def _quantised_otherwise(base: Sequence[_Tensor], tune: Sequence[_Tensor]) -> str:
+    """Compare what the configurations beside the files say; a checkout of a store has them, too."""
+    if not base or not tune:
+        return ""
+    return difference(*(settings_in(each[0].place[0].parent) for each in (base, tune)))
 
 
 @contextmanager

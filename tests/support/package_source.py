@@ -27,6 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "layer_names",
             "layer_pairs",
             "natural",
+            "quantisation",
             "suggestions",
             "seams",
             "text_table",

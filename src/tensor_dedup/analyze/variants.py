@@ -18,7 +18,11 @@ HEAD: Final = 0.1
 # INT4 as GPTQ and AWQ write it: a scale of 16 bits for each 128 weights. INT8: one for each row.
 _GROUP: Final = 128
 _SCALE_BYTES: Final = 2
-_FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
+# Of what has eight bits already, INT8 is itself and INT4 the half. Of U8 nothing says whether there
+# are two numbers in a byte, and I32 is packed, or counts.
+_NUMBERS: Final = frozenset(
+    {"F64", "F32", "F16", "BF16", "I8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +53,8 @@ def variants(checkpoints: Sequence[Measured], count: int) -> list[Variant]:
 
     The first checkpoint is the base, the others are variants, whose average stands for each of the
     `count`; a base alone stands for its variants, too, and nothing is known of what they share.
-    Quantised sizes count every matrix of floating-point numbers, embeddings included, and are
-    therefore the least that such formats take.
+    Quantised sizes count every matrix of numbers, FP8 and int8 and embeddings included, and are
+    therefore the least that such formats take. What is packed already counts as it is.
 
     Raises:
         ConfigError: `count` is below 1.
@@ -96,7 +100,7 @@ def variants(checkpoints: Sequence[Measured], count: int) -> list[Variant]:
 def _quantised(checkpoint: Measured, bits: int) -> int:
     total = 0
     for tensor in checkpoint.tensors:
-        if tensor.dtype not in _FLOATS or len(tensor.shape) < 2 or BITS[tensor.dtype] <= bits:
+        if tensor.dtype not in _NUMBERS or len(tensor.shape) < 2 or BITS[tensor.dtype] <= bits:
             total += tensor.nbytes
             continue
         rows, width = math.prod(tensor.shape[:-1]), tensor.shape[-1]

@@ -114,7 +114,10 @@ def _movement(found: Substitution) -> str:
     if found.outputs is None:
         return "Its outputs differ from TUNE's: --samples measures by how much."
     moved = f"On {counted(found.outputs.samples, 'sample')} its outputs are "
-    moved += f"{100 * found.outputs.distance:.2f} % from TUNE's"
+    if found.outputs.distance is None:
+        moved += "infinitely far from TUNE's, or no numbers"
+    else:
+        moved += f"{100 * found.outputs.distance:.2f} % from TUNE's"
     if found.outputs.agreement is not None:
         moved += f"; the likeliest token is the same at {100 * found.outputs.agreement:.1f} %"
     return moved + "."

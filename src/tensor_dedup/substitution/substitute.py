@@ -13,13 +13,15 @@ from typing import Any, Final
 from tensor_dedup.analyze.analysis import analyze
 from tensor_dedup.analyze.contributions import contributions
 from tensor_dedup.analyze.difference import ReadRange, reading
-from tensor_dedup.analyze.stored import SCHEME, StrPath, find
+from tensor_dedup.analyze.stored import SCHEME, StrPath, find, full_name
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.errors import ChangedFileError, ConfigError, UnsupportedError
 from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.formats.markers import KEY, Marker, content_digest
-from tensor_dedup.layer_pairs import Layer, chosen, layers_of
+from tensor_dedup.layer_pairs import Layer, check_whole, chosen, layers_of
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
+from tensor_dedup.quantisation import FILES, difference, settings, settings_in
+from tensor_dedup.store import Store
 from tensor_dedup.store.writing.hashing import ProgressListener
 from tensor_dedup.substitution.distance import distance
 from tensor_dedup.substitution.output import write_files
@@ -38,7 +40,7 @@ class SubstitutedLayer:
 
     `distance` is |tune - base| / |base| over these tensors; None if that is infinite, or the
     numbers are packed. `output_distance` is how far the outputs on samples move
-    with this layer alone, or None.
+    with this layer alone; None without samples, or if that is infinite.
     """
 
     name: str
@@ -119,7 +121,8 @@ def substitute(
     runs = Samples(found, origin, samples) if samples and isinstance(origin, Path) else None
     compared = analyze([base, tune], hints=hints, store=store, progress=progress)
     one, two = compared.checkpoints
-    every = layers_of(two.tensors, one.tensors)
+    otherwise = difference(_settings(origin, store), _settings(found, store))
+    every = layers_of(two.tensors, one.tensors, otherwise)
     with reading(base, store) as read_base, reading(tune, store) as read_tune:
         if layers is not None:
             taken = {layer.name: layer for layer in chosen(every, layers)}
@@ -127,12 +130,13 @@ def substitute(
             assert budget is not None
             able = [each for each in every.values() if _differs(each) and each.obstacle is None]
             costs = {
-                layer.name: runs.moved([layer]).distance
+                layer.name: _infinite(runs.moved([layer]).distance)
                 if runs is not None
                 else distance(layer.pairs, read_tune, read_base)
                 for layer in able
             }
             taken = _within(budget, every, costs, one, two)
+            check_whole(every, taken.values())
         said = [
             SubstitutedLayer(
                 layer.name,
@@ -171,8 +175,26 @@ def _check_target(target: Path, sources: Sequence[Path]) -> None:
         )
 
 
+def _settings(found: Path | str, store: StrPath | None) -> dict[str, Any] | None:
+    if isinstance(found, Path):
+        return settings_in(found if found.is_dir() else found.parent)
+    opened = Store.open(store, create=False)
+    with opened.checkpoint(full_name(opened, found)) as held:
+        files = {file.path: file.pieces for file in held.files if file.path in FILES}
+        return settings(
+            {
+                name: b"".join(held.read_piece(p.digest, 0, p.nbytes, p.nbytes) for p in pieces)
+                for name, pieces in files.items()
+            }
+        )
+
+
 def _differs(layer: _Layer) -> bool:
     return any(tensor.fingerprint != old.fingerprint for tensor, old in layer.pairs)
+
+
+def _infinite(distance: float | None) -> float:
+    return math.inf if distance is None else distance
 
 
 def _moved(layer: _Layer, read_tune: ReadRange, read_base: ReadRange) -> float | None:
