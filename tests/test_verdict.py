@@ -40,7 +40,7 @@ def both(names: list[str], changed: int = 0, paths: tuple[str, str] = ("a b", "c
         (both(["x", "y"], 1), "Transformers and Diffusers share", "tensor-dedup import 'a b'"),
         (
             both(["x", "y"], 2),
-            "store that holds a b, the diff",
+            "If it is fine-tuned from a b, a store",
             "tensor-dedup import c --compress auto",
         ),
         (

@@ -129,11 +129,11 @@ class TensorInBlocks(DeviceResident):
         """
         nbytes = sum(each.nbytes for each in blocks)
         try:
-            names = [each.digest for each in block_keys(nbytes, leaves)]
+            keys = block_keys(nbytes, leaves)
             true = key.digest == combine(nbytes, leaves)
         except IntegrityError:
-            names, true = [], False  # not as many leaves as that
-        if not true or names != [each.key.digest for each in blocks] or not blocks:
+            keys, true = [], False  # not as many leaves as that
+        if not true or keys != [each.key for each in blocks] or not blocks:
             raise SlabUsageError(
                 f"these {len(blocks)} blocks of {nbytes} bytes are not those of {key.digest}",
                 nbytes=nbytes,
@@ -142,6 +142,8 @@ class TensorInBlocks(DeviceResident):
             raise SlabUsageError("blocks that are not all of a slab cannot lie side by side")
         # A slab that is larger than its block is the last: the others are as large as blocks.
         super().__init__(key, [each.slabs[0] for each in blocks], 0)
+        if self.nbytes != nbytes:
+            raise SlabUsageError(f"{key} is of {self.nbytes} bytes, its blocks of {nbytes}")
         self.blocks: Final = tuple(blocks)
         self.leaves: Final = tuple(leaves)
         self._leaf_shared_bytes: Final = leaf_shared_bytes
@@ -153,13 +155,9 @@ class TensorInBlocks(DeviceResident):
 
 
 def is_block(resident: DeviceResident) -> bool:
-    """Return whether a resident is all of a slab that can lie beside others.
-
-    Only that of a tensor's last block may be larger than what is in it.
-    """
+    """Return whether a resident is all of a slab that is no larger than a block."""
     [slab, *others] = resident.slabs
-    room = resident.nbytes if resident.nbytes == BLOCK_BYTES else BLOCK_BYTES
-    return not others and not resident.offset and slab.nbytes <= room
+    return not others and not resident.offset and slab.nbytes <= BLOCK_BYTES
 
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

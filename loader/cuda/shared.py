@@ -16,6 +16,7 @@ from torch import nn
 
 from tensor_dedup.digest import combine
 from tensor_dedup.loader.cuda.blocks import (
+    BLOCK_BYTES,
     BlockLog,
     TensorInBlocks,
     TensorWriter,
@@ -179,29 +180,32 @@ class SharedGpu:
         Raises:
             BackendError: As `get_or_build`, or the tensor has changed since it was hashed.
         """
-        leaves = write.leaves()
         nbytes = write.tensor.nbytes
+        if not log.admits(-(-nbytes // BLOCK_BYTES)):
+            return None
+        leaves = write.leaves()
         if combine(nbytes, leaves) != key.digest:
             raise BackendError(
                 f"a tensor of {key.digest} has changed since it was hashed; load it privately",
                 digest=key.digest,
             )
         keys = block_keys(nbytes, leaves)
-        if not log.admits(len(keys)):
-            return None
         there = self._find_blocks(keys, manager)
         blocks, at, shared = [], 0, 0
         for each in keys:
             end = at + _nbytes(each)
             block = there.get(each.digest)
             if block is None:
-                block = self._put_block(each, write.part(at, end), manager)
+                written: set[int] = set()
+                part = _noting(write.part(at, end), written, at)
+                block = self._put_block(each, part, manager)
                 if not is_block(block):
                     log.note_larger(block)  # or it lies in a slab with others
                     return None
                 there[each.digest] = self._blocks[each.digest] = block
-                log.built.add(block)
-            elif block not in log.built:
+                if written:  # and not put by somebody else meanwhile
+                    log.built.add(block)
+            if block not in log.built:
                 shared += end - at
             blocks.append(block)
             at = end

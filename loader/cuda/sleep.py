@@ -309,7 +309,8 @@ class SleepingModel:
                         self._copy_out(slab)
                     except Exception as error:  # noqa: BLE001  # as above
                         reasons.append(self._not_copied(slab, error))
-        self._buffer = None
+        with self._lock:
+            self._buffer = None
         return reasons
 
     def _waiting(self) -> list[_SleepingSlab]:
@@ -475,10 +476,10 @@ class SleepingModel:
                                 slab.asleep = False
                             done += sleeping.mapping.nbytes
             finally:
-                if self._uploader is not None:
-                    self._uploader.close()
-                    self._uploader = None
+                uploader, self._uploader = self._uploader, None
                 self._watch_on()  # for what sleeps on
+                if uploader is not None:
+                    uploader.close()
         return done
 
     def _wake(self, sleeping: _SleepingMapping) -> None:
@@ -562,7 +563,12 @@ class SleepingModel:
         gpu = self._gpu.gpu
         first, *others = slab.tensors
         there = self._gpu.block(first.digest)
-        if there is not None and not others and there.key == first.known.key:
+        if (
+            there is not None
+            and not others
+            and there.key == first.known.key
+            and there.slabs[0].nbytes == slab.nbytes  # a manager's may be larger
+        ):
             return [there]
         backend = VmmBackend(gpu.driver, gpu.device.uuid)
         memory = gpu.with_room(lambda: backend.reserve(slab.nbytes))

@@ -344,10 +344,8 @@ class Client:
         deadline: float,
         result: PutResult,
     ) -> None:
-        waiting = dict(waiting)
-        for _ in range(_PUT_ROUNDS):
-            if not waiting:
-                return
+        waiting, rounds = dict(waiting), 0
+        while waiting and rounds < _PUT_ROUNDS:
             # First what is granted, then what others build: who holds a reservation never waits,
             # so no two processes can wait for each other.
             reservation = self.reserve(list(waiting), checkpoint)
@@ -356,10 +354,14 @@ class Client:
                 with reservation.put as put:
                     result.layers |= put.build(granted, fill)
                     result.unusable |= put.unusable
-            for key in reservation.of("building"):
-                if self._wait_beside_own(key, deadline) == "building":
+            outcomes = {
+                key: self._wait_beside_own(key, deadline) for key in reservation.of("building")
+            }
+            for key, outcome in outcomes.items():
+                if outcome == "building":
                     result.still_building.append(key)
                     del waiting[key]
+            rounds += None not in outcomes.values()
             # What is not found now was given up, or evicted: it is reserved again.
             others = list(waiting)
             for key, found in zip(others, self.get(others, checkpoint), strict=True):
@@ -368,24 +370,23 @@ class Client:
                     if _is_layer(found, layer):
                         result.layers[key] = PutLayer(found.leases, written=False)
 
-    def _wait_beside_own(self, key: str, deadline: float) -> Outcome:
-        """Wait for a layer that another client builds, also while another thread builds here.
+    def _wait_beside_own(self, key: str, deadline: float) -> Outcome | None:
+        """Wait for a layer that another client builds; None: reserve it again, in a moment.
 
-        A client that builds does not wait at the manager, which knows no threads. The other thread
-        may be reading from a disk all the while, and waits for nobody, so this one asks again.
+        A client that builds does not wait at the manager, which knows no threads. Another thread of
+        this one may be reading from a disk all the while, and waits for nobody, so this one asks
+        again: whether the layer is there, or whether its builder has given up.
         """
-        while True:
-            left_s = max(0.0, deadline - time.monotonic())
-            try:
-                return self.wait(key, left_s)
-            except RefusedError as error:
-                if error.code != "holds_reservation":
-                    raise
-            if self.get([key]) != [None]:
-                return "ready"
-            if not left_s:
-                return "building"
-            time.sleep(min(left_s, _ASK_AGAIN_S))
+        left_s = max(0.0, deadline - time.monotonic())
+        try:
+            return self.wait(key, left_s)
+        except RefusedError as error:
+            if error.code != "holds_reservation":
+                raise
+        if not left_s:
+            return "building"
+        time.sleep(min(left_s, _ASK_AGAIN_S))
+        return None
 
     def reserve(self, keys: Sequence[str], checkpoint: str = "") -> Reservation:
         """Request to build these layers (at most MAX_KEYS); the granted ones form one put.

@@ -95,8 +95,17 @@ def _blocks(layers: Names, part: str, stack: str | None, first: int, last: int) 
         stack = next(iter(stacks), "")
     blocks = stacks.get(stack, {})
     if first > last or any(number not in blocks for number in range(first, last + 1)):
-        have = f"numbers {min(blocks)} to {max(blocks)}" if blocks else "no numbered blocks"
+        have = _numbers(blocks)
         where = f" in {stack}" if stack else ""
         what = f"{part!r} does not fit: there are {have}{where}; give others"
         raise ConfigError(what, layers=part)
     return [blocks[number] for number in range(first, last + 1)]
+
+
+def _numbers(blocks: Mapping[int, str]) -> str:
+    if not blocks:
+        return "no numbered blocks"
+    first, last = min(blocks), max(blocks)
+    if len(blocks) == last + 1 - first:
+        return f"numbers {first} to {last}"
+    return f"numbers {', '.join(map(str, sorted(blocks)))}"  # others have no tensors

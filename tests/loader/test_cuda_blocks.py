@@ -134,6 +134,16 @@ def test_the_second_model_costs_the_blocks_that_differ(
     assert process.gpu.known(base) == ReplicaKey(key_of(BASE), 0)
 
 
+def test_a_block_that_was_a_tensor_before_is_not_taken_for_one_written_here(
+    engine: Callable[..., SleepyEngine],
+) -> None:
+    """Else no audit would compare it."""
+    process = engine(BASE[: BLOCK_BYTES // BASE.itemsize].clone(), managed=False)
+    made = resident_of(process, BASE)
+    assert gpus.in_use() == in_slabs(BASE.nbytes)
+    assert made.leaf_shared_bytes == BLOCK_BYTES
+
+
 def test_what_a_dropped_base_leaves_is_what_others_have_of_it(
     engine: Callable[..., SleepyEngine],
 ) -> None:

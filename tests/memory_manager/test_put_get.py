@@ -193,6 +193,29 @@ def test_a_client_that_builds_waits_for_what_others_build(
         reading.abandon()
 
 
+def test_a_client_that_builds_takes_over_what_others_give_up(manager: managers.Manager) -> None:
+    with manager.client() as client, manager.client() as other:
+        reading = client.reserve(["of-a-slow-disk"]).put
+        builder = other.reserve(["layer"]).put
+        assert reading is not None
+        assert builder is not None
+        wait, asked = client.wait, 0
+
+        def told(key: str, timeout_s: float) -> str:
+            nonlocal asked
+            asked += 1
+            if asked == 2:
+                builder.abandon()
+            return wait(key, timeout_s)
+
+        with patch.object(client, "wait", told):
+            result = client.put({"layer": layer(A)}, wait_s=30)
+        assert asked == 2
+        assert (result.error, result.still_building) == (None, [])
+        assert result.layers["layer"].written
+        reading.abandon()
+
+
 def test_a_manager_that_is_gone_and_a_digest_of_another_size_are_reported(
     manager: managers.Manager,
 ) -> None:

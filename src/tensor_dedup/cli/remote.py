@@ -343,7 +343,8 @@ def gc(url: str, lease: float, dry_run: bool, yes: bool, as_json: bool) -> None:
 
     Only objects older than the lease are condemned. So space is freed by the second of two runs
     that are a lease apart or, for objects that are younger at the first run, by a third, after
-    another lease. With a lease of 0 one run deletes all. If anything cannot be read, nothing is
+    another lease. With a lease of 0 one run deletes almost
+    all: the catalog it replaces goes by the next one. If anything cannot be read, nothing is
     deleted.
     """
     remote = _opened(url)
@@ -379,8 +380,8 @@ def _gc_lines(plan: RemoteGcPlan) -> list[str]:
 def verify(ctx: click.Context, url: str, full: bool, as_json: bool) -> None:
     """Check a remote's bookkeeping, and with --full every byte. The exit status is 1 on a fault.
 
-    Damaged containers are removed from the catalog, so that the next push sends their contents
-    again.
+    Damaged containers are removed from the catalog, so that the next push of another name, or with
+    --replace of the same one, sends their contents again.
     """
     with ByteBar("verifying") as progress:
         result = _opened(url).verify(full=full, advance=progress.advance)
