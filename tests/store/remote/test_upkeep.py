@@ -12,11 +12,13 @@ from stores import content, noise, open_store, stored, three
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.remote import Remote, layout
+from tensor_dedup.store.remote.buckets import ObjectStatus
 from tensor_dedup.store.remote.catalog import catalog_of, read_catalog
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
     MissingRemoteError,
     RemoteBusyError,
+    RemoteUnreachableError,
     UncertainRemoteError,
     UnknownRemoteNameError,
 )
@@ -339,3 +341,82 @@ def test_what_is_condemned_stays_so_when_a_segment_is_broken(
     assert {*before.trash.condemned} <= {*remote.gc(24).delete}
     for name in ("base", "tiny"):
         pulled(tmp_path, bucket, name, f"of-{name}")
+
+
+class OldAnswers(MemoryBucket):
+    """One that says of containers for a while that they are not there, or cannot be read."""
+
+    denied = 0
+    lost = False
+
+    def head(self, key: str) -> ObjectStatus | None:
+        if self.denied and key.startswith(layout.CONTAINERS):
+            self.denied -= 1
+            return None
+        return super().head(key)
+
+    def get_range(self, key: str, start: int, stop: int) -> memoryview:
+        if self.lost:
+            raise RemoteUnreachableError.at(self.at(key), "timed out")
+        return super().get_range(key, start, stop)
+
+
+@pytest.mark.parametrize("denied", [1, 100])
+def test_old_answers_condemn_nothing(tmp_path: Path, denied: int) -> None:
+    """Another push may be about to refer to what a sweep would then delete at once."""
+    bucket, paths = OldAnswers(), three(tmp_path)
+    store = open_store(tmp_path / "full")
+    for name in ("base", "tune"):
+        store.import_(paths[name], name, compress="auto")
+    store.push(Remote(bucket), "base")
+    there = {*catalog_of(bucket).containers}
+    bucket.clock += 25 * HOUR
+    bucket.denied = denied
+    assert store.push(Remote(bucket), "tune").moved_bytes > 0
+    assert bucket.denied < denied
+    bucket.denied = 0
+    after = catalog_of(bucket)
+    assert not after.trash.condemned
+    if denied == 1:
+        assert there < {*after.containers}
+    else:
+        assert not there & {*after.containers}
+    Remote(bucket).delete("base")
+    Remote(bucket).gc(24)
+    assert not Remote(bucket).gc(24).delete
+    assert Remote(bucket).verify(full=True).fine
+    pulled(tmp_path, bucket, "tune", "again")
+
+
+def test_what_cannot_be_read_for_now_is_not_called_damaged(tmp_path: Path) -> None:
+    bucket = OldAnswers()
+    store = open_store(tmp_path / "full")
+    store.import_(three(tmp_path)["base"], "base")
+    store.push(Remote(bucket), "base")
+    before = catalog_of(bucket)
+    bucket.lost = True
+    with pytest.raises(RemoteUnreachableError):
+        Remote(bucket).verify(full=True)
+    after = catalog_of(bucket)
+    assert after.containers == before.containers
+    assert not after.trash.condemned
+
+
+@pytest.mark.usefixtures("full")
+def test_what_was_found_damaged_is_given_the_lease_too(bucket: MemoryBucket) -> None:
+    remote = Remote(bucket)
+    remote.delete("tune")
+    for key in [key for key in bucket.objects if key.startswith(layout.CONTAINERS)]:
+        blob, tag, when = bucket.objects[key]
+        bucket.objects[key] = (bytes([blob[0] ^ 1]) + blob[1:], tag, when)
+    assert not remote.verify(full=True).fine
+    found = catalog_of(bucket).trash.condemned
+    assert found
+    bucket.clock += 25 * HOUR
+    remote.gc(24)
+    assert not {*found} & {*remote.gc(24).delete}
+    bucket.clock += 25 * HOUR
+    deleted = {*found} & {*remote.gc(24).delete}
+    assert deleted
+    assert deleted < {*found}  # base and tiny still refer to theirs
+    assert {*catalog_of(bucket).trash.condemned} >= {*found} - deleted
