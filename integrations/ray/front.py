@@ -1,9 +1,10 @@
 """The front of a fleet: what people speak to over HTTP."""
 
 import asyncio
-import json
 import logging
 from typing import Any, Final
+
+import msgspec
 
 from tensor_dedup.integrations.ray.cluster import engine_apps, import_ray
 from tensor_dedup.integrations.ray.keeper import ensure_keeper
@@ -131,12 +132,17 @@ async def body_of(request: Any, limit: int = MOST_BODY_BYTES) -> bytes | None:
     return bytes(body) if length <= limit else None
 
 
+class _Wanted(msgspec.Struct):
+    """What matters of a request; the rest is skipped, and takes no memory."""
+
+    model: str = ""
+
+
 def _model_of(body: bytes) -> str:
     try:
-        found = json.loads(body)
-    except ValueError:
+        return msgspec.json.decode(body, type=_Wanted).model
+    except (msgspec.MsgspecError, RecursionError):
         return ""
-    return str(found.get("model", "")) if isinstance(found, dict) else ""
 
 
 def _refusal(status: int, message: str) -> Any:

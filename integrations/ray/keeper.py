@@ -471,7 +471,7 @@ def _node_status(node: ClusterNode, models: Iterable[str]) -> NodeStatus | None:
 
 
 def _close_node(node_id: str) -> None:
-    """End a node's actor and its manager; also an actor that does not answer."""
+    """End a node's actor and its manager; of one that does not answer, the actor alone."""
     ray = import_ray()
     with suppress(ValueError):  # there is none
         actor = ray.get_actor(actor_name(node_id), namespace=NAMESPACE)

@@ -86,17 +86,16 @@ class NodeActor:
     def close(self) -> None:
         """End the manager, if an actor of this node has started it."""
         self._ended.set()
-        with self._guard:
-            with suppress(TensorDedupError, OSError), Admin(self._socket) as admin:
-                if str(admin.totals().pid).encode() == recall(self._started):
-                    admin.stop()
-            remember(self._started, None)
+        with self._guard, suppress(TensorDedupError, OSError), Admin(self._socket) as admin:
+            if str(admin.totals().pid).encode() == recall(self._started):
+                admin.stop()
+            remember(self._started, None)  # not of one that does not answer
 
     def _watch(self) -> None:
         while not self._ended.wait(_WATCH_S):
             try:
                 self._keep_serving()
-            except (TensorDedupError, OSError):
+            except Exception:  # noqa: BLE001  # Ray's own errors, too: it is tried again
                 _log.exception("the memory manager of this node does not start")
 
     def _keep_serving(self) -> None:
@@ -107,8 +106,8 @@ class NodeActor:
             # It is nobody's child, for Ray ends an actor's children with it: engines go on sharing.
             is_ours = start_manager(self._socket, budget=self._budget)
             totals = self._totals()
-            if is_ours and totals is not None:
-                remember(self._started, str(totals.pid).encode())
+            if totals is not None:
+                remember(self._started, str(totals.pid).encode() if is_ours else None)
 
     def _totals(self) -> Totals | None:
         try:

@@ -40,7 +40,8 @@ def publish(checkpoint: str, name: str, socket: str) -> str:
 def _tensors(checkpoint: str) -> dict[str, torch.Tensor]:
     if checkpoint.startswith(_SCHEME):
         with Store.open() as store, store.checkpoint(checkpoint.removeprefix(_SCHEME)) as stored:
-            # Not a second copy in memory: the manager compares what it gets with its digests.
+            # Mapped, so that there is no second copy in memory. The store verifies it here; it is
+            # hashed again when it is put, and has the digest of the bytes that the manager got.
             return load_tensors(stored, mapped=True)
     found: dict[str, torch.Tensor] = {}
     for file in open_checkpoint(Path(checkpoint)).files:

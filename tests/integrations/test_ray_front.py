@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tensor_dedup.integrations.ray.front import body_of
+from tensor_dedup.integrations.ray.front import _model_of, body_of
 
 
 class Sender:
@@ -32,3 +32,9 @@ def test_a_body_that_is_too_long_is_read_to_its_end() -> None:
     sender = Sender([b"0123", b"4567", b"89a", b"b"])
     assert asyncio.run(body_of(sender.request, 10)) is None
     assert sender.read == 4  # else the client would find its connection reset
+
+
+def test_of_a_body_only_the_model_is_kept() -> None:
+    assert _model_of(b'{"messages": [[], {}], "model": "a"}') == "a"
+    for body in (b"", b"[1]", b'{"model": 3}', b"{", b"[" * 200_000, b'{"x": ' + b"[" * 200_000):
+        assert _model_of(body) == ""
