@@ -191,6 +191,8 @@ class SharedGpu:
             )
         keys = block_keys(nbytes, leaves)
         there = self._find_blocks(keys, manager)
+        if there is None:
+            return None
         blocks, at, shared = [], 0, 0
         for each in keys:
             end = at + _nbytes(each)
@@ -213,13 +215,20 @@ class SharedGpu:
 
     def _find_blocks(
         self, keys: Sequence[ResidentKey], manager: DeviceManagerResidents
-    ) -> dict[str, DeviceResident]:
-        """Return the blocks that are resident, by digest: in this process, or in the manager."""
-        found = {each.digest: self._blocks.get(each.digest) for each in keys}
+    ) -> dict[str, DeviceResident] | None:
+        """Return the blocks that are resident, by digest: in this process, or in the manager.
+
+        None if one of them lies in a slab with other tensors, so that it cannot be a block.
+        """
+        found = {
+            each.digest: self._blocks.get(each.digest) or self._local.by_content(each)
+            for each in keys
+        }
         missing = {each: None for each in keys if found[each.digest] is None}
         lent = manager.find([ResidentQuery("", each) for each in missing])
         found.update((each.digest, block) for each, block in zip(missing, lent, strict=True))
-        return {d: block for d, block in found.items() if block is not None and is_block(block)}
+        there = {digest: block for digest, block in found.items() if block is not None}
+        return there if all(map(is_block, there.values())) else None
 
     def _put_block(
         self, key: ResidentKey, write: Write, manager: DeviceManagerResidents

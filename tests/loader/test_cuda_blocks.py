@@ -144,6 +144,18 @@ def test_a_block_that_was_a_tensor_before_is_not_taken_for_one_written_here(
     assert made.leaf_shared_bytes == BLOCK_BYTES
 
 
+def test_a_tensor_whose_last_block_lies_among_others_is_whole(
+    engine: Callable[..., SleepyEngine],
+) -> None:
+    tail = BASE[3 * BLOCK_BYTES // BASE.itemsize :].clone()
+    process = engine(managed=False).load([numbers(7, 1 << 20), tail])  # in one slab
+    before = gpus.in_use()
+    [found] = process._residents([BASE])
+    assert not isinstance(found, TensorInBlocks)
+    assert gpus.in_use() == before + in_slabs(BASE.nbytes)
+    assert torch.equal(Views(CPU).tensor(found), BASE)
+
+
 def test_what_a_dropped_base_leaves_is_what_others_have_of_it(
     engine: Callable[..., SleepyEngine],
 ) -> None:
