@@ -9,20 +9,14 @@ from typing import Final, Generic, Protocol, TypeVar
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.layer_names import meant, split, unwrapped
 from tensor_dedup.natural import natural
-from tensor_dedup.quantisation import decodes, groups, is_quantised, module_of
+from tensor_dedup.quantisation import CodedTensor, decodes, groups, is_quantised, module_of
 
 _SHOWN: Final = 4
 
 
-class NamedTensor(Protocol):
+class NamedTensor(CodedTensor, Protocol):
     """A tensor of a checkpoint by its name, type and shape; `nbytes` is its size in the file."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
     @property
     def nbytes(self) -> int: ...
 

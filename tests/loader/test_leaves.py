@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import deferring
-from lent_tensors import ROW, ROWS_OF_A_LEAF, changed, load_file_of_qkv, rows
+from lent_tensors import ROW, ROWS_OF_A_LEAF, changed, load_file_of_qkv, reader_of, rows
 from process_state import forked, slab_memory, slabs
 from tensor_dedup import libc, shared_bytes, unshare, verify
 from tensor_dedup.digest import LEAF_BYTES, digest, leaf_places
@@ -411,15 +411,7 @@ def build_known(parts: Parts, *, with_leaves: bool = True) -> tuple[Resident | N
     whole = torch.cat([*parts])
     contents = contents_of(parts, with_leaves=with_leaves)
     read: list[int] = []
-
-    def fetch(number: int, leaves: Sequence[int] | None, write: Write) -> None:
-        data = tensor_bytes(parts[number])
-        wanted = range(-(-len(data) // LEAF_BYTES)) if leaves is None else leaves
-        for leaf in wanted:
-            piece = data[leaf * LEAF_BYTES : (leaf + 1) * LEAF_BYTES]
-            read.append(len(piece))
-            write(piece, leaf * LEAF_BYTES)
-
+    fetch = reader_of(parts, read)
     made = build_from_contents(resident_key(whole, ""), contents, fetch, digest_of)
     if made is not None:
         assert torch.equal(made.map(), whole)

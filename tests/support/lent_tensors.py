@@ -88,6 +88,22 @@ def contents_of(parts: Sequence[torch.Tensor]) -> list[Content]:
     return found
 
 
+def reader_of(
+    parts: Sequence[torch.Tensor], read: list[int]
+) -> Callable[[int, Sequence[int] | None, Write], None]:
+    """What reads leaves of these parts, or all, and notes in `read` how many bytes each has."""
+
+    def fetch(number: int, leaves: Sequence[int] | None, write: Write) -> None:
+        data = tensor_bytes(parts[number])
+        wanted = range(-(-len(data) // LEAF_BYTES)) if leaves is None else leaves
+        for leaf in wanted:
+            piece = data[leaf * LEAF_BYTES : (leaf + 1) * LEAF_BYTES]
+            read.append(len(piece))
+            write(piece, leaf * LEAF_BYTES)
+
+    return fetch
+
+
 def load_known(
     process: Process,
     parts: Sequence[torch.Tensor],
@@ -99,15 +115,7 @@ def load_known(
     `meanwhile` is called when it has read them, before it puts them.
     """
     whole, provider, read = torch.cat([*parts]), process.provider(), list[int]()
-
-    def fetch(number: int, leaves: Sequence[int] | None, write: Write) -> None:
-        data = tensor_bytes(parts[number])
-        wanted = range(-(-len(data) // LEAF_BYTES)) if leaves is None else leaves
-        for leaf in wanted:
-            piece = data[leaf * LEAF_BYTES : (leaf + 1) * LEAF_BYTES]
-            read.append(len(piece))
-            write(piece, leaf * LEAF_BYTES)
-
+    fetch = reader_of(parts, read)
     contents, geometry = contents_of(parts), resident_key(whole, "")
 
     def build(residents: Sequence[Resident], admit: Any) -> Resident | None:
