@@ -22,6 +22,7 @@ from lent_tensors import (
     changed,
     contents_of,
     load_file_of_qkv,
+    processes_of,
     request_for,
     rows,
 )
@@ -51,9 +52,8 @@ def manager(tmp_path: Path) -> Iterator[managers.Manager]:
 @pytest.fixture
 def process(manager: managers.Manager) -> Iterator[Make]:
     """Makes a process, as far as the manager can tell: it has a connection of its own."""
-    with ExitStack() as stack:
-        yield lambda: Process(stack.enter_context(connect(manager.socket, keep_connected=False)))
-        gc.collect()
+    with processes_of(manager.socket) as make:
+        yield make
 
 
 @pytest.fixture

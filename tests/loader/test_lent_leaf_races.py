@@ -1,6 +1,5 @@
 """Two processes build one known tensor at once: one memory comes of it, whoever is first."""
 
-import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,12 +10,11 @@ import pytest
 import torch
 
 import managers
-from lent_tensors import Process, contents_of, load_known, request_for, rows
+from lent_tensors import Process, contents_of, load_known, processes_of, request_for, rows
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.loader.residents.host_manager import host_session
 from tensor_dedup.loader.residents.lent import LentInParts, LentResident, record_of
 from tensor_dedup.loader.residents.resident import Resident, digest_of, tensor_bytes
-from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.client.puts import Put
 
 Make = Callable[[], Process]
@@ -34,9 +32,8 @@ def manager(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[managers
 
 @pytest.fixture
 def process(manager: managers.Manager) -> Iterator[Make]:
-    with ExitStack() as stack:
-        yield lambda: Process(stack.enter_context(connect(manager.socket, keep_connected=False)))
-        gc.collect()
+    with processes_of(manager.socket) as make:
+        yield make
 
 
 @pytest.fixture

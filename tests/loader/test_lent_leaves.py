@@ -27,6 +27,7 @@ from lent_tensors import (
     contents_of,
     load_file_of_qkv,
     load_known,
+    processes_of,
     request_for,
     rows,
 )
@@ -67,9 +68,8 @@ def manager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[managers.Manag
 @pytest.fixture
 def process(manager: managers.Manager) -> Iterator[Callable[[], Process]]:
     """Makes a process, as far as the manager can tell: it has a connection of its own."""
-    with ExitStack() as stack:
-        yield lambda: Process(stack.enter_context(connect(manager.socket, keep_connected=False)))
-        gc.collect()
+    with processes_of(manager.socket) as make:
+        yield make
 
 
 Make = Callable[[], Process]

@@ -1,6 +1,8 @@
 """Tensors of several leaves, and what a process has of a memory manager."""
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from tensor_dedup.loader.residents.resident import (
     resident_key,
     tensor_bytes,
 )
-from tensor_dedup.memory_manager.client import Client
+from tensor_dedup.memory_manager.client import Client, connect
 
 ROW = 1024  # numbers; 512 rows are a leaf
 ROWS_OF_A_LEAF = LEAF_BYTES // (4 * ROW)
@@ -69,6 +71,14 @@ class Process:
             request_for(tensor, recipe).recipe, key if known else replace(key, digest="")
         )
         return self.provider().manager.find([query])[0]
+
+
+@contextmanager
+def processes_of(socket: Path) -> Iterator[Callable[[], Process]]:
+    """Makes processes, as far as the manager can tell: each has a connection of its own."""
+    with ExitStack() as stack:
+        yield lambda: Process(stack.enter_context(connect(socket, keep_connected=False)))
+        gc.collect()
 
 
 def request_for(tensor: torch.Tensor, recipe: str = "") -> ResidentRequest:
