@@ -16,13 +16,16 @@ class DirectFile:
 
     The page cache would take a copy of everything, in fresh memory, for nobody. Where the file
     system cannot, or memory or place begin within a page, bytes are written through it. `buffered`
-    is the file, open for writing, and stays the caller's.
+    is the file, open for writing, and stays the caller's. Call `finish` when all is written: the
+    ends of what does not end with a page are kept until then.
     """
 
     def __init__(self, files: Files, buffered: Handle) -> None:
         self._files, self._buffered = files, buffered
         self._direct: Handle | None = None
         self._refused = False
+        # Through the page cache each would wait for the direct writes under way: 5 ms, not 10 us.
+        self._ends: list[tuple[bytes, int]] = []
         self._opening = threading.Lock()
 
     def write(self, view: memoryview, at: int) -> None:
@@ -35,12 +38,20 @@ class DirectFile:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                whole = 0
-        else:
-            whole = 0
-        if whole < view.nbytes:  # its last page may not be whole
-            self._files.pwrite(self._buffered, view[whole:], at + whole)
-            self._files.begin_writing(self._buffered, at + whole, view.nbytes - whole)
+            else:
+                if whole < view.nbytes:
+                    self._ends.append((bytes(view[whole:]), at + whole))
+                return
+        self._write_buffered(view, at)
+
+    def _write_buffered(self, view: memoryview, at: int) -> None:
+        self._files.pwrite(self._buffered, view, at)
+        self._files.begin_writing(self._buffered, at, view.nbytes)
+
+    def finish(self) -> None:
+        """Write what is left, once no thread writes."""
+        while self._ends:
+            self._files.pwrite(self._buffered, *self._ends.pop())
 
     def _opened(self) -> Handle | None:
         with self._opening:

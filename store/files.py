@@ -15,7 +15,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -33,6 +33,8 @@ _FICLONE = 0x40049409
 _COPY_STEP = 1 << 30
 _POLL_S = 0.02
 _ANY = 1 << 20
+# Of what is free, a file is extended by no more ahead of its writes.
+_SHARE = 8
 _CANNOT_CLONE = {errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL}
 _CANNOT_CLONE |= {errno.ENOSYS, errno.EPERM, errno.ETXTBSY}
 _FLAGS: dict[Mode, int] = {
@@ -130,6 +132,13 @@ class Files(ABC):
     @abstractmethod
     def begin_writing(self, handle: Handle, start: int, nbytes: int) -> None:
         """A hint that a range will be synced: then there is less to wait for. Never fails."""
+
+    @abstractmethod
+    def grow(self, handle: Handle, size: int) -> None:
+        """A hint that a file will have about so many bytes. Never fails.
+
+        It may be extended to that by zeros that take room already: who gives it must truncate it.
+        """
 
     @abstractmethod
     def truncate(self, handle: Handle, size: int) -> None:
@@ -291,6 +300,13 @@ class RealFiles(Files):
 
     def begin_writing(self, handle: Handle, start: int, nbytes: int) -> None:
         libc.begin_writing(handle.fd, start, nbytes)
+
+    def grow(self, handle: Handle, size: int) -> None:
+        # Never what somebody else could be short of: it would be taken before it is needed.
+        with suppress(OSError):
+            status = os.fstatvfs(handle.fd)
+            if size < status.f_bavail * status.f_frsize // _SHARE:
+                libc.grow(handle.fd, size)
 
     def truncate(self, handle: Handle, size: int) -> None:
         with _naming(handle):

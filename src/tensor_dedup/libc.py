@@ -99,6 +99,11 @@ def punch(fd: int, offset: int, nbytes: int) -> None:
     _libc.fallocate(fd, _PUNCH_HOLE, offset, nbytes)
 
 
+def grow(fd: int, size: int) -> None:
+    """Give a file at least so many bytes, which take room on the disk, if its file system can."""
+    _libc.fallocate(fd, 0, 0, size)
+
+
 def begin_writing(fd: int, start: int, nbytes: int) -> None:
     """Start writing a range of a file to disk, if the kernel can, without waiting."""
     if _sync_range is not None:

@@ -138,9 +138,10 @@ class DataFiles:
                 self._direct.append(DirectFile(self._files, self._handles[-1]))
 
     def sync(self) -> None:
-        """Make all bytes durable. At least one file exists afterwards."""
+        """Make all bytes durable, once no thread writes. At least one file exists afterwards."""
         self._open(0)
-        for handle in self._handles:
+        for handle, direct in zip(self._handles, self._direct, strict=True):
+            direct.finish()
             self._files.fsync(handle)
 
     def close(self) -> None:

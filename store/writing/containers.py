@@ -50,6 +50,8 @@ _BEGUN = 4 << 20
 # So much is written at a time past the page cache, so many at once.
 _DIRECT_STEP = 8 << 20
 _AT_ONCE = 8
+# Direct writes that extend a file take turns (ext4 locks it): it is extended so much ahead of them.
+_GROWN = 64 << 20
 
 
 def kind_for(nbytes: int) -> str:
@@ -244,7 +246,7 @@ class ContainerWriter:
         Nothing is durable yet: the caller must sync, name and close the file.
         """
         self._flush()
-        self._direct.finish()
+        grown = self._direct.finish()
         if self._handle is None or not self._records:
             self.abandon()
             return None
@@ -252,6 +254,8 @@ class ContainerWriter:
         name, blob = tables.encode(table)
         ending = blob + tables.tail(self._end)
         self._objects.files.pwrite(self._handle, ending, self._end)
+        if grown > self._end + len(ending):
+            self._objects.files.truncate(self._handle, self._end + len(ending))
         handle, self._handle = self._handle, None
         return SealedContainer(
             ContainerId(name, self._kind), table, handle, self._end + len(ending)
@@ -291,6 +295,7 @@ class _DirectWriter:
     def __init__(self, objects: Objects, hasher: Hasher) -> None:
         self._files, self._hasher = objects.files, hasher
         self._file: DirectFile | None = None
+        self._grown = 0
         self._writing: deque[Future[None]] = deque()
         self._local = threading.local()  # each thread's memory for one leaf
 
@@ -303,6 +308,10 @@ class _DirectWriter:
             self._file = DirectFile(self._files, buffered)
         if len(self._writing) >= _AT_ONCE:
             self._writing.popleft().result()
+        end = at + (data.nbytes if isinstance(data, memoryview) else data.view.nbytes)
+        if end > self._grown:
+            self._grown = end + min(end, _GROWN)
+            self._files.grow(buffered, self._grown)
         file = self._file
 
         def work(data: memoryview | _LeafToCopy) -> None:
@@ -317,13 +326,19 @@ class _DirectWriter:
         memory: memoryview = self._local.memory
         return memory
 
-    def finish(self) -> None:
-        """Wait until all is written. Raises the error of a write that failed."""
+    def finish(self) -> int:
+        """Wait until all is written; return how large the file may be now, which may be too large.
+
+        Raises the error of a write that failed.
+        """
         try:
             while self._writing:
                 self._writing.popleft().result()
+            if self._file is not None:
+                self._file.finish()
         finally:
             self.abandon()
+        return self._grown
 
     def abandon(self) -> None:
         """Wait for the threads, and let go of the file and of all memory."""

@@ -145,6 +145,19 @@ def test_a_hint_to_begin_writing_changes_nothing_and_never_fails(tmp_path: Path)
     assert (tmp_path / "a").read_bytes() == b"x" * PAGE + b"y" + b"x" * (2 * PAGE - 1)
 
 
+def test_a_file_is_grown_by_zeros_if_there_is_room_and_never_fails(tmp_path: Path) -> None:
+    files = RealFiles()
+    handle = files.open(tmp_path / "a", "create")
+    files.pwrite(handle, b"x" * 3, 0)
+    files.grow(handle, 2 * PAGE)
+    assert (tmp_path / "a").read_bytes() in (b"xxx", b"xxx" + bytes(2 * PAGE - 3))
+    size = (tmp_path / "a").stat().st_size
+    for wrong in (1, 0, -1, 1 << 62):
+        files.grow(handle, wrong)
+    assert (tmp_path / "a").stat().st_size == size
+    files.close(handle)
+
+
 def forking(folder: str) -> list[bool]:
     """A child is forked while a file is locked, and outlives the lock."""
     files, path = RealFiles(), Path(folder, "lock")

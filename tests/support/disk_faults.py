@@ -208,6 +208,10 @@ class FaultyFiles(Files):
     def begin_writing(self, handle: Handle, start: int, nbytes: int) -> None:
         self._inner.begin_writing(handle, start, nbytes)  # nothing of it can be lost
 
+    def grow(self, handle: Handle, size: int) -> None:
+        self._keep(handle, size, 0)()  # a hint that never fails, but changes the file
+        self._inner.grow(handle, size)
+
     def truncate(self, handle: Handle, size: int) -> None:
         keep = self._keep(handle, size, max(0, os.fstat(handle.fd).st_size - size))
         self._step("truncate")

@@ -107,6 +107,49 @@ def test_a_file_system_without_direct_writes(
         assert_same(run.load(0), model_of(0))
 
 
+class Growing(Direct):
+    """Notes how files were extended ahead of their writes, and what is written beside those."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grown: list[int] = []
+        self.under_way = 0
+        self.ends: list[int] = []
+
+    def grow(self, handle: Handle, size: int) -> None:
+        super().grow(handle, size)
+        self.grown.append(size)
+
+    def pwrite(self, handle: Handle, data: bytes | memoryview, offset: int) -> None:
+        direct = id(handle) in self._direct
+        if len(data) < PAGE and handle.path.parent.name == "tmp":
+            self.ends.append(self.under_way)
+        with self._lock:
+            self.under_way += direct
+        try:
+            super().pwrite(handle, data, offset)
+        finally:
+            with self._lock:
+                self.under_way -= direct
+
+
+def test_a_file_is_extended_ahead_of_its_writes_and_cut_in_the_end(tmp_path: Path) -> None:
+    files = Growing()
+    with run_on(tmp_path, files, workers=3) as run:
+        run.save(model_of(0), 0)
+        assert files.grown
+        assert files.ends, "no tensor ends within a page"
+        assert set(files.ends) == {0}, "each would have waited for a direct write"
+        slabs = list((tmp_path / "store" / "containers").rglob("*.slab"))
+        assert slabs
+        # Each piece begins a page; the table takes less than one.
+        most = sum(-(-size // PAGE) * PAGE for size in SIZES.values()) + PAGE
+        assert max(files.grown) > most
+        assert all(slab.stat().st_size < most for slab in slabs)
+        assert run.store.verify(full=True).faults == []
+        assert_same(run.load(0), model_of(0))
+
+
 def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path) -> None:
     with run_on(tmp_path, Direct(on_write=errno.ENOSPC)) as run:
         with pytest.raises(NoSpaceError):
