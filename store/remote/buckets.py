@@ -370,11 +370,10 @@ class ServerBucket(Bucket):
     def __init__(self, url: str, *, store: "ObjectStore | None" = None) -> None:
         super().__init__(url)
         self._store: ObjectStore = store or _open_store(url)
-        # The last objects that came whole from a server without ranges: two, as a pull is in one
+        # The last objects that came whole where a range was asked for: two, as a pull is in one
         # container and already asks for the next.
         self._wholes: dict[str, memoryview] = {}
         self._wholes_lock = threading.Lock()
-        self._knows_ranges = True
         self._read_only = urlsplit(url).scheme in _WEB
 
     @contextmanager
@@ -444,8 +443,8 @@ class ServerBucket(Bucket):
         # docstring inherited
         import obstore
 
-        if not self._knows_ranges:
-            return self._whole(key)[start:stop]
+        if (whole := self._wholes.get(key)) is not None:
+            return whole[start:stop]
         try:
             with self._translated(key):
                 found = memoryview(obstore.get_range(self._store, key, start=start, end=stop))
@@ -453,7 +452,7 @@ class ServerBucket(Bucket):
             if "416 " in str(error):
                 found = memoryview(b"")  # it ends before the range begins
             elif any(sign in str(error) for sign in _NO_RANGES):
-                self._knows_ranges = False
+                # Of this object only: it may have been a proxy's, and that for once.
                 return self._whole(key)[start:stop]
             else:
                 raise
@@ -461,7 +460,7 @@ class ServerBucket(Bucket):
         return found
 
     def _whole(self, key: str) -> memoryview:
-        """An object of a server that knows no ranges, if it is not too large to be held here."""
+        """An object that came without a range, if it is not too large to be held here."""
         with self._wholes_lock:
             if key not in self._wholes:
                 found = self.get(key, 2 * CONTAINER_BYTES)

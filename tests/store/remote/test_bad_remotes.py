@@ -10,7 +10,7 @@ import pytest
 
 import remotes
 from remotes import MemoryBucket, Proxy
-from stores import content, noise, open_store, safetensors, stored, three, write
+from stores import content, noise, open_store, safetensors, stored, three, u8, write
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import NOBODY_THERE, StoreError, TensorDedupError
 from tensor_dedup.store import Store
@@ -431,3 +431,27 @@ def test_a_server_without_ranges_sends_each_container_once(
         pulled = other.pull(url, "base")
     assert sum(sizes) < pulled.wire_bytes < sum(sizes) + (64 << 10)
     assert stored(other, "base") == content(tmp_path / "base")
+
+
+def test_a_range_that_was_ignored_once_is_asked_for_again(tmp_path: Path, store: Store) -> None:
+    """What a proxy did in passing costs the object at hand, not each later one."""
+    sizes = {"once": 300_000, "later": 3_000_000}
+    full = open_store(tmp_path / "full")
+    for name, nbytes in sizes.items():
+        tensors = {f"{name}{n}": noise(n, nbytes) for n in range(2)}
+        for kind, held in (("half", [f"{name}0"]), ("whole", [*tensors])):
+            file = safetensors(u8(**{each: tensors[each] for each in held}))
+            write(tmp_path / f"{name}-{kind}", {"model.safetensors": file})
+        full.import_(tmp_path / f"{name}-whole", name)
+        full.push(f"file://{tmp_path}/served", name)
+        store.import_(tmp_path / f"{name}-half", f"{name}-half")
+    with remotes.web(tmp_path / "served") as url:
+        proxy = Proxy(int(url.rpartition(":")[2]))
+        remote = Remote.open(f"http://127.0.0.1:{proxy.port}")
+        proxy.blind = True
+        assert store.pull(remote, "once").wire_bytes > 2 * sizes["once"]
+        proxy.blind = False
+        assert store.pull(remote, "later").wire_bytes < sizes["later"] + (64 << 10)
+        proxy.close()
+    for name in sizes:
+        assert stored(store, name) == content(tmp_path / f"{name}-whole")
