@@ -115,6 +115,9 @@ class Bucket(ABC):
         RemoteUnreachableError, RemoteAccessError: the server does not answer, or refuses.
     """
 
+    # Whether it is a plain web server's: it takes no objects, and seldom lists any.
+    read_only = False
+
     def __init__(self, url: str) -> None:
         self.url = url
         self.traffic = Traffic()
@@ -374,7 +377,7 @@ class ServerBucket(Bucket):
         # container and already asks for the next.
         self._wholes: dict[str, memoryview] = {}
         self._wholes_lock = threading.Lock()
-        self._read_only = urlsplit(url).scheme in _WEB
+        self.read_only = urlsplit(url).scheme in _WEB
 
     @contextmanager
     def _translated(self, key: str) -> Iterator[None]:
@@ -542,7 +545,7 @@ class ServerBucket(Bucket):
             return
 
     def _check_writable(self) -> None:
-        if self._read_only:
+        if self.read_only:
             raise ReadOnlyRemoteError.at(self.url, "a web server takes no objects")
 
 

@@ -74,12 +74,15 @@ class Remote:
         """Return the names of the steps of a run, in order; none where no run is called so.
 
         Deleted steps are left out. Where a checkpoint has the name itself, it is not that of a run.
+        A plain web server lists nothing, so none are known of it.
         """
         if self._is_there(run):
             return []
         try:
             there = upkeep.names(self.bucket)
-        except RemoteUnreachableError:  # a plain web server lists nothing
+        except RemoteUnreachableError:
+            if not self.bucket.read_only:
+                raise
             return []
         steps = [step for name in there if (step := parse_step_name(name)) and step.run == run]
         numbers = sorted(each.step for each in steps if not each.kept)

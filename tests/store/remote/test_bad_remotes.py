@@ -19,7 +19,7 @@ from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.format import frames, manifests
 from tensor_dedup.store.format.manifests import FileEntry, Manifest, Piece, encode_manifest
 from tensor_dedup.store.remote import Remote, layout
-from tensor_dedup.store.remote.buckets import scrubbed
+from tensor_dedup.store.remote.buckets import ObjectStatus, scrubbed
 from tensor_dedup.store.remote.errors import (
     CorruptRemoteTensorError,
     DamagedRemoteError,
@@ -455,3 +455,20 @@ def test_a_range_that_was_ignored_once_is_asked_for_again(tmp_path: Path, store:
         proxy.close()
     for name in sizes:
         assert stored(store, name) == content(tmp_path / f"{name}-whole")
+
+
+def test_a_list_that_cannot_be_read_is_no_empty_one(
+    tmp_path: Path, store: Store
+) -> None:
+    store.push(f"file://{tmp_path}/served", "mine")
+    with remotes.web(tmp_path / "served") as url:  # which has none to read
+        assert Remote.open(url).steps("run-001") == []
+
+    class Silent(MemoryBucket):
+        def list(self, prefix: str) -> Iterator[ObjectStatus]:
+            raise RemoteUnreachableError.at(self.at(prefix), "timed out")
+
+    bucket = Silent()
+    bucket.objects = {"FORMAT": (frames.encode_text(layout.MARKER_LINES), "tag", 0.0)}
+    with pytest.raises(RemoteUnreachableError, match="timed out"):
+        Remote(bucket).steps("run-001")
