@@ -76,6 +76,16 @@ class Remote:
         Deleted steps are left out. Where a checkpoint has the name itself, it is not that of a run.
         A plain web server lists nothing, so none are known of it.
         """
+        return self._of_run(run, kept=False)
+
+    def pins(self, run: str) -> list[str]:
+        """Return the names that pin steps of a run, in order, those whose step is gone too.
+
+        As `steps` otherwise.
+        """
+        return self._of_run(run, kept=True)
+
+    def _of_run(self, run: str, *, kept: bool) -> list[str]:
         if self._is_there(run):
             return []
         try:
@@ -85,8 +95,8 @@ class Remote:
                 raise
             return []
         steps = [step for name in there if (step := parse_step_name(name)) and step.run == run]
-        numbers = sorted(each.step for each in steps if not each.kept)
-        return [name for n in numbers if self._is_there(name := step_name(run, n))]
+        numbers = sorted(each.step for each in steps if each.kept == kept)
+        return [name for n in numbers if self._is_there(name := step_name(run, n, kept=kept))]
 
     def _is_there(self, name: str) -> bool:
         try:

@@ -19,6 +19,7 @@ from tensor_dedup.cli.output import (
 )
 from tensor_dedup.cli.store import existing, name_argument, store_option
 from tensor_dedup.store import Store
+from tensor_dedup.store.checkpoints.runs import PIN
 from tensor_dedup.store.errors import NoStoreError
 from tensor_dedup.store.format.names import check_name
 from tensor_dedup.store.remote import (
@@ -318,9 +319,11 @@ def delete(url: str, name: str, yes: bool, as_json: bool) -> None:
     _check_order(name, url, "remote delete URL NAME")
     remote = _opened(url)
     steps = remote.steps(name)
-    what = f"{name} with {counted(len(steps), 'step')}" if steps else name
+    # The pin of a step goes with it.
+    pins = [pin for pin in remote.pins(name) if pin.removesuffix(PIN) not in steps]
+    what = f"{name} with {counted(len(steps), 'step')}" if steps or pins else name
     ask(f"Delete {what} from {remote.url}?", yes)
-    for each in steps or [name]:
+    for each in [*steps, *pins] or [name]:
         remote.delete(each)
     say({"deleted": name}, as_json, f"{what} is deleted; `remote gc` gives its space back")
 
