@@ -149,7 +149,8 @@ class Remote:
         """Check the bookkeeping and, with `full`, download and check every byte.
 
         Containers with faults leave the catalog: the next push of a checkpoint that needs them
-        sends them again. `advance` receives counts of bytes that were checked.
+        sends them again, also under the name that it has. `advance` receives counts of bytes that
+        were checked.
         """
         return upkeep.verify(self.bucket, full=full, advance=advance)
 

@@ -383,8 +383,8 @@ def _gc_lines(plan: RemoteGcPlan) -> list[str]:
 def verify(ctx: click.Context, url: str, full: bool, as_json: bool) -> None:
     """Check a remote's bookkeeping, and with --full every byte. The exit status is 1 on a fault.
 
-    Damaged containers are removed from the catalog, so that the next push of another name, or with
-    --replace of the same one, sends their contents again.
+    Damaged containers are removed from the catalog, so that the next push of a checkpoint that
+    needs them sends their contents again.
     """
     with ByteBar("verifying") as progress:
         result = _opened(url).verify(full=full, advance=progress.advance)

@@ -457,9 +457,7 @@ def test_a_range_that_was_ignored_once_is_asked_for_again(tmp_path: Path, store:
         assert stored(store, name) == content(tmp_path / f"{name}-whole")
 
 
-def test_a_list_that_cannot_be_read_is_no_empty_one(
-    tmp_path: Path, store: Store
-) -> None:
+def test_a_list_that_cannot_be_read_is_no_empty_one(tmp_path: Path, store: Store) -> None:
     store.push(f"file://{tmp_path}/served", "mine")
     with remotes.web(tmp_path / "served") as url:  # which has none to read
         assert Remote.open(url).steps("run-001") == []
