@@ -59,15 +59,17 @@ class Remote:
         return self.bucket.url
 
     def names(self) -> list[str]:
-        """Return the names of all checkpoints, sorted.
+        """Return the names of all checkpoints whose manifests can be read, sorted.
 
         Raises:
             NotARemoteError: there is no remote.
         """
-        return [each.name for each in self.checkpoints() if each.damage is None]
+        return [each.name for each in self.checkpoints() if each.manifest]
 
     def checkpoints(self, names: Sequence[str] | None = None) -> list[upkeep.RemoteCheckpoint]:
-        """Describe these checkpoints or all, by name; `damage` says which cannot be read."""
+        """Describe these checkpoints or all, by name; `damage` says which cannot be read, or not
+        whole.
+        """
         return upkeep.checkpoints(self.bucket, names)
 
     def steps(self, run: str) -> list[str]:

@@ -272,6 +272,22 @@ def test_a_plain_push_of_a_run_sends_again_its_damaged_step(
     assert remote.verify(full=True).fine
 
 
+def test_what_verify_found_damaged_is_not_listed_as_fine(
+    apart: tuple[Store, MemoryBucket],
+) -> None:
+    store, bucket = apart
+    remote = Remote(bucket)
+    assert not remote.verify(full=True).fine
+    for found in (remote.checkpoints(), remote.usage().checkpoints):
+        assert [each.name for each in found] == ["base", "tiny"]
+        assert "found damaged" in (found[0].damage or "")
+        assert found[1].damage is None
+    assert remote.names() == ["base", "tiny"]
+    store.push(remote, "base")
+    for found in (remote.checkpoints(), remote.usage().checkpoints):
+        assert not any(each.damage for each in found)
+
+
 @pytest.mark.parametrize("lease", [0, 24])
 def test_a_sweep_that_writes_a_segment_of_the_past_does_not_delete_it(
     tmp_path: Path, full: Store, lease: int
