@@ -207,6 +207,24 @@ def test_a_run_travels_with_its_steps_and_pins(tmp_path: Path, remote: Remote) -
         assert int(run.load(1)["w"][0]) == 1
 
 
+def test_a_pull_of_a_run_brings_all_steps_that_are_there(tmp_path: Path, remote: Remote) -> None:
+    """Those, too, that the retention rules have deleted here; with the next save they go again."""
+    store = open_store(tmp_path / "store")
+    with CheckpointStore(store, "run-001", keep_last=2) as run:
+        for step in range(4):
+            run.save({"w": np.full(9, step)}, step=step)
+            store.push(remote, "run-001")
+        assert run.steps() == [2, 3]
+    assert store.pull(remote, "run-001@3").unchanged
+    assert store.names() == ["run-001@2", "run-001@3"]
+    store.pull(remote, "run-001")
+    with CheckpointStore(store, "run-001", keep_last=2) as run:
+        assert run.steps() == [0, 1, 2, 3]
+        assert run.latest() == 3
+        run.save({"w": np.full(9, 4)}, step=4)
+        assert run.steps() == [3, 4]
+
+
 def test_another_store_is_a_remote_too(tmp_path: Path, full: Store) -> None:
     other = open_store(tmp_path / "other")
     other.import_(tmp_path / "base", "base")
