@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -68,6 +69,8 @@ _ENDPOINTS: Final = (
 )
 # What obstore says of a server that answers a range with the whole object.
 _NO_RANGES: Final = ("non-partial response", "Range request not supported")
+# So long whole objects are asked for when one has come instead of a range.
+_ASK_AGAIN_S: Final = 60.0
 _SECRETS: Final = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS", re.IGNORECASE)
 # The process that began to use obstore.
 _used_by = 0
@@ -377,6 +380,7 @@ class ServerBucket(Bucket):
         # container and already asks for the next.
         self._wholes: dict[str, memoryview] = {}
         self._wholes_lock = threading.Lock()
+        self._whole_until = 0.0
         self.read_only = urlsplit(url).scheme in _WEB
 
     @contextmanager
@@ -446,8 +450,8 @@ class ServerBucket(Bucket):
         # docstring inherited
         import obstore
 
-        if (whole := self._wholes.get(key)) is not None:
-            return whole[start:stop]
+        if time.monotonic() < self._whole_until:
+            return self._whole(key)[start:stop]
         try:
             with self._translated(key):
                 found = memoryview(obstore.get_range(self._store, key, start=start, end=stop))
@@ -455,7 +459,8 @@ class ServerBucket(Bucket):
             if "416 " in str(error):
                 found = memoryview(b"")  # it ends before the range begins
             elif any(sign in str(error) for sign in _NO_RANGES):
-                # Of this object only: it may have been a proxy's, and that for once.
+                # For a while: it may have been a proxy's answer, and that for once.
+                self._whole_until = time.monotonic() + _ASK_AGAIN_S
                 return self._whole(key)[start:stop]
             else:
                 raise
