@@ -326,7 +326,8 @@ class Store:
         """Pull a checkpoint, or all steps of a run, from a remote: only what is nowhere here.
 
         `url` is what `push` takes. An artifact (`oci://`) is called `name` here; one that somebody
-        else has made is pulled as whole layers, and imported.
+        else has made is pulled as whole layers, and imported. Of a run all steps come, also those
+        that retention rules have deleted here.
 
         Every byte is compared with its digest before anything refers to it: whoever writes to the
         remote can withhold a checkpoint or name another one, and put no wrong tensor here. What was

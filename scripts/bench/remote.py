@@ -5,11 +5,11 @@
 A checkpoint of random weights is pushed to a folder, which a server of files with ranges (a process
 of its own, with sendfile) serves. It is then pulled into an empty store; and, in pairs with that,
 its containers are copied by obstore: the same ranges, as many at once, into files that are synced.
-A pull that finds everything there is timed last.
+The copy comes first in every other pair. Times and the ratio within a pair are medians with their
+95 % intervals, for which there must be six pairs. A pull that finds everything there is timed last.
 """
 
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,6 +30,7 @@ import obstore
 from obstore.store import from_url
 from safetensors.numpy import save_file
 
+from bench.stats import estimate
 from tensor_dedup.store import Store
 
 # Those of a pull.
@@ -117,7 +118,7 @@ def timed(work: Callable[[], object]) -> float:
 @click.option("--tensors", default=300, show_default=True)
 @click.option("--pairs", default=7, show_default=True)
 def main(mb: int, tensors: int, pairs: int) -> None:
-    """Print medians of both, and of their ratios."""
+    """Print medians of both, and of their ratio."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         each = mb * 10**6 // tensors // 2
@@ -130,22 +131,25 @@ def main(mb: int, tensors: int, pairs: int) -> None:
         full, remote = Store.open(root / "full"), root / "remote"
         full.import_(root / "model", "model")
         full.push(f"file://{remote}", "model")
-        pulls, copies = [], []
+        pulls, copies = list[float](), list[float]()
         with served(remote) as url:
             for number in range(pairs + 1):
                 store = Store.open(root / f"store-{number}")
-                copy = timed(partial(plain_copy, url, remote, root / f"copy-{number}"))
-                pull = timed(partial(store.pull, url, "model"))
-                if number:  # the first warms up
-                    pulls.append(pull)
-                    copies.append(copy)
+                copy = partial(plain_copy, url, remote, root / f"copy-{number}")
+                pull = partial(store.pull, url, "model")
+                if number % 2 == 0:
+                    copies.append(timed(copy))
+                pulls.append(timed(pull))
+                if number % 2:
+                    copies.append(timed(copy))
             again = timed(partial(store.pull, url, "model"))
-        ratio = statistics.median(c / p for c, p in zip(copies, pulls, strict=True))
-        took, plain = statistics.median(pulls), statistics.median(copies)
-        click.echo(f"{tensors} tensors, {mb} MB, medians of {pairs} pairs")
-        click.echo(f"pull into an empty store  {took:.3f} s  {mb / took:,.0f} MB/s")
-        click.echo(f"plain copy by obstore     {plain:.3f} s  {mb / plain:,.0f} MB/s")
-        click.echo(f"throughput of the pull / of the copy  {ratio:.2f}")
+        del pulls[0], copies[0]  # which warm up
+        took, plain = estimate(pulls), estimate(copies)
+        ratio = estimate([c / p for c, p in zip(copies, pulls, strict=True)])
+        click.echo(f"{tensors} tensors, {mb} MB, medians of {pairs} pairs [95 % interval]")
+        for what, found in (("pull into an empty store", took), ("plain copy by obstore", plain)):
+            click.echo(f"{what:<24}  {found.text()} s  {mb / found.median:,.0f} MB/s")
+        click.echo(f"throughput of the pull / of the copy  {ratio.text(2)}")
         click.echo(f"pull of nothing new       {again:.3f} s")
 
 

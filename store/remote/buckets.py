@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -68,6 +69,8 @@ _ENDPOINTS: Final = (
 )
 # What obstore says of a server that answers a range with the whole object.
 _NO_RANGES: Final = ("non-partial response", "Range request not supported")
+# So long whole objects are asked for when one has come instead of a range.
+_ASK_AGAIN_S: Final = 60.0
 _SECRETS: Final = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS", re.IGNORECASE)
 # The process that began to use obstore.
 _used_by = 0
@@ -114,6 +117,9 @@ class Bucket(ABC):
     Raises:
         RemoteUnreachableError, RemoteAccessError: the server does not answer, or refuses.
     """
+
+    # Whether it is a plain web server's: it takes no objects, and seldom lists any.
+    read_only = False
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -370,12 +376,12 @@ class ServerBucket(Bucket):
     def __init__(self, url: str, *, store: "ObjectStore | None" = None) -> None:
         super().__init__(url)
         self._store: ObjectStore = store or _open_store(url)
-        # The last objects that came whole from a server without ranges: two, as a pull is in one
+        # The last objects that came whole where a range was asked for: two, as a pull is in one
         # container and already asks for the next.
         self._wholes: dict[str, memoryview] = {}
         self._wholes_lock = threading.Lock()
-        self._knows_ranges = True
-        self._read_only = urlsplit(url).scheme in _WEB
+        self._whole_until = 0.0
+        self.read_only = urlsplit(url).scheme in _WEB
 
     @contextmanager
     def _translated(self, key: str) -> Iterator[None]:
@@ -444,7 +450,7 @@ class ServerBucket(Bucket):
         # docstring inherited
         import obstore
 
-        if not self._knows_ranges:
+        if time.monotonic() < self._whole_until:
             return self._whole(key)[start:stop]
         try:
             with self._translated(key):
@@ -453,7 +459,8 @@ class ServerBucket(Bucket):
             if "416 " in str(error):
                 found = memoryview(b"")  # it ends before the range begins
             elif any(sign in str(error) for sign in _NO_RANGES):
-                self._knows_ranges = False
+                # For a while: it may have been a proxy's answer, and that for once.
+                self._whole_until = time.monotonic() + _ASK_AGAIN_S
                 return self._whole(key)[start:stop]
             else:
                 raise
@@ -461,7 +468,7 @@ class ServerBucket(Bucket):
         return found
 
     def _whole(self, key: str) -> memoryview:
-        """An object of a server that knows no ranges, if it is not too large to be held here."""
+        """An object that came without a range, if it is not too large to be held here."""
         with self._wholes_lock:
             if key not in self._wholes:
                 found = self.get(key, 2 * CONTAINER_BYTES)
@@ -543,7 +550,7 @@ class ServerBucket(Bucket):
             return
 
     def _check_writable(self) -> None:
-        if self._read_only:
+        if self.read_only:
             raise ReadOnlyRemoteError.at(self.url, "a web server takes no objects")
 
 

@@ -224,6 +224,12 @@ def confirm(
             catalog.learn(container)
 
 
+def unheld(bucket: Bucket, catalog: Catalog, digests: Collection[bytes]) -> set[bytes]:
+    """Return the pieces that no container holds; for that tables may be read (`confirm`)."""
+    confirm(bucket, catalog, digests)
+    return {digest for digest in digests if not catalog.holders(digest)}
+
+
 def read_catalog(
     bucket: Bucket,
     *,
@@ -390,6 +396,16 @@ def _without_segments(bucket: Bucket) -> Catalog:
     with suppress(DamagedRemoteError, MissingRemoteError):
         catalog.trash = _trash(bucket, _head(bucket, found[0]))
     return catalog
+
+
+def is_damage_noted(bucket: Bucket) -> bool:
+    """Return whether `verify` has found containers damaged, and they still are, for all is known.
+
+    That costs a request or, where something is condemned, two. What cannot be read notes nothing.
+    """
+    with suppress(DamagedRemoteError, MissingRemoteError, NewerFormatError):
+        return DAMAGED in _without_segments(bucket).trash.condemned.values()
+    return False
 
 
 def commit(

@@ -48,9 +48,11 @@ from tensor_dedup.store.remote.catalog import (
     commit,
     confirm,
     drop,
+    is_damage_noted,
     listed,
     put_holders,
     read_catalog,
+    unheld,
     with_more,
 )
 from tensor_dedup.store.remote.conditions import check_remote, check_still, prepare
@@ -246,11 +248,12 @@ class _Push:
         found = [(self._checkpoints[n].name, tag) for n, (there, tag) in tags.items() if there]
         if not all([*bucket.each(lambda each: self._is_still(*each), found)]):
             raise _OutdatedError
-        unchanged = all(there for there, _ in tags.values())
-        if not unchanged:
+        changing = {n: tag for n, (there, tag) in tags.items() if not there}
+        # Of a name that is there all is there, unless it was found damaged since.
+        changing = changing or {n: tags[n][1] for n in self._damaged_there()}
+        if changing:
             read = time.monotonic()
-            catalog = self._catalog()
-            self._send(catalog, {n: tag for n, (there, tag) in tags.items() if not there}, read)
+            self._send(self._catalog(), changing, read)
         nbytes, calls = bucket.traffic.counts()
         names = {each.name for each in self._checkpoints}
         counted = [each for each in self._checkpoints if not is_pin_among(each.name, names)]
@@ -264,8 +267,16 @@ class _Push:
             wire_bytes=nbytes - self._before[0],
             requests=calls - self._before[1],
             seconds=time.monotonic() - began,
-            unchanged=unchanged,
+            unchanged=not changing,
         )
+
+    def _damaged_there(self) -> list[int]:
+        """The checkpoints that have lost pieces there; asked only where damage was noted at all."""
+        bucket = self._bucket
+        if not is_damage_noted(bucket):
+            return []
+        lost = unheld(bucket, catalog_of(bucket), self._sizes)
+        return [n for n, each in enumerate(self._checkpoints) if lost & each.wanted.keys()]
 
     def _catalog(self) -> Catalog:
         """Read the catalog of a remote that may be written to; make one where nothing is."""
@@ -307,8 +318,8 @@ class _Push:
 
     def _send(self, catalog: Catalog, tags: Mapping[int, str | None], read: float) -> None:
         bucket = self._bucket
-        confirm(bucket, catalog, self._sizes)
-        missing = {d: n for d, n in self._sizes.items() if not catalog.holders(d)}
+        lost = unheld(bucket, catalog, self._sizes)
+        missing = {d: n for d, n in self._sizes.items() if d in lost}
         saved = sum(n for d, n in self._sizes.items() if d not in missing)
         self._progress.saved(saved)
         loads: list[_Load] = []

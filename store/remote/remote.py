@@ -59,31 +59,46 @@ class Remote:
         return self.bucket.url
 
     def names(self) -> list[str]:
-        """Return the names of all checkpoints, sorted.
+        """Return the names of all checkpoints whose manifests can be read, sorted.
 
         Raises:
             NotARemoteError: there is no remote.
         """
-        return [each.name for each in self.checkpoints() if each.damage is None]
+        return [each.name for each in self.checkpoints() if each.manifest]
 
     def checkpoints(self, names: Sequence[str] | None = None) -> list[upkeep.RemoteCheckpoint]:
-        """Describe these checkpoints or all, by name; `damage` says which cannot be read."""
+        """Describe these checkpoints or all, by name; `damage` says which cannot be read, or not
+        whole.
+        """
         return upkeep.checkpoints(self.bucket, names)
 
     def steps(self, run: str) -> list[str]:
         """Return the names of the steps of a run, in order; none where no run is called so.
 
         Deleted steps are left out. Where a checkpoint has the name itself, it is not that of a run.
+        A plain web server lists nothing, so none are known of it.
         """
+        return self._of_run(run, kept=False)
+
+    def pins(self, run: str) -> list[str]:
+        """Return the names that pin steps of a run, in order, those whose step is gone too.
+
+        As `steps` otherwise.
+        """
+        return self._of_run(run, kept=True)
+
+    def _of_run(self, run: str, *, kept: bool) -> list[str]:
         if self._is_there(run):
             return []
         try:
             there = upkeep.names(self.bucket)
-        except RemoteUnreachableError:  # a plain web server lists nothing
+        except RemoteUnreachableError:
+            if not self.bucket.read_only:
+                raise
             return []
         steps = [step for name in there if (step := parse_step_name(name)) and step.run == run]
-        numbers = sorted(each.step for each in steps if not each.kept)
-        return [name for n in numbers if self._is_there(name := step_name(run, n))]
+        numbers = sorted(each.step for each in steps if each.kept == kept)
+        return [name for n in numbers if self._is_there(name := step_name(run, n, kept=kept))]
 
     def _is_there(self, name: str) -> bool:
         try:
@@ -136,7 +151,8 @@ class Remote:
         """Check the bookkeeping and, with `full`, download and check every byte.
 
         Containers with faults leave the catalog: the next push of a checkpoint that needs them
-        sends them again. `advance` receives counts of bytes that were checked.
+        sends them again, also under the name that it has. `advance` receives counts of bytes that
+        were checked.
         """
         return upkeep.verify(self.bucket, full=full, advance=advance)
 

@@ -32,6 +32,7 @@ from tensor_dedup.store.remote.catalog import (
     catalog_of,
     commit,
     drop,
+    is_damage_noted,
     listed,
     prefixes,
     put_holders,
@@ -39,6 +40,7 @@ from tensor_dedup.store.remote.catalog import (
     read_holders,
     read_table,
     segment_of,
+    unheld,
 )
 from tensor_dedup.store.remote.conditions import check_remote
 from tensor_dedup.store.remote.errors import (
@@ -63,7 +65,8 @@ class RemoteCheckpoint:
     """A checkpoint of a remote: its name, manifest, counts of tensors and files, and its size.
 
     `unique_bytes` are stored for this one alone, and nothing else is stored as a difference from
-    them; None where that was not asked for. `damage` says why it cannot be read.
+    them; None where that was not asked for. `damage` says why it cannot be read, or not whole: its
+    `manifest` is known where only pieces are damaged, as `verify` has noted it.
     """
 
     name: str
@@ -160,10 +163,12 @@ def checkpoints(bucket: Bucket, only: Sequence[str] | None = None) -> list[Remot
     The pin of a step that is there is no further checkpoint.
     """
     check_remote(bucket)
+    noted = _noted_damage(bucket)
 
     def describe(name: str) -> RemoteCheckpoint | None:
         try:
-            return described(read_manifest(bucket, name, read_ref(bucket, name)))
+            found = read_manifest(bucket, name, read_ref(bucket, name))
+            return described(found, damage=noted(found))
         except UnknownRemoteNameError:
             return None
         except (StoreError, UnfitForCollectionError) as error:
@@ -172,6 +177,21 @@ def checkpoints(bucket: Bucket, only: Sequence[str] | None = None) -> list[Remot
     # One after the other: each reads its pages on several threads.
     wanted = names(bucket) if only is None else only
     return _without_pins([each for name in wanted if (each := describe(name)) is not None])
+
+
+def _noted_damage(bucket: Bucket) -> Callable[[RemoteManifest], str | None]:
+    """Return what says which damage `verify` has noted to the pieces of a checkpoint."""
+    if not is_damage_noted(bucket):
+        return lambda _: None
+    catalog = catalog_of(bucket)
+
+    def damage(found: RemoteManifest) -> str | None:
+        pieces = {piece.digest for piece in found.pieces if piece.nbytes}
+        lost = len(unheld(bucket, catalog, pieces))
+        what = f"{lost} of {len(pieces)} pieces are in containers that were found damaged or lost"
+        return what if lost else None
+
+    return damage
 
 
 def _without_pins(found: Sequence[RemoteCheckpoint]) -> list[RemoteCheckpoint]:
@@ -185,7 +205,9 @@ def _without_pins(found: Sequence[RemoteCheckpoint]) -> list[RemoteCheckpoint]:
     ]
 
 
-def described(found: RemoteManifest, unique_bytes: int | None = None) -> RemoteCheckpoint:
+def described(
+    found: RemoteManifest, unique_bytes: int | None = None, damage: str | None = None
+) -> RemoteCheckpoint:
     """Describe a checkpoint whose manifest was read."""
     return RemoteCheckpoint(
         found.name,
@@ -194,6 +216,7 @@ def described(found: RemoteManifest, unique_bytes: int | None = None) -> RemoteC
         len(found.content.files),
         found.content.nbytes,
         unique_bytes,
+        damage,
     )
 
 
@@ -332,7 +355,7 @@ def _is_known(key: str) -> bool:
 
 def usage(bucket: Bucket) -> RemoteUsage:
     """Measure what a remote takes, from its bookkeeping."""
-    found = take_inventory(bucket)
+    found, noted = take_inventory(bucket), _noted_damage(bucket)
     live = found.live()
     need = needed(live, found.held())
     kept = [record for c in need.containers for record in found.tables[c].records]
@@ -359,7 +382,7 @@ def usage(bucket: Bucket) -> RemoteUsage:
             of_one.setdefault(first, []).append(digest)
     for each in found.manifests:
         own = sum(stored.get(d, 0) for d in of_one.get(each.name.removesuffix(PIN), ()))
-        described_.append(described(each, own))
+        described_.append(described(each, own, noted(each)))
     broken = [
         RemoteCheckpoint(name, damage=fault.what)
         for fault in found.problems

@@ -267,6 +267,22 @@ def test_a_run_is_shown_and_deleted_with_its_steps(folder: Path) -> None:
     run("remote", "delete", url, "run-001", "--yes", status=2)
 
 
+@pytest.mark.parametrize("with_a_step", [True, False])
+def test_a_run_is_deleted_with_the_pins_of_steps_that_are_gone(
+    folder: Path, with_a_step: bool
+) -> None:
+    url, training = f"file://{folder}/remote", CheckpointStore(folder / "store", "run-001")
+    for step in (3, 20):
+        training.save({"weight": np.arange(step)}, step)
+        training.pin(step)
+    for name in ("run-001@3@pin", "run-001@20@pin", "run-001@20", "base"):
+        if with_a_step or name != "run-001@20":
+            run("push", name, url)
+    run("remote", "delete", url, "run-001", "--yes")
+    assert Remote.open(url).names() == ["base"]
+    run("remote", "delete", url, "run-001", "--yes", status=2)
+
+
 def test_what_only_differences_need_is_not_free(folder: Path) -> None:
     """A fine-tune that is stored as differences needs the base's tensors, deleted or not."""
     url, store = f"file://{folder}/remote", Store.open(folder / "fresh")

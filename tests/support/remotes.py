@@ -257,7 +257,7 @@ class Proxy:
                     else:
                         self.received += len(data)
                 if out and self.blind:
-                    data = data.replace(b"\r\nRange: ", b"\r\nX-Not: ")
+                    data = re.sub(rb"(?i)\r\nrange: ", b"\r\nX-Not: ", data)
                 target.sendall(data)
         except OSError:
             pass

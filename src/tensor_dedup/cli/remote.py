@@ -19,6 +19,7 @@ from tensor_dedup.cli.output import (
 )
 from tensor_dedup.cli.store import existing, name_argument, store_option
 from tensor_dedup.store import Store
+from tensor_dedup.store.checkpoints.runs import PIN
 from tensor_dedup.store.errors import NoStoreError
 from tensor_dedup.store.format.names import check_name
 from tensor_dedup.store.remote import (
@@ -163,7 +164,7 @@ def _opened(url: str) -> Remote:
 def list_(ctx: click.Context, url: str, as_json: bool) -> None:
     """List the checkpoints of a remote, and each training run with its number of steps.
 
-    The exit status is 1 if one of them cannot be read.
+    One that cannot be read, or that `remote verify` has found damaged, makes the exit status 1.
     """
     remote = _opened(url)
     found = remote.checkpoints()
@@ -289,7 +290,7 @@ def _show_run(remote: Remote, name: str, steps: Sequence[str], as_json: bool) ->
 def du(ctx: click.Context, url: str, as_json: bool) -> None:
     """Show the space that a remote takes, and what each checkpoint or run alone needs.
 
-    The exit status is 1 if one of them cannot be read.
+    One that cannot be read, or that `remote verify` has found damaged, makes the exit status 1.
     """
     remote = _opened(url)
     found = remote.usage()
@@ -318,9 +319,11 @@ def delete(url: str, name: str, yes: bool, as_json: bool) -> None:
     _check_order(name, url, "remote delete URL NAME")
     remote = _opened(url)
     steps = remote.steps(name)
-    what = f"{name} with {counted(len(steps), 'step')}" if steps else name
+    # The pin of a step goes with it.
+    pins = [pin for pin in remote.pins(name) if pin.removesuffix(PIN) not in steps]
+    what = f"{name} with {counted(len(steps), 'step')}" if steps or pins else name
     ask(f"Delete {what} from {remote.url}?", yes)
-    for each in steps or [name]:
+    for each in [*steps, *pins] or [name]:
         remote.delete(each)
     say({"deleted": name}, as_json, f"{what} is deleted; `remote gc` gives its space back")
 
@@ -380,8 +383,8 @@ def _gc_lines(plan: RemoteGcPlan) -> list[str]:
 def verify(ctx: click.Context, url: str, full: bool, as_json: bool) -> None:
     """Check a remote's bookkeeping, and with --full every byte. The exit status is 1 on a fault.
 
-    Damaged containers are removed from the catalog, so that the next push of another name, or with
-    --replace of the same one, sends their contents again.
+    Damaged containers are removed from the catalog, so that the next push of a checkpoint that
+    needs them sends their contents again.
     """
     with ByteBar("verifying") as progress:
         result = _opened(url).verify(full=full, advance=progress.advance)

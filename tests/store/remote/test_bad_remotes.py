@@ -10,7 +10,7 @@ import pytest
 
 import remotes
 from remotes import MemoryBucket, Proxy
-from stores import content, noise, open_store, safetensors, stored, three, write
+from stores import content, noise, open_store, safetensors, stored, three, u8, write
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import NOBODY_THERE, StoreError, TensorDedupError
 from tensor_dedup.store import Store
@@ -19,7 +19,7 @@ from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.format import frames, manifests
 from tensor_dedup.store.format.manifests import FileEntry, Manifest, Piece, encode_manifest
 from tensor_dedup.store.remote import Remote, layout
-from tensor_dedup.store.remote.buckets import scrubbed
+from tensor_dedup.store.remote.buckets import ObjectStatus, scrubbed
 from tensor_dedup.store.remote.errors import (
     CorruptRemoteTensorError,
     DamagedRemoteError,
@@ -431,3 +431,45 @@ def test_a_server_without_ranges_sends_each_container_once(
         pulled = other.pull(url, "base")
     assert sum(sizes) < pulled.wire_bytes < sum(sizes) + (64 << 10)
     assert stored(other, "base") == content(tmp_path / "base")
+
+
+def test_a_range_that_was_ignored_once_is_asked_for_again(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a proxy did in passing costs whole objects for a minute, and not for good."""
+    monkeypatch.setattr("tensor_dedup.store.remote.buckets._ASK_AGAIN_S", 0.0)
+    sizes = {"once": 300_000, "later": 3_000_000}
+    full = open_store(tmp_path / "full")
+    for name, nbytes in sizes.items():
+        tensors = {f"{name}{n}": noise(n, nbytes) for n in range(2)}
+        for kind, held in (("half", [f"{name}0"]), ("whole", [*tensors])):
+            file = safetensors(u8(**{each: tensors[each] for each in held}))
+            write(tmp_path / f"{name}-{kind}", {"model.safetensors": file})
+        full.import_(tmp_path / f"{name}-whole", name)
+        full.push(f"file://{tmp_path}/served", name)
+        store.import_(tmp_path / f"{name}-half", f"{name}-half")
+    with remotes.web(tmp_path / "served") as url:
+        proxy = Proxy(int(url.rpartition(":")[2]))
+        remote = Remote.open(f"http://127.0.0.1:{proxy.port}")
+        proxy.blind = True
+        assert store.pull(remote, "once").wire_bytes > 2 * sizes["once"]
+        proxy.blind = False
+        assert store.pull(remote, "later").wire_bytes < sizes["later"] + (64 << 10)
+        proxy.close()
+    for name in sizes:
+        assert stored(store, name) == content(tmp_path / f"{name}-whole")
+
+
+def test_a_list_that_cannot_be_read_is_no_empty_one(tmp_path: Path, store: Store) -> None:
+    store.push(f"file://{tmp_path}/served", "mine")
+    with remotes.web(tmp_path / "served") as url:  # which has none to read
+        assert Remote.open(url).steps("run-001") == []
+
+    class Silent(MemoryBucket):
+        def list(self, prefix: str) -> Iterator[ObjectStatus]:
+            raise RemoteUnreachableError.at(self.at(prefix), "timed out")
+
+    bucket = Silent()
+    bucket.objects = {"FORMAT": (frames.encode_text(layout.MARKER_LINES), "tag", 0.0)}
+    with pytest.raises(RemoteUnreachableError, match="timed out"):
+        Remote(bucket).steps("run-001")

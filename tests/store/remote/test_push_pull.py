@@ -169,11 +169,11 @@ def test_pushing_and_pulling_again_moves_nothing(
     for _ in range(2):
         pushed = full.push(remote, "base")
         pulled = other.pull(remote, "base")
-    for again in (pushed, pulled):
+    for again, requests in ((pushed, 3), (pulled, 2)):
         assert again.unchanged
         assert again.moved_bytes == 0
         assert again.wire_bytes < 4 * KIB
-        assert again.requests <= 2
+        assert again.requests <= requests
 
 
 def test_a_run_travels_with_its_steps_and_pins(tmp_path: Path, remote: Remote) -> None:
@@ -205,6 +205,24 @@ def test_a_run_travels_with_its_steps_and_pins(tmp_path: Path, remote: Remote) -
         assert run.steps() == [0, 1, 2]
         assert run.pinned() == {1}
         assert int(run.load(1)["w"][0]) == 1
+
+
+def test_a_pull_of_a_run_brings_all_steps_that_are_there(tmp_path: Path, remote: Remote) -> None:
+    """Those, too, that the retention rules have deleted here; with the next save they go again."""
+    store = open_store(tmp_path / "store")
+    with CheckpointStore(store, "run-001", keep_last=2) as run:
+        for step in range(4):
+            run.save({"w": np.full(9, step)}, step=step)
+            store.push(remote, "run-001")
+        assert run.steps() == [2, 3]
+    assert store.pull(remote, "run-001@3").unchanged
+    assert store.names() == ["run-001@2", "run-001@3"]
+    store.pull(remote, "run-001")
+    with CheckpointStore(store, "run-001", keep_last=2) as run:
+        assert run.steps() == [0, 1, 2, 3]
+        assert run.latest() == 3
+        run.save({"w": np.full(9, 4)}, step=4)
+        assert run.steps() == [3, 4]
 
 
 def test_another_store_is_a_remote_too(tmp_path: Path, full: Store) -> None:

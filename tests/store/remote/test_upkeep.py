@@ -208,6 +208,86 @@ def test_what_verify_finds_damaged_is_sent_again(
         pulled(tmp_path, bucket, name, f"of-{name}")
 
 
+def spoil(bucket: MemoryBucket, key: str) -> None:
+    blob, tag, when = bucket.objects[key]
+    bucket.objects[key] = (bytes([blob[0] ^ 1]) + blob[1:], tag, when)
+
+
+def only(bucket: MemoryBucket) -> str:
+    """The key of the only container."""
+    [key] = [key for key in bucket.objects if key.startswith(layout.CONTAINERS)]
+    return key
+
+
+@pytest.fixture
+def apart(tmp_path: Path, full: Store) -> tuple[Store, MemoryBucket]:
+    """A remote with `base` and `tiny`, in a container each, of which that of `base` is damaged."""
+    bucket = MemoryBucket()
+    full.push(Remote(bucket), "base")
+    key = only(bucket)
+    full.push(Remote(bucket), "tiny")
+    spoil(bucket, key)
+    return full, bucket
+
+
+def test_a_plain_push_sends_again_what_verify_found_damaged(
+    tmp_path: Path, apart: tuple[Store, MemoryBucket]
+) -> None:
+    store, bucket = apart
+    remote = Remote(bucket)
+    assert store.push(remote, "base").unchanged  # of what nobody knows
+    assert not remote.verify(full=True).fine
+    before = dict(bucket.objects)
+    assert store.push(remote, "tiny").unchanged
+    assert bucket.objects == before  # with tags and times
+    again = store.push(remote, "base")
+    assert not again.unchanged
+    assert again.moved_pieces == again.pieces
+    assert remote.verify(full=True).fine
+    assert store.push(remote, "base").unchanged
+    assert store.push(remote, "base").requests == 3
+    for name in ("base", "tiny"):
+        pulled(tmp_path, bucket, name, f"of-{name}")
+
+
+def test_a_plain_push_of_a_run_sends_again_its_damaged_step(
+    tmp_path: Path, bucket: MemoryBucket
+) -> None:
+    store, remote = open_store(tmp_path / "runs"), Remote(bucket)
+    with CheckpointStore(store, "run-001") as run:
+        for step in range(3):
+            run.save({"w": np.frombuffer(noise(step, 99_000), np.uint8)}, step=step)
+    store.push(remote, "run-001@0")  # with what all have in common
+    shared = only(bucket)
+    store.push(remote, "run-001@1")
+    [own] = {key for key in bucket.objects if key.startswith(layout.CONTAINERS)} - {shared}
+    store.push(remote, "run-001")
+    spoil(bucket, own)
+    assert not remote.verify(full=True).fine
+    refs = {key: found for key, found in bucket.objects.items() if key.startswith(layout.REFS)}
+    again = store.push(remote, "run-001")
+    assert (again.moved_pieces, again.moved_bytes) == (1, 99_000)
+    for key in ("refs/run-001@0", "refs/run-001@2"):
+        assert bucket.objects[key] == refs[key]
+    assert remote.verify(full=True).fine
+
+
+def test_what_verify_found_damaged_is_not_listed_as_fine(
+    apart: tuple[Store, MemoryBucket],
+) -> None:
+    store, bucket = apart
+    remote = Remote(bucket)
+    assert not remote.verify(full=True).fine
+    for found in (remote.checkpoints(), remote.usage().checkpoints):
+        assert [each.name for each in found] == ["base", "tiny"]
+        assert "found damaged" in (found[0].damage or "")
+        assert found[1].damage is None
+    assert remote.names() == ["base", "tiny"]
+    store.push(remote, "base")
+    for found in (remote.checkpoints(), remote.usage().checkpoints):
+        assert not any(each.damage for each in found)
+
+
 @pytest.mark.parametrize("lease", [0, 24])
 def test_a_sweep_that_writes_a_segment_of_the_past_does_not_delete_it(
     tmp_path: Path, full: Store, lease: int
