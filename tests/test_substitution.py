@@ -364,7 +364,9 @@ def test_a_tied_fine_tune_stays_tied(base: Path, tmp_path: Path) -> None:
     held = moved(weights(1))
     del held["lm_head.weight"]
     tune = saved(tmp_path / "tied", held)
-    with pytest.raises(ConfigError, match="no layer and no tensor"):
+    with pytest.raises(
+        ConfigError, match="no tensor, and no layer that has tensors, is called 'lm_head'"
+    ):
         substitute(base, tune, tmp_path / "out", layers="lm_head")
     substitute(base, tune, tmp_path / "out", layers="*")
     old = tensors(base)
@@ -383,11 +385,11 @@ def test_a_base_that_ties_its_head_has_none_to_take(tune: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("layers", "why"),
     [
-        ("4", "numbers 0 to 3"),
-        ("3-1", "numbers 0 to 3"),
-        ("encoder.0-1", "no numbered blocks in encoder"),
+        ("4", r"layers\.4 has no tensors, or is not there; there are 0-3 in .*layers: give some"),
+        ("3-1", r"it counts backwards; there are 0-3 in .*layers: write '1-3'"),
+        ("encoder.0-1", "no numbered blocks in encoder; give names of layers, as "),
         ("lm_haed", "did you mean 'lm_head'"),
-        ("*nothing*", "no layer and no tensor"),
+        ("*nothing*", "no tensor, and no layer that has tensors"),
     ],
 )
 def test_a_layer_that_is_not_there_is_wrong_use(
