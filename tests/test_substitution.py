@@ -22,6 +22,7 @@ from tensor_dedup.analyze import analyze
 from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
 from tensor_dedup.formats.markers import KEY, content_digest
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
+from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.substitution import substitute
 
 BLOCKS = 4
@@ -445,6 +446,39 @@ def test_a_base_may_be_pickled_or_stored(base: Path, tune: Path, tmp_path: Path)
         output = tmp_path / f"out-{number}"
         substitute(origin, tune, output, layers="0", store=tmp_path / "store")
         mixed(base, tune, output, {n for n in tensors(tune) if ".layers.0." in n})
+
+
+def test_a_fine_tune_may_be_stored(base: Path, tune: Path, tmp_path: Path) -> None:
+    with Store.open(tmp_path / "store") as store:
+        store.import_(tune, "tune")
+    output = tmp_path / "in" / "out"
+    done = substitute(base, "store://tune", output, layers="0", store=tmp_path / "store")
+    mixed(base, tune, output, {n for n in tensors(tune) if ".layers.0." in n})
+    assert (output / "config.json").read_bytes() == (tune / "config.json").read_bytes()
+    assert done.tune == "store://tune"
+    expected = substitute(base, tune, tmp_path / "expected", layers="0")
+    assert done.adds_bytes == expected.adds_bytes
+    assert [path.name for path in (tmp_path / "in").iterdir()] == ["out"]
+
+
+def test_what_has_to_be_exported_is_refused_with_the_command(
+    base: Path, tune: Path, tmp_path: Path
+) -> None:
+    with Store.open(tmp_path / "store") as store:
+        store.import_(tune, "tune")
+        CheckpointStore(store, "run", weights="model").save({"model": moved(weights(1))}, 7)
+    for name, samples in (("tune", ["a text"]), ("run@7", [])):
+        with pytest.raises(
+            ConfigError, match=f"run `tensor-dedup export {name} DIR`, and give"
+        ) as e:
+            substitute(
+                *(base, f"store://{name}", tmp_path / "x"),
+                layers="0",
+                samples=samples,
+                store=tmp_path / "store",
+            )
+        assert e.value.exit_status == 2
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_stale_hint_never_makes_a_wrong_file(
