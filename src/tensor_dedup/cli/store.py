@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from tensor_dedup.analyze.stored import full_name
+from tensor_dedup.analyze.stored import full_name, pull_suggested
 from tensor_dedup.cli import Failure, WrongUse, printable
 from tensor_dedup.cli.output import (
     ByteBar,
@@ -348,7 +348,7 @@ def export(name: str, directory: Path, store: str | None, as_json: bool) -> None
     """
     if str(directory) == "-":
         raise WrongUse("an export is a folder of files: name one; `cat` writes a tensor to stdout")
-    with ByteBar("exporting") as progress:
+    with ByteBar("exporting") as progress, pull_suggested(name):
         opened = existing(store)
         name = full_name(opened, name)
         paths = opened.export(name, directory, progress=progress)
