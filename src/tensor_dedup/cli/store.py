@@ -662,10 +662,10 @@ def verify(
 
 
 def _verify_lines(result: VerifyResult) -> list[str]:
-    lines = [
-        f"{fault.kind}: {fault.path}: {fault.what.removeprefix(fault.path + ': ')}"
-        for fault in result.faults
-    ]
+    said = (f"{each.path}: {each.what.removeprefix(each.path + ': ')}" for each in result.faults)
+    lines = list(dict.fromkeys(said))  # what several checkpoints need is a fault for each
+    if result.level == "full":  # which is done
+        lines = [line.replace("run `tensor-dedup verify --full`, then ", "run ") for line in lines]
     users = sorted({name for fault in result.faults for name in fault.affected})
     if users:
         lines.append(f"affected: {', '.join(users)}")
