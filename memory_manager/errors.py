@@ -77,3 +77,9 @@ class DeviceError(BackendError):
 
     Without a driver, or without cuda-bindings to call it with, the fact `kind` is "no_driver".
     """
+
+
+class NoBindingsError(DeviceError):
+    """cuda-bindings, of the extra `cuda`, cannot be imported."""
+
+    exit_status = WRONG_USE

@@ -22,6 +22,7 @@ from tensor_dedup.analyze import analyze
 from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
 from tensor_dedup.formats.markers import KEY, content_digest
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
+from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.substitution import substitute
 
 BLOCKS = 4
@@ -364,7 +365,9 @@ def test_a_tied_fine_tune_stays_tied(base: Path, tmp_path: Path) -> None:
     held = moved(weights(1))
     del held["lm_head.weight"]
     tune = saved(tmp_path / "tied", held)
-    with pytest.raises(ConfigError, match="no layer and no tensor"):
+    with pytest.raises(
+        ConfigError, match="no tensor, and no layer that has tensors, is called 'lm_head'"
+    ):
         substitute(base, tune, tmp_path / "out", layers="lm_head")
     substitute(base, tune, tmp_path / "out", layers="*")
     old = tensors(base)
@@ -383,11 +386,11 @@ def test_a_base_that_ties_its_head_has_none_to_take(tune: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("layers", "why"),
     [
-        ("4", "numbers 0 to 3"),
-        ("3-1", "numbers 0 to 3"),
-        ("encoder.0-1", "no numbered blocks in encoder"),
+        ("4", r"layers\.4 has no tensors, or is not there; there are 0-3 in .*layers: give some"),
+        ("3-1", r"it counts backwards; there are 0-3 in .*layers: write '1-3'"),
+        ("encoder.0-1", "no numbered blocks in encoder; give names of layers, as "),
         ("lm_haed", "did you mean 'lm_head'"),
-        ("*nothing*", "no layer and no tensor"),
+        ("*nothing*", "no tensor, and no layer that has tensors"),
     ],
 )
 def test_a_layer_that_is_not_there_is_wrong_use(
@@ -443,6 +446,39 @@ def test_a_base_may_be_pickled_or_stored(base: Path, tune: Path, tmp_path: Path)
         output = tmp_path / f"out-{number}"
         substitute(origin, tune, output, layers="0", store=tmp_path / "store")
         mixed(base, tune, output, {n for n in tensors(tune) if ".layers.0." in n})
+
+
+def test_a_fine_tune_may_be_stored(base: Path, tune: Path, tmp_path: Path) -> None:
+    with Store.open(tmp_path / "store") as store:
+        store.import_(tune, "tune")
+    output = tmp_path / "in" / "out"
+    done = substitute(base, "store://tune", output, layers="0", store=tmp_path / "store")
+    mixed(base, tune, output, {n for n in tensors(tune) if ".layers.0." in n})
+    assert (output / "config.json").read_bytes() == (tune / "config.json").read_bytes()
+    assert done.tune == "store://tune"
+    expected = substitute(base, tune, tmp_path / "expected", layers="0")
+    assert done.adds_bytes == expected.adds_bytes
+    assert [path.name for path in (tmp_path / "in").iterdir()] == ["out"]
+
+
+def test_what_has_to_be_exported_is_refused_with_the_command(
+    base: Path, tune: Path, tmp_path: Path
+) -> None:
+    with Store.open(tmp_path / "store") as store:
+        store.import_(tune, "tune")
+        CheckpointStore(store, "run", weights="model").save({"model": moved(weights(1))}, 7)
+    for name, samples in (("tune", ["a text"]), ("run@7", [])):
+        with pytest.raises(
+            ConfigError, match=f"run `tensor-dedup export {name} DIR`, and give"
+        ) as e:
+            substitute(
+                *(base, f"store://{name}", tmp_path / "x"),
+                layers="0",
+                samples=samples,
+                store=tmp_path / "store",
+            )
+        assert e.value.exit_status == 2
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_stale_hint_never_makes_a_wrong_file(

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tensor_dedup.errors import ConfigError, UnsupportedError
+from tensor_dedup.errors import ConfigError, NotInstalledError
 from tensor_dedup.placement import Node
 from tensor_dedup.suggestions import install_hint
 
@@ -20,13 +20,13 @@ def import_ray(module: str = "ray") -> Any:
     """Return Ray, or a module of it.
 
     Raises:
-        UnsupportedError: it is not installed.
+        NotInstalledError: it is not installed.
     """
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        what = f"{module} cannot be imported ({error}); {install_hint('ray')}"
-        raise UnsupportedError(what) from error
+        what = f"Ray is not installed, or not all of it ({error}); {install_hint('ray')}"
+        raise NotInstalledError(what) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def observed(
 
     Raises:
         ConfigError: there is no cluster.
-        UnsupportedError: Ray is not installed.
+        NotInstalledError: Ray is not installed.
     """
     ray = import_ray()
     if not ray.is_initialized():

@@ -56,7 +56,7 @@ class Fleet:
 
         Raises:
             ConfigError: a field is unknown or has a wrong value.
-            UnsupportedError: Ray is not installed.
+            NotInstalledError: Ray is not installed.
         """
         import_ray("ray.serve")
         self.name, self._route = name, route

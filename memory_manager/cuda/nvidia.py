@@ -18,7 +18,7 @@ from tensor_dedup.memory_manager.cuda.driver import (
     device_uuid,
     refused,
 )
-from tensor_dedup.memory_manager.errors import DeviceError
+from tensor_dedup.memory_manager.errors import DeviceError, NoBindingsError
 from tensor_dedup.suggestions import install_hint
 
 _MODULE: Final = "cuda.bindings.driver"
@@ -249,11 +249,9 @@ def _bindings() -> Any:
     try:
         return importlib.import_module(_MODULE)
     except ImportError as error:
-        raise DeviceError(
-            f"{error}; {install_hint('cuda')}",
-            kind="no_driver",
-            module=_MODULE,
-        ) from error
+        what = f"a GPU's memory needs cuda-bindings, which cannot be imported ({error})"
+        said = f"{what}; {install_hint('cuda')}"
+        raise NoBindingsError(said, kind="no_driver", module=_MODULE) from error
 
 
 def _check(call: str, result: Any, nbytes: int = 0) -> None:

@@ -7,12 +7,15 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+from tensor_dedup.errors import NotInstalledError
 from tensor_dedup.memory_manager.errors import NoMemoryError
 from tensor_dedup.memory_manager.server.server import log
 from tensor_dedup.memory_manager.server.worker_threads import start_threads
+from tensor_dedup.suggestions import install_hint
 
 # By name: the manager never loads torch or vLLM.
 _MODULE: Final = "tensor_dedup.patches.vllm.preload"
@@ -25,6 +28,12 @@ def _signal(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
+def _name(checkpoint: str) -> str:
+    """Return NAME of NAME=PATH, and nothing of a path."""
+    name, named, _ = checkpoint.partition("=")
+    return name if named and not Path(checkpoint).exists() else ""
+
+
 class Preload:
     """Runs a helper for each checkpoint, in order, in a thread. `close` ends the running one.
 
@@ -33,6 +42,16 @@ class Preload:
     """
 
     def __init__(self, socket: Path, checkpoints: Sequence[str], engine_args: str) -> None:
+        """Prepare; nothing runs yet.
+
+        Raises:
+            NotInstalledError: there is no vLLM, or for NAME=PATH no torch.
+        """
+        for checkpoint in checkpoints:
+            package = "torch" if _name(checkpoint) else "vllm"
+            if find_spec(package) is None:
+                what = f"preloading {checkpoint} needs {package}, which is not installed"
+                raise NotInstalledError(f"{what}; {install_hint(package)}", module=package)
         self._socket = str(socket)
         self._engine_args = engine_args
         self._checkpoints = tuple(checkpoints)
@@ -65,9 +84,8 @@ class Preload:
         _signal(running.pid, signal.SIGKILL)
 
     def _command(self, checkpoint: str) -> list[str]:
-        name, named, path = checkpoint.partition("=")
-        if named and not Path(checkpoint).exists():
-            helper = [_NAMED, "--name", name]
+        if name := _name(checkpoint):
+            helper, path = [_NAMED, "--name", name], checkpoint.removeprefix(f"{name}=")
         else:
             helper, path = [_MODULE, "--engine-args", self._engine_args], checkpoint
         return [sys.executable, "-m", *helper, "--socket", self._socket, "--", path]

@@ -15,7 +15,7 @@ from demonstration import models, pictures
 from demonstration.run import Side, Step, follow, one_process
 from demonstration.show import BESIDE, new_table, ratio, signed
 from tensor_dedup.cli.output import Dotted
-from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.errors import NotInstalledError
 from tensor_dedup.text_table import human
 
 PNG: Final = "pictures.png"
@@ -29,10 +29,10 @@ _GAP: Final = 8  # pixels between two pictures
 
 
 def require_libraries() -> None:
-    """UnsupportedError when a library that draws is not installed."""
+    """NotInstalledError when a library that draws is not installed."""
     absent = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if absent:
-        raise UnsupportedError(
+        raise NotInstalledError(
             f"--diffusers needs {', '.join(absent)}; install the extra: pip install '.[diffusers]'",
             missing=tuple(absent),
         )

@@ -13,6 +13,7 @@ TensorDedupError
       - AuditError                a shared layer differs from the one rebuilt from its checkpoint
   - StoreError                  the store cannot do what was asked, or is not what it says it is
   - UnsupportedError            this engine, version or device cannot do what was asked
+      - NotInstalledError         because the package of an extra is not installed
 
 All are picklable, for worker processes, carry their facts as attributes, and end in the next step
 to take.
@@ -29,8 +30,8 @@ class TensorDedupError(Exception):
     """Base of all errors of this package. `facts` has the values in the message.
 
     `exit_status` is that of a command that ends with the error: `WRONG_DATA`, `WRONG_USE` for what
-    the caller can put right by asking for something else, `NOBODY_THERE` for a manager or a remote
-    that does not answer.
+    the caller can put right by asking for something else or by installing it, `NOBODY_THERE` for a
+    manager or a remote that does not answer.
     """
 
     exit_status: ClassVar[int] = WRONG_DATA
@@ -113,3 +114,9 @@ class StoreError(TensorDedupError):
 
 class UnsupportedError(TensorDedupError):
     """This engine, version or device cannot do what was asked."""
+
+
+class NotInstalledError(UnsupportedError):
+    """The package of an optional extra is not installed."""
+
+    exit_status = WRONG_USE

@@ -77,7 +77,8 @@ def _meant(layers: Names, part: str) -> Names:
         near = get_close_matches(part, list(layers), 1)
         some = ", ".join([*layers][:_SHOWN])
         advice = f"did you mean {near[0]!r}?" if near else f"there are {some}"
-        raise ConfigError(f"no layer and no tensor is called {part!r}; {advice}", layers=part)
+        what = f"no tensor, and no layer that has tensors, is called {part!r}"
+        raise ConfigError(f"{what}; {advice}", layers=part)
     return found
 
 
@@ -87,6 +88,7 @@ def _blocks(layers: Names, part: str, stack: str | None, first: int, last: int) 
         block = _BLOCK.fullmatch(name)
         if block is not None:
             stacks[block["stack"] or ""][int(block["number"])] = name
+    prefix = f"{stack}." if stack is not None else ""
     if stack is None:
         if len(stacks) > 1:
             some = ", ".join(f"{name}.{part}" for name in sorted(stacks))
@@ -94,18 +96,33 @@ def _blocks(layers: Names, part: str, stack: str | None, first: int, last: int) 
             raise ConfigError(what, layers=part)
         stack = next(iter(stacks), "")
     blocks = stacks.get(stack, {})
-    if first > last or any(number not in blocks for number in range(first, last + 1)):
-        have = _numbers(blocks)
-        where = f" in {stack}" if stack else ""
-        what = f"{part!r} does not fit: there are {have}{where}; give others"
-        raise ConfigError(what, layers=part)
-    return [blocks[number] for number in range(first, last + 1)]
-
-
-def _numbers(blocks: Mapping[int, str]) -> str:
+    low, high = sorted((first, last))
+    there = [number for number in sorted(blocks) if low <= number <= high]
+    if first <= last and len(there) == last + 1 - first:
+        return [blocks[number] for number in there]
+    where = f" in {stack}" if stack else ""
     if not blocks:
-        return "no numbered blocks"
-    first, last = min(blocks), max(blocks)
-    if len(blocks) == last + 1 - first:
-        return f"numbers {first} to {last}"
-    return f"numbers {', '.join(map(str, sorted(blocks)))}"  # others have no tensors
+        some = ", ".join([*layers][:_SHOWN])
+        what = f"{part!r}: there are no numbered blocks{where}; give names of layers, as {some}"
+        raise ConfigError(what, layers=part)
+    if first > last:
+        why = "it counts backwards"
+    else:
+        lacking = next(number for number in range(first, last + 1) if number not in blocks)
+        name = f"{stack}.{lacking}" if stack else str(lacking)
+        why = f"layer {name} has no tensors, or is not there"
+    fitting = ",".join(prefix + each for each in _ranges(there))
+    advice = f"write {fitting!r}" if fitting else "give some of these"
+    have = ", ".join(_ranges(sorted(blocks)))
+    raise ConfigError(f"{part!r}: {why}; there are {have}{where}: {advice}", layers=part)
+
+
+def _ranges(numbers: Iterable[int]) -> list[str]:
+    """Return ascending numbers as they are given in a list: `0-2` and `5`."""
+    runs = list[list[int]]()
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]

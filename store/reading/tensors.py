@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import Final
 
 from tensor_dedup.dtypes import TORCH_NAMES
-from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.errors import NotInstalledError, UnsupportedError
 from tensor_dedup.formats.errors import CheckpointFault, CheckpointFilesError
 from tensor_dedup.formats.pytorch.geometry import PickledTensor
 from tensor_dedup.formats.weights import parse_pickled
@@ -31,7 +31,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
-    raise UnsupportedError(
+    raise NotInstalledError(
         f"loading tensors needs torch; {install_hint('torch')}, or read bytes with "
         "Store.checkpoint(name).read(tensor)",
         module="torch",

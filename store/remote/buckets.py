@@ -24,7 +24,7 @@ from urllib.parse import unquote, urlsplit
 
 from blake3 import blake3
 
-from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.errors import NotInstalledError
 from tensor_dedup.store.errors import os_errors
 from tensor_dedup.store.files import Files
 from tensor_dedup.store.objects import make_folders
@@ -586,7 +586,7 @@ def _open_store(url: str) -> "ObjectStore":
         from obstore.store import from_url
     except ImportError as error:
         what = f"needs obstore, which is not installed; {install_hint('remote')}"
-        raise UnsupportedError(f"{url}: {what}", url=url) from error
+        raise NotInstalledError(f"{url}: {what}", url=url) from error
     endpoints = (os.environ.get(name, "") for name in _ENDPOINTS)
     plain = url.startswith("http://") or any("http://" in endpoint for endpoint in endpoints)
     # A connection that has gone silent is given up long before a slow one is.
@@ -610,7 +610,7 @@ def open_bucket(url: str, files: Files) -> Bucket:
 
     Raises:
         RemoteUrlError: the URL names nothing of the kind, or holds a credential.
-        UnsupportedError: obstore is not installed.
+        NotInstalledError: obstore is not installed.
     """
     scheme, colon, _ = url.partition("://")
     if (mistyped := _MISTYPED.match(url)) is not None:

@@ -19,7 +19,7 @@ from urllib.parse import quote, urlencode, urljoin, urlsplit
 
 import msgspec
 
-from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.errors import NotInstalledError
 from tensor_dedup.store.remote.buckets import Traffic, scrubbed, too_large
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
@@ -135,14 +135,14 @@ class RegistryRepository:
         """Open a repository; nothing is asked yet.
 
         Raises:
-            UnsupportedError: oras, of the extra `oci`, is not installed.
+            NotInstalledError: oras, of the extra `oci`, is not installed.
         """
         try:
             from oras.container import Container
             from oras.provider import Registry as Client
         except ImportError as error:
             what = f"needs oras, which is not installed; {install_hint('oci')}"
-            raise UnsupportedError(f"{name.url}: {what}", url=name.url) from error
+            raise NotInstalledError(f"{name.url}: {what}", url=name.url) from error
         plain = _HERE.fullmatch(name.host) is not None
         # Of oras we use what it knows of credentials. Its requests wait for seconds before they
         # try again, know no ranges and no mounts, and send a token that lacks a scope for ever.

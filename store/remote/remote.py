@@ -46,7 +46,7 @@ class Remote:
 
         Raises:
             RemoteUrlError: the URL cannot name a remote, or holds a credential.
-            UnsupportedError: obstore, of the extra `remote`, is not installed.
+            NotInstalledError: obstore, of the extra `remote`, is not installed.
         """
         return cls(open_bucket(str(url), files or RealFiles()))
 

@@ -12,6 +12,7 @@ from tensor_dedup.errors import StoreError
 from tensor_dedup.store.errors import (
     ChangedExternalError,
     DamagedFileError,
+    ForeignFileError,
     UnknownNameError,
 )
 from tensor_dedup.store.format.external import EXTERNAL
@@ -137,7 +138,7 @@ def take_containers(objects: Objects, live: Mapping[bytes, int]) -> Inventory:
 
 def _with_containers(objects: Objects, found: Inventory) -> Inventory:
     for path in objects.aliens():
-        error = DamagedFileError.at(path, "nothing in a store has such a name")
+        error = ForeignFileError.at(path, "nothing in a store has such a name")
         found.problems.append(Problem("alien", path, error))
     for container in objects.containers():
         _container(objects, found, container)

@@ -187,7 +187,10 @@ def verify(
         where = (
             "in no container" if not bases else f"stored against {bases[0].hex()}, which is lost"
         )
-        what = f"{nbytes} bytes of digest {digest.hex()} are {where}"
+        what = (
+            f"{nbytes} bytes of digest {digest.hex()} are {where}; run "
+            "`tensor-dedup repair --from PATH` with a path that holds them"
+        )
         result.faults.append(Fault("lost", str(objects.layout.root), what, _users(found, digest)))
     for digest, nbytes in found.exposed().items():
         what = (

@@ -3,6 +3,8 @@
 import json
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -222,6 +224,37 @@ def imported(here: Path) -> Path:
 def test_with_a_store(here: Path, arguments: str, expected: int) -> None:
     imported(here)
     assert status(arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "extra"),
+    [
+        ("obstore.store", "push m s3://bucket/models", "remote"),
+        ("obstore.store", "remote list s3://bucket/models", "remote"),
+        ("oras.provider", "pull oci://host/a:b", "oci"),
+        ("ortools.sat.python", "plan --models models.toml --nodes 1 --memory 1M --exact 1", "plan"),
+        ("ray", "plan --models models.toml --from ray://", "ray"),
+        ("torch", "substitute m other --layers a --output made", "torch"),
+        (
+            "transformers",
+            "substitute m other --layers a --samples models.toml --output made",
+            "diffusers",
+        ),
+        ("vllm", "serve --preload m", "vllm"),
+        ("torch", "serve --preload published=m", "torch"),
+        ("cuda.bindings.driver", "serve --device 0", "cuda"),
+    ],
+)
+def test_an_extra_that_is_not_installed_is_wrong_use(
+    here: Path, module: str, arguments: str, extra: str
+) -> None:
+    imported(here)
+    code = f"import sys; sys.modules[{module!r}] = None; from tensor_dedup.cli import main; main()"
+    command = [sys.executable, "-c", code, *typed(arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert f"in your clone of tensor-dedup, run `pip install '.[{extra}]'`" in done.stderr
 
 
 @pytest.mark.parametrize(("arguments", "expected"), WITHOUT_STORE)

@@ -1,6 +1,8 @@
 """push, pull and remote, as they are typed."""
 
 import json
+import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -143,10 +145,34 @@ def test_what_is_not_installed_is_installed_in_a_clone(
     folder: Path, monkeypatch: pytest.MonkeyPatch, module: str, url: str, extra: str
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    done = run("push", "base", url, status=1)
+    done = run("push", "base", url, status=2)
     assert done.stderr.endswith(
         f"is not installed; in your clone of tensor-dedup, run `pip install '.[{extra}]'`\n"
     )
+
+
+@pytest.mark.parametrize("verb", ["analyze store://tune", "export tune OUT"])
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("named", [False, True])
+def test_what_only_a_configured_remote_has_is_pulled_as_the_error_says(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, verb: str, empty: bool, named: bool
+) -> None:
+    url = f"file://{folder}/a remote"
+    run("push", "tune", url)
+    where = ["--store", folder / "here"] if named else []
+    monkeypatch.setenv("TENSOR_DEDUP_STORE", str(folder / ("another" if named else "here")))
+    if not empty:
+        run("import", folder / "base", *where)
+    words = [*(str(folder / "out") if word == "OUT" else word for word in verb.split()), *where]
+    assert "tensor-dedup pull" not in run(*words, status=2).stderr
+    monkeypatch.setenv("TENSOR_DEDUP_REMOTE", url)
+    said = run(*words, status=2).stderr
+    [command] = re.findall("if the remote has it, run `tensor-dedup (.*)`\n", said)
+    run(*shlex.split(command))
+    run(*words)
+    assert not (folder / "another").exists()
+    monkeypatch.setenv("TENSOR_DEDUP_REMOTE", "s3://key:hidden-word@bucket/models")
+    assert "hidden-word" not in run("export", "nope", folder / "x", status=2).stderr
 
 
 def test_a_damaged_remote_is_said(folder: Path) -> None:

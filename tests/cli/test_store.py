@@ -256,6 +256,25 @@ def test_damage_is_status_1_until_it_is_repaired(shell: Shell) -> None:
     assert shell.document("verify", "--full")["fine"]
 
 
+def test_each_fault_is_a_sentence_with_the_next_step(shell: Shell) -> None:
+    shell.document("import", shell.root / "m")
+    (path,) = shell.store.glob("containers/*/*.slab")
+    path.write_bytes(bytes(path.stat().st_size))
+    foreign = shell.store / "containers" / "ab" / "notes.txt"
+    write(foreign.parent, {foreign.name: b"mine"})
+    *faults, _, last = shell.run("verify", "--full").stdout.splitlines()
+    repair = "run `tensor-dedup repair --from PATH`"
+    assert faults[:2] == [
+        f"{foreign}: nothing in a store has such a name; move it out of the store",
+        f"{path}: its last bytes do not lead to its table; {repair}",
+    ]
+    assert faults[2:]
+    for line in faults[2:]:
+        assert line.startswith(f"{shell.store}: ")
+        assert line.endswith(f"are in no container; {repair} with a path that holds them")
+    assert last.startswith(f"{len(faults)} faults (full: ")
+
+
 def test_weights_are_indexed_where_they_are(shell: Shell) -> None:
     imported = shell.document("import", shell.root / "m", "--external")
     assert imported["external_bytes"] > 90 * KIB

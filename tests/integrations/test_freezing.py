@@ -2,6 +2,7 @@
 
 import faulthandler
 import gc
+import re
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -141,9 +142,27 @@ def test_tied_weights_are_frozen_by_either_name() -> None:
 
 
 def test_layers_that_are_not_there_are_refused() -> None:
-    for layers, why in (("0-9", "numbers 0 to 7"), ("nix", "no layer"), ("", "no layer is named")):
+    for layers, why in (("0-9", "write '0-7'"), ("nix", "no layer"), ("", "no layer is named")):
         with pytest.raises(ConfigError, match=why):
             freeze(net(), layers)
+
+
+@pytest.mark.parametrize(
+    ("layers", "says"),
+    [
+        ("2", "'2': layer 2 has no tensors, or is not there; there are 0-1, 3: give some of these"),
+        ("0-3", "'0-3': layer 2 has no tensors, or is not there; there are 0-1, 3: write '0-1,3'"),
+        ("3-0", "'3-0': it counts backwards; there are 0-1, 3: write '0-1,3'"),
+    ],
+)
+def test_what_is_wrong_with_numbers_is_said_and_what_to_write(layers: str, says: str) -> None:
+    parts = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.ReLU(), torch.nn.Linear(4, 4)
+    model = torch.nn.Sequential(*parts)
+    with pytest.raises(ConfigError) as caught:
+        freeze(model, layers)
+    assert str(caught.value) == says
+    for right in re.findall("write '(.*)'", says):
+        assert {name.partition(".")[0] for name in freeze(model, right).names} == {"0", "1", "3"}
 
 
 def test_a_frozen_model_can_be_dropped() -> None:

@@ -20,6 +20,7 @@ from tensor_dedup.analyze.stored import (
     looks_like_step,
     measure_stored,
     open_store,
+    pull_suggested,
 )
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.digest import ALGORITHMS, leaf_places
@@ -201,7 +202,10 @@ def measure(
     _check(min_tensor_bytes, hash_algorithm)
     given = [os.fspath(path) for path in paths]
     found = [find(path, store) for path in given]
-    where = open_store(store, hash_algorithm) if any(isinstance(f, str) for f in found) else None
+    where, stored = None, next((each for each in found if isinstance(each, str)), None)
+    if stored is not None:
+        with pull_suggested(stored):
+            where = open_store(store, hash_algorithm)
     opened = {
         number: open_checkpoint(each, follow_links=follow_links)
         for number, each in enumerate(found)

@@ -2,6 +2,9 @@
 
 import os
 import re
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
@@ -9,6 +12,8 @@ from tensor_dedup.digest import combine, leaf_places
 from tensor_dedup.errors import CheckpointNotFoundError, ConfigError, StoreError
 from tensor_dedup.formats.hub_cache import locate
 from tensor_dedup.store import Store
+from tensor_dedup.store.errors import NoStoreError, UnknownNameError
+from tensor_dedup.store.init import default_path
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
 from tensor_dedup.types import Fingerprint
 
@@ -58,6 +63,30 @@ def full_name(store: Store, given: str) -> str:
     return found[0] if len(found) == 1 and name not in names else name
 
 
+@contextmanager
+def pull_suggested(name: str) -> Iterator[None]:
+    """Let an error about `NAME` or `store://NAME`, which is not here, say how to pull it.
+
+    For what looks at checkpoints and loads none: it pulls nothing, and asks no remote. Where no
+    remote is configured the error stays as it is.
+    """
+    try:
+        yield
+    except (NoStoreError, UnknownNameError) as error:
+        # Here: remotes need NumPy, and what is measured does not.
+        from tensor_dedup.store.remote.buckets import scrubbed
+        from tensor_dedup.store.remote.on_demand import remote_url
+
+        if (url := remote_url()) is None:
+            raise
+        command = ["tensor-dedup", "pull", scrubbed(url), name.removeprefix(SCHEME)]
+        where = Path(error.facts["path"]).absolute()
+        if where != default_path().absolute():
+            command += ["--store", str(where)]
+        said = f"{error.message}; if the remote has it, run `{shlex.join(command)}`"
+        raise type(error)(said, **error.facts) from error
+
+
 def looks_like_step(path: str) -> bool:
     """Return whether a checkpoint is called as a step of a training: RUN@STEP."""
     return _STEP.fullmatch(path.removeprefix(SCHEME)) is not None
@@ -79,7 +108,7 @@ def measure_stored(path: str, shown: str, store: Store, min_tensor_bytes: int) -
     """
     name = full_name(store, path)
     tensors, small = [], []
-    with store.checkpoint(name) as checkpoint:
+    with pull_suggested(name), store.checkpoint(name) as checkpoint:
         for tensor in checkpoint:
             if tensor.alias_of is not None:
                 continue  # in a file it is counted once too

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from tensor_dedup.analyze.stored import full_name
+from tensor_dedup.analyze.stored import full_name, pull_suggested
 from tensor_dedup.cli import Failure, WrongUse, printable
 from tensor_dedup.cli.output import (
     ByteBar,
@@ -348,7 +348,7 @@ def export(name: str, directory: Path, store: str | None, as_json: bool) -> None
     """
     if str(directory) == "-":
         raise WrongUse("an export is a folder of files: name one; `cat` writes a tensor to stdout")
-    with ByteBar("exporting") as progress:
+    with ByteBar("exporting") as progress, pull_suggested(name):
         opened = existing(store)
         name = full_name(opened, name)
         paths = opened.export(name, directory, progress=progress)
@@ -662,10 +662,10 @@ def verify(
 
 
 def _verify_lines(result: VerifyResult) -> list[str]:
-    lines = [
-        f"{fault.kind}: {fault.path}: {fault.what.removeprefix(fault.path + ': ')}"
-        for fault in result.faults
-    ]
+    said = (f"{each.path}: {each.what.removeprefix(each.path + ': ')}" for each in result.faults)
+    lines = list(dict.fromkeys(said))  # what several checkpoints need is a fault for each
+    if result.level == "full":  # which is done
+        lines = [line.replace("run `tensor-dedup verify --full`, then ", "run ") for line in lines]
     users = sorted({name for fault in result.faults for name in fault.affected})
     if users:
         lines.append(f"affected: {', '.join(users)}")

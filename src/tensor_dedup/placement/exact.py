@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.errors import NotInstalledError
 from tensor_dedup.placement.placement import Placement
 from tensor_dedup.placement.problem import PackingProblem
 from tensor_dedup.suggestions import install_hint
@@ -34,13 +34,13 @@ def solve(problem: PackingProblem, seconds: float, hint: Placement | None = None
     Ctrl-C ends the search early, with what was found until then; another one is raised as ever.
 
     Raises:
-        UnsupportedError: OR-tools is not installed.
+        NotInstalledError: OR-tools is not installed.
     """
     try:
         cp_model: Any = importlib.import_module("ortools.sat.python.cp_model")
     except ImportError as error:
         what = f"OR-tools is not installed; {install_hint('plan')}"
-        raise UnsupportedError(what) from error
+        raise NotInstalledError(what) from error
     model = cp_model.CpModel()
     nodes, models = range(len(problem.nodes)), range(len(problem.models))
     on = {(m, n): model.new_bool_var(f"m{m}n{n}") for m in models for n in nodes}

@@ -113,7 +113,7 @@ def plan(
 
     Raises:
         DoesNotFitError: some replica has no room.
-        UnsupportedError: the solver is not installed.
+        NotInstalledError: the solver is not installed.
     """
     problem = PackingProblem(models, nodes)
     _check_sizes(problem)

@@ -4,7 +4,7 @@ Unlike everything else in this package it changes what a model computes, so it h
 is asked for, and into a new checkpoint that says so (`tensor_dedup.formats.markers`).
 """
 
-from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.errors import NotInstalledError
 from tensor_dedup.suggestions import install_hint
 
 try:
@@ -12,7 +12,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
-    raise UnsupportedError(
+    raise NotInstalledError(
         f"comparing the numbers of tensors needs torch; {install_hint('torch')}", module="torch"
     ) from error
 

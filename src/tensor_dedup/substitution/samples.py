@@ -11,7 +11,12 @@ import torch
 from torch.func import functional_call
 
 from tensor_dedup.analyze.tensors import AnalyzedTensor
-from tensor_dedup.errors import CheckpointNotFoundError, ConfigError, UnsupportedError
+from tensor_dedup.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    NotInstalledError,
+    UnsupportedError,
+)
 from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.formats.errors import shorten
 from tensor_dedup.layer_pairs import Layer
@@ -41,7 +46,8 @@ class Samples:
     Raises:
         ConfigError: there is no text, or no tokenizer with the fine-tune.
         CheckpointNotFoundError: transformers cannot load one of them.
-        UnsupportedError: there is no transformers, or an output of the fine-tune is no number.
+        NotInstalledError: there is no transformers.
+        UnsupportedError: an output of the fine-tune is no number.
     """
 
     def __init__(self, tune: Path, base: Path, texts: Sequence[str]) -> None:
@@ -52,7 +58,7 @@ class Samples:
         except ModuleNotFoundError as error:
             if error.name != "transformers":
                 raise
-            raise UnsupportedError(
+            raise NotInstalledError(
                 f"samples need transformers; {install_hint('diffusers')}, or choose without them",
                 module="transformers",
             ) from error

@@ -5,15 +5,17 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from tensor_dedup.analyze.analysis import analyze
 from tensor_dedup.analyze.contributions import contributions
 from tensor_dedup.analyze.difference import ReadRange, reading
-from tensor_dedup.analyze.stored import SCHEME, StrPath, find, full_name
+from tensor_dedup.analyze.stored import SCHEME, StrPath, find, full_name, looks_like_step
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.errors import ChangedFileError, ConfigError, UnsupportedError
 from tensor_dedup.formats.checkpoint import open_checkpoint
@@ -98,9 +100,10 @@ def substitute(
     model's outputs least for each byte, each taken alone, and the result says how far outputs move;
     transformers then loads both checkpoints.
 
-    `base` and `tune` are given as for `analyze`; the fine-tune is a folder or a file of
-    safetensors. Nothing of either is changed, and `output` appears when it is complete and its
-    bytes have been read again and compared.
+    `base` and `tune` are given as for `analyze`; the fine-tune's weights are safetensors. One in
+    the store is written out beside `output` while it is copied, which takes its size on disk once
+    more. Nothing of either is changed, and `output` appears when it is complete and its bytes have
+    been read again and compared.
 
     Raises:
         ConfigError: neither or both of `layers` and `budget`, a layer that is not there, a budget
@@ -113,12 +116,13 @@ def substitute(
         raise ConfigError("give either layers or a budget")
     target = Path(output)
     found, origin = find(tune, store), find(base, store)
-    if not isinstance(found, Path):
-        raise UnsupportedError(f"{found}: export it first, and give the folder", path=str(found))
     _check_target(target, [each for each in (found, origin) if isinstance(each, Path)])
-    if samples and not isinstance(origin, Path):
-        raise UnsupportedError(f"{origin}: export it first: samples need its folder", path=origin)
-    runs = Samples(found, origin, samples) if samples and isinstance(origin, Path) else None
+    if isinstance(found, str) and looks_like_step(found):
+        found = _folder(found, "in a step of a training tensors are called otherwise than in")
+    runs = None
+    if samples:
+        why = "samples need"
+        runs = Samples(_folder(found, why), _folder(origin, why), samples)
     compared = analyze([base, tune], hints=hints, store=store, progress=progress)
     one, two = compared.checkpoints
     otherwise = difference(_settings(origin, store), _settings(found, store))
@@ -148,7 +152,9 @@ def substitute(
             for layer in taken.values()
         ]
         new = _with(two, taken)
-        left_out = _write(target, found, base, one, new, taken, read_base)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _files(found, store, target) as files:
+            left_out = _write(target, files, base, one, new, taken, read_base)
     return Substitution(
         base=one.path,
         tune=two.path,
@@ -160,6 +166,28 @@ def substitute(
         left_out=tuple(left_out),
         outputs=runs.moved([*taken.values()]) if runs is not None else None,
     )
+
+
+def _folder(found: Path | str, why: str) -> Path:
+    """The path of a checkpoint that has one."""
+    if isinstance(found, Path):
+        return found
+    name = found.removeprefix(SCHEME)
+    raise ConfigError(
+        f"{found}: {why} its files; run `tensor-dedup export {name} DIR`, and give DIR", path=found
+    )
+
+
+@contextmanager
+def _files(found: Path | str, store: StrPath | None, target: Path) -> Iterator[Path]:
+    """The files of a checkpoint; of a stored one, beside the target for as long as this lasts."""
+    if isinstance(found, Path):
+        yield found
+        return
+    with TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+        opened = Store.open(store, create=False)
+        opened.export(full_name(opened, found), folder)
+        yield Path(folder)
 
 
 def _check_target(target: Path, sources: Sequence[Path]) -> None:
@@ -274,7 +302,6 @@ def _write(
     def metadata(names: Sequence[str]) -> dict[str, str]:
         return {KEY: Marker(called, content, {n: pairs[n].name for n in names}).text()}
 
-    target.parent.mkdir(parents=True, exist_ok=True)
     work = target.with_name(f".{target.name}.{uuid.uuid4().hex}.partial")
     work.mkdir()
     try:
