@@ -418,6 +418,8 @@ def _real_table(files: Sequence[Path]) -> str:
 @click.option("--work", type=click.Path(path_type=Path, file_okay=False), help="Keep files here.")
 def main(real: bool, work: Path | None) -> None:
     """Print the section as Markdown."""
+    if work is not None:
+        work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=work) as temporary:
         folder = Path(temporary)
 
