@@ -154,7 +154,7 @@ class PieceWriter:
             plain = self._encoding.encode(self._encoder, pieces)
         else:
             plain = self._write_by_leaf(pieces)
-        self._deltas.whole |= {piece.name for piece in plain}
+        self._deltas.whole |= {piece.name for piece in plain if piece.nbytes >= PACK_BELOW}
         return plain
 
     def _write_by_leaf(self, pieces: list[Fresh]) -> list[Fresh]:
