@@ -34,7 +34,9 @@ _libc.munmap.argtypes = [_address, _size]
 _libc.madvise.argtypes = [_address, _size, _int]
 _libc.mprotect.argtypes = [_address, _size, _int]
 _libc.memcmp.argtypes = [_address, _address, _size]
+_libc.fstatfs.argtypes = [_int, _address]
 _libc.fallocate.argtypes = [_int, _int, ctypes.c_long, ctypes.c_long]
+_EXT4: Final = 0xEF53
 _CACHESTAT: Final = 451  # on every architecture; Linux 6.5 and later
 _SYNC_RANGE_WRITE: Final = 2
 _sync_range: Final = getattr(_libc, "sync_file_range", None)
@@ -97,6 +99,12 @@ def equal(first: int, second: int, nbytes: int) -> bool:
 def punch(fd: int, offset: int, nbytes: int) -> None:
     """Free a range of a file on its file system if possible; it reads as zeros afterwards."""
     _libc.fallocate(fd, _PUNCH_HOLE, offset, nbytes)
+
+
+def is_ext4(fd: int) -> bool:
+    """Return whether an open file is on ext4 (or ext2 or ext3)."""
+    status = (ctypes.c_long * 64)()  # more than a struct statfs, which begins with the type
+    return not _libc.fstatfs(fd, status) and status[0] == _EXT4
 
 
 def grow(fd: int, size: int) -> None:

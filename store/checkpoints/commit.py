@@ -103,34 +103,15 @@ class PieceWriter:
 
     def write(self, wanted: Wanted) -> None:
         """Store the pieces that the store does not have; `finish` tells where they are."""
-        rest = {}
-        for key, want in wanted.items():
-            if want.name in self._deltas.whole and want.may_be_put_ahead():
-                self._write_ahead(key, want)
-            else:
-                rest[key] = want
         # What was hashed is written while more is hashed.
-        for some in _batches(hash_pieces(self._hasher, rest), lambda piece: piece.nbytes):
-            for piece in self._plain(self._new(some)):
-                self._writers[kind_for(piece.nbytes)].put(piece)
-
-    def _write_ahead(self, key: bytes, want: Want) -> None:
-        """Store a piece that is new, as others of its name were, while it is hashed."""
-        slab = self._writers["slab"]
-        piece = slab.put_ahead(key, want)
-        if not self._plain(self._new([piece])):
-            slab.take_back()
-
-    def _new(self, pieces: Sequence[Fresh]) -> list[Fresh]:
-        """Note these pieces; return those that the store does not have."""
-        found = self._look_up({piece.hashed.digest for piece in pieces})
-        fresh = [piece for piece in pieces if piece.hashed.digest not in found]
-        self.pieces += len(fresh)
-        self.nbytes += sum(piece.nbytes for piece in fresh)
-        self._hashed |= {piece.hashed.digest: piece for piece in pieces}
-        self._known |= found
-        self._deltas.whole -= {piece.name for piece in pieces}
-        return fresh
+        for some in _batches(hash_pieces(self._hasher, wanted), lambda piece: piece.nbytes):
+            found = self._look_up({piece.hashed.digest for piece in some})
+            fresh = [piece for piece in some if piece.hashed.digest not in found]
+            self.pieces += len(fresh)
+            self.nbytes += sum(piece.view.nbytes for piece in fresh)
+            self._write(fresh)
+            self._hashed |= {piece.hashed.digest: piece for piece in some}
+            self._known |= found
 
     def finish(self, again: Wanted) -> dict[bytes, StoredPiece]:
         """Return the places of all pieces given to `write`, by change hash. Call it once.
@@ -138,8 +119,7 @@ class PieceWriter:
         The pieces in `again` are written even though the store has them.
         """
         moved = list(hash_pieces(self._hasher, again))
-        for piece in self._plain(moved):
-            self._writers[kind_for(piece.nbytes)].put(piece)
+        self._write(moved)
         self.stored_bytes += self._transaction.seal()
         places = self._known | self._places()
         hashed = self._hashed | {piece.hashed.digest: piece for piece in moved}
@@ -148,14 +128,13 @@ class PieceWriter:
             for digest, piece in hashed.items()
         }
 
-    def _plain(self, pieces: list[Fresh]) -> list[Fresh]:
-        """Store the pieces that get smaller; return the others, which are stored as they are."""
+    def _write(self, pieces: list[Fresh]) -> None:
         if self._encoding is not None:
-            plain = self._encoding.encode(self._encoder, pieces)
+            pieces = self._encoding.encode(self._encoder, pieces)
         else:
-            plain = self._write_by_leaf(pieces)
-        self._deltas.whole |= {piece.name for piece in plain if piece.nbytes >= PACK_BELOW}
-        return plain
+            pieces = self._write_by_leaf(pieces)
+        for piece in pieces:
+            self._writers[kind_for(piece.view.nbytes)].put(piece)
 
     def _write_by_leaf(self, pieces: list[Fresh]) -> list[Fresh]:
         """Store the pieces of which most is stored already; return the others."""

@@ -169,8 +169,6 @@ class Deltas:
     def __init__(self) -> None:
         self.small = SmallTensorPolicy()
         self.anchors = AnchorMemory()
-        self.whole: set[str] = set()
-        """Large tensors that were stored as a whole when they changed last, as they may again."""
         self._decisions: dict[str, _Decision] = {}
 
     def plan(self, piece: Candidate, anchor: Anchor | None, anchor_bytes: int) -> Plan | None:

@@ -9,7 +9,7 @@ what was hashed, or a copy that is compared with it, even if a file or a model c
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -50,9 +50,7 @@ _BEGUN = 4 << 20
 # So much is written at a time past the page cache, so many at once.
 _DIRECT_STEP = 8 << 20
 _AT_ONCE = 8
-# From this size on, hashing takes long beside what handing leaves to other threads takes.
-AHEAD_BYTES = 16 * LEAF_BYTES
-# Direct writes that extend a file take turns (ext4 locks it): it is extended so much ahead of them.
+# Direct writes that extend a file take turns in ext4: it is extended by so much ahead of them.
 _GROWN = 64 << 20
 
 
@@ -80,11 +78,6 @@ class Want(NamedTuple):
     dtype: str | None
     view: memoryview
     private: bool = False
-
-    def may_be_put_ahead(self) -> bool:
-        """Whether `put_ahead` takes it."""
-        paged = not self.private or address(self.view) % PAGE == 0
-        return self.view.nbytes >= AHEAD_BYTES and paged
 
 
 Wanted: TypeAlias = Mapping[bytes, Want]
@@ -195,33 +188,6 @@ class ContainerWriter:
                 raise changed_in_memory(piece.name)
             self._write(copied, start)
         self._records.append(record_of(start, view.nbytes, piece.hashed))
-
-    def put_ahead(self, key: bytes, want: Want) -> Fresh:
-        """Store a large piece from memory while it is hashed; return it with its digest.
-
-        As `put`, but nobody knows yet whether the store has it. `take_back` it if that is so.
-
-        Raises:
-            ChangedModelError: it has changed since its change hash was taken.
-        """
-        self._flush()
-        start, view, hashes = self._reserve(want.view.nbytes), want.view, []
-        work = [(want, at) for at in _leaf_starts(view)]
-        with closing(self._hasher.each(_leaf_hashes, work)) as hashed:
-            for (_, at), (leaf, change) in zip(work, hashed, strict=True):
-                part: memoryview | _LeafToCopy = view[at : at + LEAF_BYTES]
-                if change is not None:
-                    part = _LeafToCopy(view[at : at + LEAF_BYTES], change, want.name)
-                self._direct.write(self._opened(), part, start + at)
-                hashes.append((leaf, change))
-        piece = _fresh_of(key, want, hashes)
-        self._records.append(record_of(start, view.nbytes, piece.hashed))
-        return piece
-
-    def take_back(self) -> None:
-        """Forget the piece that was put last, ahead: the next one takes its place."""
-        self._direct.finish()  # nothing is still writing there
-        self._end = self._records.pop().offset
 
     def _write(self, part: bytes | memoryview, at: int) -> None:
         if self._buffer is None:
@@ -361,7 +327,7 @@ class _DirectWriter:
         return memory
 
     def finish(self) -> int:
-        """Wait until all is written; return how large the file may be now, which may be too large.
+        """Wait until all is written; return the size that the file was extended to, or 0.
 
         Raises the error of a write that failed.
         """
@@ -400,7 +366,9 @@ def hash_pieces(hasher: Hasher, wanted: Wanted) -> Iterator[Fresh]:
     work = [(want, at) for want in large.values() for at in _leaf_starts(want.view)]
     found = iter(hasher.each(_leaf_hashes, work) if len(work) > 1 else map(_leaf_hashes, work))
     for key, want in large.items():
-        yield _fresh_of(key, want, [next(found) for _ in _leaf_starts(want.view)])
+        both = [next(found) for _ in _leaf_starts(want.view)]
+        changes = [change for _, change in both if change is not None]
+        yield _fresh(key, want, [digest for digest, _ in both], changes)
 
 
 def _leaf_starts(view: memoryview) -> range:
@@ -412,11 +380,6 @@ def _leaf_hashes(which: tuple[Want, int]) -> tuple[bytes, bytes | None]:
     want, at = which
     leaf = want.view[at : at + LEAF_BYTES]
     return leaf_digests(leaf)[0], None if want.private else change_hash_of_leaf(leaf)
-
-
-def _fresh_of(key: bytes, want: Want, hashes: Sequence[tuple[bytes, bytes | None]]) -> Fresh:
-    changes = [change for _, change in hashes if change is not None]
-    return _fresh(key, want, [leaf for leaf, _ in hashes], changes)
 
 
 def _fresh(key: bytes, want: Want, leaves: Sequence[bytes], changes: Sequence[bytes]) -> Fresh:

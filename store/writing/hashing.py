@@ -12,7 +12,7 @@ hashes, so that each leaf can be checked by itself, by any thread.
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -168,9 +168,7 @@ class Hasher:
         buffer: memoryview = self._local.buffer
         return buffer
 
-    def each(
-        self, work: Callable[[_In], _Out], pieces: Iterable[_In]
-    ) -> Generator[_Out, None, None]:
+    def each(self, work: Callable[[_In], _Out], pieces: Iterable[_In]) -> Iterator[_Out]:
         """Yield the result of `work` for each piece, in order.
 
         Several pieces are processed at once, a few ahead of the caller.

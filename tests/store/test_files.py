@@ -2,6 +2,10 @@
 
 import errno
 import os
+import resource
+import signal
+import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -145,17 +149,39 @@ def test_a_hint_to_begin_writing_changes_nothing_and_never_fails(tmp_path: Path)
     assert (tmp_path / "a").read_bytes() == b"x" * PAGE + b"y" + b"x" * (2 * PAGE - 1)
 
 
-def test_a_file_is_grown_by_zeros_if_there_is_room_and_never_fails(tmp_path: Path) -> None:
+def test_a_file_is_extended_where_that_is_known_to_pay(tmp_path: Path) -> None:
     files = RealFiles()
-    handle = files.open(tmp_path / "a", "create")
-    files.pwrite(handle, b"x" * 3, 0)
+    for folder in (tmp_path, None):  # memory; and, if it is a disk, the system's folder
+        with tempfile.TemporaryDirectory(dir=folder) as name:
+            path = Path(name, "a")
+            handle = files.open(path, "create")
+            files.pwrite(handle, b"x" * 3, 0)
+            files.grow(handle, 2 * PAGE)
+            found = subprocess.run(
+                ["stat", "-f", "-c", "%T", name], capture_output=True, check=True
+            )
+            more = bytes(2 * PAGE - 3) if found.stdout == b"ext2/ext3\n" else b""
+            assert path.read_bytes() == b"xxx" + more
+            for wrong in (1, 0, -1, 1 << 62):
+                files.grow(handle, wrong)
+            assert path.stat().st_size == 3 + len(more)
+            files.close(handle)
+
+
+def limited(folder: str) -> int:
+    """A file is extended beyond what a process may write, where the signal ends it."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, PAGE))
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    files = RealFiles()
+    handle = files.open(Path(folder, "a"), "create")
     files.grow(handle, 2 * PAGE)
-    assert (tmp_path / "a").read_bytes() in (b"xxx", b"xxx" + bytes(2 * PAGE - 3))
-    size = (tmp_path / "a").stat().st_size
-    for wrong in (1, 0, -1, 1 << 62):
-        files.grow(handle, wrong)
-    assert (tmp_path / "a").stat().st_size == size
     files.close(handle)
+    return Path(folder, "a").stat().st_size
+
+
+def test_a_file_is_not_extended_beyond_what_the_process_may_write() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        assert fresh.call(limited, name) == 0
 
 
 def forking(folder: str) -> list[bool]:

@@ -14,12 +14,9 @@ from stores import Model, assert_same
 from tensor_dedup.store.buffers import address
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.capture import HostPool
-from tensor_dedup.store.checkpoints.policy import Compress
 from tensor_dedup.store.errors import ChangedModelError, NoSpaceError, StoreIOError
 from tensor_dedup.store.files import PAGE, Handle, Mode, RealFiles
 from tensor_dedup.store.store import Store
-from tensor_dedup.store.writing import containers
-from tensor_dedup.store.writing.containers import ContainerWriter, Fresh, Want
 
 # What begins or ends in the middle of a page, and what is too small to be written so.
 LESS: list[Loss] = ["bytes", "nothing"]
@@ -223,124 +220,11 @@ def test_copies_stay_as_they_are_until_they_are_written(tmp_path: Path) -> None:
             assert_same(run.load(step), model_of(step))
 
 
-class Ahead:
-    """What was written while it was hashed, and how much of it was taken back."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        # Smaller than in the program, so that every state of a file can be tried.
-        monkeypatch.setattr(containers, "AHEAD_BYTES", 1 << 20)
-        self.put: list[str] = []
-        self.taken_back = 0
-        put, take_back = ContainerWriter.put_ahead, ContainerWriter.take_back
-
-        def spied_put(writer: ContainerWriter, key: bytes, want: Want) -> Fresh:
-            self.put.append(want.name)
-            return put(writer, key, want)
-
-        def spied_take_back(writer: ContainerWriter) -> None:
-            self.taken_back += 1
-            take_back(writer)
-
-        monkeypatch.setattr(ContainerWriter, "put_ahead", spied_put)
-        monkeypatch.setattr(ContainerWriter, "take_back", spied_take_back)
-
-    def seen(self) -> tuple[list[str], int]:
-        """Both since it was asked last."""
-        found = sorted(self.put), self.taken_back
-        self.put, self.taken_back = [], 0
-        return found
-
-
-LARGE = ["odd", "page", "whole"]
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.parametrize("compress", [None, "auto"])
-def test_what_is_new_again_and_again_is_written_while_it_is_hashed(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    compress: Compress,
-    asynchronous: bool,
-    workers: int,
-) -> None:
-    ahead = Ahead(monkeypatch)
-    with run_on(tmp_path, RealFiles(), workers=workers, compress=compress) as run:
-        models: list[Model] = []
-
-        def saved(model: Model) -> tuple[list[str], int]:
-            step = len(models)
-            models.append({name: array.copy() for name, array in model.items()})
-            run.save_async(model, step).wait() if asynchronous else run.save(model, step)
-            return ahead.seen()
-
-        assert saved(model_of(0)) == ([], 0), "all of the first may be there already"
-        assert saved(model_of(1)) == (LARGE, 0)
-        assert saved(models[0]) == (LARGE, 3), "the store has all of it"
-        assert saved(model_of(3)) == ([], 0)
-        # One of them is nearly what it was.
-        few = model_of(4)
-        few["odd"] = models[3]["odd"].copy()
-        few["odd"][0] ^= 1
-        names, taken_back = saved(few)
-        assert names == LARGE
-        if compress is None:  # otherwise it is encoded later
-            assert taken_back == 1
-            assert saved(model_of(5)) == (["page", "whole"], 0)
-        assert run.store.verify(full=True).faults == []
-        for step, model in enumerate(models):
-            assert_same(run.load(step), model)
-
-
-def test_what_is_taken_back_leaves_nothing_in_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ahead = Ahead(monkeypatch)
-    with run_on(tmp_path, RealFiles()) as run:
-        run.save(model_of(0), 0)
-        run.save(model_of(1), 1)
-        ahead.seen()
-        again = model_of(0) | {"page": model_of(2)["page"], "small": model_of(2)["small"]}
-        saved = run.save(again, 2)
-        assert ahead.seen() == (LARGE, 2)
-        assert saved.stored_bytes < SIZES["page"] + SIZES["small"] + 4 * PAGE
-        slabs = (tmp_path / "store" / "containers").rglob("*.slab")
-        assert min(slab.stat().st_size for slab in slabs) < saved.stored_bytes
-        assert run.store.verify(full=True).faults == []
-        assert_same(run.load(2), again)
-
-
-def test_a_write_to_what_is_written_while_it_is_hashed_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ahead, model = Ahead(monkeypatch), model_of(1)
-
-    class Meddling(Direct):
-        def open(self, path: Path, mode: Mode) -> Handle:
-            if mode == "modify direct" and ahead.put:  # compared, and not all of it is hashed yet
-                model[ahead.put[0]][-1] ^= 1
-            return super().open(path, mode)
-
-    with run_on(tmp_path, Meddling(), workers=1) as run:
-        run.save(model_of(0), 0)
-        with pytest.raises(ChangedModelError):
-            run.save(model, 1)
-        assert ahead.put
-        assert run.steps() == [0]
-        assert list((tmp_path / "store" / "tmp").iterdir()) == []
-
-
-@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
     "loss", ["everything", *(pytest.param(each, marks=pytest.mark.long) for each in LESS)]
 )
-def test_dying_at_every_change_of_a_direct_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: Loss, ahead: bool
-) -> None:
+def test_dying_at_every_change_of_a_direct_write(tmp_path: Path, loss: Loss) -> None:
     disk = Direct()
-    # What is there already is taken back, in the middle of the file.
-    second = model_of(1) | ({"odd": model_of(9)["page"]} if ahead else {})
-    seen = Ahead(monkeypatch) if ahead else None
 
     def made(name: str, faults: Faults | None = None) -> tuple[FaultyFiles, CheckpointStore]:
         folder = tmp_path / name
@@ -348,28 +232,21 @@ def test_dying_at_every_change_of_a_direct_write(
         files = FaultyFiles(folder / "limbo", faults, inner=disk)
         return files, run_on(folder, files, workers=1)
 
-    def save_two(run: CheckpointStore) -> None:
-        run.save(model_of(9), 9)
-        run.save(model_of(0), 0)
-        if seen is not None:
-            seen.seen()
-
     files, run = made("undisturbed")
-    save_two(run)
+    run.save(model_of(0), 0)
     began, written = len(files.log), disk.written
-    run.save(second, 1)
-    assert seen is None or seen.seen() == (LARGE, 1)
+    run.save(model_of(1), 1)
     points = [n for n, what in enumerate(files.log) if n >= began and what in CHANGES]
     assert disk.written > written
     run.close()
     for point in points:
         files, run = made(f"{point}", Faults(stop_at=point, torn=True))
-        save_two(run)
+        run.save(model_of(0), 0)
         with pytest.raises(Crash):
-            run.save(second, 1)
+            run.save(model_of(1), 1)
         files.lose(loss)
         after = CheckpointStore(tmp_path / f"{point}" / "store", "run")
-        assert set(after.steps()) in ({9, 0}, {9, 0, 1})
+        assert set(after.steps()) in ({0}, {0, 1})
         for step in after.steps():
-            assert_same(after.load(step), second if step == 1 else model_of(step))
+            assert_same(after.load(step), model_of(step))
         assert after.store.verify(full=True).faults == []
