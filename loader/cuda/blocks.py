@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import resource
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -22,7 +23,7 @@ from weakref import WeakSet
 import msgspec
 import torch
 
-from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests, submit
+from tensor_dedup.digest import BLOCK_BYTES, LEAF_BYTES, combine, leaf_digests, submit
 from tensor_dedup.errors import IntegrityError
 from tensor_dedup.loader.cuda.residents import DeviceResident
 from tensor_dedup.loader.residents.resident import is_of_bytes, tensor_bytes
@@ -35,10 +36,9 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.cuda.residents import Write
 
 _log = logging.getLogger(__name__)
-# A block is a descriptor in the manager and in every process that maps it, and some six requests
-# to put. 14 GB are 834 blocks; in handles of a leaf, 2 MiB, they would be 6,676. What differs costs
-# whole blocks: one changed row 16 MiB. It is argued, not measured: no GPU was at hand.
-BLOCK_BYTES: Final = 16 << 20
+# A block of 16 MiB is a descriptor in the manager and in every process that maps it, and some six
+# requests to put. 14 GB are 834 blocks; in handles of a leaf, 2 MiB, they would be 6,676. What
+# differs costs whole blocks: one changed row 16 MiB. Argued, not measured: no GPU was at hand.
 # With fewer than two blocks there is nothing to share that is not the whole.
 BLOCKS_FROM: Final = 2 * BLOCK_BYTES
 # The record of a tensor has 32 bytes a leaf, and must fit the protocol (MAX_RECORD, 32 KiB), as its
@@ -52,7 +52,12 @@ def may_be_in_blocks(key: ResidentKey, nbytes: int) -> bool:
     """Return whether a tensor of this key and size is put in blocks where the memory allows it."""
     # Other algorithms have no leaves, and their digests a prefix.
     plain = key.digest != "" and is_of_bytes(key) and ":" not in key.digest
-    return plain and BLOCKS_FROM <= nbytes <= _MOST_LEAVES * LEAF_BYTES
+    return plain and blocks_of(nbytes) > 0
+
+
+def blocks_of(nbytes: int) -> int:
+    """Return of how many blocks a tensor of this size may be, or 0 if it is always whole."""
+    return -(-nbytes // BLOCK_BYTES) if BLOCKS_FROM <= nbytes <= _MOST_LEAVES * LEAF_BYTES else 0
 
 
 def bytes_key(nbytes: int, digest: str) -> ResidentKey:
@@ -206,6 +211,22 @@ def blocks_in(record: bytes) -> BlockComposition | None:
     return BlockComposition(key, leaves, found.blocks)
 
 
+def spare_descriptors() -> int:
+    """Return how many blocks more this process may have; it may be negative."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    there = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    return sys.maxsize if most == resource.RLIM_INFINITY else int(_USABLE * most) - there
+
+
+def too_many(blocks: int) -> str:
+    """Return why so many blocks are more than `spare_descriptors`."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"{blocks} blocks come too near to the {most} descriptors that this process may have, "
+        "beside those that it has; raise ulimit -n to share parts of tensors"
+    )
+
+
 @dataclass(slots=True)
 class BlockLog:
     """What one load has built in blocks, and why it put a tensor whole instead. For one thread."""
@@ -215,14 +236,8 @@ class BlockLog:
 
     def admits(self, blocks: int) -> bool:
         """Return whether this process may have the descriptors of so many blocks."""
-        if self.why_whole is None:
-            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            there = sum(1 for _ in Path("/proc/self/fd").iterdir())
-            if most != resource.RLIM_INFINITY and there + blocks > _USABLE * most:
-                self.refuse(
-                    f"{blocks} blocks beside {there} descriptors come too near to the {most} that "
-                    "this process may have; raise ulimit -n to share parts of tensors"
-                )
+        if self.why_whole is None and blocks > spare_descriptors():
+            self.refuse(too_many(blocks))
         return self.why_whole is None
 
     def note_larger(self, block: DeviceResident) -> None:

@@ -11,17 +11,22 @@ import logging
 import math
 import os
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.blocks import (
     TensorInBlocks,
     blocks_in,
+    blocks_of,
     bytes_key,
     may_be_in_blocks,
     record_of_blocks,
+    spare_descriptors,
+    too_many,
 )
 from tensor_dedup.loader.cuda.openers import MappedExtent, opener_for
 from tensor_dedup.loader.cuda.residents import DeviceRequest, DeviceResident, DeviceSlab
@@ -34,6 +39,7 @@ from tensor_dedup.memory_manager.errors import BackendError, MemoryManagerError,
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.cuda.gpu import Gpu
+    from tensor_dedup.loader.residents.manager import ResidentQuery
     from tensor_dedup.memory_manager.client import Client, Fill, LayerFound, Put, TensorSlot
     from tensor_dedup.types import ResidentKey
 
@@ -134,10 +140,34 @@ class DeviceSession(ManagerSession[DeviceRequest, DeviceResident]):
             for n, (key, each) in enumerate(zip(keys, found, strict=True))
             if each is None and may_be_in_blocks(key, _nbytes(key))
         ]
+        missing = missing[: self._admitted([keys[n] for n in missing])]
         layers = self.client.get([self._content_key(keys[n]) for n in missing], self.checkpoint)
         for number, layer in zip(missing, layers, strict=True):
             found[number] = self._of_layer(layer, keys[number])
         return found
+
+    def by_recipe(self, queries: Sequence[ResidentQuery]) -> list[DeviceResident | None]:
+        """Return the residents that these recipes lead to, but none that needs too many blocks."""
+        admitted = self._admitted([each.key for each in queries])
+        asked = [
+            each
+            for number, each in enumerate(queries)
+            if number < admitted or not blocks_of(_nbytes(each.key))
+        ]
+        found = dict(zip(asked, super().by_recipe(asked), strict=True))
+        return [found.get(each) for each in queries]
+
+    def _admitted(self, keys: Sequence[ResidentKey]) -> int:
+        """Return of how many of these, from the first on, this process may have all blocks.
+
+        Blocks arrive as descriptors, and a process that has none left can open nothing.
+        """
+        needed = [*accumulate(blocks_of(_nbytes(key)) for key in keys)]
+        admitted = bisect_right(needed, max(spare_descriptors(), 0))
+        if admitted < len(needed) and self.not_by_leaf is None:
+            self.not_by_leaf = too_many(needed[-1])
+            _log.warning("%s: large tensors stay whole: %s", self.checkpoint, self.not_by_leaf)
+        return admitted
 
     def publish_parts(self, recipe: str, resident: DeviceResident) -> None:
         """Have others find a tensor in blocks, if all of these are the manager's.

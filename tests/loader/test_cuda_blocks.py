@@ -18,9 +18,8 @@ from fake_driver import GRANULARITY
 from gpu_loads import State, key_of
 from sleepers import SleepyEngine
 from tensor_dedup import shared_bytes, shares_memory
-from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.digest import BLOCK_BYTES, LEAF_BYTES
 from tensor_dedup.loader.cuda.blocks import (
-    BLOCK_BYTES,
     BLOCKS_FROM,
     BlockLog,
     TensorInBlocks,
@@ -34,7 +33,7 @@ from tensor_dedup.loader.cuda.provider import GpuProvider
 from tensor_dedup.loader.cuda.residents import DeviceResident, Views
 from tensor_dedup.loader.cuda.sleep import SleepingModel
 from tensor_dedup.loader.cuda.tensors import CPU
-from tensor_dedup.loader.residents.manager import ManagerResidents, ResidentRequest
+from tensor_dedup.loader.residents.manager import ManagerResidents, ResidentQuery, ResidentRequest
 from tensor_dedup.loader.residents.resident import ReplicaKey
 from tensor_dedup.loader.residents.slab import SlabUsageError
 from tensor_dedup.memory_manager.client.admin import Admin
@@ -471,6 +470,31 @@ def test_slabs_larger_than_blocks_are_whole_and_it_is_said(folder: Path) -> None
         del made, provider
         one.close()
         del device
+
+
+def test_who_may_not_have_the_descriptors_of_blocks_has_a_whole_copy(
+    engine: Callable[..., SleepyEngine], device: gpus.GpuManager
+) -> None:
+    one, two = engine(BASE), engine()
+    assert two.device is not None
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    session = device_session(two.device, two.gpu.gpu, "base")
+    recipe = f"recipe {key_of(BASE).digest}"
+    queries = [ResidentQuery(recipe, replace(key_of(BASE), digest="")) for _ in range(2)]
+    try:
+        # Enough for the blocks, and for little else.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (gpus.descriptors() + 10, before[1]))
+        assert session.by_content([key_of(BASE)]) == session.by_recipe(queries[:1]) == [None]
+        assert "ulimit -n" in (session.not_by_leaf or "")
+        two.load([BASE])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    # Under the recipe there are the blocks already, so the copy is this process's alone.
+    assert (on_gpu(device), gpus.in_use()) == (BASE.nbytes, 2 * in_slabs(BASE.nbytes))
+    assert one.is_right()
+    assert two.is_right()
+    assert all(session.by_content([key_of(TUNE), key_of(BASE)])[1:])
+    assert all(session.by_recipe(queries))
 
 
 def test_a_load_of_vllm_uploads_what_differs(
