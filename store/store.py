@@ -290,7 +290,8 @@ class Store:
 
         `url` is what `Remote.open` takes, the folder of another store, or `oci://` and an artifact:
         `oci://REGISTRY/REPOSITORY:TAG`, which any client of registries can pull. Nobody sees the
-        name there before everything it leads to. What was cut short goes on when it is done again.
+        name there before everything it leads to. What was cut short goes on when it is done again,
+        and what `Remote.verify` has found damaged there is sent again.
 
         Raises:
             UnknownNameError: no checkpoint and no run is called so.
