@@ -17,7 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
 
-from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.errors import NotInstalledError, UnsupportedError
 from tensor_dedup.integrations.freezing import Frozen, check_frozen, freeze
 from tensor_dedup.store.checkpoints import CheckpointStore, HostPool, PendingSave
 from tensor_dedup.store.checkpoints.background import Hook
@@ -30,9 +30,18 @@ from tensor_dedup.store.store import Store
 
 # Lightning is published under two names, and one does not accept the classes of the other.
 if TYPE_CHECKING or "lightning" not in sys.modules:
-    from lightning_fabric.plugins import CheckpointIO, TorchCheckpointIO
-    from pytorch_lightning import Callback
-    from pytorch_lightning.strategies import Strategy
+    try:
+        from lightning_fabric.plugins import CheckpointIO, TorchCheckpointIO
+        from pytorch_lightning import Callback
+        from pytorch_lightning.strategies import Strategy
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith(("lightning_fabric", "pytorch_lightning")):
+            raise
+        raise NotInstalledError(
+            "these callbacks need Lightning: run `pip install pytorch-lightning`, or, with the "
+            "package `lightning`, import it before this module",
+            module=error.name,
+        ) from error
 else:
     from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
     from lightning.pytorch import Callback

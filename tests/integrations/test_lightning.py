@@ -1,5 +1,7 @@
 """Lightning saves into the store and resumes from it."""
 
+import subprocess
+import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -172,6 +174,22 @@ def test_strategies_that_write_their_own_files_are_refused(tmp_path: Path, name:
     with pytest.raises(UnsupportedError, match=f"{name}.*integrations.dcp"):
         callback.setup(trainer, module(), "fit")
     assert strategy.checkpoint_io is before
+
+
+@pytest.mark.parametrize("absent", ["lightning_fabric", "pytorch_lightning"])
+def test_without_lightning_the_error_says_what_to_install(absent: str) -> None:
+    program = (
+        f"import sys; sys.modules[{absent!r}] = None\n"
+        "from tensor_dedup.errors import NotInstalledError\n"
+        "try:\n"
+        "    import tensor_dedup.integrations.lightning\n"
+        "except NotInstalledError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "`pip install pytorch-lightning`" in done.stdout
 
 
 def test_files_still_go_where_they_did(tmp_path: Path) -> None:
