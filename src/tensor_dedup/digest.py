@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pickle import PickleBuffer
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import xxhash
 from blake3 import blake3
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 Fill = Callable[[memoryview, int], bytes | None]
+_Out = TypeVar("_Out")
 LEAF_BYTES = 2 << 20
 # Of large tensors a GPU has blocks of so many leaves: `tensor_dedup.loader.cuda.blocks`.
 BLOCK_BYTES = 8 * LEAF_BYTES
@@ -85,6 +86,29 @@ def submit(
     if _in_pool() or memoryview(data).nbytes <= _INLINE_BYTES:
         return _done(data, algorithm, fill)
     return _Job(_Lying(_bytes_of(data)), algorithm, _POOL.executor(), fill, leaves).future
+
+
+def hand(pool: ThreadPoolExecutor, work: Callable[[], _Out]) -> "Future[_Out]":
+    """Have a pool do something, or do it here while the interpreter ends."""
+    done: Future[_Out] = Future()
+    turn = threading.Lock()
+
+    def run() -> None:
+        if not turn.acquire(blocking=False) or not done.set_running_or_notify_cancel():
+            return
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 (raised where the result is asked for)
+            done.set_exception(error)
+
+    try:
+        # Who waits for it learns that a pool was shut down before it came to it.
+        pool.submit(run).add_done_callback(lambda turn_: turn_.cancelled() and done.cancel())
+    except RuntimeError:
+        # Pools take nothing more then, and what goes on in the background goes on alone. Where it
+        # was a thread too many, a thread may have begun with it already.
+        run()
+    return done
 
 
 def stream(nbytes: int, fill: Fill, leaves: list[bytes] | None = None) -> "Future[str]":
@@ -299,7 +323,7 @@ class _Job:
             has_leaves = False
         self._combine = has_leaves
         self._pending = len(work)
-        self._chunks = [pool.submit(task) for task in work]
+        self._chunks = [hand(pool, task) for task in work]
         for chunk in self._chunks:
             chunk.add_done_callback(self._ended)
 

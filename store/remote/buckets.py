@@ -24,6 +24,7 @@ from urllib.parse import unquote, urlsplit
 
 from blake3 import blake3
 
+from tensor_dedup.digest import hand
 from tensor_dedup.errors import NotInstalledError
 from tensor_dedup.store.errors import os_errors
 from tensor_dedup.store.files import Files
@@ -38,7 +39,6 @@ from tensor_dedup.store.remote.errors import (
     RemoteUrlError,
 )
 from tensor_dedup.store.remote.layout import CONTAINER_BYTES, PROBE, TEXT_BYTES
-from tensor_dedup.store.writing.hashing import submit
 from tensor_dedup.suggestions import install_hint
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ class Bucket(ABC):
             return
         with ThreadPoolExecutor(_THREADS) as pool:
             try:
-                for future in [submit(pool, partial(call, item)) for item in waiting]:
+                for future in [hand(pool, partial(call, item)) for item in waiting]:
                     yield future.result()
             except BaseException:
                 pool.shutdown(cancel_futures=True)

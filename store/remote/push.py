@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.digest import LEAF_BYTES, hand
 from tensor_dedup.store.checkpoints.runs import is_pin_among
 from tensor_dedup.store.codecs.records import chunks, head_bytes
 from tensor_dedup.store.errors import (
@@ -62,7 +62,6 @@ from tensor_dedup.store.remote.errors import (
     RemoteBusyError,
     RemoteNameTakenError,
 )
-from tensor_dedup.store.writing.hashing import submit
 
 # How long a gc spares what nothing refers to. Every push is over by then, or begins anew.
 LEASE_S: Final = 7 * 24 * 3600.0
@@ -463,7 +462,7 @@ class _Push:
                     # Read and checked here, sent by the threads.
                     parts = [_gathered(_content(source, load), load.nbytes)]
                 work = partial(self._send_one, load, parts, catalog)
-                sending.append((load, submit(pool, work)))
+                sending.append((load, hand(pool, work)))
                 if not isinstance(parts, Sequence):
                     while sending:  # it is read as it is sent
                         settle()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from xxhash import xxh3_128_digest
 
-from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests
+from tensor_dedup.digest import LEAF_BYTES, combine, hand, leaf_digests
 from tensor_dedup.errors import ChangedFileError
 from tensor_dedup.store.errors import is_unreadable
 from tensor_dedup.store.files import Files, Handle
@@ -200,30 +200,7 @@ class Hasher:
             done: Future[_Out] = Future()
             done.set_result(work(piece))
             return done
-        return submit(pool, partial(work, piece))
-
-
-def submit(pool: ThreadPoolExecutor, work: Callable[[], _Out]) -> "Future[_Out]":
-    """Have a pool do something, or do it here while the interpreter ends."""
-    done: Future[_Out] = Future()
-    turn = threading.Lock()
-
-    def run() -> None:
-        if not turn.acquire(blocking=False) or not done.set_running_or_notify_cancel():
-            return
-        try:
-            done.set_result(work())
-        except BaseException as error:  # noqa: BLE001 (raised where the result is asked for)
-            done.set_exception(error)
-
-    try:
-        # Who waits for it learns that a pool was shut down before it came to it.
-        pool.submit(run).add_done_callback(lambda turn_: turn_.cancelled() and done.cancel())
-    except RuntimeError:
-        # Pools take nothing more then, and what goes on in the background goes on alone. Where it
-        # was a thread too many, a thread may have begun with it already.
-        run()
-    return done
+        return hand(pool, partial(work, piece))
 
 
 def settle(waiting: Iterable["Future[Any]"]) -> None:

@@ -5,7 +5,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
 
-from tensor_dedup.store.writing.hashing import submit
+from tensor_dedup.digest import hand
 
 
 def test_who_waits_for_what_a_pool_never_began_is_told() -> None:
@@ -17,12 +17,12 @@ def test_who_waits_for_what_a_pool_never_began_is_told() -> None:
         return "first"
 
     pool = ThreadPoolExecutor(1)
-    first = submit(pool, wait)
+    first = hand(pool, wait)
     assert busy.wait(30)
-    second = submit(pool, lambda: "second")
+    second = hand(pool, lambda: "second")
     pool.shutdown(wait=False, cancel_futures=True)
     with pytest.raises(CancelledError):
         second.result(30)
     go.set()
     assert first.result(30) == "first"
-    assert submit(pool, lambda: "here").result(30) == "here"  # the pool takes nothing more
+    assert hand(pool, lambda: "here").result(30) == "here"  # the pool takes nothing more

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from damage import damage_piece
@@ -618,19 +619,28 @@ def test_options_that_make_no_sense(tmp_path: Path, what: str) -> None:
     assert caught.value.kind is (BadOption.DRAIN if "itself" in what else BadOption.FAST)
 
 
+def larger_model_of(step: int) -> Model:
+    """With a tensor whose differences are so large that several threads hash them."""
+    dice = np.random.default_rng(0)
+    weight = dice.standard_normal(1 << 18, np.float32)
+    for _ in range(step):
+        weight *= 1 + dice.standard_normal(weight.size, np.float32) / 1000
+    return {**model_of(step), "larger": weight}
+
+
 _PROGRAM = """
 import sys
 sys.path.insert(0, {support!r})
 from stores import handle, open_store
 sys.path.insert(0, {here!r})
-from test_drain import Mount, model_of, tiers
+from test_drain import Mount, larger_model_of, tiers
 from pathlib import Path
 root, code = Path(sys.argv[1]), int(sys.argv[2])
 mount = Mount()
 run = tiers(root, mount, compress="always")
 mount.broken = code or None
 for step in range(3):
-    run.save_async(model_of(step), step)
+    run.save_async(larger_model_of(step), step)
 """
 
 
@@ -645,7 +655,7 @@ def test_a_program_that_ends_has_drained_its_steps(tmp_path: Path) -> None:
     done = run_program(tmp_path, 0)
     assert (done.returncode, done.stderr) == (0, "")
     for step in range(3):
-        assert_same(alone(tmp_path).load(step), model_of(step))
+        assert_same(alone(tmp_path).load(step), larger_model_of(step))
 
 
 def test_a_program_that_cannot_drain_ends_and_says_so(tmp_path: Path) -> None:
