@@ -7,8 +7,9 @@
     capture.arriving()                      in the background: large ones, as they are captured
     capture.snapshot(...)                   there, too: everything
 
-Chunks are taken in their provider's order, each before the next is made: what is small on the host
-is copied, what is small on a device is packed with others into one block, and its copy started.
+Chunks are taken in their provider's order, each before the next is made: what is small is packed
+with others into one block, and so is what is small on a device, whose copy is started; what has
+other strides than a piece is copied at once.
 Frozen ones are left where they lie, and made in the background.
 
 A large tensor on the host is handled in one of two ways. If it had not changed at the previous
@@ -53,6 +54,8 @@ from tensor_dedup.store.writing.containers import PACK_BELOW, Want, changed_in_m
 from tensor_dedup.store.writing.hashing import change_hash
 
 if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
     from tensor_dedup.store.errors import ChangedModelError
 
 
@@ -299,6 +302,7 @@ class StepCapture:
         self._hashes: dict[str, bytes] = {}
         self._same: dict[str, StoredPiece] = {}
         self._copied: list[_Copy] = []
+        self._packed: _Copy | None = None  # of small pieces of the host; there may be room in it
         self._streams: dict[Any, DeviceSnapshot] = {}
         self._written: list[tuple[str, Callable[[], bool]]] = []  # of what is on devices
         self._held = False
@@ -362,17 +366,62 @@ class StepCapture:
 
     def _on_host(self, place: int, chunk: StateChunk) -> NamedValue:
         """Return a piece whose bytes are on the host, a small one as a copy; note a large one."""
+        if not (chunk.frozen or chunk.contiguous) and chunk.residence == "host":
+            piece = self._copy_in_order(place, chunk)
+            if piece is not None:
+                return piece
         piece = chunk.piece()
         view = memoryview(piece.data)
         if chunk.frozen or type(view.obj) is bytes:
             return piece
         if view.nbytes < PACK_BELOW:
-            return NamedValue(piece.name, piece.dtype, piece.shape, bytes(view))
+            return replace(piece, data=self._copy_small(place, view.cast("B")))
         if chunk.residence != "device" and chunk.contiguous:  # otherwise it is a copy by now
             view = view.cast("B")
             new = _Large(piece.name, view, _writes_of(chunk.source), [])
             self._large.setdefault((address(view), view.nbytes), new).places.append(place)
         return piece
+
+    def _copy_in_order(self, place: int, chunk: StateChunk) -> NamedValue | None:
+        """Copy what has other strides than a piece into the pool, if there is room for it."""
+        source = chunk.source
+        if tensor_fault(source) if is_tensor(source) else not _is_plain(source):
+            return None  # it is refused where it becomes a piece
+        nbytes = chunk.nbytes or 0
+        block = self._context.pool.take(nbytes) if nbytes >= PACK_BELOW else None
+        if block is None:
+            return None
+        self._copied.append(_Copy(block, nbytes, False, [place]))
+        host: Any
+        if is_tensor(source):
+            host = host_tensor(source, block)
+            host.copy_(source.detach().resolve_conj().resolve_neg())
+        else:
+            import numpy as np
+
+            host = np.ndarray(source.shape, source.dtype, block)
+            np.copyto(host, source)
+        return StateChunk(host, chunk.name).piece()
+
+    def _copy_small(self, place: int, view: memoryview) -> "Buffer":
+        """Copy a small piece of the host into a block with others, or beside the pool without room.
+
+        The first block is small, as most models need no other.
+        """
+        packed = self._packed
+        size = -(-view.nbytes // _ALIGNED) * _ALIGNED
+        if packed is None or packed.nbytes + size > packed.block.nbytes:
+            room = min(2 * packed.block.nbytes, _PACKED) if packed else PACK_BELOW
+            block = self._context.pool.take(room)
+            if block is None:
+                return bytes(view)
+            packed = self._packed = _Copy(block, 0, False, [], small=True)
+            self._copied.append(packed)
+        copy = packed.block[packed.nbytes : packed.nbytes + view.nbytes]
+        copy[:] = view
+        packed.nbytes += size
+        packed.places.append(place)
+        return copy
 
     def _device(self, value: Any) -> SnapshotDevice | None:
         """Return the device of a tensor that has bytes; None for what is on the host."""
@@ -594,7 +643,7 @@ class StepCapture:
     def release(self) -> None:
         """Return the copies to the pool, when nobody reads the snapshot any more."""
         self._pieces, self._written, self._without_room = [], [], []
-        self._unmade, self._large = [], {}
+        self._unmade, self._large, self._packed = [], {}, None
         copied, self._copied = self._copied, []
         for copy in copied:
             self._context.pool.give(copy.block, page_locked=copy.page_locked)
@@ -609,6 +658,13 @@ def _writes_of(value: Any) -> Callable[[], bool]:
         return _never
     version = value._version
     return lambda: value._version != version
+
+
+def _is_plain(array: Any) -> bool:
+    """Whether the elements of an array are its bytes: not of a masked one, and no objects."""
+    import numpy as np
+
+    return type(array) is np.ndarray and not array.dtype.hasobject
 
 
 def _never() -> bool:

@@ -3,9 +3,11 @@
 A model of eight tensors is saved with a pool that has room for two of them.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,6 +66,46 @@ def test_a_save_takes_its_pool_and_no_copy_beside_it(
         options = {**options, "drain": str(tmp_path / "second")}
     found = fresh.call(growth, str(tmp_path / "s"), way, COUNT, {**options, "compress": None})
     assert found <= POOL + SCRATCH < COUNT * TENSOR
+
+
+def in_the_pool(root: str, kind: str) -> tuple[int, int]:
+    """The sizes of a model and of the pool while it is saved, once it may be changed again."""
+    rows = torch.arange(COUNT * MIB, dtype=torch.float32).view(COUNT, 1024, 1024)
+    ways: dict[str, Callable[[], dict[str, Any]]] = {
+        "transposed": lambda: {f"t{n}": each.T for n, each in enumerate(rows)},
+        "channels_last": lambda: {
+            f"c{n}": each.view(16, 64, 32, 32).contiguous(memory_format=torch.channels_last)
+            for n, each in enumerate(rows)
+        },
+        "fortran": lambda: {
+            f"f{n}": np.asfortranarray(each) for n, each in enumerate(rows.numpy())
+        },
+        "small": lambda: {f"s{n}": each for n, each in enumerate(rows.view(-1, 8 << 10))},
+    }
+    model = ways[kind]()
+    expected = {
+        name: each.clone() if kind != "fortran" else each.copy() for name, each in model.items()
+    }
+    with CheckpointStore(root, "run", compress=None) as run:
+        pending = run.save_async(model, 0)
+        run.before_update()
+        allocated = run._saves._pool.allocated
+        for each in model.values():
+            each[:] = 0
+        pending.wait()
+        found = run.load(0)
+        for name, each in expected.items():
+            assert np.array_equal(np.asarray(found[name]), np.asarray(each))
+    return sum(each.nbytes for each in expected.values()), allocated
+
+
+@pytest.mark.parametrize("kind", ["transposed", "channels_last", "fortran", "small"])
+def test_what_is_small_or_in_another_order_is_copied_into_the_pool(
+    tmp_path: Path, kind: str
+) -> None:
+    size, allocated = in_the_pool(str(tmp_path / "s"), kind)
+    assert size == COUNT * 4 * MIB
+    assert size <= allocated <= 1.1 * size
 
 
 @pytest.mark.long
