@@ -357,6 +357,7 @@ class Store:
             other = Store.open(folder, create=False, files=self._files)
             names = other._names_of(check_name(name))
             return together([other._copy_to(self, each, listener, replace) for each in names])
+        before = remote.bucket.traffic.counts()
         names, results = remote.names_of(check_name(name)), []
         for each in names:
             with self._session() as (index, hasher):
@@ -367,7 +368,9 @@ class Store:
                     # A step that was deleted there, unless that is true of all.
                     if each == names[-1] and not results:
                         raise
-        return together(results)
+        nbytes, calls = remote.bucket.traffic.counts()  # with those that looked for the names
+        wire, requests = nbytes - before[0], calls - before[1]
+        return replace_fields(together(results), wire_bytes=wire, requests=requests)
 
     def _push_artifact(
         self, url: str, name: str, progress: "TransferListener", replace: bool

@@ -53,8 +53,14 @@ _OF_A_FOLDER: Final = {
 _WEB: Final = ("http", "https")
 _THREADS: Final = 8
 _LOCK_WAIT_S: Final = 60.0
-_PART_BYTES: Final = 16 << 20
-_SINGLE_BYTES: Final = 80 << 20
+# Of an upload in parts, so many are being sent while the next is read.
+_PART_BYTES: Final = 64 << 20
+_PARTS_AT_ONCE: Final = 3
+# What is larger may take longer to send than a server may be silent.
+_SHORT_BYTES: Final = 1 << 20
+# Of an answer; obstore counts the time in which a request is sent, too.
+_SILENCE_S: Final = 60
+_SENDING_S: Final = 1200
 _QUERY: Final = re.compile(r"\?[^\s\"'>)]*")
 # Up to the last @: a password may hold one.
 _USER: Final = re.compile(r"//[^/\s]*@")
@@ -98,12 +104,12 @@ class Traffic:
         self._lock = threading.Lock()
         self.sent = self.received = self.calls = 0
 
-    def add(self, sent: int = 0, received: int = 0) -> None:
-        """Count one call."""
+    def add(self, sent: int = 0, received: int = 0, calls: int = 1) -> None:
+        """Count a call, or several."""
         with self._lock:
             self.sent += sent
             self.received += received
-            self.calls += 1
+            self.calls += calls
 
     def counts(self) -> tuple[int, int]:
         """Return the bytes sent and received so far, and the calls."""
@@ -162,7 +168,10 @@ class Bucket(ABC):
 
     @abstractmethod
     def put(self, key: str, chunks: Sequence[memoryview] | Iterator[memoryview]) -> None:
-        """Write an object, in place of what was there."""
+        """Write an object, in place of what was there.
+
+        Of a sequence, all is in memory, and goes in one request; an iterator is read in parts.
+        """
 
     @abstractmethod
     def put_if(self, key: str, data: bytes, tag: str | None) -> bool:
@@ -370,12 +379,13 @@ def too_large(where: str, size: int, limit: int) -> DamagedRemoteError:
 class ServerBucket(Bucket):
     """Object storage behind obstore: S3 and what speaks its protocol, Google's, Azure's, the web.
 
-    Requests that fail on the way are sent again by obstore, a few times.
+    Requests that fail on the way are sent again by obstore, a few times; `traffic` has them once.
     """
 
     def __init__(self, url: str, *, store: "ObjectStore | None" = None) -> None:
         super().__init__(url)
         self._store: ObjectStore = store or _open_store(url)
+        self._sending_store: ObjectStore = store or _open_store(url, sending=True)
         # The last objects that came whole where a range was asked for: two, as a pull is in one
         # container and already asks for the next.
         self._wholes: dict[str, memoryview] = {}
@@ -471,7 +481,7 @@ class ServerBucket(Bucket):
         """An object that came without a range, if it is not too large to be held here."""
         with self._wholes_lock:
             if key not in self._wholes:
-                found = self.get(key, 2 * CONTAINER_BYTES)
+                found = self.get(key, 3 * CONTAINER_BYTES)
                 if found is None:
                     raise FileNotFoundError(errno.ENOENT, "no such object", self.at(key))
                 while len(self._wholes) > 1:
@@ -495,6 +505,13 @@ class ServerBucket(Bucket):
         import obstore
 
         self._check_writable()
+        if isinstance(chunks, Sequence):
+            data = chunks[0] if len(chunks) == 1 else memoryview(b"".join(chunks))
+            store = self._store if data.nbytes <= _SHORT_BYTES else self._sending_store
+            with self._translated(key):
+                obstore.put(store, key, data, use_multipart=False)
+            self.traffic.add(sent=data.nbytes)
+            return
         sent = 0
 
         def counted() -> Iterator[memoryview]:
@@ -503,15 +520,17 @@ class ServerBucket(Bucket):
                 sent += chunk.nbytes
                 yield chunk
 
-        whole = isinstance(chunks, Sequence) and sum(c.nbytes for c in chunks) <= _SINGLE_BYTES
         with self._translated(key):
-            if whole:
-                parts = [*counted()]
-                data = parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
-                obstore.put(self._store, key, data, use_multipart=False)
-            else:
-                obstore.put(self._store, key, counted(), chunk_size=_PART_BYTES, max_concurrency=4)
-        self.traffic.add(sent=sent)
+            obstore.put(
+                self._sending_store,
+                key,
+                counted(),
+                chunk_size=_PART_BYTES,
+                max_concurrency=_PARTS_AT_ONCE,
+            )
+        # Azure's begins with its first part, others' with a request of its own; all end with one.
+        around = 1 if urlsplit(self.url).scheme == "az" else 2
+        self.traffic.add(sent=sent, calls=-(-sent // _PART_BYTES) + around)
 
     def put_if(self, key: str, data: bytes, tag: str | None) -> bool:
         # docstring inherited
@@ -580,7 +599,7 @@ def scrubbed(text: str) -> str:
     return _USER.sub("//", _QUERY.sub("", text))[:_SHOWN]
 
 
-def _open_store(url: str) -> "ObjectStore":
+def _open_store(url: str, *, sending: bool = False) -> "ObjectStore":
     try:
         from obstore.exceptions import BaseError
         from obstore.store import from_url
@@ -589,8 +608,11 @@ def _open_store(url: str) -> "ObjectStore":
         raise NotInstalledError(f"{url}: {what}", url=url) from error
     endpoints = (os.environ.get(name, "") for name in _ENDPOINTS)
     plain = url.startswith("http://") or any("http://" in endpoint for endpoint in endpoints)
-    # A connection that has gone silent is given up long before a slow one is.
-    client: Any = {"timeout": "600s", "connect_timeout": "10s", "read_timeout": "60s"}
+    # A connection that has gone silent is given up long before a slow one is. What is being sent
+    # is no silence, but obstore cannot tell.
+    client: Any = {"timeout": f"{_SENDING_S}s", "connect_timeout": "10s"}
+    if not sending:
+        client |= {"timeout": "600s", "read_timeout": f"{_SILENCE_S}s"}
     if plain:
         client["allow_http"] = True
     retry: Any = {"max_retries": 5, "retry_timeout": timedelta(seconds=120)}

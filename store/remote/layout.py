@@ -26,7 +26,7 @@ READABLE: Final = KINDS | {"raw"}
 TEXT_BYTES: Final = 1 << 12
 PAGE_BYTES: Final = 1 << 26
 FRAME_BYTES: Final = 1 << 30
-# A container is as large as this, or holds one piece that is larger.
+# A container is full with this, less than twice as large, or holds one piece that is larger.
 CONTAINER_BYTES: Final = 64 << 20
 
 _DELETED: Final = "tensor-dedup deleted reference"

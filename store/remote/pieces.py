@@ -28,6 +28,7 @@ from tensor_dedup.store.remote.errors import (
     MissingRemoteError,
 )
 
+# A range has so many bytes, and less than twice as many.
 _RANGE_BYTES: Final = 32 << 20
 _GAP_BYTES: Final = 256 << 10
 # What may travel for nothing, to save requests: a share of what is wanted, and a little.
@@ -218,18 +219,31 @@ def _downloads(places: Sequence[tuple[ContainerId, Record]]) -> list[_Download]:
     """The ranges to ask for: neighbours together, also over small gaps, none too long."""
     wanted = sum(record.stored for _, record in places)
     bridged = _bridged(places, int(wanted * _WASTE_SHARE) + _WASTE_BYTES)
+    runs: list[list[tuple[ContainerId, Record]]] = []
+    for number, place in enumerate(places):
+        if number in bridged:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    return [download for run in runs for download in _split(run)]
+
+
+def _split(run: Sequence[tuple[ContainerId, Record]]) -> list[_Download]:
+    """The ranges of neighbours, equally long: a short one behind full ones is a request more."""
+    length = run[-1][1].offset + run[-1][1].stored - run[0][1].offset
+    longest = max(1, -(-length // max(1, length // _RANGE_BYTES)))
     found: list[_Download] = []
-    for number, (container, record) in enumerate(places):
+    for container, record in run:
         start, stop = record.offset, record.offset + record.stored
-        if found and number in bridged:
+        if found:
             last = found[-1]
-            room = max(0, last.start + _RANGE_BYTES - start)
+            room = max(0, last.start + longest - start)
             taken = min(room, record.stored)
             if taken:
                 last.stop, last.wanted = start + taken, last.wanted + taken
                 start += taken
-        for at in range(start, stop, _RANGE_BYTES):
-            end = min(at + _RANGE_BYTES, stop)
+        for at in range(start, stop, longest):
+            end = min(at + longest, stop)
             found.append(_Download(container, at, end, end - at))
     return found
 

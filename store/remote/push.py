@@ -440,13 +440,18 @@ class _Push:
 
         So those that have tables when it is cut short are the first ones, and what is left is laid
         out as it was: then a container is found that was sent and has no table yet.
+
+        Up to `_AT_ONCE` containers are in memory, or some parts of a larger one, which goes alone.
         """
         self._progress.start(sum(load.nbytes for load in loads))
-        sending: deque[tuple[_Load, Future[None]]] = deque()
+        sending: deque[tuple[_Load, Future[bool]]] = deque()
+        may_be_there = True
 
         def settle() -> None:
+            nonlocal may_be_there
             load, sent = sending.popleft()
-            sent.result()
+            # One that was cut short had not begun what now begins once this one is missing.
+            may_be_there = sent.result() and may_be_there
             key = layout.table_key(load.container.name)
             self._bucket.put(key, [memoryview(load.frame.blob)])
             self._progress.advance(load.nbytes)
@@ -455,31 +460,33 @@ class _Push:
             pool = undo.enter_context(ThreadPoolExecutor(_AT_ONCE))
             undo.callback(lambda: [each.cancel() for _, each in sending])
             for load in loads:
-                while len(sending) >= _AT_ONCE:
+                streamed = load.table.data_bytes > 2 * layout.CONTAINER_BYTES
+                while len(sending) >= (1 if streamed else _AT_ONCE):
                     settle()
                 parts: Sequence[memoryview] | Iterator[memoryview] = _content(source, load)
-                if load.nbytes <= layout.CONTAINER_BYTES * 2:
+                if not streamed:
                     # Read and checked here, sent by the threads.
                     parts = [_gathered(_content(source, load), load.nbytes)]
-                work = partial(self._send_one, load, parts, catalog)
-                sending.append((load, hand(pool, work)))
-                if not isinstance(parts, Sequence):
-                    while sending:  # it is read as it is sent
-                        settle()
+                # What was condemned may have been so because it is damaged.
+                condemned = layout.container_key(load.container) in catalog.trash.condemned
+                ask = may_be_there and load.nbytes >= _ASKED_BYTES and not condemned
+                sending.append((load, hand(pool, partial(self._send_one, load, parts, ask))))
+                if streamed:
+                    settle()  # it is read as it is sent
             while sending:
                 settle()
 
     def _send_one(
-        self, load: _Load, parts: Sequence[memoryview] | Iterator[memoryview], catalog: Catalog
-    ) -> None:
+        self, load: _Load, parts: Sequence[memoryview] | Iterator[memoryview], ask: bool
+    ) -> bool:
+        """Send a container unless it is there; False where it was asked for and is missing."""
         bucket, key = self._bucket, layout.container_key(load.container)
-        # What was condemned may have been so because it is damaged.
-        may_be_there = load.nbytes >= _ASKED_BYTES and key not in catalog.trash.condemned
-        status = bucket.head(key) if may_be_there else None
-        if status is None or status.size != load.nbytes:
-            bucket.put(key, parts)
-        else:
+        status = bucket.head(key) if ask else None
+        if status is not None and status.size == load.nbytes:
             bucket.settle(key)
+            return True
+        bucket.put(key, parts)
+        return not ask
 
     def _reused(
         self, catalog: Catalog, missing: Collection[bytes], loads: Sequence[_Load]
@@ -606,18 +613,26 @@ def refer(
 def _loads(
     records: Sequence[tuple[Record, tuple[ContainerId, Record] | None]],
 ) -> Iterator[_Load]:
-    """Lay records out in containers, in their order, each as full as it may be."""
+    """Lay records out in containers, in their order.
+
+    A container takes pieces until it is full, and a larger piece has one of its own and closes no
+    other: so there are never more than one for each CONTAINER_BYTES begun, or for each such piece.
+    What is left without the first containers is laid out as it was.
+    """
     step, end = ALIGNMENT[MIXED], 0
     held: list[Record] = []
     sources: list[tuple[ContainerId, Record] | None] = []
     for record, place in records:
+        if record.stored > layout.CONTAINER_BYTES:
+            yield _load(record.stored, [msgspec.structs.replace(record, offset=0)], [place])
+            continue
         start = -(-end // step) * step
-        if held and start + record.stored > layout.CONTAINER_BYTES:
-            yield _load(end, held, sources)
-            held, sources, start = [], [], 0
         held.append(msgspec.structs.replace(record, offset=start))
         sources.append(place)
         end = start + record.stored
+        if end >= layout.CONTAINER_BYTES:
+            yield _load(end, held, sources)
+            held, sources, end = [], [], 0
     if held:
         yield _load(end, held, sources)
 

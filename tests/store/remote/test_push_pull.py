@@ -328,7 +328,7 @@ def test_large_pieces_travel_in_parts(tmp_path: Path, monkeypatch: pytest.Monkey
     store.push(Remote(bucket), "m")
     sizes = [len(o[0]) for key, o in bucket.objects.items() if key.startswith("containers/")]
     assert max(sizes) > 9 * MIB
-    assert len(sizes) >= 3
+    assert len(sizes) == 2  # b alone does not fill one
     other = open_store(tmp_path / "other")
     other.pull(Remote(bucket), "m")
     assert stored(other, "m") == content(path)
