@@ -13,6 +13,10 @@ a tag finds the last checkpoint that is whole on all ranks, whenever a rank was 
 each has a tag of its own. A tag that is saved again loses its pointers one by one: if a save of it
 fails or a rank is killed, it does not load until all its files were saved together again.
 
+A step is whole when it is on the fast tier. If that is lost before `drain` has copied the step,
+`latest` names what is nowhere. Loading says so, and which tag can be loaded; a program that restarts
+by itself asks `newest_tag`.
+
     mp_rank_00_model_states.pt                   names step 7 of RUN/mp_rank_00_model_states
     zero_pp_rank_1_mp_rank_00_optim_states.pt    names step 7 of RUN/zero_pp_rank_1_...
     latest                                       is written by the rank that is last
@@ -31,6 +35,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,7 +64,7 @@ try:
 except ImportError:  # the engine refuses, and says which version it was made for
     TorchCheckpointEngine = object
 
-__all__ = ["DecoupledStoreEngine"]
+__all__ = ["DecoupledStoreEngine", "newest_tag"]
 
 _LOG = logging.getLogger("tensor_dedup")
 KEY: Final = "datastates_ckpt"
@@ -232,7 +237,7 @@ class DecoupledStoreEngine:
         Waits for saves of this training. A file that is no pointer is loaded as DeepSpeed's own.
 
         Raises:
-            UnknownStepError: The step was deleted since, or its checkpoint is not whole.
+            UnknownStepError: The step was deleted or lost since, or its checkpoint is not whole.
             CorruptTensorError: The step is damaged.
         """
         self.wait(persist=True)
@@ -241,7 +246,7 @@ class DecoupledStoreEngine:
         if pointer is None:
             return self._others.load(path, map_location)
         self._check_whole(file, pointer)
-        return pointer.load(self._open_run, path)
+        return pointer.load(self._open_run, path, lambda: self._advice(file.parents[1]))
 
     def wait(self, persist: bool = False) -> None:
         """Wait until the state may change, or, with `persist`, until all saves are durable.
@@ -273,6 +278,15 @@ class DecoupledStoreEngine:
             return self._runs[run_id]
         return CheckpointStore(self._store, run_id, **self._options)
 
+    def _advice(self, folder: Path) -> str:
+        tag = _newest(folder, self._open_run)
+        if tag is None:
+            return "no checkpoint beside it has all its files; see `tensor-dedup runs list`"
+        return (
+            f"the newest checkpoint of which every file is there is {tag!r}: load it by "
+            f"`load_checkpoint({str(folder)!r}, tag={tag!r})`"
+        )
+
     def _check_whole(self, file: Path, pointer: Pointer) -> None:
         """Raise `UnknownStepError` if files of this file's checkpoint are missing."""
         if not pointer.key:  # saved by `tensor_dedup.integrations.deepspeed`, file by file
@@ -285,6 +299,44 @@ class DecoupledStoreEngine:
                 what = f"{file.parent.name!r} was not saved by all ranks; load {_LATEST!r}"
                 raise UnknownStepError.at(file, what)
             time.sleep(0.02)
+
+
+def newest_tag(
+    folder: str | os.PathLike[str], store: str | os.PathLike[str], *, drain: str | None = None
+) -> str | None:
+    """Return the tag of the last checkpoint in `folder` that can be loaded now, or None.
+
+    That is the one that `latest` names, unless its steps were lost with a fast tier; then it is the
+    last of which every file of every rank is in the store or in its second tier. `store` and
+    `drain` are those of DeepSpeed's JSON.
+
+        engine.load_checkpoint(folder, tag=newest_tag(folder, "fast", drain="lasting"))
+
+    Steps that are only in `store` begin to be drained, as whenever a run is opened.
+
+    Raises:
+        NotAStoreError: `store` or `drain` holds something else.
+        StoreError: A tier cannot be read.
+    """
+    opened = Store.open(store)
+    return _newest(Path(folder), lambda run: CheckpointStore(opened, run, drain=drain))
+
+
+def _newest(folder: Path, open_run: Callable[[str], CheckpointStore]) -> str | None:
+    """Return the tag of the last checkpoint whose pointers all lead to a step, or None.
+
+    The last is the one whose files were named last: the steps of several trainings in one folder
+    have no common order.
+    """
+    opened = cache(open_run)
+    named = [(path.stat().st_mtime_ns, path.parent) for path in folder.glob(f"*/*{_STATES}")]
+    for tag in dict.fromkeys(tag for _, tag in sorted(named, reverse=True)):
+        keys = {each.key for path in tag.glob(f"*{_STATES}") if (each := Pointer.read(path))}
+        for key in keys - {""}:
+            files = [pointer for _, pointer in _with_key(tag, key)]
+            if _is_whole(tag, key) and all(each.is_there(opened) for each in files):
+                return tag.name
+    return None
 
 
 def _before_update(engine: "Callable[[], DecoupledStoreEngine | None]") -> None:
