@@ -215,19 +215,36 @@ class Pointer:
                 return cls(*json.loads(blob)[1:])
         return None
 
-    def load(self, open_run: Callable[[str], CheckpointStore], path: str) -> Any:
+    def load(
+        self,
+        open_run: Callable[[str], CheckpointStore],
+        path: str,
+        advise: Callable[[], str] = lambda: UnknownStepError.advice,
+    ) -> Any:
         """Return the state; `path` is the file that is to be loaded.
 
-        `open_run` returns the run of a name, with all tiers on which its steps may be.
+        `open_run` returns the run of a name, with all tiers on which its steps may be. `advise`
+        returns the next step for whoever cannot load this one.
 
         Raises:
-            UnknownStepError: The step was deleted or replaced since.
+            UnknownStepError: The step was deleted, lost or replaced since.
             CorruptTensorError: The step is damaged.
         """
+        what = f"{self.name} is not what it was when this was saved"
         if (step := parse_step_name(self.name)) is not None:
             run = open_run(step.run)
-            with suppress(UnknownStepError, NotATrainingError):
+            try:
                 if run.manifest(step.step) == self.manifest:
                     return run.load(step.step)
-        what = f"{self.name} is not what it was when this was saved"
-        raise UnknownStepError.at(path, what)
+            except UnknownStepError:
+                what = f"{self.name} is absent: it was deleted, or lost with a tier"
+            except NotATrainingError:
+                pass
+        raise UnknownStepError(f"{path}: {what}; {advise()}", path=path)
+
+    def is_there(self, open_run: Callable[[str], CheckpointStore]) -> bool:
+        """Return whether `load` would find the step, as it was saved."""
+        with suppress(UnknownStepError, NotATrainingError):
+            step = parse_step_name(self.name)
+            return step is not None and open_run(step.run).manifest(step.step) == self.manifest
+        return False

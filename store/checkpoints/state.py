@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     Value: TypeAlias = "np.ndarray[Any, Any]" | "torch.Tensor" | "NamedValue"
-else:
-    Value = Any
+else:  # msgspec looks the names of annotations up, for `help` and `inspect.signature`
+    Value = Buffer = Any
 
 # A dtype's name -> numpy's code for it, of the byte order this format has.
 NUMPY_CODES: Final[Mapping[str, str]] = {

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import pydoc
 import re
 import subprocess
 import sys
@@ -89,6 +90,27 @@ def test_each_name_is_what_type_checkers_take_it_for(name: str) -> None:
 def test_each_name_is_documented(name: str) -> None:
     value = getattr(tensor_dedup, name)
     assert inspect.cleandoc(value.__doc__).partition("\n")[0].endswith((".", ":"))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "tensor_dedup",
+        "tensor_dedup.store",
+        "tensor_dedup.store.checkpoints",
+        "tensor_dedup.store.checkpoints.adapters",
+        "tensor_dedup.store.checkpoints.state",
+    ],
+)
+def test_help_and_signature_answer_for_each_public_class(module: str) -> None:
+    found = import_module(module)
+    names = getattr(found, "__all__", None) or [name for name in vars(found) if name[0] != "_"]
+    classes = [value for name in names if isinstance(value := getattr(found, name), type)]
+    ours = [each for each in classes if each.__module__.startswith("tensor_dedup")]
+    assert ours
+    for each in ours:
+        inspect.signature(each)
+        assert each.__name__ in pydoc.render_doc(each)
 
 
 def test_the_version_is_that_of_the_distribution() -> None:
