@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from tensor_dedup.digest import (
     LEAF_BYTES,
-    block_places,
     digest,
     digests_by_place,
     leaf_places,
@@ -94,7 +93,7 @@ class SourceTensor:
 
     `digest` is None until a hint or a read gives it; `hinted` tells that it came from a hint.
     `leaves` are the digests that its leaves have by themselves, or empty: they are remembered of
-    tensors of 8 MiB and more. `blocks` are those of its blocks, or empty.
+    tensors of 8 MiB and more.
     """
 
     file: SourceFile
@@ -102,7 +101,6 @@ class SourceTensor:
     digest: str | None = None
     hinted: bool = False
     leaves: tuple[str, ...] = ()
-    blocks: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:
@@ -166,12 +164,7 @@ class SourceFile:
         leaves = tuple(known[place] for place in places if place in known)
         if digest is None or len(leaves) < len(places):
             leaves = ()
-        # Of what was hashed by earlier versions only the leaves are remembered.
-        places = block_places(spec.start, spec.nbytes) if leaves else ()
-        blocks = tuple(known[place] for place in places if place in known)
-        if len(blocks) < len(places):
-            blocks = ()
-        return SourceTensor(self, spec, digest, digest is not None, leaves, blocks)
+        return SourceTensor(self, spec, digest, digest is not None, leaves)
 
     def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> bytes | None:
         """Fill the writable `piece` with the tensor's bytes from `offset` on. Safe from any thread.
@@ -418,7 +411,6 @@ def _enter(source: SourceTensor, value: str, leaves: Sequence[bytes]) -> None:
     source.digest = value
     if found:
         source.leaves = tuple(found[place] for place in leaf_places(spec.start, spec.nbytes))
-        source.blocks = tuple(found[place] for place in block_places(spec.start, spec.nbytes))
 
 
 def raise_stale(source: SourceTensor, value: str, what: str, remembered: str) -> NoReturn:

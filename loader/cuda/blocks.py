@@ -23,7 +23,7 @@ from weakref import WeakSet
 import msgspec
 import torch
 
-from tensor_dedup.digest import BLOCK_BYTES, LEAF_BYTES, combine, leaf_digests, submit
+from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests, submit
 from tensor_dedup.errors import IntegrityError
 from tensor_dedup.loader.cuda.residents import DeviceResident
 from tensor_dedup.loader.residents.resident import is_of_bytes, tensor_bytes
@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 # A block of 16 MiB is a descriptor in the manager and in every process that maps it, and some six
 # requests to put. 14 GB are 834 blocks; in handles of a leaf, 2 MiB, they would be 6,676. What
 # differs costs whole blocks: one changed row 16 MiB. Argued, not measured: no GPU was at hand.
+BLOCK_BYTES: Final = 16 << 20
 # With fewer than two blocks there is nothing to share that is not the whole.
 BLOCKS_FROM: Final = 2 * BLOCK_BYTES
 # The record of a tensor has 32 bytes a leaf, and must fit the protocol (MAX_RECORD, 32 KiB), as its

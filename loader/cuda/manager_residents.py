@@ -148,6 +148,8 @@ class DeviceSession(ManagerSession[DeviceRequest, DeviceResident]):
 
     def by_recipe(self, queries: Sequence[ResidentQuery]) -> list[DeviceResident | None]:
         """Return the residents that these recipes lead to, but none that needs too many blocks."""
+        if self.memory.whole_only is not None:
+            return super().by_recipe(queries)
         admitted = self._admitted([each.key for each in queries])
         asked = [
             each

@@ -5,7 +5,6 @@ None of them stays in host memory, and none is on the GPU twice.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.residents.provider import AnyResident
     from tensor_dedup.types import ResidentKey
 
-_log = logging.getLogger(__name__)
 # What engines write to while they run, or before they capture graphs: a write to a read-only page
 # ends the process's use of the GPU. By the last part of the name, without a leading underscore.
 _WRITTEN: Final = frozenset(
@@ -100,20 +98,6 @@ class GpuProvider:
     def by_content(self, key: ResidentKey) -> DeviceResident | None:
         """Return the resident of this process with these bytes, or None."""
         return self._gpu.lookup(ReplicaKey(key, 0))
-
-    def find_blocks(self, keys: Sequence[ResidentKey]) -> dict[str, torch.Tensor]:
-        """Return what is on the GPU of these blocks, by digest, for reading while it is held.
-
-        It is empty where blocks cannot be used, or cannot be mapped.
-        """
-        if self._manager.whole_only is not None or not self._blocks.admits(len(keys)):
-            return {}
-        found = self._gpu.find_blocks(keys, self._manager) or {}
-        try:
-            return {digest: self._gpu.seen(block) for digest, block in found.items()}
-        except BackendError as error:
-            _log.debug("blocks are read from their files: %s", str(error))
-            return {}
 
     def note(self, recipe: str, resident: AnyResident) -> None:
         """Remember which resident a recipe leads to, while the resident lives."""

@@ -14,8 +14,9 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import nn
 
-from tensor_dedup.digest import BLOCK_BYTES, combine
+from tensor_dedup.digest import combine
 from tensor_dedup.loader.cuda.blocks import (
+    BLOCK_BYTES,
     BlockLog,
     TensorInBlocks,
     TensorWriter,
@@ -189,7 +190,7 @@ class SharedGpu:
                 digest=key.digest,
             )
         keys = block_keys(nbytes, leaves)
-        there = self.find_blocks(keys, manager)
+        there = self._find_blocks(keys, manager)
         if there is None:
             return None
         blocks, at, shared = [], 0, 0
@@ -212,7 +213,7 @@ class SharedGpu:
             at = end
         return TensorInBlocks(key, blocks, leaves, shared)
 
-    def find_blocks(
+    def _find_blocks(
         self, keys: Sequence[ResidentKey], manager: DeviceManagerResidents
     ) -> dict[str, DeviceResident] | None:
         """Return the blocks that are resident, by digest: in this process, or in the manager.

@@ -6,7 +6,7 @@ Tensors that vLLM's own processing computed are shared through `share_by_content
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,10 +14,7 @@ from weakref import WeakSet
 
 import torch
 
-from tensor_dedup.digest import BLOCK_BYTES, LEAF_BYTES, block_places
 from tensor_dedup.loader.checkpoint_io.sources import raise_stale
-from tensor_dedup.loader.cuda.blocks import bytes_key
-from tensor_dedup.loader.cuda.provider import GpuProvider
 from tensor_dedup.loader.cuda.residents import DeviceResident
 from tensor_dedup.loader.deferred.evaluate import Prefetcher
 from tensor_dedup.loader.deferred.layer_key import process_state
@@ -267,23 +264,21 @@ class LoadSession:
             return None
         return self.provider.find([query], ask_manager=False)[0]
 
-    def _install_checked(
-        self, each: DeferredParameter, resident: AnyResident, *, made: bool = False
-    ) -> None:
-        """Install what digests led to, compared first where verify_bytes or audit ask for it."""
+    def _install_checked(self, each: DeferredParameter, resident: AnyResident) -> None:
+        """Install a hit by recipe, compared first where verify_bytes or audit ask for it."""
         verify, audit = self.config.verifies_bytes, self.sampled()
         if not verify and not audit:
-            self._install(each, resident, made=made)
+            self._install(each, resident)
             return
-        plain = self.make(each)
-        if same_bytes(plain.tensor, self.provider.map(resident).cpu()):
-            self._install(each, resident, made=made)
+        made = self.make(each)
+        if same_bytes(made.tensor, self.provider.map(resident).cpu()):
+            self._install(each, resident)
         elif verify:
             self.ledger.collisions += 1
-            self.keep_private(each, NotShared.COLLISION, plain)
+            self.keep_private(each, NotShared.COLLISION, made)
         else:
             raise_audit(each.name, "the resident", "the tensor made from its checkpoint")
-        self.give_back(plain)
+        self.give_back(made)
 
     def _share_by_content(
         self, each: DeferredParameter, made: ScratchTensor | None
@@ -321,8 +316,6 @@ class LoadSession:
             StaleHintError: What was read is not what was remembered.
         """
         known, provider = self._contents(each), self.provider
-        if isinstance(provider, GpuProvider):
-            return self._share_known_blocks(each, provider, known)
         if not known or not isinstance(provider, HostProvider) or provider.keep_alignment:
             return False
         sources, contents = [source for source, _ in known], [content for _, content in known]
@@ -352,81 +345,6 @@ class LoadSession:
             return self._install_known(each, provider, resident, contents)
         finally:
             provider.end_known()
-
-    def _share_known_blocks(
-        self,
-        each: DeferredParameter,
-        provider: GpuProvider,
-        known: Sequence[tuple[SourceTensor, Content]],
-    ) -> bool:
-        """Install a tensor of which the GPU has blocks, reading only the rest; return whether so.
-
-        The blocks are copied from the GPU to where the rest is read. So every byte is hashed once
-        more, and compared with what was remembered.
-
-        Raises:
-            StaleHintError: What was read is not what was remembered.
-        """
-        digests = dict(_known_blocks(known))
-        there = provider.find_blocks([bytes_key(size, each) for (_, size), each in digests.items()])
-        if not there:
-            return False
-        view = _view(each)
-        block = self.scratch.take(view.storage.nbytes)
-        made = ScratchTensor(block, as_view(block[: view.storage.nbytes], view))
-        try:
-            missing = [*range(0, each.nbytes, BLOCK_BYTES)]
-            for (start, size), name in digests.items():
-                if name in there:
-                    block[start : start + size].copy_(there[name])
-                    missing.remove(start)
-            data = tensor_bytes(made.tensor)
-            for source, content in known:
-                self._read_blocks(source, content, missing, data)
-                value = self.reader.digest(data[content.start : content.end])
-                if value == content.digest:
-                    continue
-                if any(
-                    self.reader.digest(data[start : start + size]) != digests[start, size]
-                    for start, size in digests
-                    if start not in missing
-                ):
-                    # Somebody wrote to the memory on the GPU: nothing is wrong with the file.
-                    return False
-                raise_stale(source, value, "it", content.digest)
-            name = value if len(known) == 1 else self.digest_of(made.tensor)
-            request = ResidentRequest(self._recipe_key(each), made.tensor, name)
-            try:
-                [(resident, new)] = provider.get_or_build([request])
-            except SharedMemoryError as error:
-                self.keep_private(each, str(error), made)
-                return True
-            provider.note(request.recipe, resident)
-            self._install_checked(each, resident, made=new)
-        finally:
-            self.give_back(made)
-        return True
-
-    def _read_blocks(
-        self, source: SourceTensor, content: Content, blocks: Iterable[int], data: memoryview
-    ) -> None:
-        """Read what a content has of the blocks that begin at `blocks` into the tensor's `data`."""
-
-        def write(piece: memoryview, offset: int) -> None:
-            start = content.start + offset
-            data[start : start + len(piece)] = piece
-
-        leaves: set[int] = set()
-        for start in blocks:
-            first = max(start, content.start) - content.start
-            last = min(start + BLOCK_BYTES, content.end) - content.start
-            leaves.update(
-                range(first // LEAF_BYTES, -(-last // LEAF_BYTES)) if first < last else ()
-            )
-        if leaves and source.leaves:
-            self.reader.read_leaves(source, sorted(leaves), write)
-        elif leaves:
-            self.reader.read_pieces(source, write)
 
     def _install_known(
         self,
@@ -650,20 +568,6 @@ class LoadSession:
             raise_audit(f"a tensor of {resident.key.digest}", "the resident", "its equal")
         self.ledger.collisions += 1
         return False
-
-
-def _known_blocks(
-    known: Sequence[tuple[SourceTensor, Content]],
-) -> Iterator[tuple[tuple[int, int], str]]:
-    """Yield the place in a tensor and the digest of each block of it that lies in one source."""
-    end = known[-1][1].end if known else 0
-    for source, content in known:
-        # Where a source begins elsewhere, its blocks are not those of the tensor.
-        if content.start % BLOCK_BYTES == 0 and source.blocks:
-            places = block_places(content.start, content.end - content.start)
-            for (start, size), name in zip(places, source.blocks, strict=True):
-                if size == min(BLOCK_BYTES, end - start):
-                    yield (start, size), name
 
 
 def _view(each: DeferredParameter) -> View:

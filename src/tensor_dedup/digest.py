@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 Fill = Callable[[memoryview, int], bytes | None]
 _Out = TypeVar("_Out")
 LEAF_BYTES = 2 << 20
-# Of large tensors a GPU has blocks of so many leaves: `tensor_dedup.loader.cuda.blocks`.
-BLOCK_BYTES = 8 * LEAF_BYTES
 CONTEXT = "tensor-dedup digest v1"
 ALGORITHMS = ("blake3", "blake2b", "xxh3_128", "xxhash64")
 
@@ -159,20 +157,10 @@ def leaf_places(start: int, nbytes: int) -> list[tuple[int, int]]:
     return [(start + at, min(LEAF_BYTES, nbytes - at)) for at in range(0, nbytes, LEAF_BYTES)]
 
 
-def block_places(start: int, nbytes: int) -> list[tuple[int, int]]:
-    """Return where the blocks of `nbytes` bytes at `start` are, and their sizes.
-
-    With fewer than two whole blocks there is none.
-    """
-    if nbytes < 2 * BLOCK_BYTES:
-        return []
-    return [(start + at, min(BLOCK_BYTES, nbytes - at)) for at in range(0, nbytes, BLOCK_BYTES)]
-
-
 def digests_by_place(
     start: int, nbytes: int, leaves: Sequence[bytes]
 ) -> dict[tuple[int, int], str]:
-    """Return the digest of `nbytes` bytes at `start`, of each of several leaves and of each block.
+    """Return the digest of `nbytes` bytes at `start` and, of more than one leaf, of each of these.
 
     A leaf's is the digest that its bytes have by themselves: who remembers the digests of ranges
     remembers leaves as any other range.
@@ -183,9 +171,6 @@ def digests_by_place(
     found = {(start, nbytes): combine(nbytes, leaves)}
     for place, leaf in zip(leaf_places(start, nbytes), leaves, strict=False):
         found[place] = combine(place[1], [leaf])
-    for at, size in block_places(start, nbytes):
-        first = (at - start) // LEAF_BYTES
-        found[at, size] = combine(size, leaves[first : first + -(-size // LEAF_BYTES)])
     return found
 
 

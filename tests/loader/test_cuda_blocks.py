@@ -18,8 +18,9 @@ from fake_driver import GRANULARITY
 from gpu_loads import State, key_of
 from sleepers import SleepyEngine
 from tensor_dedup import shared_bytes, shares_memory
-from tensor_dedup.digest import BLOCK_BYTES, LEAF_BYTES
+from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.loader.cuda.blocks import (
+    BLOCK_BYTES,
     BLOCKS_FROM,
     BlockLog,
     TensorInBlocks,

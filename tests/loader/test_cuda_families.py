@@ -24,7 +24,8 @@ import managers
 from lent_tensors import ROWS_OF_A_LEAF, rows
 from sleepers import SleepyEngine
 from tensor_dedup import shared_bytes
-from tensor_dedup.digest import BLOCK_BYTES, LEAF_BYTES
+from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.loader.cuda.blocks import BLOCK_BYTES
 from tensor_dedup.loader.cuda.residents import Views
 from tensor_dedup.loader.cuda.tensors import CPU
 from tensor_dedup.memory_manager.client.admin import Admin

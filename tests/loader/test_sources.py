@@ -12,7 +12,7 @@ import deferring
 import hinted
 import process_state
 from deferring import Weights, module
-from tensor_dedup.digest import BLOCK_BYTES, LEAF_BYTES, digest
+from tensor_dedup.digest import LEAF_BYTES, digest
 from tensor_dedup.errors import ChangedFileError, FormatError
 from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
 from tensor_dedup.loader.checkpoint_io.sources import (
@@ -250,28 +250,6 @@ def test_a_tensor_without_one_of_its_leaves_has_none(large: Path, index: HintInd
     known = SourceFile(large, index, "blake3")
     assert known.tensors["w"].digest is not None
     assert known.tensors["w"].leaves == ()
-    known.close()
-
-
-@pytest.mark.parametrize("known_before_blocks", [False, True])
-def test_blocks_of_the_largest_tensors_are_remembered(
-    tmp_path: Path, index: HintIndex, known_before_blocks: bool
-) -> None:
-    w = torch.arange(9 << 20, dtype=torch.int32)  # two blocks and a quarter of one
-    path = deferring.save(tmp_path / "largest.safetensors", {"w": w, "v": w[1 : 8 << 20].clone()})
-    file = SourceFile(path, None, "blake3")
-    for source in file.tensors.values():
-        read(source)
-    data = bytes(w.numpy().data)
-    blocks = tuple(digest(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES))
-    assert (file.tensors["w"].blocks, file.tensors["v"].blocks) == (blocks, ())
-    if known_before_blocks:
-        del file.hashed[file.tensors["w"].spec.start, BLOCK_BYTES]
-    remembered(index, path, file.hashed)
-    file.close()
-    known = SourceFile(path, index, "blake3")
-    assert known.tensors["w"].blocks == (() if known_before_blocks else blocks)
-    assert len(known.tensors["w"].leaves) == 18
     known.close()
 
 

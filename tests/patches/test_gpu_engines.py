@@ -35,9 +35,9 @@ import tiny_checkpoints as checkpoints
 from fake_driver import GRANULARITY, FakeDriver, RefusingDriver
 from gpu_loads import Lender, key_of, weights
 from tensor_dedup import report, shared_bytes, shares_memory, unshare, verify
-from tensor_dedup.digest import BLOCK_BYTES
 from tensor_dedup.errors import AuditError, ConfigError, UnsupportedError
 from tensor_dedup.loader import process_state
+from tensor_dedup.loader.cuda.blocks import BLOCK_BYTES
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.residents import DeviceRequest, copy_of
