@@ -69,8 +69,12 @@ _BLOCK_BYTES: Final = 4 * LEAF_BYTES
 _AT_ONCE: Final = 3
 # Of a smaller container it costs less to send it again than to ask whether it is there.
 _ASKED_BYTES: Final = 8 << 20
-# Of more than so many, listing all costs less than asking for each.
+# Of more than so many, listing all costs less than asking for each; of fewer, where all are few.
 _ASKED: Final = 8
+# What a container takes in a list, and what lists may: so much, and a share of what is sent.
+_LISTED_BYTES: Final = 350
+_LIST_BYTES: Final = 16 << 10
+_LIST_SHARE: Final = 0.005
 _ATTEMPTS: Final = 4
 _PLAIN: Final = "pack"
 
@@ -507,7 +511,9 @@ class _Push:
         """
         bucket = self._bucket
         keys = {layout.container_key(each): catalog.containers[each].nbytes for each in reused}
-        if len(keys) > _ASKED:
+        count = len(catalog.containers)
+        fits = count * _LISTED_BYTES <= _LIST_BYTES + _LIST_SHARE * self._moved_bytes
+        if len(keys) > _ASKED or (fits and count // 1000 + 1 < len(keys)):
             sizes = {s.key: s.size for s in bucket.list(layout.CONTAINERS) if s.key in keys}
         else:
             there = [s for s in bucket.each(bucket.head, keys) if s is not None]

@@ -19,7 +19,7 @@ from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.remote import Remote, layout, push
 from tensor_dedup.store.remote.buckets import FolderBucket
 
-layout.CONTAINER_BYTES, push._ASKED_BYTES = 200_000, 1
+layout.CONTAINER_BYTES, push._ASKED_BYTES = 100_000, 1
 verb, store, folder, at = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
 lock, calls = threading.Lock(), 0
 

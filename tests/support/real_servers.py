@@ -68,8 +68,10 @@ class Server:
 
     def start(self) -> None:
         """Start it, and wait until it answers."""
+        # Keys of another server would be this one's, which then refuses who has none.
+        own = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=own)
         for _ in range(1200):
             with suppress(OSError, http.client.HTTPException):
                 link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)

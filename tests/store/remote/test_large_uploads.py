@@ -50,32 +50,33 @@ def checkpoint(root: Path, name: str, sizes: list[float]) -> Path:
 
 
 @pytest.mark.parametrize(
-    "sizes",
+    ("shared", "sizes"),
     [
-        pytest.param([128], id="two units"),
-        pytest.param([129], id="three parts"),
-        pytest.param([256], id="four units"),
-        pytest.param([112, 112, 112, 8, 32, 32, 8], id="a layer of Llama 8B"),
-        pytest.param([33] * 10, id="over half a unit"),
-        pytest.param([65] * 12, id="over a unit"),
-        pytest.param([48.5, 48.5, 30.9], id="three quarters"),
-        pytest.param([1, 128] * 3, id="small ones between large ones"),
+        pytest.param([], [128], id="two units"),
+        pytest.param([], [129], id="three parts"),
+        pytest.param([], [256], id="four units"),
+        pytest.param([], [112, 112, 112, 8, 32, 32, 8], id="a layer of Llama 8B"),
+        pytest.param([], [33] * 10, id="over half a unit"),
+        pytest.param([], [65] * 12, id="over a unit"),
+        pytest.param([], [48.5, 48.5, 30.9], id="three quarters"),
+        pytest.param([], [1, 128] * 3, id="small ones between large ones"),
+        pytest.param([64] * 6, [20], id="a base of many containers"),
     ],
 )
 def test_requests_grow_with_what_is_missing(
-    tmp_path: Path, proxy: Proxy, sizes: list[float]
+    tmp_path: Path, proxy: Proxy, shared: list[float], sizes: list[float]
 ) -> None:
     """Counted at the socket, where the base is there; and the result says the same."""
-    url = f"s3://bucket/{tmp_path.name}"
+    remote = Remote(client(proxy.port, tmp_path.name))
     store, other = open_store(tmp_path / "store"), open_store(tmp_path / "other")
-    store.import_(checkpoint(tmp_path, "base", []), "base")
-    store.push(url, "base")
-    other.pull(url, "base")
-    path = checkpoint(tmp_path, "tune", sizes)
+    store.import_(checkpoint(tmp_path, "base", shared), "base")
+    store.push(remote, "base")
+    other.pull(remote, "base")
+    path = checkpoint(tmp_path, "tune", [*shared, *sizes])
     store.import_(path, "tune")
     for transfer in (store.push, other.pull):
         proxy.reset()
-        moved = transfer(url, "tune")
+        moved = transfer(remote, "tune")
         assert moved.moved_bytes > sum(sizes) * MIB / FACTOR
         assert proxy.requests <= 12 + 3 * -(-moved.moved_bytes // UNIT)
         assert proxy.requests == moved.requests
@@ -115,8 +116,8 @@ def test_a_push_asks_for_what_one_that_was_cut_short_can_have_sent(
     assert pushed(bucket, containers(fresh, "put")[3]).struck
     again = pushed(bucket)
     assert len(containers(again, "put")) == 2
-    # Without a catalog three are found by their tables, and looked for when they are referred to.
-    assert len(containers(again, "head")) == 5
+    # Where there is no catalog, three are found by their tables.
+    assert len(containers(again, "head")) == (2 if first else 5)
 
 
 def containers(bucket: Faulty, verb: str) -> list[int]:
