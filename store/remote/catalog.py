@@ -141,6 +141,10 @@ class Catalog:
     rebuilt: bool = False
     _alone: dict[bytes, list[ContainerId]] = field(default_factory=dict)
     _deltas: dict[bytes, list[ContainerId]] = field(default_factory=dict)
+    # What deltas are against, of the containers whose tables were read for that.
+    bases: dict[ContainerId, dict[bytes, bytes]] = field(default_factory=dict)
+    # Deltas, as containers and prefixes, whose base no container holds.
+    stranded: set[tuple[ContainerId, bytes]] = field(default_factory=set)
     _widths: set[int] = field(default_factory=set)
 
     def add(self, container: ListedContainer) -> None:
@@ -171,8 +175,9 @@ class Catalog:
         found: dict[ContainerId, tuple[list[bytes], list[bytes]]] = {}
         for key in dict.fromkeys(each[:PREFIX_BYTES] for each in digests):
             for kind, held in enumerate((self._alone, self._deltas)):
-                if key in held:
-                    found.setdefault(held[key][0], ([], []))[kind].append(key)
+                there = [each for each in held.get(key, []) if (each, key) not in self.stranded]
+                if there:
+                    found.setdefault(there[0], ([], []))[kind].append(key)
                     break
         return [
             msgspec.structs.replace(
@@ -184,12 +189,15 @@ class Catalog:
     def holders(self, digest_: bytes, *, alone: bool = False) -> list[ContainerId]:
         """Return the containers that hold a piece or, with `alone`, hold it without a base.
 
-        Those that only may hold it (`is_doubtful`) come last.
+        Those that only may hold it (`is_doubtful`) come last. Those that hold it as a difference
+        from what is nowhere are left out, once that is known (`unheld`).
         """
         keys = [digest_[:width] for width in sorted(self._widths, reverse=True)]
         found = [each for key in keys for each in self._alone.get(key, [])]
         if not alone:
-            found += [each for key in keys for each in self._deltas.get(key, [])]
+            deltas = (each for key in keys for each in self._deltas.get(key, []))
+            whole = digest_[:PREFIX_BYTES]
+            found += [each for each in deltas if (each, whole) not in self.stranded]
         return sorted(found, key=self.is_doubtful)
 
     def is_doubtful(self, container: ContainerId) -> bool:
@@ -224,10 +232,49 @@ def confirm(
             catalog.learn(container)
 
 
-def unheld(bucket: Bucket, catalog: Catalog, digests: Collection[bytes]) -> set[bytes]:
-    """Return the pieces that no container holds; for that tables may be read (`confirm`)."""
+def unheld(
+    bucket: Bucket, catalog: Catalog, digests: Collection[bytes], *, suspicious: bool = False
+) -> set[bytes]:
+    """Return the pieces that no container holds; for that tables may be read (`confirm`).
+
+    Where damage is noted, or with `suspicious`, a difference is held only where what it is against
+    is held too. The catalog does not say what that is, so the tables of differences are read.
+    """
     confirm(bucket, catalog, digests)
+    if suspicious or DAMAGED in catalog.trash.condemned.values():
+        while _strand(bucket, catalog, digests):
+            confirm(bucket, catalog, digests)
     return {digest for digest in digests if not catalog.holders(digest)}
+
+
+def _strand(bucket: Bucket, catalog: Catalog, digests: Collection[bytes]) -> bool:
+    """Leave out the first holder of a piece where it is a difference from what none holds.
+
+    Return whether any was left out: the next holder of such a piece has to be looked at, too.
+    """
+    first = {
+        digest: held[0]
+        for digest in digests
+        if (held := catalog.holders(digest)) and held[0] not in catalog.holders(digest, alone=True)
+    }
+
+    def read(container: ContainerId) -> dict[bytes, bytes]:
+        with suppress(DamagedRemoteError, MissingRemoteError, NewerFormatError):
+            records = read_table(bucket, container.name).records
+            return {r.digest: r.base for r in records if r.base is not None}
+        return {}
+
+    unread = sorted({*first.values()} - catalog.bases.keys())
+    catalog.bases |= zip(unread, bucket.each(read, unread), strict=True)
+    bases = {digest: catalog.bases[container].get(digest) for digest, container in first.items()}
+    confirm(bucket, catalog, {base for base in bases.values() if base is not None}, alone=True)
+    stranded = {
+        (container, digest[:PREFIX_BYTES])
+        for digest, container in first.items()
+        if (base := bases[digest]) is None or not catalog.holders(base, alone=True)
+    }
+    catalog.stranded |= stranded
+    return bool(stranded)
 
 
 def read_catalog(
@@ -403,9 +450,14 @@ def is_damage_noted(bucket: Bucket) -> bool:
 
     That costs a request or, where something is condemned, two. What cannot be read notes nothing.
     """
+    return DAMAGED in condemned(bucket).values()
+
+
+def condemned(bucket: Bucket) -> Mapping[str, int]:
+    """Return the keys of what is condemned and since when; none where that cannot be read."""
     with suppress(DamagedRemoteError, MissingRemoteError, NewerFormatError):
-        return DAMAGED in _without_segments(bucket).trash.condemned.values()
-    return False
+        return _without_segments(bucket).trash.condemned
+    return {}
 
 
 def commit(

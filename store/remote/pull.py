@@ -355,7 +355,7 @@ class _Lookup:
         self._index = index
         self._missing: Mapping[bytes, int] = {}
         self._records: dict[bytes, list[tuple[ContainerId, Record]]] = {}
-        self._read: set[ContainerId] = set()
+        self._known: set[ContainerId] = set()
 
     def places(self, missing: Mapping[bytes, int]) -> Places:
         """Return where each missing piece is, and each anchor that is neither here nor missing.
@@ -378,7 +378,7 @@ class _Lookup:
 
     def _from_tables(self, error: DamagedRemoteError | MissingRemoteError | None) -> Places:
         self._records.clear()
-        self._read.clear()
+        self._known.clear()
         try:
             catalog = rebuilt(self._bucket)
         except RemoteUnreachableError:  # a plain web server lists nothing
@@ -390,6 +390,23 @@ class _Lookup:
     def _found(self, catalog: Catalog) -> Places:
         self._read_tables(catalog, self._missing, alone=False)
         options = {digest: self._options(digest) for digest in self._missing}
+        nowhere = set[bytes]()
+        while True:
+            places, local = self._cheapest(options)
+            absent = self._add_anchors(catalog, places, local)
+            if not absent:
+                return places
+            # What is against an anchor that is lost may have been pushed again in another way.
+            nowhere |= absent
+            stranded = {d: base for d in options if (base := places[d][1].base) in absent}
+            self._read({holder for digest in stranded for holder in catalog.holders(digest)})
+            for digest, base in stranded.items():
+                options[digest] = [p for p in self._options(digest) if p[1].base not in nowhere]
+                if not options[digest]:
+                    raise self._missing_error(base or b"")
+
+    def _cheapest(self, options: Mapping[bytes, Sequence[Place]]) -> tuple[Places, set[bytes]]:
+        """The copies that cost least, and what is here of what differences are against."""
         bases = {r.base for held in options.values() for _, r in held if r.base is not None}
         here = self._index.find(bases)
         local = {d for d, found in here.items() if any(place.base is None for place in found)}
@@ -403,19 +420,26 @@ class _Lookup:
                 for _, record in held
             ]
             places[digest] = held[costs.index(min(costs))]
-        self._add_anchors(catalog, places, local)
-        return places
+        return places, local
 
-    def _add_anchors(self, catalog: Catalog, places: Places, local: Collection[bytes]) -> None:
+    def _add_anchors(
+        self, catalog: Catalog, places: Places, local: Collection[bytes]
+    ) -> set[bytes]:
+        """Add what differences are against and is not here; return what of it is nowhere."""
         bases = [record.base for _, record in places.values() if record.base is not None]
         needed = [base for base in dict.fromkeys(bases) if base not in local]
-        absent = [digest for digest in needed if digest not in places]
-        self._read_tables(catalog, absent, alone=True)
+        self._read_tables(catalog, [d for d in needed if not self._alone(d)], alone=True)
+        nowhere = set[bytes]()
         for digest in needed:
-            alone = [p for p in self._options(digest) if p[1].base is None]
-            if not alone:
-                raise self._missing_error(digest)
-            places[digest] = min(alone, key=lambda place: (place[1].stored, place[0]))
+            if alone := self._alone(digest):
+                places[digest] = min(alone, key=lambda place: (place[1].stored, place[0]))
+            else:
+                nowhere.add(digest)
+        return nowhere
+
+    def _alone(self, digest: bytes) -> list[Place]:
+        held = self._options(digest) if digest in self._records else []
+        return [place for place in held if place[1].base is None]
 
     def _options(self, digest: bytes) -> list[tuple[ContainerId, Record]]:
         held = self._records.get(digest, [])
@@ -436,6 +460,23 @@ class _Lookup:
 
     def _read_tables(self, catalog: Catalog, wanted: Collection[bytes], *, alone: bool) -> None:
         """Read the tables of a small set of containers that together hold these pieces."""
+        holders = {digest: catalog.holders(digest, alone=alone) for digest in wanted}
+        while holders:
+            counts = Counter(container for held in holders.values() for container in held)
+            ranked = sorted(counts, key=lambda c: (-counts[c], c))
+            ranks = {container: rank for rank, container in enumerate(ranked)}
+            chosen = {min(held, key=ranks.__getitem__) for held in holders.values() if held}
+            self._read(chosen)
+            # A catalog with short prefixes names containers that do not hold a piece, too.
+            holders = {
+                digest: rest
+                for digest, held in holders.items()
+                if not any(not alone or r.base is None for _, r in self._records.get(digest, []))
+                and (rest := [container for container in held if container not in self._known])
+            }
+
+    def _read(self, containers: Collection[ContainerId]) -> None:
+        """Read the tables of these containers, of each once."""
 
         def read(container: ContainerId) -> list[Record]:
             table = read_table(self._bucket, container.name)
@@ -444,21 +485,8 @@ class _Lookup:
                 raise DamagedRemoteError.at(where, f"it is of the kind {table.kind}")
             return table.records
 
-        holders = {digest: catalog.holders(digest, alone=alone) for digest in wanted}
-        while holders:
-            counts = Counter(container for held in holders.values() for container in held)
-            ranked = sorted(counts, key=lambda c: (-counts[c], c))
-            ranks = {container: rank for rank, container in enumerate(ranked)}
-            chosen = {min(held, key=ranks.__getitem__) for held in holders.values() if held}
-            names = sorted(container for container in chosen if container not in self._read)
-            for container, records in zip(names, self._bucket.each(read, names), strict=True):
-                self._read.add(container)
-                for record in records:
-                    self._records.setdefault(record.digest, []).append((container, record))
-            # A catalog with short prefixes names containers that do not hold a piece, too.
-            holders = {
-                digest: rest
-                for digest, held in holders.items()
-                if not any(not alone or r.base is None for _, r in self._records.get(digest, []))
-                and (rest := [container for container in held if container not in self._read])
-            }
+        names = sorted(container for container in containers if container not in self._known)
+        for container, records in zip(names, self._bucket.each(read, names), strict=True):
+            self._known.add(container)
+            for record in records:
+                self._records.setdefault(record.digest, []).append((container, record))

@@ -321,7 +321,9 @@ class _Push:
 
     def _send(self, catalog: Catalog, tags: Mapping[int, str | None], read: float) -> None:
         bucket = self._bucket
-        lost = unheld(bucket, catalog, self._sizes)
+        # To replace a checkpoint by itself is to mend it, whatever has been noted.
+        mending = any(self._seen[each.name] == each.manifest for each in self._checkpoints)
+        lost = unheld(bucket, catalog, self._sizes, suspicious=self._replace and mending)
         missing = {d: n for d, n in self._sizes.items() if d in lost}
         saved = sum(n for d, n in self._sizes.items() if d not in missing)
         self._progress.saved(saved)
@@ -371,7 +373,7 @@ class _Push:
         Of what was there and is a delta, it is not known against what; a pull that has to know it
         reads the catalog.
         """
-        relied = Catalog()
+        relied = Catalog(stranded=catalog.stranded)
         for each in reused:
             relied.add(catalog.containers[each])
         for load in loads:

@@ -31,6 +31,7 @@ from tensor_dedup.store.remote.catalog import (
     Trash,
     catalog_of,
     commit,
+    condemned,
     drop,
     is_damage_noted,
     listed,
@@ -54,7 +55,7 @@ from tensor_dedup.store.remote.errors import (
 )
 from tensor_dedup.store.remote.pieces import RemotePieces
 from tensor_dedup.store.remote.pull import RemoteManifest, read_manifest, read_ref
-from tensor_dedup.store.upkeep.gc import needed
+from tensor_dedup.store.upkeep.gc import Held, needed
 
 # A list may tell the time of an object more finely than the object itself.
 _CLOCK_S = 2.0
@@ -275,12 +276,26 @@ class RemoteInventory:
         """Return the pieces that can be read from each container."""
         return {c: {r.digest: r for r in table.records} for c, table in self.tables.items()}
 
-    def lost(self) -> dict[bytes, list[str]]:
-        """Return the pieces that no container holds, or only against what is nowhere."""
-        held = [record for records in self.held().values() for record in records.values()]
-        alone = {record.digest for record in held if record.base is None}
-        there = alone | {r.digest for r in held if r.base in alone}
+    def lost(self, without: Collection[tuple[ContainerId, bytes]] = ()) -> dict[bytes, list[str]]:
+        """Return the pieces that no container holds, or only against what is nowhere.
+
+        `without` has pieces in containers that do not count.
+        """
+        held = {
+            c: {d: record for d, record in records.items() if (c, d) not in without}
+            for c, records in self.held().items()
+        }
+        there = {digest for records in _readable(held).values() for digest in records}
         return {digest: users for digest, users in self.live().items() if digest not in there}
+
+
+def _readable(held: Held) -> dict[ContainerId, dict[bytes, Record]]:
+    """What can be read of these pieces: differences only where what they are against is there."""
+    alone = {d for records in held.values() for d, record in records.items() if record.base is None}
+    return {
+        container: {d: r for d, r in records.items() if r.base is None or r.base in alone}
+        for container, records in held.items()
+    }
 
 
 def take_inventory(bucket: Bucket) -> RemoteInventory:
@@ -424,22 +439,20 @@ def verify(
         catalog = None
     found = take_inventory(bucket)
     faults += found.problems
-    live = found.live()
     for digest, losers in found.lost().items():
         what = f"no container holds {digest.hex()}"
         faults.append(RemoteFault(bucket.url, what, tuple(sorted(losers))))
-    bad = set[ContainerId]()
+    damaged = list[tuple[ContainerId, Record, str]]()
     if full:
         for container, table in sorted(found.tables.items()):
-            for record, what in _faults_in(bucket, container, table):
-                bad.add(container)
-                users = tuple(sorted(live.get(record.digest, ())))
-                where = bucket.at(layout.container_key(container))
-                faults.append(RemoteFault(where, what, users))
+            wrong = _faults_in(bucket, container, table)
+            damaged += [(container, record, what) for record, what in wrong]
             read += sum(record.stored for record in table.records)
             advance(table.data_bytes)
+    bad = _damage(bucket, catalog, found, damaged)
+    faults += [fault for held in bad.values() for fault in held]
     faults += _mended(bucket, catalog, found, bad)
-    faults += _mended_holders(bucket, found, bad)
+    faults += _mended_holders(bucket, found, {container for container, _, _ in damaged})
     return RemoteVerifyResult(
         len(found.manifests) + sum(bool(each.affected) for each in found.problems),
         len(found.tables),
@@ -464,6 +477,40 @@ def _faults_in(
                 raise  # which says nothing of the bytes
             except StoreError as error:
                 yield record, str(error)
+
+
+def _damage(
+    bucket: Bucket,
+    catalog: Catalog | None,
+    found: RemoteInventory,
+    damaged: Sequence[tuple[ContainerId, Record, str]],
+) -> dict[ContainerId, list[RemoteFault]]:
+    """The faults of containers with damaged records, and whom they affect.
+
+    That is who needs such a record, or a difference from it, and has no other copy. A container
+    that affects nobody and is condemned already is no fault: no push relies on it, and a sweep
+    takes it.
+    """
+    lost = found.lost({(container, record.digest) for container, record, _ in damaged})
+    against: dict[bytes, set[bytes]] = {}
+    for records in found.held().values():
+        for record in records.values():
+            against.setdefault(record.base or record.digest, set()).add(record.digest)
+    noted = condemned(bucket) if damaged else {}
+    known = catalog.containers if catalog is not None else {}
+    faults: dict[ContainerId, list[RemoteFault]] = {}
+    for container, record, what in damaged:
+        hit = (against.get(record.digest, set()) | {record.digest}) & lost.keys()
+        users = tuple(sorted({user for digest in hit for user in lost[digest]}))
+        where = bucket.at(layout.container_key(container))
+        faults.setdefault(container, []).append(RemoteFault(where, what, users))
+    return {
+        container: held
+        for container, held in faults.items()
+        if container in known
+        or layout.container_key(container) not in noted
+        or any(fault.affected for fault in held)
+    }
 
 
 def _check_chunks(source: RemotePieces, container: ContainerId, record: Record) -> None:
@@ -621,7 +668,12 @@ def _refuse_unless_certain(bucket: Bucket, found: RemoteInventory) -> None:
 def _plan(
     bucket: Bucket, found: RemoteInventory, catalog: Catalog, now: float, lease_s: float
 ) -> tuple[RemoteGcPlan, CatalogChange]:
-    kept = needed(found.live(), found.held()).containers
+    # What was condemned may be damaged: it is kept only for what nothing else holds.
+    live, held = found.live(), found.held()
+    out = {*catalog.trash.condemned, *catalog.trash.deleting}
+    whole = _readable({c: r for c, r in held.items() if layout.container_key(c) not in out})
+    kept = needed(live, whole).containers
+    kept |= needed(live.keys() - {d for r in whole.values() for d in r}, held).containers
     used = {layout.container_key(c) for c in kept} | {layout.table_key(c.name) for c in kept}
     used |= {layout.manifest_key(name) for each in found.manifests for name in each.blobs}
     used |= {layout.holders_key(each.manifest) for each in found.manifests}

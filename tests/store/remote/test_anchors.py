@@ -1,0 +1,147 @@
+"""A tensor that is stored as a difference is there only while what it is against is."""
+
+from pathlib import Path
+
+import pytest
+
+from remotes import MemoryBucket
+from stores import content, open_store, stored, three
+from tensor_dedup.store import Store
+from tensor_dedup.store.remote import Remote, layout
+from tensor_dedup.store.remote.catalog import read_table
+from tensor_dedup.store.remote.errors import CorruptRemoteTensorError, MissingRemoteError
+
+HOUR = 3600.0
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Store:
+    store = open_store(tmp_path / "full")
+    for name, path in three(tmp_path).items():
+        store.import_(path, name, compress="auto")
+    return store
+
+
+@pytest.fixture
+def bucket(full: Store) -> MemoryBucket:
+    """A remote with `tune`, whose tensor `b` is a difference from that of `base`, and without the
+    name `base`."""
+    found = MemoryBucket()
+    for name in ("base", "tune"):
+        full.push(Remote(found), name)
+    Remote(found).delete("base")
+    return found
+
+
+def anchor(bucket: MemoryBucket) -> tuple[str, int]:
+    """The key of the container that holds the anchor, and where in it."""
+    names = [c for key in bucket.objects if (c := layout.container_of(key)) is not None]
+    tables = {container: read_table(bucket, container.name).records for container in names}
+    [base] = {r.base for records in tables.values() for r in records if r.base is not None}
+    [(container, record)] = [
+        (c, record) for c, records in tables.items() for record in records if record.digest == base
+    ]
+    return layout.container_key(container), record.offset
+
+
+@pytest.fixture
+def spoilt(bucket: MemoryBucket) -> str:
+    """The key of the container with the anchor, which is damaged, as `verify` has found."""
+    key, at = anchor(bucket)
+    blob, tag, when = bucket.objects[key]
+    bucket.objects[key] = (blob[:at] + bytes([blob[at] ^ 1]) + blob[at + 1 :], tag, when)
+    [fault] = Remote(bucket).verify(full=True).faults
+    assert (fault.url, fault.affected) == (bucket.at(key), ("tune",))
+    return key
+
+
+def assert_pulls(tmp_path: Path, bucket: MemoryBucket, *names: str) -> None:
+    for name in names:
+        store = open_store(tmp_path / f"of-{name}-{len(bucket.objects)}")
+        store.pull(Remote(bucket), name)
+        assert stored(store, name) == content(tmp_path / name)
+
+
+def damage(bucket: MemoryBucket) -> dict[str, bool]:
+    listed, measured = (
+        {each.name: each.damage is not None for each in found}
+        for found in (Remote(bucket).checkpoints(), Remote(bucket).usage().checkpoints)
+    )
+    assert listed == measured
+    return listed
+
+
+def sweep(bucket: MemoryBucket) -> set[str]:
+    deleted = set[str]()
+    for _ in range(3):
+        bucket.clock += 25 * HOUR
+        deleted |= {*Remote(bucket).gc(24).delete}
+    return deleted
+
+
+def test_a_plain_push_mends_what_is_against_a_damaged_anchor(
+    tmp_path: Path, bucket: MemoryBucket, full: Store, spoilt: str
+) -> None:
+    remote = Remote(bucket)
+    assert damage(bucket) == {"tune": True}
+    with pytest.raises((CorruptRemoteTensorError, MissingRemoteError)):
+        open_store(tmp_path / "other").pull(remote, "tune")
+    assert not full.push(remote, "tune").unchanged
+    assert damage(bucket) == {"tune": False}
+    assert_pulls(tmp_path, bucket, "tune")
+    assert full.push(remote, "tune").unchanged
+    assert remote.verify(full=True).fine
+    assert spoilt in sweep(bucket)
+    assert_pulls(tmp_path, bucket, "tune")
+    assert remote.verify(full=True).fine
+
+
+def test_a_push_of_the_anchor_mends_it_too(
+    tmp_path: Path, bucket: MemoryBucket, full: Store, spoilt: str
+) -> None:
+    remote = Remote(bucket)
+    full.push(remote, "base")
+    assert damage(bucket) == {"base": False, "tune": False}
+    assert remote.verify(full=True).fine
+    assert full.push(remote, "tune").unchanged
+    assert_pulls(tmp_path, bucket, "base", "tune")
+    sweep(bucket)
+    assert_pulls(tmp_path, bucket, "base", "tune")
+    assert remote.verify(full=True).fine
+
+
+def test_what_was_sent_again_is_found_without_the_holders(
+    tmp_path: Path, bucket: MemoryBucket, full: Store, spoilt: str
+) -> None:
+    """The catalog names the difference, too, and what that is against is nowhere."""
+    full.push(Remote(bucket), "tune")
+    for key in [key for key in bucket.objects if key.startswith(layout.HOLDERS)]:
+        del bucket.objects[key]
+    assert_pulls(tmp_path, bucket, "tune")
+
+
+def test_replacing_a_checkpoint_by_itself_looks_for_its_anchors(
+    tmp_path: Path, bucket: MemoryBucket, full: Store
+) -> None:
+    """The container is gone, and nothing is noted of it."""
+    key, _ = anchor(bucket)
+    del bucket.objects[key]
+    with pytest.raises(MissingRemoteError, match="--replace"):
+        open_store(tmp_path / "other").pull(Remote(bucket), "tune")
+    full.push(Remote(bucket), "tune", replace=True)
+    assert_pulls(tmp_path, bucket, "tune")
+
+
+def test_a_sweep_keeps_the_copy_that_is_whole(
+    tmp_path: Path, bucket: MemoryBucket, full: Store, spoilt: str
+) -> None:
+    """And not the damaged container, which has more of what is needed than any other."""
+    damaged = bucket.objects[spoilt]
+    for name in ("tune", "base"):  # which leaves of base what tune does not have
+        full.push(Remote(bucket), name)
+    assert bucket.objects[spoilt] == damaged
+    assert damage(bucket) == {"base": False, "tune": False}
+    assert Remote(bucket).verify(full=True).fine
+    assert spoilt in sweep(bucket)
+    assert_pulls(tmp_path, bucket, "base", "tune")
+    assert Remote(bucket).verify(full=True).fine
