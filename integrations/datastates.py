@@ -4,7 +4,9 @@
 
 `pool_bytes`, `compress`, `keep_last` and `drain` may stand there too; they are those of
 `CheckpointStore`, but `pool_bytes` bounds all copies of a rank, and `keep_last` counts checkpoints
-in one folder.
+in one folder. When a checkpoint is whole, older ones are deleted, all files of them, with their
+pointers and folders that hold nothing else; with `drain` each rank deletes its own, when it saves
+or ends.
 
 `save_checkpoint` returns before anything is written. The optimizer's next step waits until what it
 changes is copied. When a file's state is durable, a pointer file that says where it is gets the
@@ -14,8 +16,8 @@ each has a tag of its own. A tag that is saved again loses its pointers one by o
 fails or a rank is killed, it does not load until all its files were saved together again.
 
 A step is whole when it is on the fast tier. If that is lost before `drain` has copied the step,
-`latest` names what is nowhere. Loading says so, and which tag can be loaded; a program that restarts
-by itself asks `newest_tag`.
+`latest` names what is nowhere. Loading says so, and which tag can be loaded; a program that
+restarts by itself asks `newest_tag`.
 
     mp_rank_00_model_states.pt                   names step 7 of RUN/mp_rank_00_model_states
     zero_pp_rank_1_mp_rank_00_optim_states.pt    names step 7 of RUN/zero_pp_rank_1_...
@@ -32,7 +34,7 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -102,12 +104,21 @@ class _Job:
 class _FileRun(CheckpointStore):
     """The run of one of DeepSpeed's files, whose commits write its pointer and perhaps `latest`."""
 
-    def __init__(self, store: Store, run: str, **options: Any) -> None:
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        keep_last: int | None,
+        completed: Callable[[Path, str], None] | None = None,
+        **options: Any,
+    ) -> None:
+        """Open the run; `completed` is called with the folder and the key of a whole checkpoint."""
         super().__init__(store, run, **options)
         self._jobs: dict[int, _Job] = {}
         self._next: int | None = None
         self._replaced: set[int] = set()
-        self.keep_last: int | None = None
+        self._file: Path | None = None
+        self._kept, self._completed = keep_last, completed
 
     def begin(self, state: Any, job: _Job, *, lazy: bool) -> PendingSave:
         """Start saving a state as the step after all others."""
@@ -134,35 +145,63 @@ class _FileRun(CheckpointStore):
         if (before := Pointer.read(job.path)) is not None:
             self._replaced |= self._steps_of([before])
         pointer = [TITLE, saved.name, saved.manifest, job.key, job.counts]
-        _publish(job.path, json.dumps(pointer))
         folder = job.path.parent
-        if _is_whole(folder, job.key):
+        with self._naming():  # so that no rank removes a pointer that was just written
+            folder.mkdir(exist_ok=True)  # all that it held may have been pruned
+            _publish(job.path, json.dumps(pointer))
+        self._file = job.path
+        whole = _is_whole(folder, job.key)
+        if whole:
             _publish(folder.parent / _LATEST, folder.name)
-        if self.keep_last is not None:
-            self._prune(job.path, self.keep_last)
+        self.prune_file(job.path)
+        if whole and self._completed is not None:
+            self._completed(folder, job.key)
 
-    def _prune(self, path: Path, keep_last: int) -> None:
+    def close(self) -> None:
+        # docstring inherited
+        super().close()
+        if self._file is not None:  # a rank that ends first has seen less of what is whole now
+            self.prune_file(self._file)
+
+    def prune_file(self, path: Path) -> None:
         """Delete steps of checkpoints in this folder that are older than the last whole ones.
 
-        Never one after `latest`: another rank may not have saved its part of a later one.
+        Never one after `latest`: another rank may not have saved its part of a later one. Pointers
+        to them go too, and folders that held nothing else.
         """
+        if self._kept is None:
+            return
         with suppress(FileNotFoundError):
             latest = Pointer.read(path.parents[1] / _tag(path.parents[1]) / path.name)
-            pointers = [Pointer.read(each) for each in path.parents[1].glob(f"*/{path.name}")]
-            steps = sorted(self._steps_of([each for each in pointers if each is not None]))
+            read = ((each, Pointer.read(each)) for each in path.parents[1].glob(f"*/{path.name}"))
+            pointers = {each: pointer for each, pointer in read if pointer is not None}
+            steps = sorted(self._steps_of(pointers.values()))
             whole = max(self._steps_of([latest] if latest is not None else []), default=-1)
-            old = [step for step in steps if step <= whole][:-keep_last]
-            gone = [step for step in self._replaced if step < whole]
+            old = [step for step in steps if step <= whole][: -self._kept]
+            gone = [step for step in sorted(self._replaced) if step < whole]
             for step in (*old, *gone):
                 try:
-                    with suppress(UnknownStepError, PinnedStepError, NotATrainingError):
+                    with suppress(UnknownStepError):
                         self.delete(step)
+                    for each, pointer in pointers.items():
+                        if self._steps_of([pointer]) == {step}:
+                            self._forget(each, pointer)
+                except (PinnedStepError, NotATrainingError):
+                    pass
                 except StoreError as error:  # the checkpoint is there: what was to go goes later
                     _LOG.warning("%s: no older step was let go of: %s", path, error)
                     return
                 self._replaced.discard(step)
 
-    def _steps_of(self, pointers: list[Pointer]) -> set[int]:
+    def _forget(self, path: Path, pointer: Pointer) -> None:
+        """Remove a pointer that leads nowhere, unless the file was saved again."""
+        with self._naming():
+            if Pointer.read(path) == pointer:
+                path.unlink()
+                with suppress(OSError):  # others have written there, too
+                    path.parent.rmdir()
+
+    def _steps_of(self, pointers: Iterable[Pointer]) -> set[int]:
         places = (each.name.rpartition("@") for each in pointers)
         return {int(step) for run, _, step in places if run == self.run_id}
 
@@ -244,6 +283,9 @@ class DecoupledStoreEngine:
         file = Path(path)
         pointer = Pointer.read(file)
         if pointer is None:
+            if file.name.endswith(_STATES) and not file.exists():
+                what = f"{file.parent.name!r} was pruned, or never saved"
+                raise UnknownStepError(f"{file}: {what}; {self._advice(file.parents[1])}")
             return self._others.load(path, map_location)
         self._check_whole(file, pointer)
         return pointer.load(self._open_run, path, lambda: self._advice(file.parents[1]))
@@ -267,10 +309,31 @@ class DecoupledStoreEngine:
 
     def _run_of(self, run_id: str) -> _FileRun:
         if run_id not in self._runs:
-            run = _FileRun(self._store, run_id, **self._options)
-            run.keep_last = self._keep_last
-            self._runs[run_id] = run
+            itself = weakref.WeakMethod(self._prune_others)
+
+            def completed(folder: Path, key: str) -> None:
+                if (prune := itself()) is not None:
+                    prune(folder, key)
+
+            given = self._options
+            self._runs[run_id] = _FileRun(self._store, run_id, self._keep_last, completed, **given)
         return self._runs[run_id]
+
+    def _prune_others(self, folder: Path, key: str) -> None:
+        """Apply `keep_last` to all files of a checkpoint that is whole now.
+
+        Whoever saved its files before has not seen that. With a second tier, those of other ranks
+        are left to them: opening their runs here would drain them twice.
+        """
+        if self._keep_last is None:
+            return
+        for file, pointer in list(_with_key(folder, key)):
+            run_id = pointer.name.rpartition("@")[0]
+            run = self._runs.get(run_id)
+            if run is None and "drain" not in self._options:
+                run = _FileRun(self._store, run_id, self._keep_last)
+            if run is not None:
+                run.prune_file(file)
 
     def _open_run(self, run_id: str) -> CheckpointStore:
         """Return a run to load from: that of a file of any rank, also of another training."""

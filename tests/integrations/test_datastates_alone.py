@@ -144,10 +144,48 @@ def test_a_checkpoint_that_was_lost_with_the_fast_tier_is_told_from_one_that_cha
     for name in (MODEL, optimizer(0)):
         save(resumed, files / "again" / name, 7)
     resumed.wait(persist=True)
-    with pytest.raises(UnknownStepError, match="is not what it was .*tag='again'"):
+    with pytest.raises(UnknownStepError, match=r"is not what it was .*tag='again'"):
         resumed.load(str(files / TAGS[2] / optimizer(0)))
     shutil.rmtree(second)
     shutil.rmtree(fast)
     with pytest.raises(UnknownStepError, match="no checkpoint beside it has all its files"):
         start().load(str(files / "again" / MODEL))
     assert newest_tag(files, fast) is None
+
+
+@pytest.mark.parametrize("drained", [False, True])
+def test_as_many_checkpoints_are_kept_of_every_file(
+    tmp_path: Path, start: Start, drained: bool
+) -> None:
+    drain: dict[str, Any] = {"drain": str(tmp_path / "second")} if drained else {}
+    files = tmp_path / "files"
+
+    def train(*tags: str) -> DecoupledStoreEngine:
+        """Save these checkpoints; the first rank, which is returned, is always done first."""
+        first, second = start(0, keep_last=2, **drain), start(1, keep_last=2, **drain)
+        second._session = first._session
+        for number, tag in enumerate(tags):
+            for engine, names in ((first, (MODEL, optimizer(0))), (second, (optimizer(1),))):
+                for name in names:
+                    save(engine, files / tag / name, number, ranks=2)
+                engine.wait(persist=True)
+        return first
+
+    train("0", "1", "2", "3")
+    (files / "3" / "notes.txt").touch()  # somebody else's
+    first = train("4", "5", "6", "7", "8", "9")
+    if drained:
+        first.wait(persist=True)
+    for name in (MODEL, optimizer(0), optimizer(1)):
+        run = CheckpointStore(tmp_path / "fast", f"run/{name.removesuffix('.pt')}", **drain)
+        assert run.steps() == [8, 9]
+    assert {path.parent.name for path in files.glob("*/*.pt")} == {"8", "9"}
+    assert {path.name for path in files.iterdir()} == {"3", "8", "9", "latest"}
+    with pytest.raises(UnknownStepError, match=r"'7' was pruned, .*tag='9'"):
+        first.load(str(files / "7" / MODEL))
+    assert first.load(str(files / "8" / MODEL))["number"] == 4
+    # A tag of which nothing was left is saved again.
+    for name in (MODEL, optimizer(0)):
+        save(first, files / "1" / name, 6, ranks=1)
+    first.wait(persist=True)
+    assert (files / "latest").read_text() == "1"
