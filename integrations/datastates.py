@@ -35,7 +35,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -146,8 +146,8 @@ class _FileRun(CheckpointStore):
             self._replaced |= self._steps_of([before])
         pointer = [TITLE, saved.name, saved.manifest, job.key, job.counts]
         folder = job.path.parent
-        with self._pointing():
-            folder.mkdir(exist_ok=True)  # all that it held may have been pruned just now
+        with self._naming():  # so that no rank removes a pointer that was just written
+            folder.mkdir(exist_ok=True)  # all that it held may have been pruned
             _publish(job.path, json.dumps(pointer))
         self._file = job.path
         whole = _is_whole(folder, job.key)
@@ -178,7 +178,7 @@ class _FileRun(CheckpointStore):
             steps = sorted(self._steps_of(pointers.values()))
             whole = max(self._steps_of([latest] if latest is not None else []), default=-1)
             old = [step for step in steps if step <= whole][: -self._kept]
-            gone = [step for step in self._replaced if step < whole]
+            gone = [step for step in sorted(self._replaced) if step < whole]
             for step in (*old, *gone):
                 try:
                     with suppress(UnknownStepError):
@@ -195,17 +195,11 @@ class _FileRun(CheckpointStore):
 
     def _forget(self, path: Path, pointer: Pointer) -> None:
         """Remove a pointer that leads nowhere, unless the file was saved again."""
-        with self._pointing():
+        with self._naming():
             if Pointer.read(path) == pointer:
                 path.unlink()
                 with suppress(OSError):  # others have written there, too
                     path.parent.rmdir()
-
-    @contextmanager
-    def _pointing(self) -> Iterator[None]:
-        """Hold a lock of all ranks, so that no pointer is removed that was just written."""
-        with self.store._locked(), self.store._objects.naming():
-            yield
 
     def _steps_of(self, pointers: Iterable[Pointer]) -> set[int]:
         places = (each.name.rpartition("@") for each in pointers)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 import logging
 import math
 import weakref
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -527,7 +527,7 @@ class CheckpointStore:
     def _delete(self, step: int, seen: object = None) -> None:
         """Delete a step; one that is not as it was `seen` has been saved again, and stays."""
         objects, name = self.store._objects, step_name(self.run_id, step)
-        with self.store._locked(), objects.naming():
+        with self._naming():
             if seen is not None and self._steps.status(step) != seen:
                 return
             # Under the lock of names: whoever pins it meanwhile comes before or after.
@@ -539,6 +539,12 @@ class CheckpointStore:
             except FileNotFoundError as error:
                 raise UnknownStepError.of(self.store.path, self.run_id, step) from error
             objects.files.sync_folder(objects.layout.refs)
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Hold the lock under which names of the store change; hold it for a moment only."""
+        with self.store._locked(), self.store._objects.naming():
+            yield
 
     def prune(self, *, dry_run: bool = False, among: Collection[int] | None = None) -> list[int]:
         """Delete the steps that no rule keeps, as each save does; `gc` frees their space.
