@@ -116,7 +116,7 @@ class UnsupportedError(TensorDedupError):
     """This engine, version or device cannot do what was asked."""
 
 
-class NotInstalledError(UnsupportedError):
+class NotInstalledError(UnsupportedError, ImportError):
     """The package of an optional extra is not installed."""
 
     exit_status = WRONG_USE

@@ -184,6 +184,7 @@ def test_without_lightning_the_error_says_what_to_install(absent: str) -> None:
         "try:\n"
         "    import tensor_dedup.integrations.lightning\n"
         "except NotInstalledError as error:\n"
+        "    assert isinstance(error, ImportError)\n"
         "    print(error)\n"
     )
     done = subprocess.run(
