@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -25,7 +25,7 @@ from urllib.parse import unquote, urlsplit
 from blake3 import blake3
 
 from tensor_dedup.digest import hand
-from tensor_dedup.errors import NotInstalledError
+from tensor_dedup.errors import NotInstalledError, StoreError
 from tensor_dedup.store.errors import os_errors
 from tensor_dedup.store.files import Files
 from tensor_dedup.store.objects import make_folders
@@ -38,7 +38,14 @@ from tensor_dedup.store.remote.errors import (
     RemoteUnreachableError,
     RemoteUrlError,
 )
-from tensor_dedup.store.remote.layout import CONTAINER_BYTES, PROBE, TEXT_BYTES
+from tensor_dedup.store.remote.layout import (
+    CONTAINER_BYTES,
+    MARKER,
+    MARKER_LINES,
+    PROBE,
+    STORE_TITLE,
+    TEXT_BYTES,
+)
 from tensor_dedup.suggestions import install_hint
 
 if TYPE_CHECKING:
@@ -139,6 +146,10 @@ class Bucket(ABC):
         """Return the name of something that is there and no remote's, where a look finds it."""
         return None
 
+    def outer(self) -> Path | None:
+        """Return the folder of a remote or a store that this lies inside, if a look finds it."""
+        return None
+
     @abstractmethod
     def get(self, key: str, limit: int) -> tuple[bytes, str] | None:
         """Return an object and the tag for `put_if`, or None if there is none.
@@ -232,6 +243,15 @@ class FolderBucket(Bucket):
         # docstring inherited
         names = self._files.listdir(self._root)
         return next((n for n in names if n not in _OF_A_FOLDER and not n.startswith(".")), None)
+
+    def outer(self) -> Path | None:
+        # docstring inherited
+        for folder in self._root.parents:
+            with suppress(StoreError):  # what cannot be read is none of ours
+                text = FolderBucket(folder, self._files)._read(MARKER, TEXT_BYTES) or b""
+                if text.startswith((MARKER_LINES[0].encode(), STORE_TITLE)):
+                    return folder
+        return None
 
     def get(self, key: str, limit: int) -> tuple[bytes, str] | None:
         # docstring inherited

@@ -354,6 +354,22 @@ def test_a_manifest_of_a_million_entries(
     assert store.verify(full=True).fine
 
 
+@pytest.mark.parametrize("inside", ["refs/x", "deep/in/it", "tmp"])
+@pytest.mark.parametrize("outer", ["store", "remote"])
+def test_no_remote_is_made_inside_another_or_a_store(
+    tmp_path: Path, store: Store, outer: str, inside: str
+) -> None:
+    store.push(f"file://{tmp_path}/remote", "mine")
+    folder = store.path if outer == "store" else tmp_path / "remote"
+    (tmp_path / "link").symlink_to(folder)
+    for place in (folder, tmp_path / "link"):
+        with pytest.raises(NotARemoteError, match=f"inside {place}, .* outside it"):
+            store.push(f"file://{place}/{inside}", "mine")
+    assert not (folder / inside / "FORMAT").exists()
+    assert store.verify(full=True).fine
+    Remote.open(tmp_path / "remote").gc(0)
+
+
 @pytest.mark.usefixtures("proxy")
 def test_a_bucket_that_is_not_there(store: Store) -> None:
     for work in (store.push, store.pull):
