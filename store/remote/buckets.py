@@ -658,7 +658,7 @@ def open_bucket(url: str, files: Files) -> Bucket:
     if (mistyped := _MISTYPED.match(url)) is not None:
         raise RemoteUrlError.at(f"{mistyped[0]}...", "it is no URL, for two slashes are missing")
     if not colon:
-        return FolderBucket(Path(url).absolute(), files)
+        return _folder(url, files)
     try:
         parts = urlsplit(url)
         _ = parts.port  # which may be no number
@@ -677,3 +677,13 @@ def open_bucket(url: str, files: Files) -> Bucket:
     if not _HOST.fullmatch(parts.netloc):
         raise RemoteUrlError.at(f"{scheme}://...", "its host or bucket cannot be the name of one")
     return ServerBucket(url.rstrip("/"))
+
+
+def _folder(path: str, files: Files) -> FolderBucket:
+    if not path.strip():
+        # It would be the folder that the program happens to run in.
+        raise RemoteUrlError.at("''", "it is empty, as a variable is that is not set")
+    if path == "~" or path.startswith("~/"):
+        # It would be a folder of this name.
+        raise RemoteUrlError.at(path, "no shell has replaced the ~; write the path in full")
+    return FolderBucket(Path(path).absolute(), files)

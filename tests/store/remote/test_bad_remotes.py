@@ -4,6 +4,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -352,6 +353,18 @@ def test_a_manifest_of_a_million_entries(
         store.pull(Remote(bucket), "large")
     assert store.names() == ["mine"]
     assert store.verify(full=True).fine
+
+
+@pytest.mark.parametrize("url", [None, 3, b"file:///x", "", " ", "~", "~/x", Path("~/x")])
+def test_what_names_no_remote(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch, url: Any
+) -> None:
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    for work in (Remote.open, lambda url: store.push(url, "mine")):
+        with pytest.raises(RemoteUrlError, match="write s3://"):
+            work(url)
+    assert not [*(tmp_path / "cwd").iterdir()]
 
 
 @pytest.mark.parametrize("inside", ["refs/x", "deep/in/it", "tmp"])
