@@ -31,7 +31,7 @@ from tensor_dedup.store.files import Files
 from tensor_dedup.store.objects import make_folders
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
-    NotARemoteError,
+    NoBucketError,
     ReadOnlyRemoteError,
     RemoteAccessError,
     RemoteBusyError,
@@ -422,7 +422,7 @@ class ServerBucket(Bucket):
             yield
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
-                raise NotARemoteError.at(self.url, "there is no such bucket") from None
+                raise NoBucketError.at(self.url, "there is no such bucket") from None
             raise FileNotFoundError(errno.ENOENT, "no such object", self.at(key)) from None
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
             raise RemoteAccessError.at(self.at(key), scrubbed(str(error))) from None
@@ -639,6 +639,9 @@ def _open_store(url: str, *, sending: bool = False) -> "ObjectStore":
     try:
         return from_url(url, client_options=client, retry_config=retry)
     except (BaseError, ValueError) as error:
+        if "Account must be specified" in str(error):
+            what = "no account is named: set AZURE_STORAGE_ACCOUNT_NAME"
+            raise RemoteAccessError.at(url, what) from None
         raise RemoteUrlError.at(url, scrubbed(str(error))) from None
 
 

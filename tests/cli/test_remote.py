@@ -88,6 +88,13 @@ def test_deleting(folder: Path) -> None:
     assert not [*(folder / "remote" / "containers").rglob("*.pack")]
 
 
+@pytest.mark.parametrize("lease", ["nan", "inf", "-1"])
+def test_a_lease_is_a_number_of_hours(folder: Path, lease: str) -> None:
+    url = f"file://{folder}/remote"
+    run("push", "base", url)
+    assert "'--lease'" in run("remote", "gc", url, "--lease", lease, "--yes", status=2).stderr
+
+
 @pytest.mark.parametrize(
     ("words", "status", "says"),
     [

@@ -386,9 +386,18 @@ def test_no_remote_is_made_inside_another_or_a_store(
 @pytest.mark.usefixtures("proxy")
 def test_a_bucket_that_is_not_there(store: Store) -> None:
     for work in (store.push, store.pull):
-        with pytest.raises(NotARemoteError, match="no such bucket") as caught:
+        with pytest.raises(NotARemoteError, match=r"no such bucket.*create the bucket") as caught:
             work("s3://no-bucket-of-this-name/x", "mine")
         assert caught.value.exit_status == NOBODY_THERE
+        assert "push" not in str(caught.value)
+
+
+def test_azure_without_an_account(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:
+        monkeypatch.delenv(name)
+    with pytest.raises(RemoteAccessError, match="set AZURE_STORAGE_ACCOUNT_NAME") as caught:
+        store.push("az://container/x", "mine")
+    assert "write s3://" not in str(caught.value)
 
 
 def test_nobody_answers(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
