@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -25,20 +25,27 @@ from urllib.parse import unquote, urlsplit
 from blake3 import blake3
 
 from tensor_dedup.digest import hand
-from tensor_dedup.errors import NotInstalledError
+from tensor_dedup.errors import NotInstalledError, StoreError
 from tensor_dedup.store.errors import os_errors
 from tensor_dedup.store.files import Files
 from tensor_dedup.store.objects import make_folders
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
-    NotARemoteError,
+    NoBucketError,
     ReadOnlyRemoteError,
     RemoteAccessError,
     RemoteBusyError,
     RemoteUnreachableError,
     RemoteUrlError,
 )
-from tensor_dedup.store.remote.layout import CONTAINER_BYTES, PROBE, TEXT_BYTES
+from tensor_dedup.store.remote.layout import (
+    CONTAINER_BYTES,
+    MARKER,
+    MARKER_LINES,
+    PROBE,
+    STORE_TITLE,
+    TEXT_BYTES,
+)
 from tensor_dedup.suggestions import install_hint
 
 if TYPE_CHECKING:
@@ -139,6 +146,10 @@ class Bucket(ABC):
         """Return the name of something that is there and no remote's, where a look finds it."""
         return None
 
+    def outer(self) -> Path | None:
+        """Return the folder of a remote or a store that this lies inside, if a look finds it."""
+        return None
+
     @abstractmethod
     def get(self, key: str, limit: int) -> tuple[bytes, str] | None:
         """Return an object and the tag for `put_if`, or None if there is none.
@@ -232,6 +243,15 @@ class FolderBucket(Bucket):
         # docstring inherited
         names = self._files.listdir(self._root)
         return next((n for n in names if n not in _OF_A_FOLDER and not n.startswith(".")), None)
+
+    def outer(self) -> Path | None:
+        # docstring inherited
+        for folder in self._root.parents:
+            with suppress(StoreError):  # what cannot be read is none of ours
+                text = FolderBucket(folder, self._files)._read(MARKER, TEXT_BYTES) or b""
+                if text.startswith((MARKER_LINES[0].encode(), STORE_TITLE)):
+                    return folder
+        return None
 
     def get(self, key: str, limit: int) -> tuple[bytes, str] | None:
         # docstring inherited
@@ -402,7 +422,7 @@ class ServerBucket(Bucket):
             yield
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
-                raise NotARemoteError.at(self.url, "there is no such bucket") from None
+                raise NoBucketError.at(self.url, "there is no such bucket") from None
             raise FileNotFoundError(errno.ENOENT, "no such object", self.at(key)) from None
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
             raise RemoteAccessError.at(self.at(key), scrubbed(str(error))) from None
@@ -619,6 +639,9 @@ def _open_store(url: str, *, sending: bool = False) -> "ObjectStore":
     try:
         return from_url(url, client_options=client, retry_config=retry)
     except (BaseError, ValueError) as error:
+        if "Account must be specified" in str(error):
+            what = "no account is named: set AZURE_STORAGE_ACCOUNT_NAME"
+            raise RemoteAccessError.at(url, what) from None
         raise RemoteUrlError.at(url, scrubbed(str(error))) from None
 
 
@@ -638,7 +661,7 @@ def open_bucket(url: str, files: Files) -> Bucket:
     if (mistyped := _MISTYPED.match(url)) is not None:
         raise RemoteUrlError.at(f"{mistyped[0]}...", "it is no URL, for two slashes are missing")
     if not colon:
-        return FolderBucket(Path(url).absolute(), files)
+        return _folder(url, files)
     try:
         parts = urlsplit(url)
         _ = parts.port  # which may be no number
@@ -657,3 +680,13 @@ def open_bucket(url: str, files: Files) -> Bucket:
     if not _HOST.fullmatch(parts.netloc):
         raise RemoteUrlError.at(f"{scheme}://...", "its host or bucket cannot be the name of one")
     return ServerBucket(url.rstrip("/"))
+
+
+def _folder(path: str, files: Files) -> FolderBucket:
+    if not path.strip():
+        # It would be the folder that the program happens to run in.
+        raise RemoteUrlError.at("''", "it is empty, as a variable is that is not set")
+    if path == "~" or path.startswith("~/"):
+        # It would be a folder of this name.
+        raise RemoteUrlError.at(path, "no shell has replaced the ~; write the path in full")
+    return FolderBucket(Path(path).absolute(), files)

@@ -113,8 +113,13 @@ CatalogChange: TypeAlias = tuple[Mapping[bytes, list[ListedContainer]], Trash]
 """The segments and the trash that a head is to name."""
 
 
-def listed(container: ContainerId, table: Table) -> ListedContainer:
-    """Return the entry of a container, with prefixes that are not shortened."""
+def listed(
+    container: ContainerId, table: Table, there: Collection[bytes] | None = None
+) -> ListedContainer:
+    """Return the entry of a container, with prefixes that are not shortened.
+
+    Without the differences from what is not `there`, if that is given.
+    """
     blob = tables.encode(table).blob
     records = table.records
     return ListedContainer(
@@ -122,7 +127,11 @@ def listed(container: ContainerId, table: Table) -> ListedContainer:
         container.kind,
         table.data_bytes + len(blob) + TAIL_BYTES,
         b"".join(r.digest[:PREFIX_BYTES] for r in records if r.base is None),
-        b"".join(r.digest[:PREFIX_BYTES] for r in records if r.base is not None),
+        b"".join(
+            r.digest[:PREFIX_BYTES]
+            for r in records
+            if r.base is not None and (there is None or r.base in there)
+        ),
     )
 
 
@@ -397,25 +406,32 @@ def rebuilt(bucket: Bucket, catalog: Catalog | None = None) -> Catalog:
     """Put the catalog together from the tables that are there; those that are damaged are left out.
 
     A table is written after its container, so what it says is there. What is condemned in `catalog`
-    stays out.
+    stays out, with the differences from it, unless it was found damaged: these `unheld` knows.
     """
     found = Catalog(tag=catalog.tag if catalog else None, rebuilt=True)
     found.trash = catalog.trash if catalog else _NO_TRASH
-    gone = {*found.trash.condemned, *found.trash.deleting}
-    names = [layout.object_of(status.key) for status in bucket.list(layout.TABLES)]
+    condemned_ = found.trash.condemned
+    gone = {*condemned_, *found.trash.deleting}
+    names = [name for s in bucket.list(layout.TABLES) if (name := layout.object_of(s.key))]
 
-    def entry(name: str) -> ListedContainer | None:
-        try:
-            table = read_table(bucket, name)
-        except StoreError:  # `verify` names it; here it is a miss
-            return None
-        return listed(ContainerId(name, table.kind), table)
+    def read(name: str) -> Table | None:
+        with suppress(StoreError):  # `verify` names it; here it is a miss
+            return read_table(bucket, name)
+        return None
 
-    for container in bucket.each(entry, [name for name in names if name is not None]):
-        if container is not None:
-            key = ContainerId(container.name.hex(), container.kind)
-            if layout.container_key(key) not in gone:
-                found.add(container)
+    read_ = zip(names, bucket.each(read, names), strict=True)
+    tables_ = {ContainerId(name, table.kind): table for name, table in read_ if table is not None}
+    keys = {container: layout.container_key(container) for container in tables_}
+    there = {
+        record.digest
+        for container, table in tables_.items()
+        if keys[container] not in gone or condemned_.get(keys[container]) == DAMAGED
+        for record in table.records
+        if record.base is None
+    }
+    for container, table in tables_.items():
+        if keys[container] not in gone:
+            found.add(listed(container, table, there))
     return found
 
 
@@ -572,14 +588,20 @@ def with_more(
     """Return the segments of a catalog with these containers, small ones merged.
 
     The largest stays as it is while the others together are small beside it: so a container is
-    written again a few times only, however many pushes there are.
+    written again a few times only, however many pushes there are. An entry that says more than the
+    one that is there comes in its place: a sweep leaves differences out whose base it takes.
     """
     if catalog.rebuilt:
         return segment_of([*catalog.containers.values(), *new])
-    known = {(each.name, each.kind) for held in catalog.segments.values() for each in held}
-    more = [each for each in new if (each.name, each.kind) not in known]
+    known = {each.name: each.pieces for held in catalog.segments.values() for each in held}
+    more = {each.name: each for each in new if each.pieces > known.get(each.name, 0)}
     pieces = sum(each.pieces for each in catalog.containers.values())
-    segments = dict(catalog.segments) | segment_of(more, pieces)
+    segments = dict(catalog.segments)
+    for name, held in catalog.segments.items():
+        if any(each.name in more for each in held):
+            del segments[name]
+            more = {each.name: each for each in held} | more
+    segments |= segment_of(more.values(), pieces)
     if len(segments) > 1 and _weight(_together(segments.values())) <= _SMALL_BYTES:
         return segment_of(_together(segments.values()))
     if len(segments) <= _SEGMENTS:

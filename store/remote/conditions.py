@@ -45,6 +45,9 @@ def prepare(bucket: Bucket) -> bool:
     if (other := bucket.foreign()) is not None:
         what = f"it holds {other} and no remote; push to an empty folder or one to be made"
         raise NotARemoteError.at(bucket.url, what)
+    if (outer := bucket.outer()) is not None:
+        what = f"it lies inside {outer}, which is a remote or a store; push to a folder outside it"
+        raise NotARemoteError.at(bucket.url, what)
     _probe(bucket)
     if not bucket.put_if(layout.MARKER, marker, None):
         found = bucket.get(layout.MARKER, layout.TEXT_BYTES)

@@ -1,7 +1,7 @@
 """The errors of remotes. Each names the object by its URL, and never holds a credential.
 
 RemoteError
-  - of its use:    RemoteUrlError, NotARemoteError, ReadOnlyRemoteError
+  - of its use:    RemoteUrlError, NotARemoteError, NoBucketError, ReadOnlyRemoteError
   - of the world:  RemoteUnreachableError, RemoteAccessError, RemoteBusyError, NoConditionsError
   - with those of the store: UnknownRemoteNameError, RemoteNameTakenError, DamagedRemoteError,
     MissingRemoteError, CorruptRemoteTensorError, UncertainRemoteError
@@ -48,6 +48,12 @@ class NotARemoteError(RemoteError):
     advice = "check the URL; `tensor-dedup push NAME URL` makes a remote where nothing is"
 
 
+class NoBucketError(NotARemoteError):
+    """There is no such bucket, and a push makes none."""
+
+    advice = "check its name; if it is right, create the bucket with its provider's own tools"
+
+
 class ReadOnlyRemoteError(RemoteError):
     """A remote behind a plain web server cannot be written to."""
 
@@ -68,7 +74,8 @@ class RemoteAccessError(RemoteError):
     exit_status = NOBODY_THERE
     advice = (
         "set the credentials of this service in the environment (for S3 AWS_ACCESS_KEY_ID, "
-        "AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN; for a registry `docker login` or `oras login`), "
+        "AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN; for Azure AZURE_STORAGE_ACCOUNT_NAME, "
+        "AZURE_STORAGE_ACCOUNT_KEY; for a registry `docker login` or `oras login`), "
         "or renew them if they have expired"
     )
 

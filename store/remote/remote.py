@@ -14,6 +14,7 @@ from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
     NotARemoteError,
     RemoteUnreachableError,
+    RemoteUrlError,
     UnknownRemoteNameError,
 )
 from tensor_dedup.store.remote.pull import RemoteManifest, read_manifest, read_ref
@@ -48,6 +49,8 @@ class Remote:
             RemoteUrlError: the URL cannot name a remote, or holds a credential.
             NotInstalledError: obstore, of the extra `remote`, is not installed.
         """
+        if not isinstance(url, (str, PathLike)):
+            raise RemoteUrlError.at(repr(url), "it is neither text nor a path")
         return cls(open_bucket(str(url), files or RealFiles()))
 
     def __repr__(self) -> str:

@@ -534,7 +534,7 @@ def _mended(
     lies = {
         c: entry
         for c, entry in right.items()
-        if entry.shortened(named[c].width) != named[c] and c not in bad
+        if _is_wrong(named[c], entry.shortened(named[c].width)) and c not in bad
     }
     if gone := {*bad, *absent}:
         drop(bucket, gone, condemned=True)
@@ -546,6 +546,12 @@ def _mended(
     ):
         for container in sorted(containers):
             yield RemoteFault(bucket.at(layout.container_key(container)), what)
+
+
+def _is_wrong(entry: ListedContainer, right: ListedContainer) -> bool:
+    """Whether an entry of the catalog says what is not so; it may leave differences out."""
+    said, known = ((e.kind, e.nbytes, e.width, e.alone) for e in (entry, right))
+    return said != known or not {*prefixes(entry)} <= {*prefixes(right)}
 
 
 def _mended_holders(
@@ -703,15 +709,19 @@ def _plan(
     # What was found damaged and is in use stays out of the catalog, until it is pushed again.
     damaged = [key for key, since in catalog.trash.condemned.items() if since == DAMAGED]
     waiting |= {k: before[k] for k in damaged if k in used or (k in dead and k not in expired)}
-    entries = [listed(c, found.tables[c]) for c in kept if layout.container_key(c) not in waiting]
-    fresh = [
-        listed(c, table)
-        for c, table in found.tables.items()
+    named = [c for c in kept if layout.container_key(c) not in waiting]
+    named += [
+        c
+        for c in found.tables
         if c not in kept
         and layout.container_key(c) not in expired
         and layout.container_key(c) not in waiting
     ]
-    segments = segment_of([*entries, *fresh])
+    # A difference that nobody uses keeps no base, and is as absent as that is: no push may rely on
+    # it from here on.
+    anchors = (r for c in {*kept, *named} for r in found.tables[c].records if r.base is None)
+    there = {record.digest for record in anchors}
+    segments = segment_of(listed(c, found.tables[c], there) for c in named)
     # Segments are named by what they hold: one that was given up may be the one that is due.
     due = {layout.segment_key(name.hex()) for name in segments}
     expired -= due

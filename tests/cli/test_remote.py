@@ -88,6 +88,13 @@ def test_deleting(folder: Path) -> None:
     assert not [*(folder / "remote" / "containers").rglob("*.pack")]
 
 
+@pytest.mark.parametrize("lease", ["nan", "inf", "-1"])
+def test_a_lease_is_a_number_of_hours(folder: Path, lease: str) -> None:
+    url = f"file://{folder}/remote"
+    run("push", "base", url)
+    assert "'--lease'" in run("remote", "gc", url, "--lease", lease, "--yes", status=2).stderr
+
+
 @pytest.mark.parametrize(
     ("words", "status", "says"),
     [
@@ -96,6 +103,9 @@ def test_deleting(folder: Path) -> None:
         ("push base s3://key:hidden-word@bucket/models", 2, "may be a secret"),
         ("push base ftp://host/models", 2, "ftp"),
         ("push base file://host/models", 2, "three slashes"),
+        ("push base EMPTY", 2, "is empty"),
+        ("pull EMPTY base", 2, "is empty"),
+        ("push base ~/remote", 2, "in full"),
         ("pull URL base", 3, "there is no remote"),
         ("pull URL ../../x", 2, "cannot be the name"),
         ("remote list URL", 3, "there is no remote"),
@@ -121,7 +131,10 @@ def test_exit_statuses(
     other = Store.open(folder / "another")
     other.import_(folder / "base", "tiny")  # another checkpoint of this name
     other.push(f"file://{folder}/others", "tiny")
+    (folder / "cwd").mkdir()
+    monkeypatch.chdir(folder / "cwd")
     places = {
+        "EMPTY": "",
         "URL": f"file://{folder}/nothing",
         "OTHER": f"file://{folder}/others",
         "STORE": str(folder / "another"),
@@ -135,6 +148,7 @@ def test_exit_statuses(
     assert "hidden-word" not in result.output
     assert "a-key-of-mine" not in result.output
     assert len(result.stderr.splitlines()) == (status != 0)
+    assert not [*(folder / "cwd").iterdir()]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """`tensor-dedup push`, `pull` and `remote`: checkpoints in object storage and in other folders."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -328,11 +329,18 @@ def delete(url: str, name: str, yes: bool, as_json: bool) -> None:
     say({"deleted": name}, as_json, f"{what} is deleted; `remote gc` gives its space back")
 
 
+def _finite(_: click.Context, __: click.Parameter, hours: float) -> float:
+    if not math.isfinite(hours):
+        raise click.BadParameter(f"{hours} is no number of hours")
+    return hours
+
+
 @command.command(name="gc")
 @click.argument("url", metavar="URL")
 @click.option(
     "--lease",
     type=click.FloatRange(min=0),
+    callback=_finite,
     default=DEFAULT_LEASE_HOURS,
     show_default=True,
     metavar="HOURS",

@@ -3,12 +3,19 @@
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from remotes import MemoryBucket
-from stores import content, open_store, stored, three
+from stores import KIB, content, noise, open_store, safetensors, stored, three, u8, write
 from tensor_dedup.store import Store
 from tensor_dedup.store.remote import Remote, layout
-from tensor_dedup.store.remote.catalog import read_table
+from tensor_dedup.store.remote.catalog import (
+    Catalog,
+    ListedContainer,
+    read_table,
+    segment_of,
+    with_more,
+)
 from tensor_dedup.store.remote.errors import CorruptRemoteTensorError, MissingRemoteError
 
 HOUR = 3600.0
@@ -145,3 +152,35 @@ def test_a_sweep_keeps_the_copy_that_is_whole(
     assert spoilt in sweep(bucket)
     assert_pulls(tmp_path, bucket, "base", "tune")
     assert Remote(bucket).verify(full=True).fine
+
+
+def test_an_entry_that_says_more_comes_in_place_of_the_other() -> None:
+    """A container that was sent again, of which a sweep had left a difference out."""
+    other = ListedContainer(noise(1, 32), "pack", 900, noise(2, 16), b"")
+    less = ListedContainer(noise(3, 32), "mixed", 900, noise(4, 16), b"")
+    more = replace(less, deltas=noise(5, 16))
+    catalog = Catalog(segments=segment_of([other, less]))
+    for each in (other, less):
+        catalog.add(each)
+    for new, expected in ((more, more), (less, less)):
+        [held] = with_more(catalog, [new]).values()
+        assert sorted(held, key=lambda each: each.kind) == [expected, other]
+
+
+def test_a_sweep_that_takes_an_anchor_leaves_no_difference_from_it(
+    tmp_path: Path, full: Store
+) -> None:
+    """A container may stay for other pieces with a difference that nobody uses."""
+    bucket = MemoryBucket()
+    remote = Remote(bucket)
+    d = safetensors(u8(d=noise(6, 70 * KIB)))  # of tune, too
+    full.import_(write(tmp_path / "more", {"model.safetensors": d}), "more")
+    for name in ("base", "tune", "more"):
+        full.push(remote, name)
+    key, _ = anchor(bucket)
+    for name in ("base", "tune"):
+        remote.delete(name)
+    assert key in sweep(bucket)
+    full.push(remote, "tune")
+    assert_pulls(tmp_path, bucket, "tune", "more")
+    assert remote.verify(full=True).fine

@@ -4,6 +4,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -354,12 +355,49 @@ def test_a_manifest_of_a_million_entries(
     assert store.verify(full=True).fine
 
 
+@pytest.mark.parametrize("url", [None, 3, b"file:///x", "", " ", "~", "~/x", Path("~/x")])
+def test_what_names_no_remote(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch, url: Any
+) -> None:
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    for work in (Remote.open, lambda url: store.push(url, "mine")):
+        with pytest.raises(RemoteUrlError, match="write s3://"):
+            work(url)
+    assert not [*(tmp_path / "cwd").iterdir()]
+
+
+@pytest.mark.parametrize("inside", ["refs/x", "deep/in/it", "tmp"])
+@pytest.mark.parametrize("outer", ["store", "remote"])
+def test_no_remote_is_made_inside_another_or_a_store(
+    tmp_path: Path, store: Store, outer: str, inside: str
+) -> None:
+    store.push(f"file://{tmp_path}/remote", "mine")
+    folder = store.path if outer == "store" else tmp_path / "remote"
+    (tmp_path / "link").symlink_to(folder)
+    for place in (folder, tmp_path / "link"):
+        with pytest.raises(NotARemoteError, match=f"inside {place}, .* outside it"):
+            store.push(f"file://{place}/{inside}", "mine")
+    assert not (folder / inside / "FORMAT").exists()
+    assert store.verify(full=True).fine
+    Remote.open(tmp_path / "remote").gc(0)
+
+
 @pytest.mark.usefixtures("proxy")
 def test_a_bucket_that_is_not_there(store: Store) -> None:
     for work in (store.push, store.pull):
-        with pytest.raises(NotARemoteError, match="no such bucket") as caught:
+        with pytest.raises(NotARemoteError, match=r"no such bucket.*create the bucket") as caught:
             work("s3://no-bucket-of-this-name/x", "mine")
         assert caught.value.exit_status == NOBODY_THERE
+        assert "push" not in str(caught.value)
+
+
+def test_azure_without_an_account(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:
+        monkeypatch.delenv(name)
+    with pytest.raises(RemoteAccessError, match="set AZURE_STORAGE_ACCOUNT_NAME") as caught:
+        store.push("az://container/x", "mine")
+    assert "write s3://" not in str(caught.value)
 
 
 def test_nobody_answers(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,36 @@ def test_space_comes_back_after_two_sweeps_that_are_a_lease_apart(
         pulled(tmp_path, bucket, name, f"of-{name}")
 
 
+@pytest.mark.usefixtures("full")
+@pytest.mark.parametrize("told_by", ["tag", "time"])
+def test_what_was_put_again_since_it_was_listed_is_not_deleted(
+    tmp_path: Path, bucket: MemoryBucket, told_by: str
+) -> None:
+    """By a request that came late, just before the sweep would delete it."""
+    Remote(bucket).delete("tune")
+    for _ in range(2):
+        bucket.clock += 25 * HOUR
+        last = copied(bucket)
+        done = Remote(bucket).gc(24)
+    key = next(key for key in done.delete if key.startswith(layout.CONTAINERS))
+    probe = Faulty(copied(last))
+    Remote(probe).gc(24)
+    assert probe.calls.count(f"delete {key}") == 1
+    blob, tag, when = last.objects[key]
+
+    def put() -> None:
+        if told_by == "tag":
+            last.objects[key] = (blob, "another", when)
+        else:  # where equal bytes have equal tags
+            last.objects[key] = (blob, tag, last.clock)
+
+    gate = Faulty(last, probe.calls.index(f"head {key}"), meanwhile=put)
+    Remote(gate).gc(24)
+    assert gate.struck
+    assert f"delete {key}" not in gate.calls
+    assert key in last.objects
+
+
 def test_what_is_condemned_is_used_again_by_a_push(
     tmp_path: Path, bucket: MemoryBucket, full: Store
 ) -> None:
