@@ -210,8 +210,14 @@ def _print(
     damaged = [each for each in found if each.damage is not None]
     say_lines(
         *([left_out] if left_out else []),
-        *(f"{each.name} cannot be read: {each.damage}" for each in damaged),
+        *(_damage_of(each) for each in damaged),
     )
+
+
+def _damage_of(checkpoint: RemoteCheckpoint) -> str:
+    if not checkpoint.manifest:
+        return f"{checkpoint.name} cannot be read: {checkpoint.damage}"
+    return f"{checkpoint.name} may be damaged: {checkpoint.damage}; push it again where it is whole"
 
 
 @command.command(name="show")
@@ -322,7 +328,8 @@ def delete(url: str, name: str, yes: bool, as_json: bool) -> None:
     steps = remote.steps(name)
     # The pin of a step goes with it.
     pins = [pin for pin in remote.pins(name) if pin.removesuffix(PIN) not in steps]
-    what = f"{name} with {counted(len(steps), 'step')}" if steps or pins else name
+    count = counted(len(steps) + len(pins), "step")
+    what = f"{name} with {count}" if steps or pins else name
     ask(f"Delete {what} from {remote.url}?", yes)
     for each in [*steps, *pins] or [name]:
         remote.delete(each)
