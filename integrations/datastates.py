@@ -146,7 +146,8 @@ class _FileRun(CheckpointStore):
             self._replaced |= self._steps_of([before])
         pointer = [TITLE, saved.name, saved.manifest, job.key, job.counts]
         folder = job.path.parent
-        with self._naming():  # so that no rank removes a pointer that was just written
+        # The lock, so that no rank removes a pointer that was just written.
+        with self._naming(), os_errors(job.path):
             folder.mkdir(exist_ok=True)  # all that it held may have been pruned
             _publish(job.path, json.dumps(pointer))
         self._file = job.path
@@ -171,14 +172,14 @@ class _FileRun(CheckpointStore):
         """
         if self._kept is None:
             return
-        with suppress(FileNotFoundError):
+        with os_errors(path), suppress(FileNotFoundError):
             latest = Pointer.read(path.parents[1] / _tag(path.parents[1]) / path.name)
             read = ((each, Pointer.read(each)) for each in path.parents[1].glob(f"*/{path.name}"))
             pointers = {each: pointer for each, pointer in read if pointer is not None}
             steps = sorted(self._steps_of(pointers.values()))
             whole = max(self._steps_of([latest] if latest is not None else []), default=-1)
             old = [step for step in steps if step <= whole][: -self._kept]
-            gone = [step for step in sorted(self._replaced) if step < whole]
+            gone = [step for step in sorted(self._replaced) if step < whole and step not in steps]
             for step in (*old, *gone):
                 try:
                     with suppress(UnknownStepError):
@@ -392,7 +393,10 @@ def _newest(folder: Path, open_run: Callable[[str], CheckpointStore]) -> str | N
     have no common order.
     """
     opened = cache(open_run)
-    named = [(path.stat().st_mtime_ns, path.parent) for path in folder.glob(f"*/*{_STATES}")]
+    named = list[tuple[int, Path]]()
+    for path in folder.glob(f"*/*{_STATES}"):
+        with suppress(FileNotFoundError):  # pruned just now
+            named.append((path.stat().st_mtime_ns, path.parent))
     for tag in dict.fromkeys(tag for _, tag in sorted(named, reverse=True)):
         keys = {each.key for path in tag.glob(f"*{_STATES}") if (each := Pointer.read(path))}
         for key in keys - {""}:

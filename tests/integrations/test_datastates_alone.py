@@ -189,3 +189,23 @@ def test_as_many_checkpoints_are_kept_of_every_file(
         save(first, files / "1" / name, 6, ranks=1)
     first.wait(persist=True)
     assert (files / "latest").read_text() == "1"
+
+
+def test_a_number_given_again_after_a_loss_is_not_that_of_a_replaced_step(
+    tmp_path: Path, start: Start
+) -> None:
+    files = tmp_path / "files"
+    first = start(keep_last=2)
+    for number, tag in enumerate("ab"):
+        for name in (MODEL, optimizer(0)):
+            save(first, files / tag / name, number)
+    first.wait(persist=True)
+    shutil.rmtree(tmp_path / "fast")
+    again = start(keep_last=2)  # its steps are 0, 1, 2, and the pointer of "b" still says 1
+    for number, tag in enumerate("bcd"):
+        for name in (MODEL, optimizer(0)):
+            save(again, files / tag / name, 10 + number)
+    again.wait(persist=True)
+    for name in (MODEL, optimizer(0)):
+        assert [again.load(str(files / tag / name))["number"] for tag in "cd"] == [11, 12]
+    assert {path.parent.name for path in files.glob("*/*.pt")} == {"c", "d"}
