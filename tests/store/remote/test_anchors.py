@@ -6,7 +6,19 @@ import pytest
 from msgspec.structs import replace
 
 from remotes import MemoryBucket
-from stores import KIB, content, noise, open_store, safetensors, stored, three, u8, write
+from stores import (
+    KIB,
+    content,
+    noise,
+    open_store,
+    safetensors,
+    stored,
+    three,
+    tuned,
+    u8,
+    weights,
+    write,
+)
 from tensor_dedup.store import Store
 from tensor_dedup.store.remote import Remote, layout
 from tensor_dedup.store.remote.catalog import (
@@ -54,11 +66,15 @@ def anchor(bucket: MemoryBucket) -> tuple[str, int]:
 @pytest.fixture
 def spoilt(bucket: MemoryBucket) -> str:
     """The key of the container with the anchor, which is damaged, as `verify` has found."""
+    return spoil(bucket, "tune")
+
+
+def spoil(bucket: MemoryBucket, *affected: str) -> str:
     key, at = anchor(bucket)
     blob, tag, when = bucket.objects[key]
     bucket.objects[key] = (blob[:at] + bytes([blob[at] ^ 1]) + blob[at + 1 :], tag, when)
     [fault] = Remote(bucket).verify(full=True).faults
-    assert (fault.url, fault.affected) == (bucket.at(key), ("tune",))
+    assert (fault.url, fault.affected) == (bucket.at(key), affected)
     return key
 
 
@@ -117,14 +133,21 @@ def test_a_push_of_the_anchor_mends_it_too(
     assert remote.verify(full=True).fine
 
 
-def test_what_was_sent_again_is_found_without_the_holders(
-    tmp_path: Path, bucket: MemoryBucket, full: Store, spoilt: str
+def test_what_was_sent_again_is_found_behind_the_difference(
+    tmp_path: Path, bucket: MemoryBucket, full: Store
 ) -> None:
-    """The catalog names the difference, too, and what that is against is nowhere."""
+    """For another checkpoint, of which the container with the difference holds more."""
+    held = u8(b=tuned(weights(2, 400 * KIB), 4), c=noise(5, 100), d=noise(6, 70 * KIB))
+    write(tmp_path / "more", {"model.safetensors": safetensors(held)})
+    full.import_(tmp_path / "more", "more")
+    assert full.push(Remote(bucket), "more").moved_bytes < 1000
+    spoil(bucket, "more", "tune")
     full.push(Remote(bucket), "tune")
+    assert damage(bucket) == {"more": False, "tune": False}
+    assert_pulls(tmp_path, bucket, "more", "tune")
     for key in [key for key in bucket.objects if key.startswith(layout.HOLDERS)]:
         del bucket.objects[key]
-    assert_pulls(tmp_path, bucket, "tune")
+    assert_pulls(tmp_path, bucket, "more", "tune")
 
 
 def test_replacing_a_checkpoint_by_itself_looks_for_its_anchors(
@@ -167,8 +190,9 @@ def test_an_entry_that_says_more_comes_in_place_of_the_other() -> None:
         assert sorted(held, key=lambda each: each.kind) == [expected, other]
 
 
+@pytest.mark.parametrize("catalog", ["there", "lost"])
 def test_a_sweep_that_takes_an_anchor_leaves_no_difference_from_it(
-    tmp_path: Path, full: Store
+    tmp_path: Path, full: Store, catalog: str
 ) -> None:
     """A container may stay for other pieces with a difference that nobody uses."""
     bucket = MemoryBucket()
@@ -181,6 +205,8 @@ def test_a_sweep_that_takes_an_anchor_leaves_no_difference_from_it(
     for name in ("base", "tune"):
         remote.delete(name)
     assert key in sweep(bucket)
+    if catalog == "lost":
+        del bucket.objects[layout.HEAD]
     full.push(remote, "tune")
     assert_pulls(tmp_path, bucket, "tune", "more")
     assert remote.verify(full=True).fine
