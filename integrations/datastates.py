@@ -173,11 +173,14 @@ class _FileRun(CheckpointStore):
         if self._kept is None:
             return
         with os_errors(path), suppress(FileNotFoundError):
-            latest = Pointer.read(path.parents[1] / _tag(path.parents[1]) / path.name)
+            newest = path.parents[1] / _tag(path.parents[1])
+            latest = Pointer.read(newest / path.name)
+            if latest is None or not _is_whole(newest, latest.key):
+                return  # what is named may be saved anew, and not by all ranks yet
             read = ((each, Pointer.read(each)) for each in path.parents[1].glob(f"*/{path.name}"))
             pointers = {each: pointer for each, pointer in read if pointer is not None}
             steps = sorted(self._steps_of(pointers.values()))
-            whole = max(self._steps_of([latest] if latest is not None else []), default=-1)
+            whole = max(self._steps_of([latest]), default=-1)
             old = [step for step in steps if step <= whole][: -self._kept]
             gone = [step for step in sorted(self._replaced) if step < whole and step not in steps]
             for step in (*old, *gone):

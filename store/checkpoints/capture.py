@@ -664,7 +664,8 @@ def _is_plain(array: Any) -> bool:
     """Whether the elements of an array are its bytes: not of a masked one, and no objects."""
     import numpy as np
 
-    return type(array) is np.ndarray and not array.dtype.hasobject
+    little = array.dtype.newbyteorder("<")
+    return type(array) is np.ndarray and not array.dtype.hasobject and array.dtype == little
 
 
 def _never() -> bool:

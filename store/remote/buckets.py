@@ -635,7 +635,9 @@ def _open_store(url: str, *, sending: bool = False) -> "ObjectStore":
         client |= {"timeout": "600s", "read_timeout": f"{_SILENCE_S}s"}
     if plain:
         client["allow_http"] = True
-    retry: Any = {"max_retries": 5, "retry_timeout": timedelta(seconds=120)}
+    # It counts from the first attempt: one that fails late must be sent again, too.
+    retrying = timedelta(seconds=2 * _SENDING_S if sending else 120)
+    retry: Any = {"max_retries": 5, "retry_timeout": retrying}
     try:
         return from_url(url, client_options=client, retry_config=retry)
     except (BaseError, ValueError) as error:

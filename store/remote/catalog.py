@@ -223,11 +223,17 @@ def confirm(
     """
 
     def exact(container: ContainerId) -> ListedContainer:
+        entry = catalog.containers[container]
         with suppress(DamagedRemoteError, MissingRemoteError, NewerFormatError):
             table = read_table(bucket, container.name)
             if table.kind == container.kind:
-                return listed(container, table)
-        entry = catalog.containers[container]
+                found, width = listed(container, table), entry.width
+                # The table also has differences that a sweep has left out, from what is gone.
+                there = {entry.deltas[at : at + width] for at in range(0, len(entry.deltas), width)}
+                each = range(0, len(found.deltas), PREFIX_BYTES)
+                deltas = (found.deltas[at : at + PREFIX_BYTES] for at in each)
+                left = b"".join(prefix for prefix in deltas if prefix[:width] in there)
+                return msgspec.structs.replace(found, deltas=left)
         return msgspec.structs.replace(entry, alone=b"", deltas=b"", width=PREFIX_BYTES)
 
     while True:

@@ -530,7 +530,9 @@ def _mended(
     """What the catalog says that is not so, when it has been put right."""
     named = catalog.containers if catalog is not None else {}
     absent = named.keys() - found.tables.keys()
-    right = {c: listed(c, found.tables[c]) for c in named if c not in absent}
+    listed_tables = {c: found.tables[c] for c in named if c not in absent}
+    alone = {r.digest for t in listed_tables.values() for r in t.records if r.base is None}
+    right = {c: listed(c, table, alone) for c, table in listed_tables.items()}
     lies = {
         c: entry
         for c, entry in right.items()

@@ -4,6 +4,7 @@ A model of eight tensors is saved with a pool that has room for two of them.
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +81,13 @@ def in_the_pool(root: str, kind: str) -> tuple[int, int]:
         "fortran": lambda: {
             f"f{n}": np.asfortranarray(each) for n, each in enumerate(rows.numpy())
         },
+        "big_endian": lambda: {
+            f"b{n}": each.astype(">f4").T for n, each in enumerate(rows.numpy())
+        },
         "small": lambda: {f"s{n}": each for n, each in enumerate(rows.view(-1, 8 << 10))},
     }
     model = ways[kind]()
-    expected = {
-        name: each.clone() if kind != "fortran" else each.copy() for name, each in model.items()
-    }
+    expected = deepcopy(model)
     with CheckpointStore(root, "run", compress=None) as run:
         pending = run.save_async(model, 0)
         run.before_update()
@@ -99,12 +101,14 @@ def in_the_pool(root: str, kind: str) -> tuple[int, int]:
     return sum(each.nbytes for each in expected.values()), allocated
 
 
-@pytest.mark.parametrize("kind", ["transposed", "channels_last", "fortran", "small"])
+@pytest.mark.parametrize("kind", ["transposed", "channels_last", "fortran", "small", "big_endian"])
 def test_what_is_small_or_in_another_order_is_copied_into_the_pool(
     tmp_path: Path, kind: str
 ) -> None:
     size, allocated = in_the_pool(str(tmp_path / "s"), kind)
     assert size == COUNT * 4 * MIB
+    if kind == "big_endian":  # it becomes a copy when it is turned
+        return
     assert size <= allocated <= 1.1 * size
 
 
