@@ -135,6 +135,13 @@ def listed(
     )
 
 
+def bases_listed(entry: ListedContainer, table: Table) -> set[bytes]:
+    """Return what those differences of a table are from that the entry of a catalog has."""
+    width = entry.width
+    there = {entry.deltas[at : at + width] for at in range(0, len(entry.deltas), width)}
+    return {r.base for r in table.records if r.base is not None and r.digest[:width] in there}
+
+
 @dataclass
 class Catalog:
     """The catalog as it was read: containers, and which of them hold a piece.
@@ -227,13 +234,8 @@ def confirm(
         with suppress(DamagedRemoteError, MissingRemoteError, NewerFormatError):
             table = read_table(bucket, container.name)
             if table.kind == container.kind:
-                found, width = listed(container, table), entry.width
                 # The table also has differences that a sweep has left out, from what is gone.
-                there = {entry.deltas[at : at + width] for at in range(0, len(entry.deltas), width)}
-                each = range(0, len(found.deltas), PREFIX_BYTES)
-                deltas = (found.deltas[at : at + PREFIX_BYTES] for at in each)
-                left = b"".join(prefix for prefix in deltas if prefix[:width] in there)
-                return msgspec.structs.replace(found, deltas=left)
+                return listed(container, table, bases_listed(entry, table))
         return msgspec.structs.replace(entry, alone=b"", deltas=b"", width=PREFIX_BYTES)
 
     while True:

@@ -29,6 +29,7 @@ from tensor_dedup.store.remote.catalog import (
     CatalogChange,
     ListedContainer,
     Trash,
+    bases_listed,
     catalog_of,
     commit,
     condemned,
@@ -532,7 +533,10 @@ def _mended(
     absent = named.keys() - found.tables.keys()
     listed_tables = {c: found.tables[c] for c in named if c not in absent}
     alone = {r.digest for t in listed_tables.values() for r in t.records if r.base is None}
-    right = {c: listed(c, table, alone) for c, table in listed_tables.items()}
+    right = {
+        c: listed(c, table, alone | bases_listed(named[c], table))
+        for c, table in listed_tables.items()
+    }
     lies = {
         c: entry
         for c, entry in right.items()

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
+from safetensors.numpy import load_file, save_file
 
 from remotes import MemoryBucket
 from stores import (
@@ -22,8 +24,10 @@ from stores import (
 from tensor_dedup.store import Store
 from tensor_dedup.store.remote import Remote, layout
 from tensor_dedup.store.remote.catalog import (
+    PREFIX_BYTES,
     Catalog,
     ListedContainer,
+    catalog_of,
     read_table,
     segment_of,
     with_more,
@@ -209,4 +213,30 @@ def test_a_sweep_that_takes_an_anchor_leaves_no_difference_from_it(
         del bucket.objects[layout.HEAD]
     full.push(remote, "tune")
     assert_pulls(tmp_path, bucket, "tune", "more")
+    assert remote.verify(full=True).fine
+
+
+def test_a_push_that_reads_a_table_takes_no_difference_from_what_is_gone(
+    tmp_path: Path, full: Store
+) -> None:
+    """A container of so many pieces that the catalog has only the beginnings of their digests."""
+    bucket = MemoryBucket()
+    remote = Remote(bucket)
+    many = {f"m{n}": noise(100 + n, 2 * KIB) for n in range(400)}
+    [file] = (tmp_path / "tune").glob("*.safetensors")
+    wide = load_file(file) | {n: np.frombuffer(b, np.uint8) for n, b in many.items()}
+    (tmp_path / "wide").mkdir()
+    save_file(wide, tmp_path / "wide" / "model.safetensors")
+    full.import_(tmp_path / "wide", "wide", compress="auto")
+    d = safetensors(u8(d=noise(6, 70 * KIB)))  # of tune, and so of wide, too
+    full.import_(write(tmp_path / "more", {"model.safetensors": d}), "more")
+    for name in ("base", "wide", "more"):
+        full.push(remote, name)
+    key, _ = anchor(bucket)
+    for name in ("base", "wide"):
+        remote.delete(name)
+    assert key in sweep(bucket)
+    assert min(each.width for each in catalog_of(bucket).containers.values()) < PREFIX_BYTES
+    full.push(remote, "wide")
+    assert_pulls(tmp_path, bucket, "wide", "more")
     assert remote.verify(full=True).fine
