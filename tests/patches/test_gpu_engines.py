@@ -527,8 +527,7 @@ def test_engines_fall_asleep_and_wake_in_each_order_and_answer_as_plain_ones(
         pair[last].sleep(level=1)
         # One of each tensor in host memory for both; what the first was told is used, its thread
         # sees to within a second.
-        managers.until(lambda: sleepers.on_gpu() == 0)
-        assert gpus.in_use() == 0
+        managers.until(lambda: sleepers.on_gpu() == gpus.in_use() == 0)
         assert sleepers.in_host_memory() == unique
         for number in waking:
             assert pair[number].wake_up()
