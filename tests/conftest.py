@@ -4,8 +4,8 @@ import gc
 import os
 import signal
 import sys
-import time
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
