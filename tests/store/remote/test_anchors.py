@@ -15,7 +15,6 @@ from stores import (
     open_store,
     safetensors,
     stored,
-    three,
     tuned,
     u8,
     weights,
@@ -35,14 +34,6 @@ from tensor_dedup.store.remote.catalog import (
 from tensor_dedup.store.remote.errors import CorruptRemoteTensorError, MissingRemoteError
 
 HOUR = 3600.0
-
-
-@pytest.fixture
-def full(tmp_path: Path) -> Store:
-    store = open_store(tmp_path / "full")
-    for name, path in three(tmp_path).items():
-        store.import_(path, name, compress="auto")
-    return store
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 import pytest
 
 from remotes import Faulty, MemoryBucket
-from stores import KIB, content, noise, open_store, safetensors, stored, three, u8, write
+from stores import KIB, content, noise, open_store, safetensors, stored, u8, write
 from tensor_dedup.store import Store
 from tensor_dedup.store.format import frames
 from tensor_dedup.store.remote import Remote, layout
@@ -23,14 +23,6 @@ from tensor_dedup.store.remote.errors import (
 
 HOUR = 3600.0
 NAMES = ("base", "tune", "tiny")
-
-
-@pytest.fixture
-def full(tmp_path: Path) -> Store:
-    store = open_store(tmp_path / "full")
-    for name, path in three(tmp_path).items():
-        store.import_(path, name, compress="auto")
-    return store
 
 
 @pytest.fixture

@@ -171,14 +171,6 @@ def assert_whole(remote: Remote, where: Path, kit: Kit) -> None:
             assert stored(store, name) == content(kit.paths[name])
 
 
-@pytest.fixture
-def full(tmp_path: Path) -> Store:
-    store = open_store(tmp_path / "full")
-    for name, path in three(tmp_path).items():
-        store.import_(path, name, compress="auto")
-    return store
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_server_is_killed_at_every_request(tmp_path: Path, full: Store, verb: str) -> None:

@@ -1,0 +1,17 @@
+"""What tests of remotes have in common."""
+
+from pathlib import Path
+
+import pytest
+
+from stores import open_store, three
+from tensor_dedup.store import Store
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Store:
+    """A store with three checkpoints, one of which has a difference from another."""
+    store = open_store(tmp_path / "full")
+    for name, path in three(tmp_path).items():
+        store.import_(path, name, compress="auto")
+    return store
