@@ -10,6 +10,7 @@ The copy comes first in every other pair. Times and the ratio within a pair are 
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -142,6 +143,10 @@ def main(mb: int, tensors: int, pairs: int) -> None:
                 pulls.append(timed(pull))
                 if number % 2:
                     copies.append(timed(copy))
+                shutil.rmtree(root / f"copy-{number}")
+                if number < pairs:
+                    shutil.rmtree(root / f"store-{number}")
+                os.sync()  # so that no pair pays for what the one before it left
             again = timed(partial(store.pull, url, "model"))
         del pulls[0], copies[0]  # which warm up
         took, plain = estimate(pulls), estimate(copies)
