@@ -328,8 +328,12 @@ class LoadSession:
             else:
                 self.reader.read_leaves(sources[number], leaves, write)
 
+        check = partial(self._check_known, known)
+
         def build(others: Sequence[Resident], admit: Admit | None) -> Resident | None:
-            return build_from_contents(geometry, contents, read, self.digest_of, others, admit)
+            return build_from_contents(
+                geometry, contents, read, check, self.digest_of, others, admit
+            )
 
         try:
             try:
@@ -345,6 +349,13 @@ class LoadSession:
             return self._install_known(each, provider, resident, contents)
         finally:
             provider.end_known()
+
+    def _check_known(
+        self, known: Sequence[tuple[SourceTensor, Content]], number: int, data: memoryview
+    ) -> None:
+        source, content = known[number]
+        if (found := self.reader.digest(data)) != content.digest:
+            raise_stale(source, found, "it", content.digest)
 
     def _install_known(
         self,

@@ -37,7 +37,7 @@ from tensor_dedup.loader.residents.slab import (
 from tensor_dedup.memory_manager.protocol.layout import PAGE, round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Sequence
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 
     import torch
 
@@ -201,6 +201,7 @@ def build_from_contents(
     geometry: ResidentKey,
     contents: Sequence[Content],
     read: Callable[[int, Sequence[int] | None, Write], None],
+    check: Callable[[int, memoryview], None],
     digest_of: Callable[[torch.Tensor], str],
     residents: Sequence[Resident] | None = None,
     admit: Callable[[Sequence[LeafPiece]], Callable[[], None] | None] | None = None,
@@ -210,8 +211,10 @@ def build_from_contents(
     `residents` are those to take parts of, whose contents were noted; by default all of this
     process that are like it. `contents` fill the tensor, in order. `read(n, leaves, write)` reads
     these leaves of a content, or all of it for None, and calls `write(piece, offset)` for every
-    piece, with the offset in the content, from any threads; its errors are passed on. The digest of
-    `geometry` is ignored: that of the resident is what `digest_of` returns for its bytes.
+    piece, with the offset in the content, from any threads; its errors are passed on, as those of
+    `check(n, data)`, which is shown each content beside others of which single leaves were taken.
+    The digest of `geometry` is ignored: that of the resident is what `digest_of` returns for its
+    bytes.
 
     `admit` is asked before anything is read, and returns None if a tensor of these pieces is not
     wanted, or a function to call now and then while the rest is read, from any threads.
@@ -243,10 +246,28 @@ def build_from_contents(
             write = partial(_put_beyond, rest, content.start, go_on)
             read(number, leaves if 0 < len(leaves) < len(content.leaves) else None, write)
     unnamed = Resident(geometry, rest.extents(), shared_in(pieces))
+    # A leaf digest that is wrong would be noticed in nothing else: that of the whole names what was
+    # made. Of one content it is the digest that is known, and whoever calls compares it.
+    if len(contents) > 1 and (
+        by_leaf := {u.content for u in units if _is_by_leaf(u, taken, contents)}
+    ):
+        data = tensor_bytes(unnamed.map(writable=False))
+        for number in by_leaf:
+            check(number, data[contents[number].start : contents[number].end])
     key = replace(geometry, digest=digest_of(unnamed.map(writable=False)))
     made = Resident(key, unnamed.extents, unnamed.leaf_shared_bytes)
     note_contents(made, contents)
     return made
+
+
+def _is_by_leaf(unit: _Unit, taken: Mapping[_Unit, Resident], contents: Sequence[Content]) -> bool:
+    """Return whether a unit was taken for its own digest, and not for that of its content."""
+    if unit not in taken:
+        return False
+    mine = contents[unit.content]
+    return all(
+        each.digest != mine.digest for each in _contents[taken[unit]] if each.start == mine.start
+    )
 
 
 def _put_beyond(

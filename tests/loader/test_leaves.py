@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import deferring
-from lent_tensors import ROW, ROWS_OF_A_LEAF, changed, load_file_of_qkv, reader_of, rows
+from lent_tensors import (
+    ROW,
+    ROWS_OF_A_LEAF,
+    changed,
+    check_of,
+    load_file_of_qkv,
+    reader_of,
+    rows,
+)
 from process_state import forked, slab_memory, slabs
 from tensor_dedup import libc, shared_bytes, unshare, verify
 from tensor_dedup.digest import LEAF_BYTES, digest, leaf_places
@@ -166,9 +174,16 @@ def test_small_tensors_are_whole() -> None:
 
 def test_names_of_one_model_have_no_leaves_in_common() -> None:
     """Their memory stays apart, as that of equal tensors of one model does."""
-    base = rows(10, 7)
-    one, two = build(base, changed(base, 3))
-    assert shared_bytes(one.map(), two.map()) == 0
+    base, provider = rows(10, 7), HostProvider()
+    made = []
+    for tensor in (base, changed(base, 3)):  # as they are loaded, one after the other
+        request = ResidentRequest(f"test:{id(tensor)}", tensor, digest_of(tensor))
+        [(resident, new)] = provider.get_or_build([request])
+        assert new
+        made.append(resident)
+    assert shared_bytes(made[0].map(), made[1].map()) == 0
+    [other] = build(changed(base, 4))
+    assert shared_bytes(made[0].map(), other.map()) > 0  # or nothing is tested here
 
 
 def test_equal_samples_are_no_equal_leaves() -> None:
@@ -412,7 +427,8 @@ def build_known(parts: Parts, *, with_leaves: bool = True) -> tuple[Resident | N
     contents = contents_of(parts, with_leaves=with_leaves)
     read: list[int] = []
     fetch = reader_of(parts, read)
-    made = build_from_contents(resident_key(whole, ""), contents, fetch, digest_of)
+    key = resident_key(whole, "")
+    made = build_from_contents(key, contents, fetch, check_of(contents), digest_of)
     if made is not None:
         assert torch.equal(made.map(), whole)
         assert made.key == resident_key(whole, digest_of(whole))
@@ -476,20 +492,23 @@ def test_a_known_tensor_of_others_leaves_is_not_read() -> None:
 def test_checks_of_a_known_tensor_reach_every_leaf(tmp_path: Path) -> None:
     """As if two digests collided: a leaf is said to be the base's, and is read by nobody."""
     parts = {name: rows(4, 80 + number) for number, name in enumerate("qkv")}
-    tensor, _, _ = load_file_of_qkv(
+    made, _, _ = load_file_of_qkv(
         None, deferring.save(tmp_path / "base.safetensors", parts), known=False
     )
-    [held] = residents_like(torch.cat([*parts.values()]))
+    [held] = residents_like(made)
     truth = contents_of([*parts.values()])
     for number, name in enumerate("qkv"):
+        other = "qkv"[(number + 1) % 3]
         for leaf in range(4):
-            tune = {**parts, name: changed(parts[name], leaf)}
+            # One leaf has really changed, so that what is made is nobody's, and goes with its user.
+            base = {**parts, other: changed(parts[other], 2)}
+            tune = {**base, name: changed(parts[name], leaf)}
             path = deferring.save(tmp_path / f"{name}{leaf}.safetensors", tune)
             lie = contents_of([*tune.values()])[number]
             note_contents(held, [*truth[:number], lie, *truth[number + 1 :]])
             wrong, session, read = load_file_of_qkv(None, path, known=True)
-            assert read == 0  # or nothing is tested here
-            assert torch.equal(wrong, tensor)
+            assert read == LEAF_BYTES  # or nothing is tested here
+            assert torch.equal(wrong, torch.cat([*base.values()]))
             del wrong, session
             gc.collect()
             with pytest.raises(AuditError):
@@ -499,6 +518,26 @@ def test_checks_of_a_known_tensor_reach_every_leaf(tmp_path: Path) -> None:
             assert session.ledger.collisions == 1
             assert torch.equal(right, torch.cat([*tune.values()]))
             path.unlink()
+
+
+@pytest.mark.parametrize("leaf", range(4))
+def test_a_wrong_digest_of_one_leaf_beside_others_is_noticed(tmp_path: Path, leaf: int) -> None:
+    """A leaf that changed is said to be the base's, while all else that is remembered is true."""
+    base = {name: rows(4, 80 + number) for number, name in enumerate("qkv")}
+    tune = {**base, "q": changed(base["q"], leaf, (leaf + 1) % 4)}
+    paths = [
+        deferring.save(tmp_path / f"{n}.safetensors", each) for n, each in enumerate((base, tune))
+    ]
+    tensor, _, _ = load_file_of_qkv(None, paths[0], known=False)
+    right, _, read = load_file_of_qkv(None, paths[1], known=True)
+    assert read == 2 * LEAF_BYTES
+    assert torch.equal(right, torch.cat([*tune.values()]))
+    del right
+    gc.collect()
+    [true] = contents_of([base["q"]])
+    with pytest.raises(StaleHintError):
+        load_file_of_qkv(None, paths[1], known=True, leaves={("q", leaf): true.leaves[leaf]})
+    assert torch.equal(tensor, torch.cat([*base.values()]))
 
 
 def test_errors_of_reading_are_passed_on_and_nothing_stays() -> None:
@@ -512,8 +551,9 @@ def test_errors_of_reading_are_passed_on_and_nothing_stays() -> None:
         raise StaleHintError("as it was remembered it is not")
 
     whole = torch.cat(tune)
+    key, contents = resident_key(whole, ""), contents_of(tune)
     with pytest.raises(StaleHintError):
-        build_from_contents(resident_key(whole, ""), contents_of(tune), fetch, digest_of)
+        build_from_contents(key, contents, fetch, check_of(contents), digest_of)
     gc.collect()
     assert slabs() == before
     assert held.nbytes

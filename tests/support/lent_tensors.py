@@ -1,7 +1,7 @@
 """Tensors of several leaves, and what a process has of a memory manager."""
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -114,6 +114,15 @@ def reader_of(
     return fetch
 
 
+def check_of(contents: Sequence[Content]) -> Callable[[int, memoryview], None]:
+    """What sees that a content is what its digest says."""
+
+    def check(number: int, data: memoryview) -> None:
+        assert digest(data) == contents[number].digest
+
+    return check
+
+
 def load_known(
     process: Process,
     parts: Sequence[torch.Tensor],
@@ -129,7 +138,9 @@ def load_known(
     contents, geometry = contents_of(parts), resident_key(whole, "")
 
     def build(residents: Sequence[Resident], admit: Any) -> Resident | None:
-        return build_from_contents(geometry, contents, fetch, digest_of, residents, admit)
+        return build_from_contents(
+            geometry, contents, fetch, check_of(contents), digest_of, residents, admit
+        )
 
     built = provider.build_known(recipe, geometry, contents, build)
     if built is None:
@@ -159,17 +170,23 @@ def load_file_of_qkv(
     known: bool,
     lent: bool = True,
     wrong: str = "",
+    leaves: Mapping[tuple[str, int], str] | None = None,
     **config: Any,
 ) -> tuple[torch.Tensor, LoadSession, int]:
     """A fused tensor as a session loads it; how many bytes of the file were read.
 
-    What is known of the source `wrong` is not true. `lent`: whether the manager takes the tensor.
+    What is known of the source `wrong` is not true, and of the leaves of a source in `leaves`
+    their digests there are. `lent`: whether the manager takes the tensor.
     """
     model = deferring.module(fused=torch.zeros(12 * ROWS_OF_A_LEAF, ROW))
     with deferring.deferred(model, path, _fuse) as run:
         for source in run.file.tensors.values() if known else ():
             [content] = contents_of([load_file(path)[source.spec.name]])
             source.digest, source.leaves = content.digest, content.leaves
+            source.leaves = tuple(
+                (leaves or {}).get((source.spec.name, n), leaf)
+                for n, leaf in enumerate(source.leaves)
+            )
             if source.spec.name == wrong:
                 source.digest = digest(b"of another tensor")
                 source.leaves = tuple(digest(b"%d" % n) for n in range(len(content.leaves)))
