@@ -173,10 +173,11 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         keys = [self._contents_key(each.key) for each in donors]
         for resident, layer in zip(donors, self.client.get(keys, self.checkpoint), strict=True):
             composition = None if layer is None else composition_in(layer.record)
-            if composition is None or composition.key != resident.key or not composition.contents:
+            if composition is None or composition.key != resident.key:
                 continue
-            if composition.contents[-1].end == resident.nbytes:
-                note_contents(resident, composition.contents)
+            theirs = composition.contents
+            if theirs and theirs[-1].end == resident.nbytes:
+                note_contents(resident, theirs)
         self._having = donors
         return donors
 
@@ -408,7 +409,7 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
             self._publish_record(resident, keys, record)
 
     def _publish_record(self, resident: Resident, keys: Sequence[str], record: bytes) -> None:
-        if len(record) > MAX_RECORD:  # what a tensor of a GB and more consists of
+        if len(record) > MAX_RECORD:  # what a tensor of 2 GB and more consists of
             return
         digests = [lease.digest for lease in leases_of(resident)]
         try:

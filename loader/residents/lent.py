@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 import msgspec
 
 from tensor_dedup.digest import LEAF_BYTES, StreamDigest
-from tensor_dedup.loader.residents.leaves import Content  # noqa: TC001 (msgspec resolves it)
+from tensor_dedup.loader.residents.leaves import Content
 from tensor_dedup.loader.residents.resident import Resident, digest_of
 from tensor_dedup.loader.residents.slab import (
     ExtentLayout,
@@ -157,12 +157,29 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
     stride: tuple[int, ...]
     digest: str
     parts: tuple[tuple[_Count, _Count, _Count], ...]
-    contents: tuple[Content, ...] = ()
+    # As `Content`, with the leaf digests as bytes in one: a record has 32 KiB.
+    packed: tuple[tuple[_Count, _Count, str, bytes], ...] = ()
 
     @property
     def key(self) -> ResidentKey:
         """The key of the tensor."""
         return ResidentKey(self.dtype, self.shape, self.stride, self.digest)
+
+    @property
+    def contents(self) -> list[Content]:
+        """What the tensor consists of, or nothing if that is not known."""
+        return [
+            Content(
+                start, end, digest, tuple(hexes[at : at + 64] for at in range(0, len(hexes), 64))
+            )
+            for start, end, digest, leaves in self.packed
+            for hexes in (leaves.hex(),)
+        ]
+
+
+def _hex_digests(leaves: bytes) -> Iterator[str]:
+    for at in range(0, len(leaves), 32):
+        yield leaves[at : at + 32].hex()
 
 
 def record_of_parts(
@@ -173,7 +190,8 @@ def record_of_parts(
     `contents` is what it consists of, where that is known.
     """
     geometry = key.dtype, tuple(key.shape), tuple(key.stride)
-    return msgspec.msgpack.encode(Composition(*geometry, key.digest, tuple(parts), tuple(contents)))
+    packed = tuple((*each[:3], bytes.fromhex("".join(each.leaves))) for each in contents)
+    return msgspec.msgpack.encode(Composition(*geometry, key.digest, tuple(parts), packed))
 
 
 def composition_in(record: bytes) -> Composition | None:

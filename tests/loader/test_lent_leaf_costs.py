@@ -31,7 +31,12 @@ from tensor_dedup.digest import LEAF_BYTES, digest
 from tensor_dedup.loader.checkpoint_io.sources import StaleHintError
 from tensor_dedup.loader.residents import lent
 from tensor_dedup.loader.residents.leaves import Content, content_marks, leaf_marks
-from tensor_dedup.loader.residents.lent import LentInParts, record_of, record_of_parts
+from tensor_dedup.loader.residents.lent import (
+    LentInParts,
+    composition_in,
+    record_of,
+    record_of_parts,
+)
 from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM, registry
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.client.connection import Connection
@@ -341,6 +346,23 @@ def test_a_full_manager_costs_no_second_reading(tmp_path: Path) -> None:
         assert torch.equal(second, torch.cat([*small.values()]))
         assert torch.equal(held, torch.cat([*base.values()]))
         assert manager.overview().totals.builds == 0
+
+
+def test_what_a_tensor_of_nearly_2_gib_consists_of_is_a_record() -> None:
+    """Embeddings of 8B models, and stacked experts, have 1 GiB and more."""
+    leaves = tuple(digest(b"%d" % n) for n in range(1000))
+    sizes = 600 * LEAF_BYTES, 399 * LEAF_BYTES + 7
+    first, second = (digest(b"%d bytes" % size) for size in sizes)
+    contents = [
+        Content(0, sizes[0], first, leaves[:600]),
+        Content(sizes[0], sum(sizes), second, leaves[600:]),
+    ]
+    key = ResidentKey("U8", (sum(sizes),), (1,), digest(b"all"))
+    record = record_of_parts(key, [(0, 0, sum(sizes))], contents)
+    assert len(record) <= MAX_RECORD
+    found = composition_in(record)
+    assert found is not None
+    assert (found.key, found.contents) == (key, contents)
 
 
 def test_a_record_that_is_too_large_costs_no_second_reading(
