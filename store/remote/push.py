@@ -584,7 +584,29 @@ class _Push:
             same = segments.keys() == now.segments.keys() and trash == now.trash
             return None if same and not now.rebuilt else (segments, trash)
 
-        commit(self._bucket, catalog, change)
+        if commit(self._bucket, catalog, change).tag != catalog.tag:
+            self._check_sent(loads, objects)
+
+    def _check_sent(self, loads: Sequence[_Load], objects: Sequence[str]) -> None:
+        """Check that what was sent is there, where others wrote the catalog meanwhile.
+
+        A gc may have deleted what was garbage until then, and was sent again between its last look
+        and its deletion. From here on no gc does: what is entered is on the list of none.
+        """
+        wanted: dict[str, ContainerId | None] = {
+            key: load.container
+            for load in loads
+            for key in (
+                layout.container_key(load.container),
+                layout.table_key(load.container.name),
+            )
+        }
+        wanted |= dict.fromkeys(map(layout.manifest_key, objects))
+        there = {s.key for s in self._bucket.each(self._bucket.head, wanted) if s is not None}
+        if gone := wanted.keys() - there:
+            if containers := {c for key in gone if (c := wanted[key]) is not None}:
+                drop(self._bucket, containers)
+            raise _OutdatedError
 
     def _refer(self, checkpoint: Outgoing, tag: str | None) -> None:
         """Commit: the name stands for the checkpoint from here on."""

@@ -3,7 +3,7 @@
 The short form takes a case here and there, the long one more than 5,000 of some 58,000.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -141,3 +141,38 @@ def test_nothing_is_lost_whatever_goes_wrong_and_whoever_else_is_at_work(
     store = scene.store()
     store.pull(Remote(scene.start), "base")
     assert stored(store, "base") == scene.expected["base"]
+
+
+class Sending(Faulty):
+    """A bucket for a push: one object arrives between a gc's last look at it and its deletion."""
+
+    def __init__(self, inner: MemoryBucket, key: str, deletion: int) -> None:
+        super().__init__(inner)
+        self._key, self._deletion = key, deletion
+        self.sent = False
+
+    def put(self, key: str, chunks: Sequence[memoryview]) -> None:
+        if key != self._key or self.sent:
+            super().put(key, chunks)
+            return
+        self.sent = True
+        arrive = partial(super().put, key, chunks)
+        Remote(Faulty(self.inner, self._deletion, meanwhile=arrive)).gc(24)
+
+
+def test_what_is_sent_while_a_gc_deletes_it_is_sent_again(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    gate = Faulty(scene.bucket())
+    Remote(gate).gc(24)
+    deletions = {n: call.split()[1] for n, call in enumerate(gate.calls) if call[:3] == "del"}
+    sent = set()
+    for number, key in deletions.items():
+        inner = scene.bucket()
+        push = Sending(inner, key, number)
+        scene.full.push(Remote(push), "tune")
+        sent |= {key.split("/")[0]} if push.sent else set()
+        scene.check(inner, key)
+        store = scene.store()
+        store.pull(Remote(inner), "tune")
+        assert stored(store, "tune") == scene.expected["tune"]
+    assert {"containers", "tables", "manifests"} <= sent
