@@ -15,7 +15,8 @@ from remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
 from stores import Content, content, open_store, stored, three
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store import Store
-from tensor_dedup.store.remote import Remote
+from tensor_dedup.store.remote import Remote, layout
+from tensor_dedup.store.remote.catalog import catalog_of, read_catalog
 
 HOUR = 3600.0
 KINDS = (*FAULTS, *READ_FAULTS, "delayed")
@@ -110,8 +111,6 @@ class Scene:
 
     def _free(self, bucket: MemoryBucket) -> bool:
         """Whether no gc that was cut short is still to be finished."""
-        from tensor_dedup.store.remote.catalog import read_catalog
-
         catalog = read_catalog(bucket, with_trash=True)
         return catalog is None or not catalog.trash.deleting
 
@@ -151,7 +150,7 @@ class Sending(Faulty):
         self._key, self._deletion = key, deletion
         self.sent = False
 
-    def put(self, key: str, chunks: Sequence[memoryview]) -> None:
+    def put(self, key: str, chunks: Sequence[memoryview] | Iterator[memoryview]) -> None:
         if key != self._key or self.sent:
             super().put(key, chunks)
             return
@@ -176,3 +175,22 @@ def test_what_is_sent_while_a_gc_deletes_it_is_sent_again(tmp_path: Path) -> Non
         store.pull(Remote(inner), "tune")
         assert stored(store, "tune") == scene.expected["tune"]
     assert {"containers", "tables", "manifests"} <= sent
+
+
+def test_of_two_pushes_at_once_the_catalog_has_both(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+
+    def push(remote: Remote) -> None:
+        scene.full.push(remote, "tiny")
+
+    gate = Faulty(scene.bucket())
+    push(Remote(gate))
+    inner = scene.bucket()
+    before = {*catalog_of(inner).containers}
+    at = gate.calls.index(f"put_if {layout.HEAD}")
+    meanwhile = partial(scene.full.push, Remote(inner), "tune")
+    push(Remote(Faulty(inner, at, meanwhile=meanwhile)))
+    added = {*catalog_of(inner).containers} - before
+    sent = {key for key in inner.objects if key.startswith(layout.CONTAINERS)}
+    assert len(added) >= 2
+    assert {layout.container_key(each) for each in added | before} == sent
