@@ -106,6 +106,10 @@ class Files(ABC):
     def status(self, path: Path) -> FileStatus | None:
         """What is at a path, links followed; None when nothing is."""
 
+    def resolved(self, path: Path) -> Path:
+        """The absolute path that links lead to, be anything there or not."""
+        return Path(os.path.realpath(path))
+
     @abstractmethod
     def status_of(self, handle: Handle) -> FileStatus:
         """What an open file is now."""

@@ -468,9 +468,8 @@ def test_what_has_to_be_exported_is_refused_with_the_command(
         store.import_(tune, "tune")
         CheckpointStore(store, "run", weights="model").save({"model": moved(weights(1))}, 7)
     for name, samples in (("tune", ["a text"]), ("run@7", [])):
-        with pytest.raises(
-            ConfigError, match=f"run `tensor-dedup export {name} DIR`, and give"
-        ) as e:
+        command = f"tensor-dedup export {name} DIR --store {tmp_path / 'store'}"
+        with pytest.raises(ConfigError, match=f"run `{command}`, and give") as e:
             substitute(
                 *(base, f"store://{name}", tmp_path / "x"),
                 layers="0",

@@ -146,8 +146,8 @@ class Bucket(ABC):
         """Return the name of something that is there and no remote's, where a look finds it."""
         return None
 
-    def outer(self) -> Path | None:
-        """Return the folder of a remote or a store that this lies inside, if a look finds it."""
+    def outer(self) -> str | None:
+        """Return the remote or the store that this would lie in the way of, if a look finds it."""
         return None
 
     @abstractmethod
@@ -244,13 +244,14 @@ class FolderBucket(Bucket):
         names = self._files.listdir(self._root)
         return next((n for n in names if n not in _OF_A_FOLDER and not n.startswith(".")), None)
 
-    def outer(self) -> Path | None:
-        # docstring inherited
-        for folder in self._root.parents:
+    def outer(self) -> str | None:
+        # docstring inherited; first as it was written, then where links lead
+        above = [*self._root.parents, *self._files.resolved(self._root).parents]
+        for folder in dict.fromkeys(above):
             with suppress(StoreError):  # what cannot be read is none of ours
                 text = FolderBucket(folder, self._files)._read(MARKER, TEXT_BYTES) or b""
                 if text.startswith((MARKER_LINES[0].encode(), STORE_TITLE)):
-                    return folder
+                    return str(folder)
         return None
 
     def get(self, key: str, limit: int) -> tuple[bytes, str] | None:
@@ -443,6 +444,19 @@ class ServerBucket(Bucket):
         if _used_by != os.getpid():
             what = "this process was forked after its parent had used a remote; start one instead"
             raise RemoteUnreachableError.at(self.at(key), what)
+
+    def outer(self) -> str | None:
+        # docstring inherited; a remote has all of its objects below names that we know
+        parts = self.url.split("/")
+        for number in range(3, len(parts)):
+            if parts[number] in _OF_A_FOLDER:
+                above = ServerBucket("/".join(parts[:number]))
+                above.traffic = self.traffic
+                with suppress(StoreError):  # what may not be read is none of ours
+                    found = above.get(MARKER, TEXT_BYTES)
+                    if found is not None and found[0].startswith(MARKER_LINES[0].encode()):
+                        return above.url
+        return None
 
     def still_has(self, key: str, tag: str) -> bool:
         # docstring inherited

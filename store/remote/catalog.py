@@ -470,7 +470,7 @@ def _without_segments(bucket: Bucket) -> Catalog:
 
 
 def is_damage_noted(bucket: Bucket) -> bool:
-    """Return whether `verify` has found containers damaged, and they still are, for all is known.
+    """Return whether containers were found damaged or gone, and still are, for all that is known.
 
     That costs a request or, where something is condemned, two. What cannot be read notes nothing.
     """
@@ -524,12 +524,12 @@ def commit(
     raise RemoteBusyError.at(bucket.at(layout.HEAD), f"others wrote it {_ATTEMPTS} times meanwhile")
 
 
-def drop(bucket: Bucket, containers: Collection[ContainerId], *, condemned: bool = False) -> None:
-    """Take containers out of the catalog, so that no later push relies on them.
+def drop(bucket: Bucket, containers: Collection[ContainerId]) -> None:
+    """Take containers out of the catalog and note that they are damaged, or gone.
 
-    Unless they are condemned, too, the next sweep enters those that are there after all.
+    No later push relies on them, and those who had what was in them are told (`is_damage_noted`).
     """
-    keys = {layout.container_key(each): DAMAGED for each in containers if condemned}
+    keys = dict.fromkeys(map(layout.container_key, containers), DAMAGED)
 
     def change(catalog: Catalog) -> CatalogChange | None:
         kept = [entry for c, entry in catalog.containers.items() if c not in containers]
@@ -600,7 +600,7 @@ def with_more(
     one that is there comes in its place: a sweep leaves differences out whose base it takes.
     """
     if catalog.rebuilt:
-        return segment_of([*catalog.containers.values(), *new])
+        return segment_of({e.name: e for e in (*catalog.containers.values(), *new)}.values())
     known = {each.name: each.pieces for held in catalog.segments.values() for each in held}
     more = {each.name: each for each in new if each.pieces > known.get(each.name, 0)}
     pieces = sum(each.pieces for each in catalog.containers.values())

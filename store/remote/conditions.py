@@ -46,7 +46,7 @@ def prepare(bucket: Bucket) -> bool:
         what = f"it holds {other} and no remote; push to an empty folder or one to be made"
         raise NotARemoteError.at(bucket.url, what)
     if (outer := bucket.outer()) is not None:
-        what = f"it lies inside {outer}, which is a remote or a store; push to a folder outside it"
+        what = f"it lies inside {outer}, which is a remote or a store; push to a place outside it"
         raise NotARemoteError.at(bucket.url, what)
     _probe(bucket)
     if not bucket.put_if(layout.MARKER, marker, None):

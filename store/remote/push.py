@@ -41,8 +41,10 @@ from tensor_dedup.store.reading.reader import StoredPieces
 from tensor_dedup.store.remote import layout
 from tensor_dedup.store.remote.buckets import Bucket
 from tensor_dedup.store.remote.catalog import (
+    DAMAGED,
     Catalog,
     CatalogChange,
+    ListedContainer,
     Trash,
     catalog_of,
     commit,
@@ -351,8 +353,9 @@ class _Push:
         for _ in bucket.each(write, blobs):
             pass
         reused = self._reused(catalog, missing, loads)
-        self._check_there(catalog, reused)
-        self._put_holders(catalog, reused, loads, checkpoints)
+        containers = [*dict.fromkeys(reused.values())]
+        self._check_there(catalog, containers)
+        self._put_holders(catalog, containers, loads, checkpoints)
         self._publish(catalog, reused, loads, [*blobs], [each.name for each in checkpoints])
         for number, tag in tags.items():
             # What is relied on may be condemned and deleted in a lease: then begin with what is
@@ -496,20 +499,25 @@ class _Push:
 
     def _reused(
         self, catalog: Catalog, missing: Collection[bytes], loads: Sequence[_Load]
-    ) -> list[ContainerId]:
-        """The containers of the remote that the checkpoints, or deltas among them, rely on."""
-        found: dict[ContainerId, None] = {}
+    ) -> dict[tuple[bytes, bool], ContainerId]:
+        """The pieces of the remote that the checkpoints, or deltas among them, rely on, and where.
+
+        Each is given with whether it is held there without a base.
+        """
+        found: dict[tuple[bytes, bool], ContainerId] = {}
         bases = {r.base for load in loads for r in load.table.records if r.base is not None}
         for digest in (d for d in self._sizes if d not in missing):
-            found[catalog.holders(digest)[0]] = None
+            first = catalog.holders(digest)[0]
+            found[digest, first in catalog.holders(digest, alone=True)] = first
         for digest in bases - {*missing}:
-            found[catalog.holders(digest, alone=True)[0]] = None
-        return [*found]
+            found[digest, True] = catalog.holders(digest, alone=True)[0]
+        return found
 
     def _check_there(self, catalog: Catalog, reused: Sequence[ContainerId]) -> None:
         """Check that what the catalog says is there: a reference must not lead to nothing.
 
-        What is not there leaves the catalog, and the push begins anew and sends what was in it.
+        What is not there leaves the catalog and is noted as damaged, so that whoever has lost it
+        is told; the push begins anew and sends what was in it.
         """
         bucket = self._bucket
         keys = {layout.container_key(each): catalog.containers[each].nbytes for each in reused}
@@ -532,18 +540,20 @@ class _Push:
     def _publish(
         self,
         catalog: Catalog,
-        reused: Sequence[ContainerId],
+        reused: Mapping[tuple[bytes, bool], ContainerId],
         loads: Sequence[_Load],
         objects: Sequence[str],
         names: Sequence[str],
     ) -> None:
-        """Enter the new containers in the catalog, and see that no gc takes what is relied on."""
+        """Enter the new containers in the catalog, and see that no gc takes what is relied on.
+
+        A delta is relied on only where it is listed now: a sweep leaves it out when it condemns
+        what that is against, which this push does not know and so could not take off that list.
+        """
         new = [listed(load.container, load.table) for load in loads]
-        relied = [catalog.containers[each] for each in reused]
-        keys = {layout.container_key(each) for each in reused}
-        for load in loads:
-            keys |= {layout.container_key(load.container), layout.table_key(load.container.name)}
-        keys |= {layout.table_key(each.name) for each in reused}
+        containers = {*reused.values(), *(load.container for load in loads)}
+        keys = {layout.container_key(each) for each in containers}
+        keys |= {layout.table_key(each.name) for each in containers}
         keys |= {layout.manifest_key(name) for name in objects}
         keys |= {layout.ref_key(name) for name in names}
 
@@ -551,19 +561,52 @@ class _Push:
             if keys & {*now.trash.deleting}:
                 what = "a gc is deleting what this push needs; if it was cut short, run it again"
                 raise RemoteBusyError.at(self._bucket.at(layout.HEAD), what)
-            condemned = now.trash.condemned
-            for each in reused:
-                if each not in now.containers and layout.container_key(each) not in condemned:
+            condemned, before = now.trash.condemned, catalog.trash.condemned
+            found_damaged = {key for key, since in condemned.items() if since == DAMAGED}
+            if any(before.get(key) != DAMAGED for key in keys & found_damaged):
+                raise _OutdatedError
+            again = dict[ContainerId, ListedContainer]()
+            for (digest, alone), each in reused.items():
+                if each in now.containers:
+                    if each not in now.holders(digest, alone=alone):
+                        raise _OutdatedError
+                elif not alone or layout.container_key(each) not in condemned:
                     raise _OutdatedError
+                else:
+                    # Of its deltas nobody knows whether what they are against is there still.
+                    entry = catalog.containers[each]
+                    again[each] = msgspec.structs.replace(entry, deltas=b"")
             trash = Trash(
                 {key: since for key, since in condemned.items() if key not in keys},
                 now.trash.deleting,
             )
-            segments = with_more(now, [*new, *relied])
+            segments = with_more(now, [*again.values(), *new])
             same = segments.keys() == now.segments.keys() and trash == now.trash
             return None if same and not now.rebuilt else (segments, trash)
 
-        commit(self._bucket, catalog, change)
+        if commit(self._bucket, catalog, change).tag != catalog.tag:
+            self._check_sent(loads, objects)
+
+    def _check_sent(self, loads: Sequence[_Load], objects: Sequence[str]) -> None:
+        """Check that what was sent is there, where others wrote the catalog meanwhile.
+
+        A gc may have deleted what was garbage until then, and was sent again between its last look
+        and its deletion. From here on no gc does: what is entered is on the list of none.
+        """
+        wanted: dict[str, ContainerId | None] = {
+            key: load.container
+            for load in loads
+            for key in (
+                layout.container_key(load.container),
+                layout.table_key(load.container.name),
+            )
+        }
+        wanted |= dict.fromkeys(map(layout.manifest_key, objects))
+        there = {s.key for s in self._bucket.each(self._bucket.head, wanted) if s is not None}
+        if gone := wanted.keys() - there:
+            if containers := {c for key in gone if (c := wanted[key]) is not None}:
+                drop(self._bucket, containers)
+            raise _OutdatedError
 
     def _refer(self, checkpoint: Outgoing, tag: str | None) -> None:
         """Commit: the name stands for the checkpoint from here on."""

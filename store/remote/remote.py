@@ -51,6 +51,9 @@ class Remote:
         """
         if not isinstance(url, (str, PathLike)):
             raise RemoteUrlError.at(repr(url), "it is neither text nor a path")
+        if isinstance(url, PathLike) and not Path(url).parts:
+            what = "it is empty, as of a variable that is not set; Path.cwd() is where you are"
+            raise RemoteUrlError.at(repr(url), what)
         return cls(open_bucket(str(url), files or RealFiles()))
 
     def __repr__(self) -> str:

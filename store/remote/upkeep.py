@@ -68,7 +68,7 @@ class RemoteCheckpoint:
 
     `unique_bytes` are stored for this one alone, and nothing else is stored as a difference from
     them; None where that was not asked for. `damage` says why it cannot be read, or not whole: its
-    `manifest` is known where only pieces are damaged, as `verify` has noted it.
+    `manifest` is known where only pieces are, as `verify` or a push has noted it.
     """
 
     name: str
@@ -182,7 +182,7 @@ def checkpoints(bucket: Bucket, only: Sequence[str] | None = None) -> list[Remot
 
 
 def _noted_damage(bucket: Bucket) -> Callable[[RemoteManifest], str | None]:
-    """Return what says which damage `verify` has noted to the pieces of a checkpoint."""
+    """Return what says which damage is noted to the pieces of a checkpoint."""
     if not is_damage_noted(bucket):
         return lambda _: None
     catalog = catalog_of(bucket)
@@ -531,24 +531,18 @@ def _mended(
     """What the catalog says that is not so, when it has been put right."""
     named = catalog.containers if catalog is not None else {}
     absent = named.keys() - found.tables.keys()
-    listed_tables = {c: found.tables[c] for c in named if c not in absent}
-    alone = {r.digest for t in listed_tables.values() for r in t.records if r.base is None}
-    right = {
-        c: listed(c, table, alone | bases_listed(named[c], table))
-        for c, table in listed_tables.items()
-    }
     lies = {
-        c: entry
-        for c, entry in right.items()
+        c
+        for c, entry in _right(named, found).items()
         if _is_wrong(named[c], entry.shortened(named[c].width)) and c not in bad
     }
     if gone := {*bad, *absent}:
-        drop(bucket, gone, condemned=True)
+        drop(bucket, gone)
     if lies:
-        _correct(bucket, lies)
+        _correct(bucket, found, lies)
     for containers, what in (
         (absent, "the catalog names it, and it is not there, whole"),
-        (lies.keys(), "the catalog says of it what its table does not"),
+        (lies, "the catalog says of it what its table does not"),
     ):
         for container in sorted(containers):
             yield RemoteFault(bucket.at(layout.container_key(container)), what)
@@ -613,11 +607,25 @@ def _wrong(
     return None if whole else ""
 
 
-def _correct(bucket: Bucket, right: Mapping[ContainerId, ListedContainer]) -> None:
-    """Write of containers what their tables say."""
+def _right(
+    named: Mapping[ContainerId, ListedContainer], found: RemoteInventory
+) -> dict[ContainerId, ListedContainer]:
+    """Return what a catalog may say of its containers: of their deltas those whose base it has."""
+    tables = {c: found.tables[c] for c in named if c in found.tables}
+    alone = {r.digest for table in tables.values() for r in table.records if r.base is None}
+    return {
+        c: listed(c, table, alone | bases_listed(named[c], table)) for c, table in tables.items()
+    }
+
+
+def _correct(bucket: Bucket, found: RemoteInventory, lies: Collection[ContainerId]) -> None:
+    """Write of containers what their tables say, as far as the catalog lists them now."""
 
     def change(catalog: Catalog) -> CatalogChange | None:
-        entries = [right.get(c, entry) for c, entry in catalog.containers.items()]
+        right = _right(catalog.containers, found)
+        entries = [
+            right.get(c, entry) if c in lies else entry for c, entry in catalog.containers.items()
+        ]
         if entries == [*catalog.containers.values()]:
             return None
         return segment_of(entries), catalog.trash

@@ -8,7 +8,7 @@ name: as long as it exists, gc deletes nothing.
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -97,6 +97,8 @@ class BadRecord:
 
 
 _SHOWN_USERS = 5
+_GIVE = "run `tensor-dedup repair --from PATH` with a path that holds them"
+_IN_PLACE = "in a file indexed in place; run `tensor-dedup repair`"
 _GAP_STEP = 1 << 20
 _STAIN = "is not zero"
 _UNREADABLE = "cannot be read from the disk"
@@ -109,7 +111,8 @@ class Fault:
     """One fault: its kind, the file, what is wrong, and which checkpoints are affected.
 
     Kinds: reference, manifest, page, table, container, list, alien, tensor, padding, index, lost,
-    exposed (only a file that others own still holds the piece).
+    exposed (only a file that others own still holds the piece). A damaged tensor is a `tensor` when
+    it is found; later it is `lost` or `exposed` if nothing else in the store has its bytes.
     """
 
     kind: str
@@ -182,24 +185,47 @@ def verify(
         result.containers += 1
         if level.share > 0:
             work.check(container, records, padding=level.share >= 1)
-    for digest, nbytes in found.lost().items():
+    _say_what_is_lost(objects, found, result, work.named)
+    return result
+
+
+def _say_what_is_lost(
+    objects: Objects, found: Inventory, result: VerifyResult, damaged: Sequence[tuple[int, bytes]]
+) -> None:
+    """Add what helps to the faults of damaged pieces, and a fault for each other that is lost.
+
+    Damaged ones are given with the numbers of their faults.
+    """
+    lost, exposed = found.lost(), found.exposed()
+    needed = lost.keys() | found.lost_anchors()
+    for number, digest in damaged:
+        fault = result.faults[number]
+        if digest in needed:
+            step = _GIVE
+        elif digest in exposed:
+            step = f"the copy that is right is {_IN_PLACE}"
+        else:
+            step = "no checkpoint needs this copy"
+        result.faults[number] = replace(fault, what=f"{fault.what}; {step}")
+    named = {digest for _, digest in damaged}
+    for digest, nbytes in lost.items():
+        if digest in named:
+            continue
         bases = found.bases(digest)
         where = (
             "in no container" if not bases else f"stored against {bases[0].hex()}, which is lost"
         )
-        what = (
-            f"{nbytes} bytes of digest {digest.hex()} are {where}; run "
-            "`tensor-dedup repair --from PATH` with a path that holds them"
-        )
+        what = f"{nbytes} bytes of digest {digest.hex()} are {where}; {_GIVE}"
         result.faults.append(Fault("lost", str(objects.layout.root), what, _users(found, digest)))
-    for digest, nbytes in found.exposed().items():
+    for digest, nbytes in exposed.items():
+        if digest in named:
+            continue
         what = (
             f"of {nbytes} bytes of digest {digest.hex()} the copy here is damaged, and the one "
-            "that is right is in a file indexed in place; run `tensor-dedup repair`"
+            f"that is right is {_IN_PLACE}"
         )
         users = _users(found, digest)
         result.faults.append(Fault("exposed", str(objects.layout.root), what, users))
-    return result
 
 
 def _choose(found: Inventory, level: Level) -> dict[ContainerId, list[Record]]:
@@ -250,6 +276,8 @@ class _Check:
         self._scrubber = scrubber
         self._objects, self._hasher = objects, hasher
         self._found, self._result, self._progress = found, result, progress
+        # The numbers of faults that say which piece is damaged, and not yet what helps.
+        self.named: list[tuple[int, bytes]] = []
 
     def check(self, container: ContainerId, records: Sequence[Record], *, padding: bool) -> None:
         """Compare records with their digests, and the padding with zeros."""
@@ -299,10 +327,8 @@ class _Check:
         if record.offset in before:
             return  # known and kept from being read; `lost` says so if nothing replaces it
         how = "cannot be read from the disk: digest" if bad.unreadable else "do not have the digest"
-        what = (
-            f"the {record.stored} bytes at {record.offset} {how} "
-            f"{record.digest.hex()}; run `tensor-dedup repair --from PATH`"
-        )
+        what = f"the {record.stored} bytes at {record.offset} {how} {record.digest.hex()}"
+        self.named.append((len(self._result.faults), record.digest))
         self._result.faults.append(
             Fault("tensor", str(path), what, _users(self._found, record.digest))
         )

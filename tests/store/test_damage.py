@@ -98,6 +98,16 @@ def test_verify_names_the_file(place: str, store: Store) -> None:
     assert [fault.kind for fault in faults if fault.path == str(path)] == [kind]
 
 
+def test_damage_to_what_nobody_needs_asks_for_nothing(store: Store) -> None:
+    """Each fault has one next step: no source is asked for where none would help."""
+    flip(one(store.path, "containers/*/*.raw"), 500_000)
+    for name in store.names():
+        store.delete(name)
+    [fault] = store.verify(full=True).faults
+    assert (fault.kind, fault.affected) == ("tensor", ())
+    assert fault.what.endswith("; no checkpoint needs this copy")
+
+
 def test_a_damaged_tensor_names_who_uses_it(store: Store) -> None:
     flip(one(store.path, "containers/*/*.raw"), 500_000)
     fault, *_ = store.verify(full=True).faults

@@ -231,7 +231,6 @@ def test_padding_that_cannot_be_read_is_named_once(disk: Disk, tmp_path: Path) -
     assert {fault.kind for fault in disk.store.verify(full=True).faults} == {
         "tensor",
         "padding",
-        "lost",
     }
     assert disk.store.repair([source]).missing == []
     assert_clean(disk.store, expected)

@@ -165,7 +165,7 @@ def _opened(url: str) -> Remote:
 def list_(ctx: click.Context, url: str, as_json: bool) -> None:
     """List the checkpoints of a remote, and each training run with its number of steps.
 
-    One that cannot be read, or that `remote verify` has found damaged, makes the exit status 1.
+    One that cannot be read, or was found damaged or lost, makes the exit status 1.
     """
     remote = _opened(url)
     found = remote.checkpoints()
@@ -297,7 +297,7 @@ def _show_run(remote: Remote, name: str, steps: Sequence[str], as_json: bool) ->
 def du(ctx: click.Context, url: str, as_json: bool) -> None:
     """Show the space that a remote takes, and what each checkpoint or run alone needs.
 
-    One that cannot be read, or that `remote verify` has found damaged, makes the exit status 1.
+    One that cannot be read, or was found damaged or lost, makes the exit status 1.
     """
     remote = _opened(url)
     found = remote.usage()

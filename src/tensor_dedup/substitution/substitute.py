@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -118,11 +119,12 @@ def substitute(
     found, origin = find(tune, store), find(base, store)
     _check_target(target, [each for each in (found, origin) if isinstance(each, Path)])
     if isinstance(found, str) and looks_like_step(found):
-        found = _folder(found, "in a step of a training tensors are called otherwise than in")
+        why = "in a step of a training tensors are called otherwise than in"
+        found = _folder(found, store, why)
     runs = None
     if samples:
         why = "samples need"
-        runs = Samples(_folder(found, why), _folder(origin, why), samples)
+        runs = Samples(_folder(found, store, why), _folder(origin, store, why), samples)
     compared = analyze([base, tune], hints=hints, store=store, progress=progress)
     one, two = compared.checkpoints
     otherwise = difference(_settings(origin, store), _settings(found, store))
@@ -168,14 +170,14 @@ def substitute(
     )
 
 
-def _folder(found: Path | str, why: str) -> Path:
+def _folder(found: Path | str, store: StrPath | None, why: str) -> Path:
     """The path of a checkpoint that has one."""
     if isinstance(found, Path):
         return found
-    name = found.removeprefix(SCHEME)
-    raise ConfigError(
-        f"{found}: {why} its files; run `tensor-dedup export {name} DIR`, and give DIR", path=found
-    )
+    command = f"tensor-dedup export {shlex.quote(found.removeprefix(SCHEME))} DIR"
+    if store is not None:
+        command += f" --store {shlex.quote(str(store))}"
+    raise ConfigError(f"{found}: {why} its files; run `{command}`, and give DIR", path=found)
 
 
 @contextmanager

@@ -1,5 +1,8 @@
 """A tensor that is stored as a difference is there only while what it is against is."""
 
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 from safetensors.numpy import load_file, save_file
 
-from remotes import MemoryBucket
+from remotes import Faulty, Killed, MemoryBucket
 from stores import (
     KIB,
     content,
@@ -26,7 +29,9 @@ from tensor_dedup.store.remote.catalog import (
     PREFIX_BYTES,
     Catalog,
     ListedContainer,
+    bases_listed,
     catalog_of,
+    commit,
     read_table,
     segment_of,
     with_more,
@@ -231,3 +236,186 @@ def test_a_push_that_reads_a_table_takes_no_difference_from_what_is_gone(
     full.push(remote, "wide")
     assert_pulls(tmp_path, bucket, "wide", "more")
     assert remote.verify(full=True).fine
+
+
+@pytest.fixture
+def lent(tmp_path: Path) -> tuple[Store, MemoryBucket]:
+    """A remote with `tune` and `more`, and without `base`, which nothing needs but as an anchor.
+
+    The container of `tune` has all of `more`, and a part of `other`, which is not there.
+    """
+    b, d = weights(2, 400 * KIB), noise(6, 70 * KIB)
+    files = {
+        "base": u8(b=b),
+        "tune": u8(b=tuned(b, 4), d=d),
+        "more": u8(d=d),
+        "other": u8(d=d, e=noise(7, 70 * KIB)),
+    }
+    store, bucket = open_store(tmp_path / "lender"), MemoryBucket()
+    for name, tensors in files.items():
+        path = write(tmp_path / name, {"model.safetensors": safetensors(tensors)})
+        store.import_(path, name, compress="auto")
+    for name in ("base", "tune", "more"):
+        store.push(Remote(bucket), name)
+    assert anchor(bucket)
+    Remote(bucket).delete("base")
+    return store, bucket
+
+
+def copied(bucket: MemoryBucket) -> MemoryBucket:
+    found = MemoryBucket()
+    found.objects, found.clock = dict(bucket.objects), bucket.clock
+    found._count = 10_000
+    return found
+
+
+def over(bucket: MemoryBucket, at: int, meanwhile: Callable[[Remote], object]) -> Faulty:
+    """The remote for one who is at work while another is, before the call of this number."""
+    return Faulty(bucket, at, meanwhile=partial(meanwhile, Remote(bucket)))
+
+
+def swept(remote: Remote) -> None:
+    """A day passes, and somebody sweeps."""
+    assert isinstance(remote.bucket, MemoryBucket)
+    remote.bucket.clock += 25 * HOUR
+    remote.gc(24)
+
+
+def calls(bucket: MemoryBucket, work: Callable[[Remote], object]) -> list[str]:
+    gate = Faulty(copied(bucket))
+    work(Remote(gate))
+    return gate.calls
+
+
+def assert_no_stray(bucket: MemoryBucket) -> None:
+    """Each difference that is listed is from something that is listed, too."""
+    listed = catalog_of(bucket).containers
+    tables = {container: read_table(bucket, container.name) for container in listed}
+    alone = {r.digest for table in tables.values() for r in table.records if r.base is None}
+    for container, table in tables.items():
+        assert bases_listed(listed[container], table) <= alone
+
+
+def test_a_push_over_a_sweep_lists_no_difference_again(lent: tuple[Store, MemoryBucket]) -> None:
+    """A container is relied on for another piece; the difference in it a second push would rely on,
+    while a second sweep deletes what that is from."""
+    store, bucket = lent
+    Remote(bucket).delete("tune")
+    first = len(calls(bucket, lambda remote: store.push(remote, "other")))
+    for number in range(first):
+        between = copied(bucket)
+        gate = over(between, number, swept)
+        store.push(Remote(gate), "other")
+        assert gate.struck
+        assert_no_stray(between)
+        second = calls(between, lambda remote: store.push(remote, "tune"))
+        last = copied(between)
+        store.push(Remote(over(last, second.index("put_if refs/tune"), swept)), "tune")
+        assert_no_stray(last)
+        assert not Remote(last).verify(full=True).faults, (number, gate.calls[number])
+
+
+def test_a_push_over_a_sweep_relies_on_no_difference_that_is_left_out(
+    tmp_path: Path, lent: tuple[Store, MemoryBucket]
+) -> None:
+    """A pull would read all tables to find what it is from, until the next sweep; but for a sweep
+    between the push's last two requests, which it does not see."""
+    store, bucket = lent
+    Remote(bucket).delete("tune")
+    reads_all = []
+    for number in range(len(calls(bucket, lambda remote: store.push(remote, "tune")))):
+        inner = copied(bucket)
+        store.push(Remote(over(inner, number, swept)), "tune")
+        other, gate = open_store(tmp_path / f"other-{number}"), Faulty(inner)
+        other.pull(Remote(gate), "tune")
+        assert stored(other, "tune") == content(tmp_path / "tune")
+        assert_no_stray(inner)
+        reads_all.append("list tables/" in gate.calls)
+    assert not any(reads_all[:-1])
+
+
+def test_a_push_over_a_sweep_brings_no_difference_back(lent: tuple[Store, MemoryBucket]) -> None:
+    """It relies on a difference whose container is condemned together with what that is from, and
+    ends before it has a name; the next push finds what that has left."""
+    store, bucket = lent
+    for name in ("tune", "more"):
+        Remote(bucket).delete(name)
+    for number in range(len(calls(bucket, lambda remote: store.push(remote, "tune")))):
+        inner = copied(bucket)
+        probe = over(copied(bucket), number, swept)
+        store.push(Remote(probe), "tune")
+        named = probe.calls.index("put_if refs/tune")
+        with suppress(Killed):
+            store.push(Remote(Faulty(over(inner, number, swept), named, "killed before")), "tune")
+        assert "tune" not in Remote(inner).names()
+        assert_no_stray(inner)
+        second = calls(inner, lambda remote: store.push(remote, "tune"))
+        store.push(Remote(over(inner, second.index("put_if refs/tune"), swept)), "tune")
+        assert not Remote(inner).verify(full=True).faults, (number, probe.calls[number])
+
+
+def test_a_push_keeps_what_a_verify_has_noted_meanwhile(
+    tmp_path: Path, bucket: MemoryBucket, full: Store
+) -> None:
+    """It mends the damage where it can still see it; else the note says so."""
+    Remote(bucket).delete("tune")
+    full.push(Remote(bucket), "base")
+
+    def verified(remote: Remote) -> None:
+        assert isinstance(remote.bucket, MemoryBucket)
+        key, at = anchor(remote.bucket)
+        blob, tag, when = remote.bucket.objects[key]
+        spoilt = blob[:at] + bytes([blob[at] ^ 1]) + blob[at + 1 :]
+        remote.bucket.objects[key] = (spoilt, tag, when)
+        assert not remote.verify(full=True).fine
+
+    mended = []
+    for number in range(len(calls(bucket, lambda remote: full.push(remote, "tune")))):
+        inner = copied(bucket)
+        full.push(Remote(over(inner, number, verified)), "tune")
+        mended.append(not damage(inner)["tune"])
+        full.push(Remote(inner), "tune")
+        other = open_store(tmp_path / f"other-{number}")
+        other.pull(Remote(inner), "tune")
+        assert stored(other, "tune") == content(tmp_path / "tune")
+    assert mended == sorted(mended, reverse=True)
+    assert True in mended
+
+
+def test_a_verify_over_a_sweep_lists_no_difference_again(
+    lent: tuple[Store, MemoryBucket],
+) -> None:
+    """It puts right what the catalog says of a container, of which a sweep says less meanwhile."""
+    _, bucket = lent
+    Remote(bucket).delete("tune")
+    catalog = catalog_of(bucket)
+    lying = [
+        replace(entry, alone=entry.alone + noise(8, PREFIX_BYTES)) if entry.deltas else entry
+        for entry in catalog.containers.values()
+    ]
+    commit(bucket, catalog, lambda _: (segment_of(lying), catalog.trash))
+    fine = set()
+    for number in range(len(calls(bucket, lambda remote: remote.verify()))):
+        inner = copied(bucket)
+        fine.add(Remote(over(inner, number, swept)).verify().fine)
+        assert_no_stray(inner)
+        assert Remote(inner).verify(full=True).fine
+    assert fine == {True, False}  # a sweep makes the catalog anew
+
+
+def test_a_push_that_finds_a_container_gone_says_so(
+    tmp_path: Path, bucket: MemoryBucket, full: Store
+) -> None:
+    """Of other checkpoints too, which a plain push of them mends."""
+    full.push(Remote(bucket), "base")
+    Remote(bucket).delete("tune")
+    key, _ = anchor(bucket)
+    del bucket.objects[key]
+    assert damage(bucket) == {"base": False}  # nobody has looked
+    full.push(Remote(bucket), "tune")
+    assert damage(bucket) == {"base": True, "tune": False}
+    assert_pulls(tmp_path, bucket, "tune")
+    assert not full.push(Remote(bucket), "base").unchanged
+    assert damage(bucket) == {"base": False, "tune": False}
+    assert_pulls(tmp_path, bucket, "base", "tune")
+    assert Remote(bucket).verify(full=True).fine

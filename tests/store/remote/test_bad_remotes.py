@@ -355,7 +355,7 @@ def test_a_manifest_of_a_million_entries(
     assert store.verify(full=True).fine
 
 
-@pytest.mark.parametrize("url", [None, 3, b"file:///x", "", " ", "~", "~/x", Path("~/x")])
+@pytest.mark.parametrize("url", [None, 3, b"file:///x", "", " ", "~", "~/x", Path("~/x"), Path()])
 def test_what_names_no_remote(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch, url: Any
 ) -> None:
@@ -378,9 +378,30 @@ def test_no_remote_is_made_inside_another_or_a_store(
     for place in (folder, tmp_path / "link"):
         with pytest.raises(NotARemoteError, match=f"inside {place}, .* outside it"):
             store.push(f"file://{place}/{inside}", "mine")
+    (tmp_path / "deep").symlink_to(folder / "deep")
+    with pytest.raises(NotARemoteError, match=f"inside {folder}, .* outside it"):
+        store.push(f"file://{tmp_path}/deep/in/it", "mine")
     assert not (folder / inside / "FORMAT").exists()
+    assert not (folder / "deep").exists()
     assert store.verify(full=True).fine
     Remote.open(tmp_path / "remote").gc(0)
+
+
+@pytest.mark.usefixtures("proxy")
+def test_no_remote_is_made_where_another_has_its_objects(store: Store) -> None:
+    """In a bucket; elsewhere below another one it is in nobody's way, and to look costs nothing."""
+    outer = Remote.open("s3://bucket/outer")
+    first = store.push(outer, "mine").requests
+    for inside in ("refs/x", "containers/ab/x"):
+        with pytest.raises(NotARemoteError, match=r"inside s3://bucket/outer, .* outside it"):
+            store.push(f"s3://bucket/outer/{inside}", "mine")
+    for inside, more in (("in/it", 0), ("deep/tmp", 1)):
+        inner = Remote.open(f"s3://bucket/outer/{inside}")
+        assert store.push(inner, "mine").requests == first + more
+        inner.gc(0)
+        outer.gc(0)
+        assert inner.verify(full=True).fine
+    assert outer.verify(full=True).fine
 
 
 @pytest.mark.usefixtures("proxy")

@@ -3,7 +3,7 @@
 The short form takes a case here and there, the long one more than 5,000 of some 58,000.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -15,7 +15,8 @@ from remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
 from stores import Content, content, open_store, stored, three
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store import Store
-from tensor_dedup.store.remote import Remote
+from tensor_dedup.store.remote import Remote, layout
+from tensor_dedup.store.remote.catalog import catalog_of, read_catalog
 
 HOUR = 3600.0
 KINDS = (*FAULTS, *READ_FAULTS, "delayed")
@@ -110,8 +111,6 @@ class Scene:
 
     def _free(self, bucket: MemoryBucket) -> bool:
         """Whether no gc that was cut short is still to be finished."""
-        from tensor_dedup.store.remote.catalog import read_catalog
-
         catalog = read_catalog(bucket, with_trash=True)
         return catalog is None or not catalog.trash.deleting
 
@@ -141,3 +140,57 @@ def test_nothing_is_lost_whatever_goes_wrong_and_whoever_else_is_at_work(
     store = scene.store()
     store.pull(Remote(scene.start), "base")
     assert stored(store, "base") == scene.expected["base"]
+
+
+class Sending(Faulty):
+    """A bucket for a push: one object arrives between a gc's last look at it and its deletion."""
+
+    def __init__(self, inner: MemoryBucket, key: str, deletion: int) -> None:
+        super().__init__(inner)
+        self._key, self._deletion = key, deletion
+        self.sent = False
+
+    def put(self, key: str, chunks: Sequence[memoryview] | Iterator[memoryview]) -> None:
+        if key != self._key or self.sent:
+            super().put(key, chunks)
+            return
+        self.sent = True
+        arrive = partial(super().put, key, chunks)
+        Remote(Faulty(self.inner, self._deletion, meanwhile=arrive)).gc(24)
+
+
+def test_what_is_sent_while_a_gc_deletes_it_is_sent_again(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    gate = Faulty(scene.bucket())
+    Remote(gate).gc(24)
+    deletions = {n: call.split()[1] for n, call in enumerate(gate.calls) if call[:3] == "del"}
+    sent = set()
+    for number, key in deletions.items():
+        inner = scene.bucket()
+        push = Sending(inner, key, number)
+        scene.full.push(Remote(push), "tune")
+        sent |= {key.split("/")[0]} if push.sent else set()
+        scene.check(inner, key)
+        store = scene.store()
+        store.pull(Remote(inner), "tune")
+        assert stored(store, "tune") == scene.expected["tune"]
+    assert {"containers", "tables", "manifests"} <= sent
+
+
+def test_of_two_pushes_at_once_the_catalog_has_both(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+
+    def push(remote: Remote) -> None:
+        scene.full.push(remote, "tiny")
+
+    gate = Faulty(scene.bucket())
+    push(Remote(gate))
+    inner = scene.bucket()
+    before = {*catalog_of(inner).containers}
+    at = gate.calls.index(f"put_if {layout.HEAD}")
+    meanwhile = partial(scene.full.push, Remote(inner), "tune")
+    push(Remote(Faulty(inner, at, meanwhile=meanwhile)))
+    added = {*catalog_of(inner).containers} - before
+    sent = {key for key in inner.objects if key.startswith(layout.CONTAINERS)}
+    assert len(added) >= 2
+    assert {layout.container_key(each) for each in added | before} == sent
