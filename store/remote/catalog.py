@@ -40,8 +40,10 @@ from tensor_dedup.store.remote.errors import (
 )
 
 PREFIX_BYTES: Final = 16
-# A container with more pieces has shorter prefixes in a segment.
+# A container with more pieces has shorter prefixes in a segment, where the catalog has too many of
+# them for whole ones: a table that is read instead has four times as many bytes.
 _FEW: Final = 32
+_WHOLE: Final = 2048
 # One piece in so many that are nowhere seems to be somewhere, and costs the reading of a table.
 _MISTAKEN_BITS: Final = 12
 _SHORTEST: Final = 3
@@ -52,7 +54,7 @@ _SEGMENTS: Final = 2
 _MERGE_BYTES: Final = 48 << 10
 _MOST_SEGMENTS: Final = 8
 # A catalog that is no larger has one segment: reading another costs more than writing it again.
-_SMALL_BYTES: Final = 32 << 10
+_SMALL_BYTES: Final = 16 << 10
 _ATTEMPTS: Final = 40
 _PAUSE_S: Final = 0.05
 _T = TypeVar("_T")
@@ -585,8 +587,10 @@ def segment_of(
     """
     held = sorted(containers, key=lambda each: each.name)
     pieces = others + sum(each.pieces for each in held)
-    width = next(n for n in range(_SHORTEST, PREFIX_BYTES) if pieces < 1 << 8 * n - _MISTAKEN_BITS)
-    held = [each.shortened(width) for each in held]
+    if pieces > _WHOLE:
+        widths = range(_SHORTEST, PREFIX_BYTES)
+        width = next(n for n in widths if pieces < 1 << 8 * n - _MISTAKEN_BITS)
+        held = [each.shortened(width) for each in held]
     return {bytes.fromhex(digest(_segment_blob(held))): held} if held else {}
 
 

@@ -28,6 +28,18 @@ def checkpoint(tmp_path: Path, name: str, seed: int, *, own: int = PIECES) -> Pa
     return write(tmp_path / name, {"model.safetensors": safetensors(tensors)})
 
 
+@pytest.fixture(autouse=True)
+def _large(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Shorten prefixes as a catalog of more pieces does, but for who asks for `small`."""
+    if "small" not in request.fixturenames:
+        monkeypatch.setattr(catalog, "_WHOLE", 0)
+
+
+@pytest.fixture
+def small() -> None:
+    """A catalog as it is."""
+
+
 @pytest.fixture
 def full(tmp_path: Path) -> Store:
     store = open_store(tmp_path / "full")
@@ -100,6 +112,26 @@ def test_few_pieces_have_whole_prefixes_and_cost_no_table(tmp_path: Path) -> Non
     store.import_(path, "b")
     gate = Faulty(bucket)
     assert store.push(Remote(gate), "b").moved_pieces == 2
+    assert not any(call.startswith("get tables/") for call in gate.calls)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_small_catalog_has_whole_prefixes_and_costs_no_table(tmp_path: Path) -> None:
+    """A base in several containers of many pieces: each table would be a request."""
+    store, bucket = open_store(tmp_path / "store"), MemoryBucket()
+    for seed in range(9):
+        store.import_(checkpoint(tmp_path, f"base{seed}", seed), f"base{seed}")
+        store.push(Remote(bucket), f"base{seed}")
+    blobs = {
+        f"s{seed}.t{n}": noise(seed * 10_000 + n, 200) for seed in range(9) for n in range(PIECES)
+    }
+    tensors = u8(**blobs, new=noise(7_000, 200))
+    store.import_(write(tmp_path / "all", {"model.safetensors": safetensors(tensors)}), "all")
+    assert {entry.width for entry in entries(bucket)} == {PREFIX_BYTES}
+    assert min(entry.pieces for entry in entries(bucket)) >= PIECES
+    gate = Faulty(bucket)
+    done = store.push(Remote(gate), "all")
+    assert (done.pieces, done.moved_pieces) == (9 * PIECES + 2, 2)
     assert not any(call.startswith("get tables/") for call in gate.calls)
 
 
