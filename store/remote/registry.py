@@ -123,6 +123,18 @@ def _credential_files() -> list[str]:
     return [*([f"{docker}/config.json"] if docker else []), *([other] if other else [])]
 
 
+def _origin(url: str) -> tuple[str | None, str | None, int | None] | None:
+    """The scheme, host and port of a URL as requests reads it; None: it reads none."""
+    from urllib3.util import parse_url
+
+    try:
+        parts = parse_url(url)
+    except ValueError:
+        return None
+    port = {"http": 80, "https": 443}.get(parts.scheme or "")
+    return parts.scheme, parts.host, parts.port or port
+
+
 class RegistryRepository:
     """One repository, with connections to it; a context manager. Safe from any thread.
 
@@ -150,6 +162,7 @@ class RegistryRepository:
         container = Container(f"{name.host}/{name.repository}")
         self._client.auth.load_configs(container, _credential_files())
         self._root = f"{'http' if plain else 'https'}://{name.host}/v2/{name.repository}/"
+        self._origin = _origin(self._root)
         self._header: dict[str, str] = {}
         self._lock = threading.Lock()
         self.name = name
@@ -283,7 +296,11 @@ class RegistryRepository:
             if begun.status_code == 201:
                 return False
             self._check(begun, digest, 202)
-            place = urljoin(self._root, begun.headers.get("Location", ""))
+            try:
+                place = urljoin(self._root, begun.headers.get("Location", ""))
+            except ValueError:
+                what = "it names no place for an upload that is a URL"
+                raise RemoteUnreachableError.at(self.at(digest), what) from None
             mark = "&" if urlsplit(place).query else "?"
             try:
                 done = self._request(
@@ -321,7 +338,8 @@ class RegistryRepository:
         url, asked, pause = urljoin(self._root, path), False, _PAUSE_S
         failure = ""
         while attempts:
-            sent = {**(headers or {}), **self._header}
+            # An upload may have its place on another host, which must not see the credentials.
+            sent = {**(headers or {}), **(self._header if _origin(url) == self._origin else {})}
             try:
                 found: Any = self._client.session.request(
                     verb,
@@ -334,7 +352,9 @@ class RegistryRepository:
             except requests.RequestException as error:
                 failure = scrubbed(str(error))
             else:
-                if found.status_code in _REFUSED and not asked:
+                # Nor may a host that a request was led on to say where they are to go.
+                own = _origin(found.url) == self._origin
+                if found.status_code in _REFUSED and own and not asked:
                     asked = True
                     if self._authenticate(found, sent):
                         continue

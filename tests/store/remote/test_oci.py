@@ -604,6 +604,53 @@ def test_tokens_are_asked_for_with_what_each_request_needs(
     assert stored(other, "base") == content(tmp_path / "base")
 
 
+@pytest.mark.parametrize("asks", [None, "Basic", "Bearer"])
+def test_another_host_that_a_registry_leads_to_is_sent_no_credentials(
+    tmp_path: Path,
+    proxy: Proxy,
+    team: str,
+    full: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    asks: str | None,
+) -> None:
+    word, here = b64encode(b"somebody:secret-word").decode(), open_store(tmp_path / "here")
+    with registries.spread(proxy, word, asks=asks) as (host, seen):
+        auths = {"auths": {host: {"auth": word}}}
+        write(tmp_path / "docker", {"config.json": json.dumps(auths).encode()})
+        monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
+        url = f"oci://{host}/{repository(f'{team}/base')}:v1"
+        if asks is None:
+            full.push(url, "base")
+            here.pull(url, "base")
+            assert stored(here, "base") == content(tmp_path / "base")
+        else:
+            with pytest.raises(RemoteAccessError):
+                full.push(url, "base")
+            full.push(f"{team}/base:v1", "base")
+            with pytest.raises(RemoteAccessError):
+                here.pull(url, "base")
+        assert seen == []
+
+
+@pytest.mark.parametrize(
+    ("url", "is_own"),
+    [
+        ("https://registry.example/v2/up?x=1", True),
+        ("HTTPS://Registry.example:443/v2/up", True),
+        ("http://registry.example/v2/up", False),
+        ("https://registry.example:444/v2/up", False),
+        ("https://registry.example.org/v2/up", False),
+        # What one reader takes for the host is a path to another, the one that sends.
+        ("https://other.example\\@registry.example/v2/up", False),
+        ("https://[registry.example/v2/up", False),
+    ],
+)
+def test_which_places_are_a_registry_s_own(url: str, is_own: bool) -> None:
+    from tensor_dedup.store.remote.registry import _origin
+
+    assert (_origin(url) == _origin("https://registry.example/v2/")) == is_own
+
+
 @pytest.mark.parametrize("media", [None, "application/vnd.oci.image.layer.v1.tar"])
 def test_what_oras_pushes_is_pulled(
     tmp_path: Path, proxy: Proxy, team: str, monkeypatch: pytest.MonkeyPatch, media: str | None
