@@ -323,7 +323,7 @@ def read_catalog(
     for name, held in zip(head.segments, bucket.each(segment, head.segments), strict=True):
         catalog.segments[name] = held
         for container in held:
-            _check(container, bucket.at(layout.segment_key(name.hex())))
+            _check(container, bucket.at(layout.segment_key(name.hex())), _SHORTEST)
             catalog.add(container)
     if with_trash:
         catalog.trash = _trash(bucket, head)
@@ -368,14 +368,14 @@ def read_holders(bucket: Bucket, manifest: str) -> Catalog | None:
         held = frames.decode(found[0], _SEGMENT, _Segment, path).containers
     holders = Catalog()
     for container in held:
-        _check(container, bucket.at(key))
+        _check(container, bucket.at(key), PREFIX_BYTES)
         holders.add(container)
     return holders
 
 
-def _check(container: ListedContainer, where: str) -> None:
+def _check(container: ListedContainer, where: str, shortest: int) -> None:
     known = container.kind in layout.KINDS and len(container.name) == DIGEST_BYTES
-    known = known and 0 < container.width <= PREFIX_BYTES and container.nbytes > 0
+    known = known and shortest <= container.width <= PREFIX_BYTES and container.nbytes > 0
     held = container.alone, container.deltas
     if not known or any(len(each) % container.width for each in held):
         raise DamagedRemoteError.at(where, "an entry of a container contradicts itself")

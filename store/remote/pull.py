@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from tensor_dedup.digest import combine
 from tensor_dedup.store.checkpoints.runs import check_replaceable, parse_step_name
 from tensor_dedup.store.checkpoints.transfer import Transfer
 from tensor_dedup.store.errors import (
@@ -56,6 +57,7 @@ from tensor_dedup.store.writing.hashing import Hasher
 
 # A container is complete when it has so many bytes: less than that has to travel again.
 _CONTAINER_BYTES: Final = 64 << 20
+_EMPTY: Final = bytes.fromhex(combine(0, []))
 Place = tuple[ContainerId, Record]
 Places = dict[bytes, Place]
 _T = TypeVar("_T")
@@ -120,7 +122,26 @@ def read_manifest(
     pieces = [piece for part in content.pages for piece in pages[part.hex()]]
     with remote_damage(where) as path:
         manifests.check_pieces(content, pieces, path)
+    _check_sizes(pieces, {_EMPTY: 0}, where)
     return RemoteManifest(name, manifest, content, pieces, {**blobs, manifest: blob})
+
+
+def _check_sizes(pieces: Sequence[Piece], known: Mapping[bytes, int], where: str) -> None:
+    """Raise DamagedRemoteError unless each digest has one size, the known one if there is any.
+
+    A digest is one of bytes and of their number: of two sizes one is a lie.
+    """
+    sizes = dict(known)
+    for piece in pieces:
+        expected = sizes.setdefault(piece.digest, piece.nbytes)
+        name, hexed = piece.name or "a header or small file", piece.digest.hex()
+        if piece.nbytes != expected:
+            what = f"{piece.nbytes} bytes of {hexed} ({name}), {expected} expected"
+        elif piece.nbytes == 0 and piece.digest != _EMPTY:
+            what = f"{hexed} ({name}) is no digest of 0 bytes"
+        else:
+            continue
+        raise DamagedRemoteError.at(where, what, digest=hexed, tensors=[name])
 
 
 def read_content(
@@ -238,6 +259,9 @@ def _gathered(
     objects, index, hasher = here
     names = {piece.digest: piece.name for piece in found.pieces if piece.name is not None}
     moved: Places = {}
+    # What is here is not asked for there, so nothing else says that a piece has another size.
+    held = {each: places[0].nbytes for each, places in index.find(wanted).items()}
+    _check_sizes(found.pieces, held, bucket.at(layout.manifest_key(manifest)))
 
     def attempt(lookup: _Lookup) -> _T:
         with Transfer(objects, index, hasher, set(), _CONTAINER_BYTES) as transfer:
@@ -446,15 +470,19 @@ class _Lookup:
         wanted = self._missing.get(digest)  # of an anchor that is not missing no size is known
         for container, record in held:
             if wanted is not None and record.nbytes != wanted:
-                what = f"{record.nbytes} bytes of {digest.hex()}, {wanted} expected"
+                name = self._name_of(digest)
+                what = f"{record.nbytes} bytes of {digest.hex()} ({name}), {wanted} expected"
                 where = self._bucket.at(layout.table_key(container.name))
-                raise DamagedRemoteError.at(where, what)
+                raise DamagedRemoteError.at(where, what, digest=digest.hex(), tensors=[name])
         if not held:
             raise self._missing_error(digest)
         return held
 
+    def _name_of(self, digest: bytes) -> str:
+        return self._names.get(digest, "a header or small file, or what others need")
+
     def _missing_error(self, digest: bytes) -> MissingRemoteError:
-        name = self._names.get(digest, "a header or small file, or what others need")
+        name = self._name_of(digest)
         what = f"no container there holds {digest.hex()} ({name})"
         return MissingRemoteError.at(self._bucket.url, what, digest=digest.hex(), tensors=[name])
 

@@ -250,6 +250,7 @@ class RegistryRepository:
         Raises:
             FileNotFoundError: there is no such blob.
             NoRangesError: the registry sends whole blobs only.
+            RemoteUnreachableError: it sends more than the range; that is read no further.
         """
         wanted = {"Range": f"bytes={start}-{stop - 1}"}
         found = self._request("GET", f"blobs/{digest}", wanted, stream=True)
@@ -261,9 +262,14 @@ class RegistryRepository:
             if found.status_code == 416:
                 return memoryview(b"")
             self._check(found, digest, 206)
-            data = memoryview(self._body(found, digest))
-        self.traffic.add(received=data.nbytes)
-        return data
+            data = bytearray()
+            for chunk in self._streamed(found, digest):
+                data += chunk
+                if len(data) > stop - start:
+                    what = f"a range of {stop - start} bytes was answered with more"
+                    raise RemoteUnreachableError.at(self.at(digest), what)
+        self.traffic.add(received=len(data))
+        return memoryview(data)
 
     def chunks(self, digest: str) -> Iterator[bytes]:
         """Iterate over the bytes of a blob, which are compared with its digest at their end.
@@ -402,9 +408,6 @@ class RegistryRepository:
             what += f" ({said['code']}: {said.get('message', '')})"
         kind = RemoteAccessError if status in _REFUSED else RemoteUnreachableError
         raise kind.at(self.at(reference), scrubbed(what))
-
-    def _body(self, found: Any, reference: str) -> bytes:
-        return b"".join(self._streamed(found, reference))
 
     def _streamed(self, found: Any, reference: str) -> Iterator[bytes]:
         import requests

@@ -141,7 +141,9 @@ def tokened(behind: Proxy, basic: str) -> Iterator[str]:
 
 
 @contextmanager
-def spread(behind: Proxy, basic: str, *, asks: str | None = None) -> Iterator[tuple[str, list[str]]]:
+def spread(
+    behind: Proxy, basic: str, *, asks: str | None = None
+) -> Iterator[tuple[str, list[str]]]:
     """The name of the same registry where bytes come from another host and go to one.
 
     It wants the word `basic`, and leads from blobs and uploads to the other host, which wants

@@ -9,13 +9,16 @@ import io
 import json
 import logging
 import tarfile
+import threading
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import numpy as np
 import pytest
 import zstandard
@@ -41,6 +44,7 @@ from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.errors import NameTakenError, UnknownNameError
 from tensor_dedup.store.format.manifests import Piece
+from tensor_dedup.store.format.tables import Table
 from tensor_dedup.store.reading.reader import StoredFile
 from tensor_dedup.store.remote import Remote, artifacts
 from tensor_dedup.store.remote.errors import (
@@ -448,6 +452,33 @@ class TestFaults:
         assert "whole layers are pulled" in caplog.text
         assert stored(other, "base") == content(tmp_path / "base")
 
+    @pytest.mark.parametrize("kind", ["pack", "slab", "mixed"])
+    def test_tables_of_what_is_no_layer_are_no_good_tables(
+        self,
+        tmp_path: Path,
+        team: str,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        kind: str,
+    ) -> None:
+        table_of = artifacts.table_of
+
+        def of_kind(layer: artifacts.ArtifactLayer, leaves_of: Callable[[Piece], bytes]) -> Table:
+            return msgspec.structs.replace(table_of(layer, leaves_of), kind=kind)
+
+        header = b'{"w": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}}'.ljust(4088)
+        # With both of its pieces where a container of any kind may have one.
+        files = {"model.safetensors": len(header).to_bytes(8, "little") + header + noise(1, 9)}
+        store, other = open_store(tmp_path / "store"), open_store(tmp_path / "other")
+        store.import_(write(tmp_path / "small", files), "small")
+        with monkeypatch.context() as patch:
+            patch.setattr(artifacts, "table_of", of_kind)
+            store.push(f"{team}/small:v1", "small")
+        with caplog.at_level(logging.WARNING):
+            other.pull(f"{team}/small:v1", "small")
+        assert f"no layer is of the kind '{kind}'" in caplog.text
+        assert stored(other, "small") == files
+
     @pytest.mark.parametrize("tabled", [True, False])
     def test_a_damaged_layer_is_an_error_and_nothing_is_kept(
         self, tmp_path: Path, root: Path, proxy: Proxy, team: str, full: Store, tabled: bool
@@ -483,6 +514,35 @@ class TestFaults:
         with pytest.raises(DamagedRemoteError, match="the limit is 256"):
             other.pull(f"{team}/base:v1", "base")
         assert other.names() == []
+
+    def test_a_range_that_is_more_than_was_asked_for_is_not_read_to_its_end(self) -> None:
+        from tensor_dedup.store.remote.registry import RegistryRepository
+
+        sent, most = list[int](), 256
+
+        class Endless(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(206)
+                self.end_headers()
+                with suppress(OSError):
+                    for _ in range(most):
+                        self.wfile.write(bytes(1 << 20))
+                        sent.append(1)
+
+            def log_message(self, format: str, *_: object) -> None:
+                """Say nothing."""
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Endless)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        name = ArtifactName.parse(f"oci://127.0.0.1:{server.server_port}/a/b:c")
+        with RegistryRepository(name) as registry:
+            assert len(registry.blob_range(f"sha256:{0:064}", 0, most << 20)) == most << 20
+            sent.clear()
+            with pytest.raises(RemoteUnreachableError, match="a range of 10 bytes was answered"):
+                registry.blob_range(f"sha256:{0:064}", 5, 15)
+        server.shutdown()
+        server.server_close()  # which waits for its threads
+        assert len(sent) < most
 
     def test_a_push_that_was_cut_short_goes_on(
         self, tmp_path: Path, proxy: Proxy, team: str, full: Store, monkeypatch: pytest.MonkeyPatch
