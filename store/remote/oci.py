@@ -126,7 +126,8 @@ def push(
     """Push an open checkpoint, whose pages and manifest are `objects`, under a tag.
 
     A layer is sent only if neither the repository has it nor the registry can mount it from where
-    this user has pushed it before.
+    this user has pushed it before. Where the tag stands for this checkpoint already, layers are
+    looked for with `replace` or where its tables are gone, and else not.
 
     Raises:
         RemoteUrlError: a digest names the artifact, and no tag.
@@ -158,9 +159,13 @@ class _Push:
         held = registry.manifest(self._name.reference)
         if held is not None:
             document = artifacts.decode_document(held.blob, self._name.url)
-            if (document.annotations or {}).get(OUR_MANIFEST) == checkpoint.manifest:
+            notes = document.annotations or {}
+            same, tables_ = notes.get(OUR_MANIFEST) == checkpoint.manifest, notes.get(OUR_TABLES)
+            # A copy of the model alone leaves the tables behind. To replace an artifact by itself
+            # is to send what the registry has lost of it.
+            if same and not replace and tables_ and registry.has_blob(tables_):
                 return self._result(0, unchanged=True)
-            if not replace:
+            if not same and not replace:
                 what = f"the tag {self._name.reference!r} stands for another artifact there"
                 raise RemoteNameTakenError.at(self._name.url, what, name=self._name.reference)
         layers = artifacts.layers_of(checkpoint.files)

@@ -271,7 +271,7 @@ def test_layers_that_are_there_are_not_sent(
     store.push(f"{team}/one:base", "base")
     proxy.reset()
     assert store.push(f"{team}/one:base", "base").unchanged
-    assert proxy.requests == 1
+    assert proxy.requests == 2  # the model's manifest, and whether the tables are there
     # In the same repository it exists; from another one it is mounted.
     for place in ("one:tune", "two:tune"):
         proxy.reset()
@@ -504,6 +504,45 @@ class TestFaults:
             path.write_bytes(held)
         assert other.names() == []
         assert other.verify(full=True).fine
+
+    def test_to_replace_an_artifact_by_itself_sends_what_was_lost(
+        self, tmp_path: Path, root: Path, proxy: Proxy, team: str
+    ) -> None:
+        store, other = open_store(tmp_path / "full"), open_store(tmp_path / "other")
+        store.import_(model(tmp_path / "own", [noise(n, 64 * KIB) for n in (71, 72)]), "own")
+        url = f"{team}/own:v1"
+        sent = store.push(url, "own").moved_bytes
+        before = registries.manifest(proxy, repository(url), "v1")
+        largest = max(before["layers"], key=lambda layer: int(layer["size"]))
+        blob_path(root, largest["digest"]).unlink()
+        with pytest.raises(MissingRemoteError, match=r"push NAME URL --replace") as caught:
+            other.pull(url, "own")
+        assert "remote verify" not in str(caught.value)
+        assert store.push(url, "own").unchanged
+        mended = store.push(url, "own", replace=True)
+        assert (mended.moved_bytes, mended.unchanged) == (largest["size"], False)
+        assert largest["size"] < sent
+        assert registries.manifest(proxy, repository(url), "v1") == before
+        other.pull(url, "own")
+        assert stored(other, "own") == content(tmp_path / "own")
+        assert store.push(url, "own", replace=True).moved_bytes == 0
+
+    def test_a_push_brings_the_tables_that_a_copy_has_left_behind(
+        self, tmp_path: Path, team: str, full: Store, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        full.push(f"{team}/base:v1", "base")
+        place, copy = f"{team}/base:v1".removeprefix("oci://"), f"{team}/copy:v1"
+        insecure = "--src-tls-verify=false", "--dest-tls-verify=false"
+        target = f"docker://{copy.removeprefix('oci://')}"
+        registries.skopeo("copy", *insecure, f"docker://{place}", target)
+        pushed = full.push(copy, "base")
+        assert (pushed.moved_bytes, pushed.unchanged) == (0, False)
+        assert full.push(copy, "base").unchanged
+        other = open_store(tmp_path / "other")
+        with caplog.at_level(logging.WARNING):
+            other.pull(copy, "base")
+        assert "whole layers" not in caplog.text
+        assert stored(other, "base") == content(tmp_path / "base")
 
     def test_what_is_too_large_is_not_read_to_its_end(
         self, tmp_path: Path, proxy: Proxy, team: str, full: Store, monkeypatch: pytest.MonkeyPatch
