@@ -198,7 +198,7 @@ def pull(
             transfer.publish(name, manifest, found.blobs, check)
         return unchanged
 
-    moved, unchanged = _gathered(bucket, found, manifest, wanted, here, progress, commit)
+    moved, unchanged = _gathered(bucket, found, wanted, here, progress, commit)
     nbytes, calls = bucket.traffic.counts()
     return TransferResult(
         url=bucket.url,
@@ -236,14 +236,13 @@ def open_pulled(
     def commit(transfer: Transfer, _: Sequence[bytes]) -> None:
         transfer.complete()
 
-    _gathered(bucket, found, manifest, wanted, here, progress, commit, afresh=afresh)
+    _gathered(bucket, found, wanted, here, progress, commit, afresh=afresh)
     return StoredCheckpoint(objects, index, name, (manifest, found.content, found.pieces))
 
 
 def _gathered(
     bucket: Bucket,
     found: RemoteManifest,
-    manifest: str,
     wanted: Mapping[bytes, int],
     here: tuple[Objects, StoreIndex, Hasher],
     progress: TransferListener,
@@ -261,7 +260,7 @@ def _gathered(
     moved: Places = {}
     # What is here is not asked for there, so nothing else says that a piece has another size.
     held = {each: places[0].nbytes for each, places in index.find(wanted).items()}
-    _check_sizes(found.pieces, held, bucket.at(layout.manifest_key(manifest)))
+    _check_sizes(found.pieces, held, bucket.at(layout.manifest_key(found.manifest)))
 
     def attempt(lookup: _Lookup) -> _T:
         with Transfer(objects, index, hasher, set(), _CONTAINER_BYTES) as transfer:
@@ -276,7 +275,7 @@ def _gathered(
                 _fetch(bucket, places, names, transfer, here, progress)
             return commit(transfer, missing)
 
-    lookup = _Lookup(bucket, index, names, manifest)
+    lookup = _Lookup(bucket, index, names, found)
     try:
         done = attempt(lookup)
     except (MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError, RemoteAccessError):
@@ -361,7 +360,7 @@ def _fetch(
 class _Lookup:
     """Where to fetch pieces from, by the holders of a manifest and the tables that they lead to.
 
-    Where these do not do, or there is no `manifest`, by the catalog; where that is lost, damaged,
+    Where these do not do, or it is `of` no manifest, by the catalog; where that is lost, damaged,
     old or wrong, it is put together from all tables, once. `by_holders` tells whether tables were
     read that only the holders name.
     """
@@ -373,9 +372,9 @@ class _Lookup:
         bucket: Bucket,
         index: StoreIndex,
         names: Mapping[bytes, str],
-        manifest: str | None,
+        of: RemoteManifest | None,
     ) -> None:
-        self._bucket, self._names, self._manifest = bucket, names, manifest
+        self._bucket, self._names, self._of = bucket, names, of
         self._index = index
         self._missing: Mapping[bytes, int] = {}
         self._records: dict[bytes, list[tuple[ContainerId, Record]]] = {}
@@ -388,7 +387,8 @@ class _Lookup:
         """
         self._missing = missing
         with suppress(DamagedRemoteError, MissingRemoteError, NewerFormatError):
-            holders = self._manifest and read_holders(self._bucket, self._manifest)
+            of = self._of
+            holders = of and read_holders(self._bucket, of.manifest, len(of.pieces))
             if holders:
                 self.by_holders = True
                 return self._found(holders)
