@@ -258,13 +258,13 @@ def _gathered(
     objects, index, hasher = here
     names = {piece.digest: piece.name for piece in found.pieces if piece.name is not None}
     moved: Places = {}
-    # What is here is not asked for there, so nothing else says that a piece has another size.
-    held = {each: places[0].nbytes for each, places in index.find(wanted).items()}
-    _check_sizes(found.pieces, held, bucket.at(layout.manifest_key(found.manifest)))
 
     def attempt(lookup: _Lookup) -> _T:
         with Transfer(objects, index, hasher, set(), _CONTAINER_BYTES) as transfer:
             missing = transfer.missing(wanted, gather=False)
+            # What is here is asked of no table there, which would say that it has another size.
+            where = bucket.at(layout.manifest_key(found.manifest))
+            _check_sizes(found.pieces, transfer.sizes_here, where)
             if afresh:
                 missing = [*wanted]
             if not moved:
