@@ -92,6 +92,7 @@ class Transfer:
         self._sizes: Mapping[bytes, int] = {}
         self._sent: dict[bytes, bool] = {}  # and whether as what a delta may be against
         self.sent_bytes = 0
+        self.sizes_here: Mapping[bytes, int] = {}  # of what `missing` found to be here
 
     def __enter__(self) -> Self:
         return self
@@ -107,6 +108,7 @@ class Transfer:
         """
         self._wanted = {digest: nbytes for digest, nbytes in wanted.items() if nbytes}
         held = self._index.find(self._wanted)
+        self.sizes_here = {digest: places[0].nbytes for digest, places in held.items()}
         if not gather:
             return [digest for digest in self._wanted if digest not in held]
         scattered = _scattered({d: held[d] for d, n in self._wanted.items() if d in held}, wanted)

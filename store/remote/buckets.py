@@ -415,20 +415,21 @@ class ServerBucket(Bucket):
         self.read_only = urlsplit(url).scheme in _WEB
 
     @contextmanager
-    def _translated(self, key: str) -> Iterator[None]:
+    def _translated(self, key: str, *expected: type[Exception]) -> Iterator[None]:
+        """Turn obstore's errors into ours, but for those that are `expected` as an answer."""
         from obstore import exceptions
 
         self._check_not_forked(key)
         try:
             yield
+        except expected:
+            raise
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
                 raise NoBucketError.at(self.url, "there is no such bucket") from None
             raise FileNotFoundError(errno.ENOENT, "no such object", self.at(key)) from None
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
             raise RemoteAccessError.at(self.at(key), scrubbed(str(error))) from None
-        except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
-            raise
         except (exceptions.BaseError, OSError) as error:
             text = str(error)
             kind = RemoteAccessError if _is_about_credentials(text) else RemoteUnreachableError
@@ -463,7 +464,7 @@ class ServerBucket(Bucket):
         from obstore.exceptions import PreconditionError
 
         try:
-            found = self._get(key, TEXT_BYTES, json.loads(tag).get("e_tag"))
+            found = self._get(key, TEXT_BYTES, json.loads(tag).get("e_tag"), PreconditionError)
         except PreconditionError:
             self.traffic.add()
             return False
@@ -473,12 +474,14 @@ class ServerBucket(Bucket):
         # docstring inherited
         return self._get(key, limit)
 
-    def _get(self, key: str, limit: int, e_tag: str | None = None) -> tuple[bytes, str] | None:
+    def _get(
+        self, key: str, limit: int, e_tag: str | None = None, *expected: type[Exception]
+    ) -> tuple[bytes, str] | None:
         import obstore
 
         options: Any = None if e_tag is None else {"if_match": e_tag}
         try:
-            with self._translated(key):
+            with self._translated(key, *expected):
                 found = obstore.get(self._store, key, options=options)
                 size = found.meta["size"]
                 if size > limit:
@@ -569,15 +572,15 @@ class ServerBucket(Bucket):
     def put_if(self, key: str, data: bytes, tag: str | None) -> bool:
         # docstring inherited
         import obstore
-        from obstore import exceptions
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
 
         self._check_writable()
         self.traffic.add(sent=len(data))
         try:
-            with self._translated(key):
+            with self._translated(key, AlreadyExistsError, PreconditionError):
                 mode: Any = "create" if tag is None else json.loads(tag)
                 obstore.put(self._store, key, data, mode=mode)
-        except (exceptions.AlreadyExistsError, exceptions.PreconditionError, FileNotFoundError):
+        except (AlreadyExistsError, PreconditionError, FileNotFoundError):
             return False
         return True
 
@@ -687,6 +690,10 @@ def open_bucket(url: str, files: Files) -> Bucket:
         host = parts.hostname or ""
         shown = f"{scheme}://{host}{parts.path}" if "\\" not in url else f"{scheme}://..."
         raise RemoteUrlError.at(shown, "a user, a password or a query in it may be a secret")
+    # The beginning of a password may pass for a port: what is before an @ is shown nowhere.
+    if parts.port is not None and (scheme in _SERVERS or "@" in parts.path):
+        what = "what it has for a port may be of a secret; a bucket has none, and %40 is an @"
+        raise RemoteUrlError.at(f"{scheme}://...", what)
     if scheme == "file":
         if parts.netloc not in ("", "localhost") or not parts.path:
             raise RemoteUrlError.at(url, "a folder's URL has three slashes: file:///folder")

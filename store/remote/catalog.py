@@ -47,6 +47,8 @@ _WHOLE: Final = 2048
 # One piece in so many that are nowhere seems to be somewhere, and costs the reading of a table.
 _MISTAKEN_BITS: Final = 12
 _SHORTEST: Final = 3
+# What holders may have for each piece. It takes 70 in a container of its own; so does an anchor.
+_HOLDERS_BYTES: Final = 512
 _HEAD, _SEGMENT, _TRASH = b"rhed", b"rseg", b"rtra"
 # Readers take so many segments at most; a push merges small ones before there are more.
 _SEGMENTS: Final = 2
@@ -325,7 +327,7 @@ def read_catalog(
     for name, held in zip(head.segments, bucket.each(segment, head.segments), strict=True):
         catalog.segments[name] = held
         for container in held:
-            _check(container, bucket.at(layout.segment_key(name.hex())))
+            _check(container, bucket.at(layout.segment_key(name.hex())), _SHORTEST)
             catalog.add(container)
     if with_trash:
         catalog.trash = _trash(bucket, head)
@@ -349,18 +351,19 @@ def put_holders(bucket: Bucket, manifest: str, containers: Iterable[ListedContai
     bucket.put(layout.holders_key(manifest), [memoryview(_segment_blob(containers))])
 
 
-def read_holders(bucket: Bucket, manifest: str) -> Catalog | None:
-    """Read which containers hold the pieces of a manifest; None where nothing says so.
+def read_holders(bucket: Bucket, manifest: str, pieces: int) -> Catalog | None:
+    """Read which containers hold the `pieces` pieces of a manifest; None where nothing says so.
 
     They are a cache and no more trusted than the catalog. What a sweep has deleted since may be
     among them.
 
     Raises:
-        DamagedRemoteError, NewerFormatError: they cannot be read.
+        DamagedRemoteError, NewerFormatError: they cannot be read, or are larger than so many pieces
+            and what these are against need.
     """
     key = layout.holders_key(manifest)
     try:
-        found = bucket.get(key, layout.FRAME_BYTES)
+        found = bucket.get(key, layout.TEXT_BYTES + pieces * _HOLDERS_BYTES)
     except RemoteAccessError:
         # What S3 says of an object that is not there to those who may not list.
         return None
@@ -370,14 +373,14 @@ def read_holders(bucket: Bucket, manifest: str) -> Catalog | None:
         held = frames.decode(found[0], _SEGMENT, _Segment, path).containers
     holders = Catalog()
     for container in held:
-        _check(container, bucket.at(key))
+        _check(container, bucket.at(key), PREFIX_BYTES)
         holders.add(container)
     return holders
 
 
-def _check(container: ListedContainer, where: str) -> None:
+def _check(container: ListedContainer, where: str, shortest: int) -> None:
     known = container.kind in layout.KINDS and len(container.name) == DIGEST_BYTES
-    known = known and 0 < container.width <= PREFIX_BYTES and container.nbytes > 0
+    known = known and shortest <= container.width <= PREFIX_BYTES and container.nbytes > 0
     held = container.alone, container.deltas
     if not known or any(len(each) % container.width for each in held):
         raise DamagedRemoteError.at(where, "an entry of a container contradicts itself")

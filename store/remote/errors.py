@@ -10,6 +10,7 @@ RemoteError
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import PurePath
+from typing import Self
 
 from tensor_dedup.errors import NOBODY_THERE, WRONG_USE
 from tensor_dedup.store.errors import (
@@ -104,25 +105,37 @@ class RemoteNameTakenError(NameTakenError):
     advice = "choose another name, or replace it with --replace"
 
 
-class DamagedRemoteError(DamagedFileError):
-    """An object of a remote is not what it was written as; nothing of it was taken."""
+class _LostRemotelyError(AdvisedError):
+    """A remote does not have what it should. Its next step depends on what kind it is."""
 
     advice = (
         "run `tensor-dedup remote verify URL --full`, then `tensor-dedup push NAME URL --replace` "
         "from a store that has it"
     )
 
+    @classmethod
+    def at(cls, path: PurePath | str, what: str, **facts: object) -> Self:
+        # docstring inherited
+        if not str(path).startswith("oci://"):
+            return super().at(path, what, **facts)
+        # There is nothing to verify there, and a registry does not say what it has damaged.
+        advice = (
+            "run `tensor-dedup push NAME URL --replace` from a store that has it, which sends what "
+            "the registry lacks; what it has damaged has to be deleted there first"
+        )
+        return cls(f"{path}: {what}; {advice}", path=str(path), **facts)
 
-class MissingRemoteError(MissingObjectError):
+
+class DamagedRemoteError(_LostRemotelyError, DamagedFileError):
+    """An object of a remote is not what it was written as; nothing of it was taken."""
+
+
+class MissingRemoteError(_LostRemotelyError, MissingObjectError):
     """An object that a checkpoint of a remote needs is not there."""
 
-    advice = DamagedRemoteError.advice
 
-
-class CorruptRemoteTensorError(CorruptTensorError):
+class CorruptRemoteTensorError(_LostRemotelyError, CorruptTensorError):
     """Bytes that came from a remote do not have their digest. Nothing was committed."""
-
-    advice = DamagedRemoteError.advice
 
 
 class UncertainRemoteError(UnfitForCollectionError):

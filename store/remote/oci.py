@@ -23,11 +23,12 @@ import zstandard
 
 from tensor_dedup.digest import digest, leaf_digests
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.store.errors import NewerFormatError, os_errors
+from tensor_dedup.store.errors import DamagedFileError, NewerFormatError, os_errors
 from tensor_dedup.store.files import Files
 from tensor_dedup.store.format import frames
 from tensor_dedup.store.format.manifests import Piece
 from tensor_dedup.store.format.names import check_path
+from tensor_dedup.store.format.tables import KIND, Table
 from tensor_dedup.store.objects import ContainerId, make_folders
 from tensor_dedup.store.reading.reader import StoredCheckpoint
 from tensor_dedup.store.remote import artifacts, layout
@@ -125,7 +126,8 @@ def push(
     """Push an open checkpoint, whose pages and manifest are `objects`, under a tag.
 
     A layer is sent only if neither the repository has it nor the registry can mount it from where
-    this user has pushed it before.
+    this user has pushed it before. Where the tag stands for this checkpoint already, layers are
+    looked for with `replace` or where its tables are gone, and else not.
 
     Raises:
         RemoteUrlError: a digest names the artifact, and no tag.
@@ -157,9 +159,13 @@ class _Push:
         held = registry.manifest(self._name.reference)
         if held is not None:
             document = artifacts.decode_document(held.blob, self._name.url)
-            if (document.annotations or {}).get(OUR_MANIFEST) == checkpoint.manifest:
+            notes = document.annotations or {}
+            same, tables_ = notes.get(OUR_MANIFEST) == checkpoint.manifest, notes.get(OUR_TABLES)
+            # A copy of the model alone leaves the tables behind. To replace an artifact by itself
+            # is to send what the registry has lost of it.
+            if same and not replace and tables_ and registry.has_blob(tables_):
                 return self._result(0, unchanged=True)
-            if not replace:
+            if not same and not replace:
                 what = f"the tag {self._name.reference!r} stands for another artifact there"
                 raise RemoteNameTakenError.at(self._name.url, what, name=self._name.reference)
         layers = artifacts.layers_of(checkpoint.files)
@@ -343,17 +349,26 @@ class ArtifactBucket(Bucket):
     """An artifact with our tables, as a remote that holds one checkpoint and can only be read."""
 
     def __init__(self, registry: RegistryRepository, name: str, tables: ArtifactTables) -> None:
+        """Look at an artifact by its tables.
+
+        Raises:
+            DamagedRemoteError, NewerFormatError: one of them is that of no layer.
+        """
         super().__init__(registry.name.url)
         self.traffic, self._registry = registry.traffic, registry
+        self._layers: dict[str, str] = {}
         self._objects = {
             layout.MARKER: frames.encode_text(layout.MARKER_LINES),
             layout.ref_key(name): layout.reference(name, tables.manifest.hex()),
         }
-        self._layers: dict[str, str] = {}
         for blob in tables.objects:
             self._objects[layout.manifest_key(digest(blob))] = blob
         for layer in tables.layers:
             container = ContainerId(digest(layer.table), RAW)
+            with remote_damage(self.at(layout.table_key(container.name))) as path:
+                kind = frames.decode(layer.table, KIND, Table, path).kind
+                if kind != RAW:
+                    raise DamagedFileError.at(path, f"no layer is of the kind {kind!r}")
             self._objects[layout.table_key(container.name)] = layer.table
             self._layers[layout.container_key(container)] = f"sha256:{layer.sha256.hex()}"
 

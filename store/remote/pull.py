@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from tensor_dedup.digest import combine
 from tensor_dedup.store.checkpoints.runs import check_replaceable, parse_step_name
 from tensor_dedup.store.checkpoints.transfer import Transfer
 from tensor_dedup.store.errors import (
@@ -56,6 +57,7 @@ from tensor_dedup.store.writing.hashing import Hasher
 
 # A container is complete when it has so many bytes: less than that has to travel again.
 _CONTAINER_BYTES: Final = 64 << 20
+_EMPTY: Final = bytes.fromhex(combine(0, []))
 Place = tuple[ContainerId, Record]
 Places = dict[bytes, Place]
 _T = TypeVar("_T")
@@ -120,7 +122,26 @@ def read_manifest(
     pieces = [piece for part in content.pages for piece in pages[part.hex()]]
     with remote_damage(where) as path:
         manifests.check_pieces(content, pieces, path)
+    _check_sizes(pieces, {_EMPTY: 0}, where)
     return RemoteManifest(name, manifest, content, pieces, {**blobs, manifest: blob})
+
+
+def _check_sizes(pieces: Sequence[Piece], known: Mapping[bytes, int], where: str) -> None:
+    """Raise DamagedRemoteError unless each digest has one size, the known one if there is any.
+
+    A digest is one of bytes and of their number: of two sizes one is a lie.
+    """
+    sizes = dict(known)
+    for piece in pieces:
+        expected = sizes.setdefault(piece.digest, piece.nbytes)
+        name, hexed = piece.name or "a header or small file", piece.digest.hex()
+        if piece.nbytes != expected:
+            what = f"{piece.nbytes} bytes of {hexed} ({name}), {expected} expected"
+        elif piece.nbytes == 0 and piece.digest != _EMPTY:
+            what = f"{hexed} ({name}) is no digest of 0 bytes"
+        else:
+            continue
+        raise DamagedRemoteError.at(where, what, digest=hexed, tensors=[name])
 
 
 def read_content(
@@ -177,7 +198,7 @@ def pull(
             transfer.publish(name, manifest, found.blobs, check)
         return unchanged
 
-    moved, unchanged = _gathered(bucket, found, manifest, wanted, here, progress, commit)
+    moved, unchanged = _gathered(bucket, found, wanted, here, progress, commit)
     nbytes, calls = bucket.traffic.counts()
     return TransferResult(
         url=bucket.url,
@@ -215,14 +236,13 @@ def open_pulled(
     def commit(transfer: Transfer, _: Sequence[bytes]) -> None:
         transfer.complete()
 
-    _gathered(bucket, found, manifest, wanted, here, progress, commit, afresh=afresh)
+    _gathered(bucket, found, wanted, here, progress, commit, afresh=afresh)
     return StoredCheckpoint(objects, index, name, (manifest, found.content, found.pieces))
 
 
 def _gathered(
     bucket: Bucket,
     found: RemoteManifest,
-    manifest: str,
     wanted: Mapping[bytes, int],
     here: tuple[Objects, StoreIndex, Hasher],
     progress: TransferListener,
@@ -242,6 +262,9 @@ def _gathered(
     def attempt(lookup: _Lookup) -> _T:
         with Transfer(objects, index, hasher, set(), _CONTAINER_BYTES) as transfer:
             missing = transfer.missing(wanted, gather=False)
+            # What is here is asked of no table there, which would say that it has another size.
+            where = bucket.at(layout.manifest_key(found.manifest))
+            _check_sizes(found.pieces, transfer.sizes_here, where)
             if afresh:
                 missing = [*wanted]
             if not moved:
@@ -252,7 +275,7 @@ def _gathered(
                 _fetch(bucket, places, names, transfer, here, progress)
             return commit(transfer, missing)
 
-    lookup = _Lookup(bucket, index, names, manifest)
+    lookup = _Lookup(bucket, index, names, found)
     try:
         done = attempt(lookup)
     except (MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError, RemoteAccessError):
@@ -337,7 +360,7 @@ def _fetch(
 class _Lookup:
     """Where to fetch pieces from, by the holders of a manifest and the tables that they lead to.
 
-    Where these do not do, or there is no `manifest`, by the catalog; where that is lost, damaged,
+    Where these do not do, or it is `of` no manifest, by the catalog; where that is lost, damaged,
     old or wrong, it is put together from all tables, once. `by_holders` tells whether tables were
     read that only the holders name.
     """
@@ -349,9 +372,9 @@ class _Lookup:
         bucket: Bucket,
         index: StoreIndex,
         names: Mapping[bytes, str],
-        manifest: str | None,
+        of: RemoteManifest | None,
     ) -> None:
-        self._bucket, self._names, self._manifest = bucket, names, manifest
+        self._bucket, self._names, self._of = bucket, names, of
         self._index = index
         self._missing: Mapping[bytes, int] = {}
         self._records: dict[bytes, list[tuple[ContainerId, Record]]] = {}
@@ -364,7 +387,8 @@ class _Lookup:
         """
         self._missing = missing
         with suppress(DamagedRemoteError, MissingRemoteError, NewerFormatError):
-            holders = self._manifest and read_holders(self._bucket, self._manifest)
+            of = self._of
+            holders = of and read_holders(self._bucket, of.manifest, len(of.pieces))
             if holders:
                 self.by_holders = True
                 return self._found(holders)
@@ -446,15 +470,19 @@ class _Lookup:
         wanted = self._missing.get(digest)  # of an anchor that is not missing no size is known
         for container, record in held:
             if wanted is not None and record.nbytes != wanted:
-                what = f"{record.nbytes} bytes of {digest.hex()}, {wanted} expected"
+                name = self._name_of(digest)
+                what = f"{record.nbytes} bytes of {digest.hex()} ({name}), {wanted} expected"
                 where = self._bucket.at(layout.table_key(container.name))
-                raise DamagedRemoteError.at(where, what)
+                raise DamagedRemoteError.at(where, what, digest=digest.hex(), tensors=[name])
         if not held:
             raise self._missing_error(digest)
         return held
 
+    def _name_of(self, digest: bytes) -> str:
+        return self._names.get(digest, "a header or small file, or what others need")
+
     def _missing_error(self, digest: bytes) -> MissingRemoteError:
-        name = self._names.get(digest, "a header or small file, or what others need")
+        name = self._name_of(digest)
         what = f"no container there holds {digest.hex()} ({name})"
         return MissingRemoteError.at(self._bucket.url, what, digest=digest.hex(), tensors=[name])
 

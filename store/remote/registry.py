@@ -123,6 +123,18 @@ def _credential_files() -> list[str]:
     return [*([f"{docker}/config.json"] if docker else []), *([other] if other else [])]
 
 
+def _origin(url: str) -> tuple[str | None, str | None, int | None] | None:
+    """The scheme, host and port of a URL as requests reads it; None: it reads none."""
+    from urllib3.util import parse_url
+
+    try:
+        parts = parse_url(url)
+    except ValueError:
+        return None
+    port = {"http": 80, "https": 443}.get(parts.scheme or "")
+    return parts.scheme, parts.host, parts.port or port
+
+
 class RegistryRepository:
     """One repository, with connections to it; a context manager. Safe from any thread.
 
@@ -150,6 +162,7 @@ class RegistryRepository:
         container = Container(f"{name.host}/{name.repository}")
         self._client.auth.load_configs(container, _credential_files())
         self._root = f"{'http' if plain else 'https'}://{name.host}/v2/{name.repository}/"
+        self._origin = _origin(self._root)
         self._header: dict[str, str] = {}
         self._lock = threading.Lock()
         self.name = name
@@ -237,6 +250,7 @@ class RegistryRepository:
         Raises:
             FileNotFoundError: there is no such blob.
             NoRangesError: the registry sends whole blobs only.
+            RemoteUnreachableError: it sends more than the range; that is read no further.
         """
         wanted = {"Range": f"bytes={start}-{stop - 1}"}
         found = self._request("GET", f"blobs/{digest}", wanted, stream=True)
@@ -248,9 +262,14 @@ class RegistryRepository:
             if found.status_code == 416:
                 return memoryview(b"")
             self._check(found, digest, 206)
-            data = memoryview(self._body(found, digest))
-        self.traffic.add(received=data.nbytes)
-        return data
+            data = bytearray()
+            for chunk in self._streamed(found, digest):
+                data += chunk
+                if len(data) > stop - start:
+                    what = f"a range of {stop - start} bytes was answered with more"
+                    raise RemoteUnreachableError.at(self.at(digest), what)
+        self.traffic.add(received=len(data))
+        return memoryview(data)
 
     def chunks(self, digest: str) -> Iterator[bytes]:
         """Iterate over the bytes of a blob, which are compared with its digest at their end.
@@ -283,7 +302,11 @@ class RegistryRepository:
             if begun.status_code == 201:
                 return False
             self._check(begun, digest, 202)
-            place = urljoin(self._root, begun.headers.get("Location", ""))
+            try:
+                place = urljoin(self._root, begun.headers.get("Location", ""))
+            except ValueError:
+                what = "it names no place for an upload that is a URL"
+                raise RemoteUnreachableError.at(self.at(digest), what) from None
             mark = "&" if urlsplit(place).query else "?"
             try:
                 done = self._request(
@@ -321,7 +344,8 @@ class RegistryRepository:
         url, asked, pause = urljoin(self._root, path), False, _PAUSE_S
         failure = ""
         while attempts:
-            sent = {**(headers or {}), **self._header}
+            # An upload may have its place on another host, which must not see the credentials.
+            sent = {**(headers or {}), **(self._header if _origin(url) == self._origin else {})}
             try:
                 found: Any = self._client.session.request(
                     verb,
@@ -334,7 +358,9 @@ class RegistryRepository:
             except requests.RequestException as error:
                 failure = scrubbed(str(error))
             else:
-                if found.status_code in _REFUSED and not asked:
+                # Nor may a host that a request was led on to say where they are to go.
+                own = _origin(found.url) == self._origin
+                if found.status_code in _REFUSED and own and not asked:
                     asked = True
                     if self._authenticate(found, sent):
                         continue
@@ -382,9 +408,6 @@ class RegistryRepository:
             what += f" ({said['code']}: {said.get('message', '')})"
         kind = RemoteAccessError if status in _REFUSED else RemoteUnreachableError
         raise kind.at(self.at(reference), scrubbed(what))
-
-    def _body(self, found: Any, reference: str) -> bytes:
-        return b"".join(self._streamed(found, reference))
 
     def _streamed(self, found: Any, reference: str) -> Iterator[bytes]:
         import requests

@@ -570,7 +570,7 @@ def _mended_holders(
 
     def read(name: str) -> Catalog | DamagedRemoteError | None:
         try:
-            return read_holders(bucket, name)
+            return read_holders(bucket, name, len(manifests[name].pieces))
         except DamagedRemoteError as error:
             return error
         except NewerFormatError:

@@ -60,6 +60,58 @@ def registry(root: Path, *, htpasswd: str | None = None) -> Iterator[Proxy]:
             proxy.close()
 
 
+class _Gate(BaseHTTPRequestHandler):
+    """What stands before a registry: `check` answers a request, or lets it through."""
+
+    protocol_version = "HTTP/1.1"
+    behind: Proxy
+
+    def check(self, given: str | None) -> bool:
+        """Whether a request may pass that comes with these credentials; else it is answered."""
+        raise NotImplementedError
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
+        if not self.check(self.headers.get("Authorization")):
+            return
+        kept = ("accept", "range", "content-type")
+        link = http.client.HTTPConnection("127.0.0.1", self.behind.port, timeout=60)
+        headers = {k: v for k, v in self.headers.items() if k.lower() in kept}
+        link.request(self.command, self.path, body, headers | {"Host": self.headers["Host"]})
+        found = link.getresponse()
+        passed = ("location", "content-type", "content-range", "docker-content-digest")
+        data = found.read()
+        more = {k: v for k, v in found.getheaders() if k.lower() in passed}
+        if self.command == "HEAD":
+            more["Content-Length"] = found.getheader("Content-Length", "0")
+        link.close()
+        self.answer(found.status, data, more)
+
+    do_HEAD = do_POST = do_PUT = do_PATCH = do_GET
+
+    def answer(self, status: int, body: bytes, more: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **more}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *_: object) -> None:
+        """Say nothing."""
+
+
+@contextmanager
+def _served(gate: type[_Gate], address: str = "127.0.0.1") -> Iterator[str]:
+    server = ThreadingHTTPServer((address, 0), gate)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"{address}:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
 @contextmanager
 def tokened(behind: Proxy, basic: str) -> Iterator[str]:
     """The name of the same registry behind a gate that wants tokens, as public ones do.
@@ -67,57 +119,68 @@ def tokened(behind: Proxy, basic: str) -> Iterator[str]:
     A token for reading is good for no write. Tokens are for who has the word `basic`.
     """
 
-    class Gate(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
-            size = int(self.headers.get("Content-Length", "0"))
-            body, given = self.rfile.read(size), self.headers.get("Authorization")
+    class Gate(_Gate):
+        def check(self, given: str | None) -> bool:
             if self.path.startswith("/token"):
                 scope = parse_qs(urlsplit(self.path).query)["scope"][0]
                 known = given == f"Basic {basic}"
-                self._answer(200 if known else 401, json.dumps({"token": scope}).encode(), {})
-                return
+                self.answer(200 if known else 401, json.dumps({"token": scope}).encode(), {})
+                return False
             reads = self.command in ("GET", "HEAD")
             scope = "repository:any:pull" if reads else "repository:any:pull,push"
-            if given not in (f"Bearer {scope}", "Bearer repository:any:pull,push"):
-                realm = f"http://{self.headers['Host']}/token"
-                asked = f'Bearer realm="{realm}",service="registry",scope="{scope}"'
-                self._answer(401, b"{}", {"Www-Authenticate": asked})
-                return
-            kept = ("accept", "range", "content-type")
-            link = http.client.HTTPConnection("127.0.0.1", behind.port, timeout=60)
-            headers = {k: v for k, v in self.headers.items() if k.lower() in kept}
-            link.request(self.command, self.path, body, headers | {"Host": self.headers["Host"]})
-            found = link.getresponse()
-            passed = ("location", "content-type", "content-range", "docker-content-digest")
-            data = found.read()
-            more = {k: v for k, v in found.getheaders() if k.lower() in passed}
-            if self.command == "HEAD":
-                more["Content-Length"] = found.getheader("Content-Length", "0")
-            link.close()
-            self._answer(found.status, data, more)
+            if given in (f"Bearer {scope}", "Bearer repository:any:pull,push"):
+                return True
+            realm = f"http://{self.headers['Host']}/token"
+            asked = f'Bearer realm="{realm}",service="registry",scope="{scope}"'
+            self.answer(401, b"{}", {"Www-Authenticate": asked})
+            return False
 
-        do_HEAD = do_POST = do_PUT = do_PATCH = do_GET
+    Gate.behind = behind
+    with _served(Gate) as name:
+        yield name
 
-        def _answer(self, status: int, body: bytes, more: dict[str, str]) -> None:
-            self.send_response(status)
-            for name, value in {"Content-Length": str(len(body)), **more}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
 
-        def log_message(self, format: str, *_: object) -> None:
-            """Say nothing."""
+@contextmanager
+def spread(
+    behind: Proxy, basic: str, *, asks: str | None = None
+) -> Iterator[tuple[str, list[str]]]:
+    """The name of the same registry where bytes come from another host and go to one.
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Gate)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    It wants the word `basic`, and leads from blobs and uploads to the other host, which wants
+    nothing or, with `asks`, a user by this scheme. Gives also the credentials that host was sent.
+    """
+    seen = list[str]()
+
+    class Other(_Gate):
+        def check(self, given: str | None) -> bool:
+            seen.extend([given] if given else [])
+            if asks is not None:
+                where = f"http://{self.headers['Host']}/token"
+                self.answer(401, b"{}", {"Www-Authenticate": f'{asks} realm="{where}"'})
+            return asks is None
+
+    Other.behind = behind
+    with _served(Other, "127.0.0.2") as other:
+
+        class Gate(_Gate):
+            def check(self, given: str | None) -> bool:
+                if given != f"Basic {basic}":
+                    self.answer(401, b"{}", {"Www-Authenticate": 'Basic realm="here"'})
+                elif self.command == "GET" and "/blobs/" in self.path:
+                    self.answer(307, b"", {"Location": f"http://{other}{self.path}"})
+                else:
+                    return True
+                return False
+
+            def answer(self, status: int, body: bytes, more: dict[str, str]) -> None:
+                if status == 202:
+                    place = urlsplit(more["Location"])
+                    more["Location"] = place._replace(netloc=other).geturl()
+                super().answer(status, body, more)
+
+        Gate.behind = behind
+        with _served(Gate) as name:
+            yield name, seen
 
 
 def host(proxy: Proxy) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 import remotes
 from remotes import MemoryBucket, Proxy
+from s3_faults import FaultyProxy, MemoryS3, Request, Response, client
 from stores import content, noise, open_store, safetensors, stored, three, u8, write
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import NOBODY_THERE, StoreError, TensorDedupError
@@ -186,6 +187,45 @@ def test_a_piece_that_says_it_is_larger_is_refused(bucket: MemoryBucket, store: 
     assert store.names() == ["mine"]
 
 
+@pytest.mark.parametrize("is_here", [True, False])
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ("larger", "[45]000 bytes of .* [54]000 expected"),
+        ("smaller", "[43]000 bytes of .* [34]000 expected"),
+        ("empty", "is no digest of 0 bytes"),
+        ("twice", "4000 bytes of .* 3000 expected"),
+        ("nothing", "5 bytes of .* 0 expected"),
+    ],
+)
+def test_a_piece_of_another_size_than_its_digest_s_is_refused(
+    tmp_path: Path, bucket: MemoryBucket, store: Store, wrong: str, says: str, is_here: bool
+) -> None:
+    """Be the piece here, and nothing asked of the tables there, or not."""
+    data = {"model.safetensors": safetensors(u8(w=noise(3, 4000))), "empty": b""}
+    full = open_store(tmp_path / "another")
+    full.import_(write(tmp_path / "w", data), "w")
+    full.push(Remote(bucket), "w")
+    if is_here:
+        store.pull(Remote(bucket), "w")
+    names = store.names()
+    pieces = list(Remote(bucket).read("w").pieces)
+    at = next(n for n, piece in enumerate(pieces) if piece.name == "w")
+    right = pieces[at]
+    sizes = {"larger": 5000, "smaller": 3000, "empty": 0, "twice": 3000, "nothing": 5}
+    false = msgspec.structs.replace(right, nbytes=sizes[wrong])
+    if wrong == "nothing":
+        false = Piece(bytes.fromhex(digest(b"")), 5, "w", "U8", (5,))
+    pieces = [false, right] if wrong == "twice" else [false]
+    nbytes = sum(piece.nbytes for piece in pieces)
+    put_manifest(bucket, "evil", [FileEntry("m.bin", nbytes, len(pieces), "")], pieces)
+    with pytest.raises(DamagedRemoteError, match=rf"/.*{says}.*remote verify") as caught:
+        store.pull(Remote(bucket), "evil")
+    assert caught.value.facts["tensors"] == ["w"]
+    assert store.names() == names
+    assert store.verify(full=True).fine
+
+
 def test_a_reference_of_another_name_is_refused(bucket: MemoryBucket, store: Store) -> None:
     bucket.objects["refs/mine"] = bucket.objects["refs/base"]
     with pytest.raises(DamagedRemoteError, match="no reference of 'mine'"):
@@ -300,6 +340,13 @@ def test_a_disk_that_fills_up_at_any_moment_of_a_pull(
         "s3://bucket\\@hidden-word/x",
         "s3://key:hidden/word@hidden-word/x",
         "oci:/user:hidden-word@host/x",
+        "https://user:12/hidden-word@host/x",
+        "http://user:12/3@hidden-word",
+        "s3://key:12/hidden-word@bucket/x",
+        "gs://key:12/hidden-word",
+        "az://key:12/hidden-word@container/x",
+        "ftp://user:12/hidden-word@host/x",
+        "file://user:12/hidden-word@host/x",
         "ftp://host/x",
         "s3://",
         "file://host/x",
@@ -429,6 +476,34 @@ def test_nobody_answers(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         store.push("s3://bucket/x", "mine")
     assert caught.value.exit_status == NOBODY_THERE
     assert "testing-secret-key" not in str(caught.value)
+
+
+@pytest.mark.parametrize("status", [409, 412])
+def test_a_condition_that_nobody_made_is_an_answer_that_cannot_be_used(
+    store: Store, bucket: MemoryBucket, status: int
+) -> None:
+    """To reads and writes without one; to those with one it says that somebody was first."""
+
+    class Odd(MemoryS3):
+        def answer(self, request: Request) -> Response:
+            odd = request.key.startswith(("refs/base", "containers/"))
+            return Response(status, {}, b"<Error/>") if odd else super().answer(request)
+
+    proxy = FaultyProxy(Odd(bucket))
+    remote = Remote(client(proxy.port))
+    before = dict(bucket.objects)
+    with pytest.raises(RemoteUnreachableError, match=r"refs/base: .*goes on from there"):
+        store.pull(remote, "base")
+    store.import_(
+        write(store.path.parent / "new", {"m.safetensors": safetensors(u8(w=noise(8, 99)))}), "new"
+    )
+    with pytest.raises(RemoteUnreachableError, match=r"containers/.*goes on from there"):
+        store.push(remote, "new")
+    assert any(name.startswith("PUT containers/") for name in proxy.requests)
+    assert "refs/new" not in bucket.objects
+    assert before.items() <= bucket.objects.items()
+    assert not remote.bucket.put_if("refs/base", b"x", None)
+    proxy.close()
 
 
 def test_refused_credentials(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

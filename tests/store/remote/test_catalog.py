@@ -17,6 +17,7 @@ from tensor_dedup.store import Store
 from tensor_dedup.store.format import frames
 from tensor_dedup.store.remote import Remote, catalog, layout
 from tensor_dedup.store.remote.catalog import PREFIX_BYTES, ListedContainer, read_catalog
+from tensor_dedup.store.remote.errors import DamagedRemoteError
 
 PIECES = 100
 
@@ -143,15 +144,18 @@ def test_a_piece_that_only_seems_to_be_there_is_sent_and_found(
         for name in ("base", "one", "two", "three", "tune"):
             done = full.push(Remote(there), name)
             assert done.moved_pieces == {"base": PIECES + 1, "tune": 10}.get(name, PIECES)
-    long = [entry for entry in entries(there) if entry.pieces > 32]
-    assert {entry.width for entry in long} == {1}
-    assert len({p for entry in long for p in catalog.prefixes(entry)}) > 180  # of 256
-    assert Remote(there).verify(full=True).fine
-    without_holders(there)
-    for name in ("base", "one", "two", "three", "tune"):
-        store = open_store(tmp_path / f"of-{name}")
-        store.pull(Remote(there), name)
-        assert stored(store, name) == content(tmp_path / name)
+        long = [entry for entry in entries(there) if entry.pieces > 32]
+        assert {entry.width for entry in long} == {1}
+        assert len({p for entry in long for p in catalog.prefixes(entry)}) > 180  # of 256
+        assert Remote(there).verify(full=True).fine
+        without_holders(there)
+        for name in ("base", "one", "two", "three", "tune"):
+            store = open_store(tmp_path / f"of-{name}")
+            store.pull(Remote(there), name)
+            assert stored(store, name) == content(tmp_path / name)
+    # Nobody writes them so short: a small object would name very many.
+    with pytest.raises(DamagedRemoteError, match="contradicts itself"):
+        entries(there)
 
 
 @pytest.mark.parametrize("what", ["gone", "damaged"])

@@ -7,6 +7,7 @@ never gets another byte.
 from collections.abc import Callable
 from pathlib import Path, PurePath
 
+import msgspec
 import pytest
 
 from remotes import Faulty, MemoryBucket
@@ -14,7 +15,7 @@ from stores import KIB, content, noise, open_store, safetensors, stored, u8, wri
 from tensor_dedup.store import Store
 from tensor_dedup.store.format import frames
 from tensor_dedup.store.remote import Remote, layout
-from tensor_dedup.store.remote.catalog import read_holders
+from tensor_dedup.store.remote.catalog import ListedContainer, prefixes, read_holders
 from tensor_dedup.store.remote.errors import (
     CorruptRemoteTensorError,
     MissingRemoteError,
@@ -141,10 +142,28 @@ def of_a_container_that_is_gone(bucket: MemoryBucket, blob: bytes) -> bytes:
 
 
 def of_a_container_without_them(bucket: MemoryBucket, blob: bytes) -> bytes:
-    held = read_holders(bucket, Remote(bucket).read("tiny").manifest)
+    held = read_holders(bucket, Remote(bucket).read("tiny").manifest, 9)
     assert held is not None
     [other] = held.containers
     return changed(blob, lambda entry: [bytes.fromhex(other.name), other.kind, *entry[2:]])
+
+
+def of_shortened_prefixes(bucket: MemoryBucket, blob: bytes) -> bytes:
+    def shortened(entry: list[object]) -> list[object]:
+        whole = msgspec.convert(entry, ListedContainer)
+        assert whole.pieces > 0
+        assert whole.deltas == b""
+        return [*entry[:3], b"".join(prefix[:3] for prefix in prefixes(whole)), b"", 3]
+
+    return changed(blob, shortened)
+
+
+def of_more_than_its_pieces(bucket: MemoryBucket, blob: bytes) -> bytes:
+    def enlarged(entry: list[object]) -> list[object]:
+        whole = msgspec.convert(entry, ListedContainer)
+        return [*entry[:3], whole.alone + noise(6, 16 * KIB), *entry[4:]]
+
+    return changed(blob, enlarged)
 
 
 def changed(blob: bytes, change: Callable[[list[object]], list[object]]) -> bytes:
@@ -163,6 +182,8 @@ LIES: dict[str, Callable[[MemoryBucket, bytes], bytes]] = {
     "of an unknown kind": of_an_unknown_kind,
     "of another kind": of_another_kind,
     "of a container that is gone": of_a_container_that_is_gone,
+    "of more than its pieces": of_more_than_its_pieces,
+    "of shortened prefixes": of_shortened_prefixes,
     "of a container without them": of_a_container_without_them,
 }
 

@@ -9,13 +9,13 @@ import io
 import json
 import logging
 import tarfile
-from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import numpy as np
 import pytest
 import zstandard
@@ -41,6 +41,7 @@ from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.errors import NameTakenError, UnknownNameError
 from tensor_dedup.store.format.manifests import Piece
+from tensor_dedup.store.format.tables import Table
 from tensor_dedup.store.reading.reader import StoredFile
 from tensor_dedup.store.remote import Remote, artifacts
 from tensor_dedup.store.remote.errors import (
@@ -48,7 +49,6 @@ from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
     MissingRemoteError,
     NotARemoteError,
-    RemoteAccessError,
     RemoteNameTakenError,
     RemoteUnreachableError,
     RemoteUrlError,
@@ -267,7 +267,7 @@ def test_layers_that_are_there_are_not_sent(
     store.push(f"{team}/one:base", "base")
     proxy.reset()
     assert store.push(f"{team}/one:base", "base").unchanged
-    assert proxy.requests == 1
+    assert proxy.requests == 2  # the model's manifest, and whether the tables are there
     # In the same repository it exists; from another one it is mounted.
     for place in ("one:tune", "two:tune"):
         proxy.reset()
@@ -448,6 +448,33 @@ class TestFaults:
         assert "whole layers are pulled" in caplog.text
         assert stored(other, "base") == content(tmp_path / "base")
 
+    @pytest.mark.parametrize("kind", ["pack", "slab", "mixed"])
+    def test_tables_of_what_is_no_layer_are_no_good_tables(
+        self,
+        tmp_path: Path,
+        team: str,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        kind: str,
+    ) -> None:
+        table_of = artifacts.table_of
+
+        def of_kind(layer: artifacts.ArtifactLayer, leaves_of: Callable[[Piece], bytes]) -> Table:
+            return msgspec.structs.replace(table_of(layer, leaves_of), kind=kind)
+
+        header = b'{"w": {"dtype": "U8", "shape": [9], "data_offsets": [0, 9]}}'.ljust(4088)
+        # With both of its pieces where a container of any kind may have one.
+        files = {"model.safetensors": len(header).to_bytes(8, "little") + header + noise(1, 9)}
+        store, other = open_store(tmp_path / "store"), open_store(tmp_path / "other")
+        store.import_(write(tmp_path / "small", files), "small")
+        with monkeypatch.context() as patch:
+            patch.setattr(artifacts, "table_of", of_kind)
+            store.push(f"{team}/small:v1", "small")
+        with caplog.at_level(logging.WARNING):
+            other.pull(f"{team}/small:v1", "small")
+        assert f"no layer is of the kind '{kind}'" in caplog.text
+        assert stored(other, "small") == files
+
     @pytest.mark.parametrize("tabled", [True, False])
     def test_a_damaged_layer_is_an_error_and_nothing_is_kept(
         self, tmp_path: Path, root: Path, proxy: Proxy, team: str, full: Store, tabled: bool
@@ -473,6 +500,45 @@ class TestFaults:
             path.write_bytes(held)
         assert other.names() == []
         assert other.verify(full=True).fine
+
+    def test_to_replace_an_artifact_by_itself_sends_what_was_lost(
+        self, tmp_path: Path, root: Path, proxy: Proxy, team: str
+    ) -> None:
+        store, other = open_store(tmp_path / "full"), open_store(tmp_path / "other")
+        store.import_(model(tmp_path / "own", [noise(n, 64 * KIB) for n in (71, 72)]), "own")
+        url = f"{team}/own:v1"
+        sent = store.push(url, "own").moved_bytes
+        before = registries.manifest(proxy, repository(url), "v1")
+        largest = max(before["layers"], key=lambda layer: int(layer["size"]))
+        blob_path(root, largest["digest"]).unlink()
+        with pytest.raises(MissingRemoteError, match=r"push NAME URL --replace") as caught:
+            other.pull(url, "own")
+        assert "remote verify" not in str(caught.value)
+        assert store.push(url, "own").unchanged
+        mended = store.push(url, "own", replace=True)
+        assert (mended.moved_bytes, mended.unchanged) == (largest["size"], False)
+        assert largest["size"] < sent
+        assert registries.manifest(proxy, repository(url), "v1") == before
+        other.pull(url, "own")
+        assert stored(other, "own") == content(tmp_path / "own")
+        assert store.push(url, "own", replace=True).moved_bytes == 0
+
+    def test_a_push_brings_the_tables_that_a_copy_has_left_behind(
+        self, tmp_path: Path, team: str, full: Store, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        full.push(f"{team}/base:v1", "base")
+        place, copy = f"{team}/base:v1".removeprefix("oci://"), f"{team}/copy:v1"
+        insecure = "--src-tls-verify=false", "--dest-tls-verify=false"
+        target = f"docker://{copy.removeprefix('oci://')}"
+        registries.skopeo("copy", *insecure, f"docker://{place}", target)
+        pushed = full.push(copy, "base")
+        assert (pushed.moved_bytes, pushed.unchanged) == (0, False)
+        assert full.push(copy, "base").unchanged
+        other = open_store(tmp_path / "other")
+        with caplog.at_level(logging.WARNING):
+            other.pull(copy, "base")
+        assert "whole layers" not in caplog.text
+        assert stored(other, "base") == content(tmp_path / "base")
 
     def test_what_is_too_large_is_not_read_to_its_end(
         self, tmp_path: Path, proxy: Proxy, team: str, full: Store, monkeypatch: pytest.MonkeyPatch
@@ -559,49 +625,6 @@ def test_nobody_answers(full: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tensor_dedup.store.remote.registry._PAUSE_S", 0.001)
     with pytest.raises(RemoteUnreachableError, match=r"127\.0\.0\.1:9"):
         full.push("oci://127.0.0.1:9/a:b", "base")
-
-
-# The password is U*U: a published vector of bcrypt.
-HTPASSWD = "somebody:$2a$05$CCCCCCCCCCCCCCCCCCCCC.E5YPO9kmyuRGyh0XouQYb4YMJKvyOeW\n"
-
-
-def test_credentials_are_those_of_docker_login(
-    tmp_path: Path, full: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with registries.registry(tmp_path / "registry", htpasswd=HTPASSWD) as proxy:
-        url = f"oci://{registries.host(proxy)}/team/base:v1"
-        with pytest.raises(RemoteAccessError, match="docker login"):
-            full.push(url, "base")
-        for password in ("wrong-password", "U*U"):
-            word = b64encode(f"somebody:{password}".encode()).decode()
-            auths = {"auths": {registries.host(proxy): {"auth": word}}}
-            write(tmp_path / "docker", {"config.json": json.dumps(auths).encode()})
-            monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
-            if password != "U*U":
-                with pytest.raises(RemoteAccessError) as caught:
-                    full.push(url, "base")
-                assert word not in str(caught.value)
-        full.push(url, "base")
-        other = open_store(tmp_path / "other")
-        other.pull(url, "base")
-        assert stored(other, "base") == content(tmp_path / "base")
-
-
-def test_tokens_are_asked_for_with_what_each_request_needs(
-    tmp_path: Path, proxy: Proxy, team: str, full: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    word = b64encode(b"somebody:secret-word").decode()
-    with registries.tokened(proxy, word) as host:
-        url = f"oci://{host}/{repository(f'{team}/base')}:v1"
-        with pytest.raises(RemoteAccessError, match="docker login"):
-            full.push(url, "base")
-        auths = {"auths": {host: {"auth": word}}}
-        write(tmp_path / "docker", {"config.json": json.dumps(auths).encode()})
-        monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
-        full.push(url, "base")
-        other = open_store(tmp_path / "other")
-        other.pull(url, "base")
-    assert stored(other, "base") == content(tmp_path / "base")
 
 
 @pytest.mark.parametrize("media", [None, "application/vnd.oci.image.layer.v1.tar"])

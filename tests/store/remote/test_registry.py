@@ -1,0 +1,147 @@
+"""Requests to a registry: to whom credentials go, and what is taken of answers."""
+
+import json
+import threading
+from base64 import b64encode
+from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+import registries
+from remotes import Proxy
+from stores import content, open_store, stored, write
+from tensor_dedup.store import Store
+from tensor_dedup.store.remote.errors import RemoteAccessError, RemoteUnreachableError
+from tensor_dedup.store.remote.registry import ArtifactName, RegistryRepository, _origin
+
+pytest.importorskip("oras")
+
+
+@pytest.fixture
+def proxy(tmp_path: Path) -> Iterator[Proxy]:
+    with registries.registry(tmp_path / "registry") as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_the_user_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSOR_DEDUP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+# The password is U*U: a published vector of bcrypt.
+HTPASSWD = "somebody:$2a$05$CCCCCCCCCCCCCCCCCCCCC.E5YPO9kmyuRGyh0XouQYb4YMJKvyOeW\n"
+
+
+def test_credentials_are_those_of_docker_login(
+    tmp_path: Path, full: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with registries.registry(tmp_path / "registry", htpasswd=HTPASSWD) as proxy:
+        url = f"oci://{registries.host(proxy)}/team/base:v1"
+        with pytest.raises(RemoteAccessError, match="docker login"):
+            full.push(url, "base")
+        for password in ("wrong-password", "U*U"):
+            word = b64encode(f"somebody:{password}".encode()).decode()
+            auths = {"auths": {registries.host(proxy): {"auth": word}}}
+            write(tmp_path / "docker", {"config.json": json.dumps(auths).encode()})
+            monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
+            if password != "U*U":
+                with pytest.raises(RemoteAccessError) as caught:
+                    full.push(url, "base")
+                assert word not in str(caught.value)
+        full.push(url, "base")
+        other = open_store(tmp_path / "other")
+        other.pull(url, "base")
+        assert stored(other, "base") == content(tmp_path / "base")
+
+
+def test_tokens_are_asked_for_with_what_each_request_needs(
+    tmp_path: Path, proxy: Proxy, full: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    word = b64encode(b"somebody:secret-word").decode()
+    with registries.tokened(proxy, word) as host:
+        url = f"oci://{host}/team/base:v1"
+        with pytest.raises(RemoteAccessError, match="docker login"):
+            full.push(url, "base")
+        auths = {"auths": {host: {"auth": word}}}
+        write(tmp_path / "docker", {"config.json": json.dumps(auths).encode()})
+        monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
+        full.push(url, "base")
+        other = open_store(tmp_path / "other")
+        other.pull(url, "base")
+    assert stored(other, "base") == content(tmp_path / "base")
+
+
+@pytest.mark.parametrize("asks", [None, "Basic", "Bearer"])
+def test_another_host_that_a_registry_leads_to_is_sent_no_credentials(
+    tmp_path: Path,
+    proxy: Proxy,
+    full: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    asks: str | None,
+) -> None:
+    word, here = b64encode(b"somebody:secret-word").decode(), open_store(tmp_path / "here")
+    with registries.spread(proxy, word, asks=asks) as (host, seen):
+        auths = {"auths": {host: {"auth": word}}}
+        write(tmp_path / "docker", {"config.json": json.dumps(auths).encode()})
+        monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
+        url = f"oci://{host}/team/base:v1"
+        if asks is None:
+            full.push(url, "base")
+            here.pull(url, "base")
+            assert stored(here, "base") == content(tmp_path / "base")
+        else:
+            with pytest.raises(RemoteAccessError):
+                full.push(url, "base")
+            full.push(f"oci://{registries.host(proxy)}/team/base:v1", "base")
+            with pytest.raises(RemoteAccessError):
+                here.pull(url, "base")
+        assert seen == []
+
+
+@pytest.mark.parametrize(
+    ("url", "is_own"),
+    [
+        ("https://registry.example/v2/up?x=1", True),
+        ("HTTPS://Registry.example:443/v2/up", True),
+        ("http://registry.example/v2/up", False),
+        ("https://registry.example:444/v2/up", False),
+        ("https://registry.example.org/v2/up", False),
+        # What one reader takes for the host is a path to another, the one that sends.
+        ("https://other.example\\@registry.example/v2/up", False),
+        ("https://[registry.example/v2/up", False),
+    ],
+)
+def test_which_places_are_a_registry_s_own(url: str, is_own: bool) -> None:
+    assert (_origin(url) == _origin("https://registry.example/v2/")) == is_own
+
+
+def test_a_range_that_is_more_than_was_asked_for_is_not_read_to_its_end() -> None:
+    sent, most = list[int](), 64
+
+    class Endless(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(206)
+            self.end_headers()
+            with suppress(OSError):
+                for _ in range(most):
+                    self.wfile.write(bytes(1 << 20))
+                    sent.append(1)
+
+        def log_message(self, format: str, *_: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Endless)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    name = ArtifactName.parse(f"oci://127.0.0.1:{server.server_port}/a/b:c")
+    with RegistryRepository(name) as registry:
+        assert len(registry.blob_range(f"sha256:{0:064}", 0, most << 20)) == most << 20
+        sent.clear()
+        with pytest.raises(RemoteUnreachableError, match="a range of 10 bytes was answered"):
+            registry.blob_range(f"sha256:{0:064}", 5, 15)
+    server.shutdown()
+    server.server_close()
+    assert len(sent) < most
