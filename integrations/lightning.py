@@ -204,7 +204,12 @@ class StoreCallback(Callback):
         self._io.add(self.run, asynchronous=self._asynchronous)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Hook the optimizers."""
+        """Hook the optimizers.
+
+        While gradients accumulate, batches end at the step that the training began with. It is not
+        saved: whoever resumed from it has it, and its gradients would be missing.
+        """
+        self._saved = trainer.global_step
         if self._asynchronous and trainer.is_global_zero:
             self._hooks = [self.run.hook(each) for each in trainer.optimizers]
 
