@@ -168,8 +168,10 @@ class StoreCallback(Callback):
         """Save every `every` optimizer steps, or after every epoch.
 
         When `asynchronous`, the training goes on while a step is saved, and the optimizers wait
-        until what they change has been copied. The error of such a save ends the training at its
-        next step, and the end of the training waits for the last one.
+        until what they change has been copied. Under automatic optimization Lightning computes the
+        gradients in the optimizer's step, so the forward and backward pass wait too; with
+        `accumulate_grad_batches` only those of the last batch do. The error of such a save ends the
+        training at its next step, and the end of the training waits for the last one.
 
         All other arguments are those of `CheckpointStore`.
         """

@@ -21,6 +21,7 @@ from disk_faults import Faults, FaultyFiles  # noqa: E402
 from tensor_dedup.errors import UnsupportedError  # noqa: E402
 from tensor_dedup.integrations.lightning import StoreCallback, StoreIO  # noqa: E402
 from tensor_dedup.store.checkpoints import CheckpointStore  # noqa: E402
+from tensor_dedup.store.checkpoints.background import Saves  # noqa: E402
 from tensor_dedup.store.errors import NoSpaceError  # noqa: E402
 from tensor_dedup.store.remote.errors import UnknownRemoteNameError  # noqa: E402
 from tensor_dedup.store.store import Store  # noqa: E402
@@ -273,6 +274,41 @@ def test_a_killed_training_that_saves_behind_ends_as_one_that_is_not(
         assert batches == step * accumulate
         for name, tensor in one["state_dict"].items():
             assert torch.equal(tensor, other["state_dict"][name])
+
+
+class InOrderOfTime(lightning.Callback):  # type: ignore[misc,name-defined]
+    """Notes what happens within a batch."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.events.append("zero_grad")
+
+    def on_before_backward(self, *_: Any) -> None:
+        self.events.append("backward")
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "expected"),
+    [
+        (1, ["wait", "zero_grad", "backward"]),
+        (2, ["zero_grad", "backward", "wait", "backward"]),
+    ],
+)
+def test_an_optimizer_waits_before_lightning_computes_gradients_in_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: int, expected: list[str]
+) -> None:
+    order, wait = InOrderOfTime(), Saves.before_update
+
+    def noted(saves: Saves) -> None:
+        order.events.append("wait")
+        wait(saves)
+
+    monkeypatch.setattr(Saves, "before_update", noted)
+    callback = StoreCallback(tmp_path / "store", "run", every=1, asynchronous=True)
+    fit(tmp_path, callback, order, steps=2, accumulate=accumulate)
+    assert order.events[: 2 * len(expected)] == 2 * expected
 
 
 class InOrderOfRanks(lightning.Callback):  # type: ignore[misc,name-defined]
