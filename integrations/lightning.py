@@ -168,8 +168,10 @@ class StoreCallback(Callback):
         """Save every `every` optimizer steps, or after every epoch.
 
         When `asynchronous`, the training goes on while a step is saved, and the optimizers wait
-        until what they change has been copied. The error of such a save ends the training at its
-        next step, and the end of the training waits for the last one.
+        until what they change has been copied. Under automatic optimization Lightning computes the
+        gradients in the optimizer's step, so the forward and backward pass wait too; with
+        `accumulate_grad_batches` only those of the last batch do. The error of such a save ends the
+        training at its next step, and the end of the training waits for the last one.
 
         All other arguments are those of `CheckpointStore`.
         """
@@ -204,7 +206,12 @@ class StoreCallback(Callback):
         self._io.add(self.run, asynchronous=self._asynchronous)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Hook the optimizers."""
+        """Hook the optimizers.
+
+        While gradients accumulate, batches end at the step that the training began with. It is not
+        saved: whoever resumed from it has it, and its gradients would be missing.
+        """
+        self._saved = trainer.global_step
         if self._asynchronous and trainer.is_global_zero:
             self._hooks = [self.run.hook(each) for each in trainer.optimizers]
 

@@ -21,6 +21,7 @@ from disk_faults import Faults, FaultyFiles  # noqa: E402
 from tensor_dedup.errors import UnsupportedError  # noqa: E402
 from tensor_dedup.integrations.lightning import StoreCallback, StoreIO  # noqa: E402
 from tensor_dedup.store.checkpoints import CheckpointStore  # noqa: E402
+from tensor_dedup.store.checkpoints.background import Saves  # noqa: E402
 from tensor_dedup.store.errors import NoSpaceError  # noqa: E402
 from tensor_dedup.store.remote.errors import UnknownRemoteNameError  # noqa: E402
 from tensor_dedup.store.store import Store  # noqa: E402
@@ -34,7 +35,10 @@ pytestmark = [
 
 
 def module(root: str | None = None, ranks: int = 1) -> Any:
-    """A network; on one of several ranks, it makes the batch of each of its steps by itself."""
+    """A network; if it records its losses, it makes each of its batches by itself.
+
+    Lightning resumes in the middle of an epoch with that epoch's first batches.
+    """
 
     class Network(lightning.LightningModule):  # type: ignore[misc,name-defined]
         def __init__(self) -> None:
@@ -45,8 +49,9 @@ def module(root: str | None = None, ranks: int = 1) -> Any:
             self.losses: list[float] = []
 
         def training_step(self, batch: Any, _: int) -> torch.Tensor:
-            number, rows = self.global_step * ranks + self.global_rank, batch[0]
-            if ranks > 1:
+            number = self.trainer.fit_loop.total_batch_idx * ranks + self.global_rank
+            rows = batch[0]
+            if root is not None:
                 rows = torch.randn(4, 32, generator=torch.Generator().manual_seed(number))
             loss: torch.Tensor = self.head(self.back(rows)).square().mean()
             self.losses.append(loss.item())
@@ -68,16 +73,15 @@ def fit(
     start: str | None = None,
     steps: int = -1,
     root: str | None = None,
-    every_batch_the_same: bool = False,
     ranks: int = 1,
+    accumulate: int = 1,
 ) -> Any:
     rows = torch.randn(24, 32, generator=torch.Generator().manual_seed(3))
-    if every_batch_the_same:
-        rows = rows[:1].expand(24, 32)
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows), batch_size=4)
     trainer = lightning.Trainer(
         max_epochs=3 if steps < 0 else -1,
         max_steps=steps,
+        accumulate_grad_batches=accumulate,
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
@@ -217,10 +221,11 @@ class Unfinished(lightning.Callback):  # type: ignore[misc,name-defined]
         self.count += any(not each.done() for each in pending)
 
 
-def train_behind(root: str, steps: int) -> None:
+def train_behind(root: str, steps: int, accumulate: int = 1) -> None:
     """Save every step in the background, and resume from the latest one."""
     torch.set_num_threads(1)
-    callback = StoreCallback(root, "run", every=1, asynchronous=True, keep_last=2)
+    kept = 2 if accumulate == 1 else steps
+    callback = StoreCallback(root, "run", every=1, asynchronous=True, keep_last=kept)
     latest, unfinished = callback.run.latest(), Unfinished(callback)
     start = None if latest is None else f"store://run@{latest}"
     fit(
@@ -228,32 +233,82 @@ def train_behind(root: str, steps: int) -> None:
         start=start,
         steps=steps,
         root=root,
-        every_batch_the_same=True,  # Lightning resumes in the middle of an epoch with its first one
+        accumulate=accumulate,
     )
     assert callback.run.latest() == steps  # the end has waited
     assert start is not None or unfinished.count > 0
 
 
-def kill_fit(root: str, alone: str, kills: int) -> list[int]:
+def kill_fit(root: str, alone: str, kills: int, accumulate: int) -> list[int]:
     import torch._dynamo  # noqa: F401 (what every optimizer imports when it is made)
 
-    train = partial(train_behind, steps=killed_training.enough_steps(kills))
+    steps = killed_training.enough_steps(kills)
+    train = partial(train_behind, steps=steps, accumulate=accumulate)
     return killed_training.killed_and_alone(train, root, alone, kills)
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("kills", "accumulate"),
+    [
+        (2, 1),
+        (2, 2),
+        pytest.param(12, 1, marks=pytest.mark.long),
+        pytest.param(12, 3, marks=pytest.mark.long),
+    ],
+)
 def test_a_killed_training_that_saves_behind_ends_as_one_that_is_not(
-    tmp_path: Path, kills: int
+    tmp_path: Path, kills: int, accumulate: int
 ) -> None:
     root, alone = str(tmp_path / "killed"), str(tmp_path / "alone")
-    latest = fresh.call(kill_fit, root, alone, kills)
+    latest = fresh.call(kill_fit, root, alone, kills, accumulate)
     steps = killed_training.enough_steps(kills)
     assert len(latest) == kills
     assert max(latest) < steps
-    killed_training.assert_same_losses(root, alone, steps)
-    first, second = (CheckpointStore(each, "run").load(steps) for each in (root, alone))
-    for name, tensor in first["state_dict"].items():
-        assert torch.equal(tensor, second["state_dict"][name])
+    killed_training.assert_same_losses(root, alone, steps * accumulate)
+    first, second = (CheckpointStore(each, "run") for each in (root, alone))
+    first_kept = steps - 1 if accumulate == 1 else 1
+    assert first.steps() == second.steps() == [*range(first_kept, steps + 1)]
+    for step in first.steps():  # also those that were resumed from
+        one, other = first.load(step), second.load(step)
+        batches = one["loops"]["fit_loop"]["epoch_loop.batch_progress"]["total"]["ready"]
+        assert batches == step * accumulate
+        for name, tensor in one["state_dict"].items():
+            assert torch.equal(tensor, other["state_dict"][name])
+
+
+class InOrderOfTime(lightning.Callback):  # type: ignore[misc,name-defined]
+    """Notes what happens within a batch."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.events.append("zero_grad")
+
+    def on_before_backward(self, *_: Any) -> None:
+        self.events.append("backward")
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "expected"),
+    [
+        (1, ["wait", "zero_grad", "backward"]),
+        (2, ["zero_grad", "backward", "wait", "backward"]),
+    ],
+)
+def test_an_optimizer_waits_before_lightning_computes_gradients_in_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: int, expected: list[str]
+) -> None:
+    order, wait = InOrderOfTime(), Saves.before_update
+
+    def noted(saves: Saves) -> None:
+        order.events.append("wait")
+        wait(saves)
+
+    monkeypatch.setattr(Saves, "before_update", noted)
+    callback = StoreCallback(tmp_path / "store", "run", every=1, asynchronous=True)
+    fit(tmp_path, callback, order, steps=2, accumulate=accumulate)
+    assert order.events[: 2 * len(expected)] == 2 * expected
 
 
 class InOrderOfRanks(lightning.Callback):  # type: ignore[misc,name-defined]
