@@ -3,10 +3,10 @@
     {"datastates_ckpt": {"store": "checkpoints", "run": "run-001"}, ...}
 
 `pool_bytes`, `compress`, `keep_last` and `drain` may stand there too; they are those of
-`CheckpointStore`, but `pool_bytes` bounds all copies of a rank, and `keep_last` counts checkpoints
-in one folder. When a checkpoint is whole, older ones are deleted, all files of them, with their
-pointers and folders that hold nothing else; with `drain` each rank deletes its own, when it saves
-or ends.
+`CheckpointStore`, but `pool_bytes` bounds all copies of a rank, and `keep_last` counts whole
+checkpoints in one folder. When a checkpoint is whole, older ones are deleted, all files of them,
+with their pointers and folders that hold nothing else; with `drain` each rank deletes its own, when
+it saves or ends.
 
 `save_checkpoint` returns before anything is written. The optimizer's next step waits until what it
 changes is copied. When a file's state is durable, a pointer file that says where it is gets the
@@ -35,17 +35,23 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tensor_dedup.errors import ConfigError, StoreError, UnsupportedError
-from tensor_dedup.integrations.deepspeed import TITLE, VERSIONS, Pointer, register_types
+from tensor_dedup.integrations.deepspeed import (
+    TITLE,
+    VERSIONS,
+    DamagedPointerError,
+    Pointer,
+    register_types,
+)
 from tensor_dedup.seams import Seam, usable
 from tensor_dedup.store.checkpoints import CheckpointStore, HostPool, PendingSave, Saved
 from tensor_dedup.store.checkpoints.background import with_notes
@@ -69,6 +75,7 @@ except ImportError:  # the engine refuses, and says which version it was made fo
 __all__ = ["DecoupledStoreEngine", "newest_tag"]
 
 _LOG = logging.getLogger("tensor_dedup")
+_T = TypeVar("_T")
 KEY: Final = "datastates_ckpt"
 _NEEDED: Final = frozenset({"store", "run"})
 _FIELDS: Final = _NEEDED | {"pool_bytes", "compress", "keep_last", "drain"}
@@ -138,25 +145,33 @@ class _FileRun(CheckpointStore):
                 what = f"{job.previous.name} was not saved, so {saved.name} completes nothing"
                 raise BrokenSaveError.at(self.store.path, what) from error
         with os_errors(job.path):
-            self._name(saved, job)
-        return saved
-
-    def _name(self, saved: Saved, job: _Job) -> None:
-        if (before := Pointer.read(job.path)) is not None:
-            self._replaced |= self._steps_of([before])
-        pointer = [TITLE, saved.name, saved.manifest, job.key, job.counts]
-        folder = job.path.parent
-        # The lock, so that no rank removes a pointer that was just written.
-        with self._naming(), os_errors(job.path):
-            folder.mkdir(exist_ok=True)  # all that it held may have been pruned
-            _publish(job.path, json.dumps(pointer))
-        self._file = job.path
-        whole = _is_whole(folder, job.key)
-        if whole:
-            _publish(folder.parent / _LATEST, folder.name)
+            whole = self._name(saved, job)
         self.prune_file(job.path)
         if whole and self._completed is not None:
-            self._completed(folder, job.key)
+            with _only_warned(job.path):
+                self._completed(job.path.parent, job.key)
+        return saved
+
+    def _name(self, saved: Saved, job: _Job) -> bool:
+        """Write the pointer of a file; return whether its checkpoint is whole now."""
+        with suppress(DamagedPointerError):
+            if (before := Pointer.read(job.path)) is not None:
+                self._replaced |= self._steps_of([before])
+        pointer = [TITLE, saved.name, saved.manifest, job.key, job.counts]
+        folder = job.path.parent
+        # Beside the folder, of which all may be pruned meanwhile, and before others have to wait.
+        part = _written(folder.parent, job.path.name, json.dumps(pointer))
+        # The lock, so that no rank removes a pointer that was just written.
+        with self._naming(), os_errors(job.path):
+            folder.mkdir(exist_ok=True)
+            part.replace(job.path)
+        self._file = job.path
+        whole = _is_whole(folder, job.key)
+        _sync_folder(folder)  # with what other ranks have named in it until now
+        if whole:
+            _written(folder.parent, _LATEST, folder.name).replace(folder.parent / _LATEST)
+            _sync_folder(folder.parent)
+        return whole
 
     def close(self) -> None:
         # docstring inherited
@@ -168,11 +183,12 @@ class _FileRun(CheckpointStore):
         """Delete steps of checkpoints in this folder that are older than the last whole ones.
 
         Never one after `latest`: another rank may not have saved its part of a later one. Pointers
-        to them go too, and folders that held nothing else.
+        to them go too, and folders that held nothing else. What fails is logged: the checkpoint is
+        there.
         """
         if self._kept is None:
             return
-        with os_errors(path), suppress(FileNotFoundError):
+        with _only_warned(path), suppress(FileNotFoundError):
             newest = path.parents[1] / _tag(path.parents[1])
             latest = Pointer.read(newest / path.name)
             if latest is None or not _is_whole(newest, latest.key):
@@ -180,21 +196,21 @@ class _FileRun(CheckpointStore):
             read = ((each, Pointer.read(each)) for each in path.parents[1].glob(f"*/{path.name}"))
             pointers = {each: pointer for each, pointer in read if pointer is not None}
             steps = sorted(self._steps_of(pointers.values()))
-            whole = max(self._steps_of([latest]), default=-1)
-            old = [step for step in steps if step <= whole][: -self._kept]
-            gone = [step for step in sorted(self._replaced) if step < whole and step not in steps]
+            last = max(self._steps_of([latest]), default=-1)
+            whole = self._steps_of(
+                pointer for each, pointer in pointers.items() if _is_whole(each.parent, pointer.key)
+            )
+            kept = sorted(step for step in whole if step <= last)[-self._kept :]
+            first = kept[0] if len(kept) == self._kept else 0
+            old = [step for step in steps if step < first]
+            gone = [step for step in sorted(self._replaced) if step < last and step not in steps]
             for step in (*old, *gone):
-                try:
+                with suppress(PinnedStepError, NotATrainingError):
                     with suppress(UnknownStepError):
                         self.delete(step)
                     for each, pointer in pointers.items():
                         if self._steps_of([pointer]) == {step}:
                             self._forget(each, pointer)
-                except (PinnedStepError, NotATrainingError):
-                    pass
-                except StoreError as error:  # the checkpoint is there: what was to go goes later
-                    _LOG.warning("%s: no older step was let go of: %s", path, error)
-                    return
                 self._replaced.discard(step)
 
     def _forget(self, path: Path, pointer: Pointer) -> None:
@@ -379,34 +395,43 @@ def newest_tag(
 
         engine.load_checkpoint(folder, tag=newest_tag(folder, "fast", drain="lasting"))
 
-    Steps that are only in `store` begin to be drained, as whenever a run is opened.
+    Where torch.distributed is initialized, all ranks call it together: the first one decides, so
+    that all load the same. Steps that are only in `store` begin to be drained, as whenever a run is
+    opened.
 
     Raises:
         NotAStoreError: `store` or `drain` holds something else.
-        StoreError: A tier cannot be read.
+        StoreError: A tier cannot be read. All ranks raise what the first one does.
     """
-    opened = Store.open(store)
-    return _newest(Path(folder), lambda run: CheckpointStore(opened, run, drain=drain))
+    found: list[str | StoreError | None] = [None]
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        try:
+            with os_errors(Path(folder)):
+                opened = Store.open(store)
+                open_run = partial(CheckpointStore, opened, drain=drain)
+                found = [_newest(Path(folder), open_run)]
+        except StoreError as error:
+            found = [error]
+    tag = _of_first_rank(found[0])
+    if isinstance(tag, StoreError):
+        raise tag
+    return tag
 
 
 def _newest(folder: Path, open_run: Callable[[str], CheckpointStore]) -> str | None:
     """Return the tag of the last checkpoint whose pointers all lead to a step, or None.
 
-    The last is the one whose files were named last: the steps of several trainings in one folder
-    have no common order.
+    The last is the one whose steps come last in the order of saving, which is in the store.
     """
-    opened = cache(open_run)
-    named = list[tuple[int, Path]]()
-    for path in folder.glob(f"*/*{_STATES}"):
-        with suppress(FileNotFoundError):  # pruned just now
-            named.append((path.stat().st_mtime_ns, path.parent))
-    for tag in dict.fromkeys(tag for _, tag in sorted(named, reverse=True)):
-        keys = {each.key for path in tag.glob(f"*{_STATES}") if (each := Pointer.read(path))}
-        for key in keys - {""}:
-            files = [pointer for _, pointer in _with_key(tag, key)]
-            if _is_whole(tag, key) and all(each.is_there(opened) for each in files):
-                return tag.name
-    return None
+    places = cache(lambda run: open_run(run)._places())
+    found = [(-1, "")]
+    for tag in {path.parent for path in folder.glob(f"*/*{_STATES}")}:
+        for key in {pointer.key for _, pointer in _pointers(tag)} - {""}:
+            files = [pointer.place(places) for _, pointer in _with_key(tag, key)]
+            there = [place for place in files if place is not None]
+            if len(there) == len(files) and _is_whole(tag, key):
+                found.append((max(there), tag.name))
+    return max(found)[1] or None
 
 
 def _before_update(engine: "Callable[[], DecoupledStoreEngine | None]") -> None:
@@ -433,10 +458,15 @@ def _share() -> int:
 
 def _session() -> str:
     """Return what no other start of a training has, the same on all ranks."""
-    session = [uuid.uuid4().hex]
+    return _of_first_rank(uuid.uuid4().hex)
+
+
+def _of_first_rank(value: _T) -> _T:
+    """Return the value that the first rank has; all ranks call it together."""
+    values = [value]
     if torch.distributed.is_initialized():
-        torch.distributed.broadcast_object_list(session)
-    return session[0]
+        torch.distributed.broadcast_object_list(values)
+    return values[0]
 
 
 def _stays_in_place(config: Any) -> bool:
@@ -469,26 +499,45 @@ def _is_whole(folder: Path, key: str) -> bool:
 
 
 def _with_key(folder: Path, key: str) -> Iterator[tuple[Path, Pointer]]:
+    return ((path, pointer) for path, pointer in _pointers(folder) if pointer.key == key)
+
+
+def _pointers(folder: Path) -> Iterator[tuple[Path, Pointer]]:
+    """Yield the pointers of a checkpoint's folder. A damaged one makes nothing whole."""
     for path in folder.glob(f"*{_STATES}"):
-        pointer = Pointer.read(path)
-        if pointer is not None and pointer.key == key:
-            yield path, pointer
+        with suppress(DamagedPointerError):
+            if (pointer := Pointer.read(path)) is not None:
+                yield path, pointer
+
+
+@contextmanager
+def _only_warned(path: Path) -> Iterator[None]:
+    """Log what keeps older checkpoints than the one of this file, which is saved."""
+    try:
+        with os_errors(path):
+            yield
+    except (StoreError, ValueError) as error:
+        what = "%s is saved, but older checkpoints were not deleted; the next one tries again: %s"
+        _LOG.warning(what, path, error)
 
 
 def _tag(folder: Path) -> str:
     return (folder / _LATEST).read_text().strip()
 
 
-def _publish(path: Path, text: str) -> None:
-    """Write a small file durably and at once; ranks may write the same one."""
-    part = path.with_name(f".{path.name}.{uuid.uuid4().hex}.part")
+def _written(folder: Path, name: str, text: str) -> Path:
+    """Write a small durable file that is to get this name; ranks may write the same one."""
+    part = folder / f".{name}.{uuid.uuid4().hex}.part"
     with part.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    part.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
+    return part
+
+
+def _sync_folder(folder: Path) -> None:
+    opened = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(opened)
     finally:
-        os.close(folder)
+        os.close(opened)

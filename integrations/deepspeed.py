@@ -29,7 +29,8 @@ from tensor_dedup.seams import Replacements, Seam, usable
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.adapters import StateProvider, register_provider
 from tensor_dedup.store.checkpoints.errors import NotATrainingError, UnknownStepError
-from tensor_dedup.store.checkpoints.runs import parse_step_name
+from tensor_dedup.store.checkpoints.runs import StepPlace, parse_step_name
+from tensor_dedup.store.errors import AdvisedError
 from tensor_dedup.store.store import Store
 
 try:
@@ -193,6 +194,12 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
         return self._runs[file]
 
 
+class DamagedPointerError(AdvisedError):
+    """A pointer file is not what was written."""
+
+    advice = "delete it; `tensor-dedup runs list` shows the steps, and other tags can be loaded"
+
+
 @dataclass(frozen=True, slots=True)
 class Pointer:
     """What a pointer file says: the name and the manifest of a step.
@@ -208,11 +215,18 @@ class Pointer:
 
     @classmethod
     def read(cls, path: Path) -> "Pointer | None":
-        """Return the pointer in a file, or None for DeepSpeed's own file, or none."""
+        """Return the pointer in a file, or None for DeepSpeed's own file, or none.
+
+        Raises:
+            DamagedPointerError: It begins as a pointer, and is none.
+        """
         with suppress(FileNotFoundError), path.open("rb") as file:
             blob = file.read(_LONGEST)
             if blob.startswith(f'["{TITLE}", '.encode()):
-                return cls(*json.loads(blob)[1:])
+                try:
+                    return cls(*json.loads(blob)[1:])
+                except (ValueError, TypeError) as error:
+                    raise DamagedPointerError.at(path, f"it names no step ({error})") from error
         return None
 
     def load(
@@ -242,9 +256,11 @@ class Pointer:
                 pass
         raise UnknownStepError(f"{path}: {what}; {advise()}", path=path)
 
-    def is_there(self, open_run: Callable[[str], CheckpointStore]) -> bool:
-        """Return whether `load` would find the step, as it was saved."""
-        with suppress(UnknownStepError, NotATrainingError):
-            step = parse_step_name(self.name)
-            return step is not None and open_run(step.run).manifest(step.step) == self.manifest
-        return False
+    def place(self, places: Callable[[str], Mapping[int, StepPlace]]) -> int | None:
+        """Return the place of the step in the order of saving, or None where `load` finds none.
+
+        `places` returns the steps of the run of a name.
+        """
+        step = parse_step_name(self.name)
+        found = None if step is None else places(step.run).get(step.step)
+        return None if found is None or found.manifest != self.manifest else found.sequence

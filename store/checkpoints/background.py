@@ -297,7 +297,9 @@ class Saves:
             self._wait_until_fewer_than(self._in_flight)
             began = time.perf_counter()
             extracted = extract()
-            context = CaptureContext(self._pool, self._devices, self._changing, self._saver.large())
+            context = CaptureContext(
+                self._pool, self._devices, self._changing, self._saver.large(), self.finish
+            )
             capture = StepCapture(extracted.chunks, context)
             pending = PendingSave(extracted, capture, self._commit, self._last(), self._saver.root)
             pending.times.metadata = time.perf_counter() - began

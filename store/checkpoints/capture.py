@@ -8,14 +8,14 @@
     capture.snapshot(...)                   there, too: everything
 
 Chunks are taken in their provider's order, each before the next is made: what is small is packed
-with others into one block, and so is what is small on a device, whose copy is started; what has
-other strides than a piece is copied at once.
-Frozen ones are left where they lie, and made in the background.
+with others into one block, and so is what is small on a device, whose copy is started. Frozen ones
+are left where they lie, and made in the background.
 
 A large tensor on the host is handled in one of two ways. If it had not changed at the previous
 save, it is hashed in place, which reads it once, and is not copied if the store has these bytes.
 Otherwise it is copied at once and hashed in the background. The tensor's content decides in the
-end; its history only determines what is tried first.
+end; its history only determines what is tried first. What lies in another order than a piece has is
+put in order as it is copied; what is not copied, as it is read.
 
 Copies go into a pool of bounded size, which is reused from step to step: writing to fresh memory
 takes three times as long as writing to memory that held the previous step. Copies from a device run
@@ -32,14 +32,13 @@ import threading
 import time
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from tensor_dedup.store.buffers import PAGE, address, allocate
-from tensor_dedup.store.buffers import copy as copy_bytes
+from tensor_dedup.store.buffers import PAGE, allocate
 from tensor_dedup.store.checkpoints.commit import StepSnapshot
 from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.run_cache import StoredPiece
@@ -50,12 +49,11 @@ from tensor_dedup.store.checkpoints.state import (
     is_tensor,
     tensor_fault,
 )
+from tensor_dedup.store.gathered import FlatBytes, copy_flat, flat_bytes, place_of
 from tensor_dedup.store.writing.containers import PACK_BELOW, Want, changed_in_memory
 from tensor_dedup.store.writing.hashing import change_hash
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
     from tensor_dedup.store.errors import ChangedModelError
 
 
@@ -74,6 +72,8 @@ def default_bytes() -> int:
 
 class HostPool:
     """Blocks of host memory, at most `capacity` bytes in total. Safe from any thread.
+
+    Beyond that there is only what must be copied at once, until it is given back.
 
     Page-locked blocks are known to CUDA, so that a device can copy into them asynchronously.
     """
@@ -97,8 +97,13 @@ class HostPool:
         """The size in bytes of all blocks, unused ones included."""
         return self._allocated
 
-    def take(self, nbytes: int, *, page_locked: bool = False) -> memoryview | None:
-        """Take a block of at least `nbytes` until `give`; return None if there is no room now."""
+    def take(
+        self, nbytes: int, *, page_locked: bool = False, beyond: bool = False
+    ) -> memoryview | None:
+        """Take a block of at least `nbytes` until `give`; return None if there is no room now.
+
+        With `beyond` there is, unless the machine has no memory.
+        """
         size = -(-nbytes // PAGE) * PAGE
         with self._lock:
             free = self._free[page_locked]
@@ -106,7 +111,7 @@ class HostPool:
             if at < len(free) and _size(free[at]) <= size + size // _SLACK:
                 return free.pop(at)
             self._shrink(self.capacity - size)
-            if self._allocated + size > self.capacity:
+            if self._allocated + size > self.capacity and not beyond:
                 return None
             block = _allocate(size, page_locked)
             self._allocated += block.nbytes if block is not None else 0
@@ -122,6 +127,7 @@ class HostPool:
         """Return a block from `take` to the pool."""
         with self._lock:
             insort(self._free[page_locked], block, key=_size)
+            self._shrink(self.capacity)
 
     def clear(self) -> None:
         """Free all unused blocks."""
@@ -243,13 +249,14 @@ class CaptureContext:
     """What the captures of one handle have in common.
 
     `known` has the pieces in the store, by change hash; `changing` the names of large tensors that
-    had changed at the previous save.
+    had changed at the previous save. `make_room` waits until earlier saves have given back theirs.
     """
 
     pool: HostPool
     devices: Sequence[SnapshotDevice]
     changing: set[str]
     known: Mapping[bytes, StoredPiece]
+    make_room: Callable[[], None] = lambda: None
 
 
 @dataclass(slots=True)
@@ -257,7 +264,7 @@ class _Large:
     """A large piece in memory that belongs to the model, and its indices in the snapshot."""
 
     name: str
-    view: memoryview
+    view: FlatBytes
     written: Callable[[], bool]
     places: list[int]
 
@@ -298,7 +305,7 @@ class StepCapture:
         self._pieces: list[NamedValue] = []
         self._groups: list[str] = []
         self._unmade: list[tuple[int, StateChunk]] = []
-        self._large: dict[tuple[int, int], _Large] = {}
+        self._large: dict[Hashable, _Large] = {}
         self._hashes: dict[str, bytes] = {}
         self._same: dict[str, StoredPiece] = {}
         self._copied: list[_Copy] = []
@@ -366,59 +373,39 @@ class StepCapture:
 
     def _on_host(self, place: int, chunk: StateChunk) -> NamedValue:
         """Return a piece whose bytes are on the host, a small one as a copy; note a large one."""
-        if not (chunk.frozen or chunk.contiguous) and chunk.residence == "host":
-            piece = self._copy_in_order(place, chunk)
-            if piece is not None:
-                return piece
         piece = chunk.piece()
-        view = memoryview(piece.data)
-        if chunk.frozen or type(view.obj) is bytes:
+        view = flat_bytes(piece.data)
+        if chunk.frozen or (isinstance(view, memoryview) and type(view.obj) is bytes):
             return piece
         if view.nbytes < PACK_BELOW:
-            return replace(piece, data=self._copy_small(place, view.cast("B")))
-        if chunk.residence != "device" and chunk.contiguous:  # otherwise it is a copy by now
-            view = view.cast("B")
+            return replace(piece, data=self._copy_small(place, view))
+        if chunk.residence != "device":  # otherwise it is a copy by now
             new = _Large(piece.name, view, _writes_of(chunk.source), [])
-            self._large.setdefault((address(view), view.nbytes), new).places.append(place)
+            self._large.setdefault(place_of(view), new).places.append(place)
         return piece
 
-    def _copy_in_order(self, place: int, chunk: StateChunk) -> NamedValue | None:
-        """Copy what has other strides than a piece into the pool, if there is room for it."""
-        source = chunk.source
-        if tensor_fault(source) if is_tensor(source) else not _is_plain(source):
-            return None  # it is refused where it becomes a piece
-        nbytes = chunk.nbytes or 0
-        block = self._context.pool.take(nbytes) if nbytes >= PACK_BELOW else None
-        if block is None:
-            return None
-        self._copied.append(_Copy(block, nbytes, False, [place]))
-        host: Any
-        if is_tensor(source):
-            host = host_tensor(source, block)
-            host.copy_(source.detach().resolve_conj().resolve_neg())
-        else:
-            import numpy as np
+    def _copy_small(self, place: int, view: FlatBytes) -> memoryview:
+        """Copy a small piece of the host into a block with others.
 
-            host = np.ndarray(source.shape, source.dtype, block)
-            np.copyto(host, source)
-        return StateChunk(host, chunk.name).piece()
-
-    def _copy_small(self, place: int, view: memoryview) -> "Buffer":
-        """Copy a small piece of the host into a block with others, or beside the pool without room.
+        It may change, or make room for the next chunk, before anybody asks again. So where there is
+        no room, other saves are waited for, and then the pool grows.
 
         The first block is small, as most models need no other.
         """
-        packed = self._packed
+        packed, pool = self._packed, self._context.pool
         size = -(-view.nbytes // _ALIGNED) * _ALIGNED
         if packed is None or packed.nbytes + size > packed.block.nbytes:
             room = min(2 * packed.block.nbytes, _PACKED) if packed else PACK_BELOW
-            block = self._context.pool.take(room)
+            block = pool.take(room)
             if block is None:
-                return bytes(view)
+                self._context.make_room()
+                block = pool.take(room) or pool.take(PACK_BELOW, beyond=True)
+            if block is None:
+                raise MemoryError
             packed = self._packed = _Copy(block, 0, False, [], small=True)
             self._copied.append(packed)
         copy = packed.block[packed.nbytes : packed.nbytes + view.nbytes]
-        copy[:] = view
+        copy[:] = view[:]
         packed.nbytes += size
         packed.places.append(place)
         return copy
@@ -529,7 +516,7 @@ class StepCapture:
         if block is None:
             return False
         nbytes = large.view.nbytes
-        copy_bytes(large.view, block[:nbytes])
+        copy_flat(large.view, block[:nbytes])
         self._check(large)
         for place in large.places:
             self._pieces[place] = replace(self._pieces[place], data=block[:nbytes])
@@ -658,14 +645,6 @@ def _writes_of(value: Any) -> Callable[[], bool]:
         return _never
     version = value._version
     return lambda: value._version != version
-
-
-def _is_plain(array: Any) -> bool:
-    """Whether the elements of an array are its bytes: not of a masked one, and no objects."""
-    import numpy as np
-
-    little = array.dtype.newbyteorder("<")
-    return type(array) is np.ndarray and not array.dtype.hasobject and array.dtype == little
 
 
 def _never() -> bool:

@@ -52,6 +52,7 @@ from tensor_dedup.store.format.manifests import (
     Manifest,
 )
 from tensor_dedup.store.format.names import check_path
+from tensor_dedup.store.gathered import FlatBytes, flat_bytes
 from tensor_dedup.store.index import PieceLocation, StoreIndex
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.writing.containers import (
@@ -630,7 +631,7 @@ class _Commit:
                 elif row[1] is not None and row[1] in self._snapshot.same:
                     elsewhere[row[0]] = self._snapshot.same[row[1]]
                 else:
-                    self._want(wanted, row, memoryview(self._data[at]), known)
+                    self._want(wanted, row, flat_bytes(self._data[at]), known)
         pages = [page for page in kept if page is not None]
         packs = packs_to_merge(chain(places, *(page.weights.items() for page in pages)))
         again = self._lying_in(packs, parts, known, pages)
@@ -648,12 +649,12 @@ class _Commit:
         self,
         wanted: dict[bytes, Want],
         row: Row,
-        view: memoryview,
+        view: FlatBytes,
         known: dict[bytes, StoredPiece],
     ) -> None:
         if view.nbytes and row[0] not in self._stored:
             private = row[1] in self._snapshot.private
-            wanted[row[0]] = Want(row[1] or _FILE, row[2], view.cast("B"), private)
+            wanted[row[0]] = Want(row[1] or _FILE, row[2], view, private)
         elif not view.nbytes:
             known[row[0]] = _EMPTY
 
@@ -670,7 +671,7 @@ class _Commit:
         held = {key: each for page in pages for key, each in page.held.items()} | dict(known)
         rows = (row for part in parts for row in part)
         return {
-            row[0]: Want(row[1] or _FILE, row[2], memoryview(data).cast("B"))
+            row[0]: Want(row[1] or _FILE, row[2], flat_bytes(data))
             for row, data in zip(rows, self._data, strict=True)
             if row[0] in held and held[row[0]].small and not packs.isdisjoint(held[row[0]].places)
             if row[1] not in self._snapshot.same

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from tensor_dedup.formats.pytorch.machine import DTYPES
 from tensor_dedup.store.checkpoints.errors import DamagedStateError, UnsupportedArrayError
+from tensor_dedup.store.gathered import Gathered, flat_bytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,8 +54,9 @@ class NamedValue(msgspec.Struct, frozen=True, gc=False):
     """One named value of a checkpoint.
 
     `dtype` is a safetensors name (`F32`, `BF16`, `U8`), or `C128` or `C32`. `data` has its elements
-    in C order, little-endian and contiguous, in host memory. It may share the model's memory, and
-    is valid as long as the model is not changed. `msgspec.structs.replace` makes a changed copy.
+    in C order, little-endian and contiguous, in host memory, or, in what a save is made of, gathers
+    them so. It may share the model's memory, and is valid as long as the model is not changed.
+    `msgspec.structs.replace` makes a changed copy.
     """
 
     # A Struct, for an ensemble has thousands in every step: a dataclass takes ten times as long to
@@ -63,12 +65,12 @@ class NamedValue(msgspec.Struct, frozen=True, gc=False):
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: "Buffer"
+    data: "Buffer | Gathered"
 
     @property
     def nbytes(self) -> int:
         """The size of `data` in bytes."""
-        return memoryview(self.data).nbytes
+        return flat_bytes(self.data).nbytes
 
 
 _T = TypeVar("_T")
@@ -121,10 +123,12 @@ class StateChunk(msgspec.Struct, frozen=True, eq=False):
         """Whether the bytes lie in the order of a piece, so that it shares their memory."""
         if is_tensor(self.source):
             return bool(self.source.is_contiguous())
-        return not is_array(self.source) or bool(self.source.flags.c_contiguous)
+        return not is_array(self.source) or _lies_in_order(self.source)
 
     def piece(self) -> NamedValue:
         """Return the piece, made now if need be. It may share the memory of the source.
+
+        Where that lies in another order, its bytes are gathered when they are read.
 
         Raises:
             UnsupportedArrayError: it cannot be stored, as `pieces` says.
@@ -171,9 +175,14 @@ def pieces(tensors: "Mapping[str, Value]") -> list[NamedValue]:
             times, quantised, sparse or meta tensors, and tensors of unknown subclasses.
     """
     return [
-        held if type(held) is NamedValue and held.name == name else _piece(name, held)
+        held if type(held) is NamedValue and held.name == name else _in_memory(_piece(name, held))
         for name, held in tensors.items()
     ]
+
+
+def _in_memory(piece: NamedValue) -> NamedValue:
+    """Return a piece whose bytes lie in order, as a copy if need be."""
+    return replace(piece, data=piece.data[:]) if isinstance(piece.data, Gathered) else piece
 
 
 def value(piece: NamedValue) -> "np.ndarray[Any, Any] | NamedValue":
@@ -188,7 +197,7 @@ def value(piece: NamedValue) -> "np.ndarray[Any, Any] | NamedValue":
     import numpy as np
 
     try:
-        flat = np.frombuffer(memoryview(piece.data), np.dtype(code))
+        flat = np.frombuffer(flat_bytes(piece.data)[:], np.dtype(code))
         return flat.reshape(piece.shape).copy()
     except ValueError as error:
         what = f"{piece.nbytes} bytes are no {piece.dtype} of shape {piece.shape}"
@@ -197,7 +206,7 @@ def value(piece: NamedValue) -> "np.ndarray[Any, Any] | NamedValue":
 
 def raw(held: "Value") -> memoryview:
     """Return the bytes of a piece, an array or a tensor, flat."""
-    return memoryview(_piece("", held).data).cast("B")
+    return flat_bytes(_piece("", held).data)[:]
 
 
 def is_tensor(held: object) -> bool:
@@ -228,15 +237,21 @@ def _of_array(name: str, array: Any) -> NamedValue:
 
     if isinstance(array, np.ma.MaskedArray):
         raise UnsupportedArrayError.at(name, "a masked array")
-    dtype = array.dtype
-    if dtype.byteorder == ">" or (dtype.byteorder == "=" and sys.byteorder == "big"):
-        dtype = dtype.newbyteorder("<")
+    dtype = array.dtype if _is_little(array.dtype) else array.dtype.newbyteorder("<")
     known = _NAMES.get(dtype.str)
     if known is None:
         raise UnsupportedArrayError.at(name, f"an array of dtype {array.dtype}", dtype=dtype.str)
-    # ascontiguousarray would make one dimension of none: the shape is kept beside it.
-    flat = np.ascontiguousarray(array, dtype).reshape(-1).view(np.uint8)
-    return NamedValue(name, known, tuple(array.shape), flat.data)
+    plain = np.asarray(array)  # of a subclass, too
+    data = plain.reshape(-1).view(np.uint8).data if _lies_in_order(plain) else Gathered(plain)
+    return NamedValue(name, known, tuple(array.shape), data)
+
+
+def _lies_in_order(array: Any) -> bool:
+    return bool(array.flags.c_contiguous) and _is_little(array.dtype)
+
+
+def _is_little(dtype: Any) -> bool:
+    return dtype.byteorder != ">" and (dtype.byteorder != "=" or sys.byteorder == "little")
 
 
 def _of_tensor(name: str, tensor: Any) -> NamedValue:
@@ -250,7 +265,13 @@ def _of_tensor(name: str, tensor: Any) -> NamedValue:
         return NamedValue(name, known, shape, memoryview(b""))
     import torch
 
-    held = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    held = tensor.detach().resolve_conj().resolve_neg().to("cpu")
+    if not held.is_contiguous():
+        # numpy lacks some dtypes. It has the one of 16 bytes.
+        whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        kind = whole.get(held.element_size())
+        bits = held if kind is None else held.view(kind)
+        return NamedValue(name, known, shape, Gathered(bits.numpy()))
     # Not view(-1): one element is contiguous whatever its stride, and would keep it.
     flat = held.as_strided((held.numel(),), (1,), held.storage_offset())
     return NamedValue(name, known, shape, memoryview(flat.view(torch.uint8).numpy()))

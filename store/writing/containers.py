@@ -21,6 +21,7 @@ from tensor_dedup.store.files import FileStatus, Handle
 from tensor_dedup.store.format import tables
 from tensor_dedup.store.format.external import EXTERNAL, ExternalFile
 from tensor_dedup.store.format.tables import ALIGNMENT, PLAIN, Record, Table
+from tensor_dedup.store.gathered import FlatBytes
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.writing.hashing import (
     Hashed,
@@ -69,14 +70,14 @@ class NewPiece:
 
 
 class Want(NamedTuple):
-    """A piece in memory: a name for messages, the dtype of a tensor, its bytes, flat.
+    """A piece in memory: a name for messages, the dtype of a tensor, its bytes.
 
     If `private`, nobody else can write to that memory until the piece is stored.
     """
 
     name: str
     dtype: str | None
-    view: memoryview
+    view: FlatBytes
     private: bool = False
 
 
@@ -86,7 +87,7 @@ Wanted: TypeAlias = Mapping[bytes, Want]
 
 @dataclass(frozen=True, slots=True)
 class Fresh:
-    """A piece in memory to write: its flat bytes, with change hash, digest and leaf digests.
+    """A piece in memory to write: its bytes, with change hash, digest and leaf digests.
 
     If `private`, nobody else can write to that memory, so these hold for the bytes as they are.
     Otherwise `leaf_changes` has the change hash of each leaf.
@@ -94,7 +95,7 @@ class Fresh:
 
     name: str
     dtype: str | None
-    view: memoryview
+    view: FlatBytes
     change_hash: bytes
     hashed: Hashed
     private: bool = False
@@ -170,12 +171,13 @@ class ContainerWriter:
             ChangedModelError: it has changed since it was hashed.
         """
         start, view = self._reserve(piece.view.nbytes), piece.view
-        if view.nbytes >= DIRECT_BYTES and not piece.private:
+        large = view.nbytes >= DIRECT_BYTES
+        if large and not piece.private:
             self._flush()  # it would fill the place of this piece with zeros
             for at, expected in zip(_leaf_starts(view), piece.leaf_changes, strict=True):
-                part = _LeafToCopy(view[at : at + LEAF_BYTES], expected, piece.name)
+                part = _LeafToCopy(view, at, expected, piece.name)
                 self._direct.write(self._opened(), part, start + at)
-        elif view.nbytes >= DIRECT_BYTES and address(view) % PAGE == 0:
+        elif large and isinstance(view, memoryview) and address(view) % PAGE == 0:
             self._flush()
             for at in range(0, view.nbytes, _DIRECT_STEP):
                 self._direct.write(self._opened(), view[at : at + _DIRECT_STEP], start + at)
@@ -183,7 +185,7 @@ class ContainerWriter:
             for at in _leaf_starts(view):
                 self._write(view[at : at + LEAF_BYTES], start + at)
         else:
-            copied = bytes(view)
+            copied = bytes(view[:])
             if change_hash_of_leaf(memoryview(copied)) != piece.change_hash:
                 raise changed_in_memory(piece.name)
             self._write(copied, start)
@@ -273,14 +275,20 @@ class ContainerWriter:
 class _LeafToCopy:
     """A leaf in memory that others may write to: it is written from a copy, which is compared."""
 
-    view: memoryview
+    view: FlatBytes
+    at: int
     expected: bytes
     name: str
 
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes."""
+        return min(LEAF_BYTES, self.view.nbytes - self.at)
+
     def copied(self, into: memoryview) -> memoryview:
         """Return a copy of it, with the change hash that is expected."""
-        found = into[: self.view.nbytes]
-        copy(self.view, found)
+        found = into[: self.nbytes]
+        copy(self.view[self.at : self.at + LEAF_BYTES], found)
         if change_hash_of_leaf(found) != self.expected:
             raise changed_in_memory(self.name)
         return found
@@ -308,7 +316,7 @@ class _DirectWriter:
             self._file = DirectFile(self._files, buffered)
         if len(self._writing) >= _AT_ONCE:
             self._writing.popleft().result()
-        end = at + (data.nbytes if isinstance(data, memoryview) else data.view.nbytes)
+        end = at + data.nbytes
         if end > self._grown:
             self._grown = end + min(end, _GROWN)
             self._files.grow(buffered, self._grown)
@@ -361,8 +369,9 @@ def hash_pieces(hasher: Hasher, wanted: Wanted) -> Iterator[Fresh]:
     large = {key: want for key, want in wanted.items() if want.view.nbytes >= _HANDED_OVER}
     for key, want in wanted.items():
         if key not in large:
-            changes = [] if want.private else [change_hash(want.view)]
-            yield _fresh(key, want, leaf_digests(want.view), changes)
+            leaf = want.view[:]
+            changes = [] if want.private else [change_hash(leaf)]
+            yield _fresh(key, want, leaf_digests(leaf), changes)
     work = [(want, at) for want in large.values() for at in _leaf_starts(want.view)]
     found = iter(hasher.each(_leaf_hashes, work) if len(work) > 1 else map(_leaf_hashes, work))
     for key, want in large.items():
@@ -371,7 +380,7 @@ def hash_pieces(hasher: Hasher, wanted: Wanted) -> Iterator[Fresh]:
         yield _fresh(key, want, [digest for digest, _ in both], changes)
 
 
-def _leaf_starts(view: memoryview) -> range:
+def _leaf_starts(view: FlatBytes) -> range:
     return range(0, view.nbytes, LEAF_BYTES)
 
 

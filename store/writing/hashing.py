@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from xxhash import xxh3_128_digest
 
@@ -24,6 +24,7 @@ from tensor_dedup.digest import LEAF_BYTES, combine, hand, leaf_digests
 from tensor_dedup.errors import ChangedFileError
 from tensor_dedup.store.errors import is_unreadable
 from tensor_dedup.store.files import Files, Handle
+from tensor_dedup.store.gathered import FlatBytes, Gathered, flat_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -38,6 +39,8 @@ SEED, _SEED_OF_LEAVES = secrets.randbits(64), secrets.randbits(64)
 _LARGE = 1 << 20
 _HANDED = 8 * LEAF_BYTES
 _MANY = 4096
+# Bytes, and where whole leaves of them begin and end.
+_Part: TypeAlias = tuple[FlatBytes, int, int]
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
@@ -230,9 +233,12 @@ def changed(source: Handle, how: str) -> ChangedFileError:
     )
 
 
-def change_hash(data: "Buffer") -> bytes:
+def change_hash(data: "Buffer | Gathered") -> bytes:
     """Return the change hash (16 bytes) of some bytes. Safe from any thread."""
-    return change_hash_of_leaves(_change_hashes_of_leaves(memoryview(data)))
+    view = flat_bytes(data)
+    if view.nbytes <= LEAF_BYTES:
+        return change_hash_of_leaf(view[:])
+    return change_hash_of_leaves(_change_hashes_of_leaves((view, 0, view.nbytes)))
 
 
 def change_hash_of_leaf(leaf: memoryview) -> bytes:
@@ -245,22 +251,20 @@ def change_hash_of_leaves(leaves: Sequence[bytes]) -> bytes:
     return leaves[0] if len(leaves) == 1 else xxh3_128_digest(b"".join(leaves), _SEED_OF_LEAVES)
 
 
-def _change_hashes_of_leaves(view: memoryview) -> list[bytes]:
-    if view.nbytes <= LEAF_BYTES:  # which may be of no bytes, and has a form that cannot be cut
-        return [change_hash_of_leaf(view)]
-    flat = view.cast("B")
+def _change_hashes_of_leaves(part: _Part) -> list[bytes]:
+    view, start, stop = part
     return [
-        change_hash_of_leaf(flat[at : at + LEAF_BYTES]) for at in range(0, flat.nbytes, LEAF_BYTES)
+        change_hash_of_leaf(view[at : at + LEAF_BYTES]) for at in range(start, stop, LEAF_BYTES)
     ]
 
 
-def change_hashes(hasher: Hasher, data: "Sequence[Buffer]") -> list[bytes]:
+def change_hashes(hasher: Hasher, data: "Sequence[Buffer | Gathered]") -> list[bytes]:
     """Return the change hash of each, in order; large ones are hashed on all threads."""
-    parts: dict[int, list[memoryview]] = {}
+    parts: dict[int, list[_Part]] = {}
     if len(data) <= _MANY:
         parts = {
             number: _handed(view)
-            for number, view in enumerate(memoryview(each) for each in data)
+            for number, view in enumerate(map(flat_bytes, data))
             if view.nbytes >= _LARGE
         }
     work = [part for each in parts.values() for part in each]
@@ -274,6 +278,6 @@ def change_hashes(hasher: Hasher, data: "Sequence[Buffer]") -> list[bytes]:
     return [found.get(number) or change_hash(each) for number, each in enumerate(data)]
 
 
-def _handed(view: memoryview) -> list[memoryview]:
-    flat = view.cast("B")
-    return [flat[at : at + _HANDED] for at in range(0, flat.nbytes, _HANDED)]
+def _handed(view: FlatBytes) -> list[_Part]:
+    # No slices, which of gathered bytes are copies.
+    return [(view, at, min(at + _HANDED, view.nbytes)) for at in range(0, view.nbytes, _HANDED)]

@@ -3,6 +3,9 @@
 The engine is called as DeepSpeed calls it; nothing that DeepSpeed itself does is tested.
 """
 
+import fcntl
+import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +15,13 @@ from typing import Any
 import pytest
 import torch
 
+import fresh
+import killed_training
 from disk_faults import Faults, FaultyFiles
 from tensor_dedup.errors import StoreError
 from tensor_dedup.integrations import datastates
 from tensor_dedup.integrations.datastates import DecoupledStoreEngine, newest_tag
+from tensor_dedup.integrations.deepspeed import TITLE
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import UnknownStepError
 from tensor_dedup.store.store import Store
@@ -23,6 +29,7 @@ from tensor_dedup.store.store import Store
 Start = Callable[..., DecoupledStoreEngine]
 MODEL = "mp_rank_00_model_states.pt"
 TAGS = ("step0", "step1", "step2")
+TORN, OF_NO_STEP = f'["{TITLE}", ', json.dumps([TITLE, "run/{}@x", "", "", None])
 
 
 def optimizer(rank: int) -> str:
@@ -209,3 +216,137 @@ def test_a_number_given_again_after_a_loss_is_not_that_of_a_replaced_step(
     for name in (MODEL, optimizer(0)):
         assert [again.load(str(files / tag / name))["number"] for tag in "cd"] == [11, 12]
     assert {path.parent.name for path in files.glob("*/*.pt")} == {"c", "d"}
+
+
+def checkpoint(engine: DecoupledStoreEngine, folder: Path, number: int, ranks: int = 1) -> None:
+    """Save what the first of so many ranks has of a checkpoint, and wait until it is durable."""
+    for name in (MODEL, optimizer(0)):
+        save(engine, folder / name, number, ranks)
+    engine.wait(persist=True)
+
+
+def test_checkpoints_that_a_rank_left_in_parts_are_not_counted(
+    tmp_path: Path, start: Start
+) -> None:
+    files = tmp_path / "files"
+
+    def train(number: int, *, killed: bool = False) -> None:
+        first, second = start(0, keep_last=2), start(1, keep_last=2)
+        second._session = first._session
+        if not killed:
+            save(second, files / str(number) / optimizer(1), number)
+            second.wait(persist=True)
+        checkpoint(first, files / str(number), number, ranks=2)
+
+    for number in range(3):
+        train(number)
+    train(3, killed=True)
+    train(4, killed=True)
+    train(5)
+    for number in (2, 5):
+        for name in (MODEL, optimizer(0), optimizer(1)):
+            assert start().load(str(files / str(number) / name))["number"] == number
+    assert {path.name for path in files.iterdir()} == {"2", "3", "4", "5", "latest"}
+    train(6)
+    assert {path.name for path in files.iterdir()} == {"5", "6", "latest"}
+    run = CheckpointStore(tmp_path / "fast", "run/mp_rank_00_model_states")
+    assert run.steps() == [5, 6]
+
+
+def test_the_newest_tag_is_that_of_the_last_step_whatever_the_times_of_files(
+    tmp_path: Path, start: Start
+) -> None:
+    files = tmp_path / "files"
+    tags = TAGS[::-1]  # nor by their names
+    for number, tag in enumerate(tags):  # a run each: what several trainings have saved
+        checkpoint(start(run=f"run{number}"), files / tag, number)
+    for age, tag in enumerate(tags):
+        for path in files.glob(f"{tag}/*.pt"):
+            os.utime(path, (1_000_000 - age, 1_000_000 - age))
+    assert newest_tag(files, tmp_path / "fast") == tags[-1]
+    (files / tags[-1] / MODEL).write_text(TORN)  # it makes nothing whole
+    assert newest_tag(files, tmp_path / "fast") == tags[-2]
+
+
+def ask(root: str, /, *, number: int, group: str) -> None:
+    """Ask twice, in stores of which the second rank sees nothing."""
+    killed_training.join_group(number, group, 2)
+    for store in ("fast", "foreign"):
+        place = Path(root, "nothing") if number == 1 else Path(root)
+        try:
+            found = str(newest_tag(place / "files", place / store))
+        except StoreError as error:
+            found = type(error).__name__
+        with Path(root, f"found{number}").open("a") as file:
+            file.write(f"{found}\n")
+    killed_training.leave_group()
+
+
+def ask_all(root: str) -> list[list[str]]:
+    killed_training.end_ranks(ask, root, 2)
+    return [Path(root, f"found{number}").read_text().split() for number in range(2)]
+
+
+def test_all_ranks_come_to_the_tag_of_the_first(tmp_path: Path, start: Start) -> None:
+    checkpoint(start(), tmp_path / "files" / "one", 1)
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "something").touch()
+    assert fresh.call(ask_all, str(tmp_path)) == [["one", "NotAStoreError"]] * 2
+
+
+@pytest.mark.parametrize("pointer", [TORN, OF_NO_STEP])
+def test_what_cannot_be_pruned_fails_no_save(
+    tmp_path: Path, start: Start, caplog: pytest.LogCaptureFixture, pointer: str
+) -> None:
+    files = tmp_path / "files"
+    engine = start(keep_last=1)
+    checkpoint(engine, files / "0", 0)
+    damaged = files / "0" / MODEL
+    kept = damaged.read_text()
+    damaged.write_text(pointer.replace("{}", damaged.stem))
+    checkpoint(engine, files / "1", 1)
+    assert "is saved, but older checkpoints were not deleted; the next one" in caplog.text
+    assert (files / "latest").read_text() == "1"
+    assert engine.load(str(files / "1" / MODEL))["number"] == 1
+    with pytest.raises((StoreError, ValueError)):
+        engine.load(str(damaged))
+    damaged.write_text(kept)
+    checkpoint(engine, files / "2", 2)
+    assert {path.name for path in files.iterdir()} == {"2", "latest"}
+
+
+def test_a_file_of_another_rank_that_cannot_be_pruned_fails_no_save(
+    tmp_path: Path, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, engine = tmp_path / "files" / "0", start(keep_last=1)
+    folder.mkdir(parents=True)
+    pointer = [TITLE, "/no run@0", "", f"{engine._session}.0", None]
+    (folder / optimizer(1)).write_text(json.dumps(pointer))
+    checkpoint(engine, folder, 0, ranks=2)
+    assert "older checkpoints were not deleted" in caplog.text
+    assert (tmp_path / "files" / "latest").read_text() == "0"
+    assert engine.load(str(folder / MODEL))["number"] == 0
+
+
+def test_nobody_waits_for_a_name_while_another_file_is_synced(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, held, fsync = start(), dict[str, bool](), os.fsync
+
+    def watched(handle: int) -> None:
+        path = Path(f"/proc/self/fd/{handle}").readlink()
+        if path.is_relative_to(tmp_path / "files"):
+            with Path(engine._store._objects.layout.names_lock).open() as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    held[path.name] = True
+                else:
+                    held[path.name] = False
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    save(engine, tmp_path / "files" / "tag" / MODEL, 0, ranks=2)
+    engine.wait(persist=True)
+    assert len(held) == 2  # the pointer and its folder
+    assert not any(held.values())

@@ -267,8 +267,10 @@ def gated(root: Path, gate: Gate, **more: Any) -> CheckpointStore:
 class PageablePool(HostPool):
     """Without a device no memory can be page-locked."""
 
-    def take(self, nbytes: int, *, page_locked: bool = False) -> memoryview | None:
-        return super().take(nbytes)
+    def take(
+        self, nbytes: int, *, page_locked: bool = False, beyond: bool = False
+    ) -> memoryview | None:
+        return super().take(nbytes, beyond=beyond)
 
     def give(self, block: memoryview, *, page_locked: bool = False) -> None:
         super().give(block)

@@ -41,6 +41,7 @@ from tensor_dedup.store.checkpoints.state import (
     raw,
     value,
 )
+from tensor_dedup.store.gathered import flat_bytes
 
 if TYPE_CHECKING:
     from tensor_dedup.store.checkpoints.state import Value
@@ -273,7 +274,8 @@ def as_tensor(held: "Value") -> Any:
         raise DamagedStateError.at(piece.name, f"{piece.nbytes} bytes in {piece.shape}")
     if not piece.nbytes:
         return torch.empty(piece.shape, dtype=dtype)
-    return torch.frombuffer(bytearray(piece.data), dtype=dtype).view(piece.shape)
+    data = bytearray(flat_bytes(piece.data)[:])
+    return torch.frombuffer(data, dtype=dtype).view(piece.shape)
 
 
 def as_array(name: str, held: "Value") -> Any:

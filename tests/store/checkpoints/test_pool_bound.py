@@ -3,6 +3,7 @@
 A model of eight tensors is saved with a pool that has room for two of them.
 """
 
+import threading
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -13,7 +14,13 @@ import pytest
 import torch
 
 import fresh
+from stores import Gate, gated
+from tensor_dedup.store.buffers import PAGE
 from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.checkpoints.adapters import StateChunk
+from tensor_dedup.store.checkpoints.capture import CaptureContext, HostPool, StepCapture
+from tensor_dedup.store.checkpoints.notes import Notes
+from tensor_dedup.store.writing.containers import PACK_BELOW
 
 MIB = 1 << 20
 TENSOR, COUNT = 16 * MIB, 8
@@ -29,43 +36,57 @@ def _status(key: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
 
 
-def growth(root: str, way: str, count: int, options: dict[str, Any]) -> int:
+def growth(root: str, way: str, count: int, options: dict[str, Any], order: str = "C") -> int:
     """By how many bytes the process grew, at most, while two steps were saved after the first."""
     torch.set_num_threads(1)
-    model = {f"weight{n}": torch.randn(TENSOR // 4) for n in range(count)}
+    model: Any = {f"weight{n}": torch.randn(TENSOR // 4096, 1024) for n in range(count)}
+    if order == "turned":
+        model = {name: weight.T for name, weight in model.items()}
+    if order == "big-endian":
+        model = {name: weight.numpy().astype(">f4") for name, weight in model.items()}
     with CheckpointStore(root, "run", pool_bytes=POOL, **options) as run:
         for step in range(3):
             if step == 1:
+                run._saves.finish()  # what it has beside its pool is let go of
                 base = _status("VmRSS") - run._saves._pool.allocated
+                expected = model[f"weight{count - 1}"][:9] * 1
                 Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
             if way == "save":
                 run.save(model, step)
+            elif way == "frozen":
+                run.save_async(StateChunk(model, frozen=True), step).wait()
             else:
                 run.save_async(model, step, lazy=way == "lazy")
                 run.before_update()
                 assert way == "eager" or 0 < run._saves._pool.allocated <= POOL
             for weight in model.values():
-                weight.mul_(1.0001)
+                weight *= 1.0001
+    found = _status("VmHWM") - base
     assert run.steps() == [0, 1, 2]
-    assert run.store.stats().unique_bytes > 0
-    return _status("VmHWM") - base
+    assert (np.asarray(run.load(1)[f"weight{count - 1}"][:9]) == np.asarray(expected)).all()
+    return found
 
 
 @pytest.mark.parametrize(
-    ("way", "options"),
+    ("way", "options", "order"),
     [
-        ("save", {}),
-        ("lazy", {}),
-        ("eager", {"in_flight": 2}),
-        ("lazy", {"in_flight": 2, "drain": True}),
+        ("save", {}, "C"),
+        ("lazy", {}, "C"),
+        ("eager", {"in_flight": 2}, "C"),
+        ("lazy", {"in_flight": 2, "drain": True}, "C"),
+        ("save", {}, "turned"),
+        ("lazy", {"in_flight": 2}, "turned"),
+        ("frozen", {}, "turned"),
+        ("eager", {}, "big-endian"),
     ],
 )
 def test_a_save_takes_its_pool_and_no_copy_beside_it(
-    tmp_path: Path, way: str, options: dict[str, Any]
+    tmp_path: Path, way: str, options: dict[str, Any], order: str
 ) -> None:
     if "drain" in options:
         options = {**options, "drain": str(tmp_path / "second")}
-    found = fresh.call(growth, str(tmp_path / "s"), way, COUNT, {**options, "compress": None})
+    options = {**options, "compress": None}
+    found = fresh.call(growth, str(tmp_path / "s"), way, COUNT, options, order)
     assert found <= POOL + SCRATCH < COUNT * TENSOR
 
 
@@ -107,15 +128,75 @@ def test_what_is_small_or_in_another_order_is_copied_into_the_pool(
 ) -> None:
     size, allocated = in_the_pool(str(tmp_path / "s"), kind)
     assert size == COUNT * 4 * MIB
-    if kind == "big_endian":  # it becomes a copy when it is turned
-        return
     assert size <= allocated <= 1.1 * size
+
+
+def test_what_is_small_waits_for_room_that_other_saves_have(tmp_path: Path) -> None:
+    gate = Gate()
+    large, small = torch.randn(200, 200), torch.randn(9)
+    room = large.nbytes // PAGE * PAGE + PAGE + PACK_BELOW
+    run = gated(tmp_path, gate, in_flight=2, pool_bytes=room, compress=None)
+    pool = run._saves._pool
+    run.save_async({"large": large, "small": small}, 0)
+    assert pool.allocated == room
+    small.fill_(1)
+    thread = threading.Thread(target=lambda: run.save_async({"small": small}, 1))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    assert pool.allocated == room
+    gate.opened.set()
+    thread.join()
+    small.fill_(2)
+    run.close()
+    assert (run.load(1)["small"] == 1).all()
+
+
+def test_what_is_small_makes_a_pool_grow_that_has_not_so_much_in_all() -> None:
+    pool, small = HostPool(2 * PACK_BELOW), [np.full(9 << 10, n, np.uint8) for n in range(100)]
+    for _ in range(2):
+        chunks = [StateChunk(each, str(number)) for number, each in enumerate(small)]
+        capture = StepCapture(chunks, CaptureContext(pool, [], set(), {}))
+        assert pool.capacity < pool.allocated <= 100 * (10 << 10) + PACK_BELOW
+        capture.hold()
+        assert not capture.lacks_room()
+        pieces = capture.snapshot(Notes("run", 0, "numpy", {}), {}).pieces
+        assert [bytes(each.data) for each in pieces] == [each.tobytes() for each in small]
+        capture.release()
+        assert pool.allocated <= pool.capacity
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_pool_that_has_room_for_what_is_large_is_enough_with_what_is_small(
+    tmp_path: Path, lazy: bool
+) -> None:
+    large = {f"large{n}": torch.full((256, 256), 10 * n) for n in range(4)}
+    model = {"turned": torch.arange(256.0 * 256).view(256, 256).T, **large}
+    # In every order: what is small first, between, and last.
+    small = {f"small{n}": torch.full((2000,), 10 * n) for n in range(60)}
+    names = [*[*small][:20], *model, *[*small][20:]]
+    state = {name: {**small, **model}[name] for name in names}
+    room = sum(each.nbytes for each in model.values())
+    with CheckpointStore(tmp_path, "run", pool_bytes=room, compress=None) as run:
+        for step in range(3):
+            expected = deepcopy(state)
+            run.save_async(state, step, lazy=lazy)
+            run.before_update()
+            assert 0 < run._saves._pool.allocated <= room
+            for each in state.values():
+                each += 1
+            assert run.latest() == step  # what had no room was waited for
+        found = run.load(2)
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("compress", ["auto", "always"])
+@pytest.mark.parametrize("order", ["C", "turned"])
 @pytest.mark.parametrize("way", ["save", "lazy", "eager"])
-def test_encoding_takes_no_more_for_a_larger_model(tmp_path: Path, way: str, compress: str) -> None:
+def test_encoding_takes_no_more_for_a_larger_model(
+    tmp_path: Path, way: str, order: str, compress: str
+) -> None:
     count = 2 * COUNT
-    found = fresh.call(growth, str(tmp_path / "s"), way, count, {"compress": compress})
+    found = fresh.call(growth, str(tmp_path / "s"), way, count, {"compress": compress}, order)
     assert found <= POOL + SCRATCH + ENCODING < count * TENSOR

@@ -1,5 +1,6 @@
 """What is saved comes back, what did not change is not saved again, and nothing else is assumed."""
 
+import copy
 import gc
 import os
 import sys
@@ -34,6 +35,7 @@ from tensor_dedup.store.checkpoints.errors import (
     UnknownAdapterError,
     UnknownStepError,
 )
+from tensor_dedup.store.checkpoints.policy import Compress
 from tensor_dedup.store.checkpoints.runs import describe_all, run_names
 from tensor_dedup.store.errors import BadNameError
 from tensor_dedup.store.store import Store
@@ -232,6 +234,35 @@ def test_odd_tensors(tmp_path: Path) -> None:
     run.save(model, 1)
     assert shares(run)
     assert_same(run.load(1), model)
+
+
+@pytest.mark.parametrize("compress", [None, "auto", "always"])
+def test_what_lies_in_another_order_is_saved_leaf_by_leaf(
+    tmp_path: Path, compress: Compress
+) -> None:
+    dice, kept = np.random.default_rng(1), {}
+    model: dict[str, Any] = {
+        "turned": dice.normal(size=(1000, 1501)).astype(np.float32).T,  # three leaves
+        "big": dice.normal(size=(600, 1000)).astype(">f4"),
+        "little": dice.normal(size=(30, 40)).T,
+        "tensor": torch.randn(800, 900).bfloat16().T,
+        "conj": torch.randn(300, 500, dtype=torch.complex64).T.conj(),
+    }
+    with CheckpointStore(open_store(tmp_path), "run", compress=compress) as run:
+        for step in range(3):
+            run.save(model, step)
+            assert run.save(model, 10 + step).new_tensors == 0
+            kept[step] = copy.deepcopy(model)
+            for each in model.values():
+                each[: 1 + 300 * step] *= 1.001
+        run.save_async(model, 3).wait()
+        kept[3] = model
+    assert run.store.verify(full=True).faults == []
+    for step, expected in kept.items():
+        found = run.load(step)
+        assert found.keys() == expected.keys()
+        for name, each in expected.items():
+            assert (found[name] == each).all()
 
 
 def test_views_of_one_element_and_texts_that_end_in_zeros(tmp_path: Path) -> None:

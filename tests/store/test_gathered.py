@@ -1,0 +1,64 @@
+"""Any range of the bytes that an array would have in C order, however it lies."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.store.files import RealFiles
+from tensor_dedup.store.gathered import Gathered, copy_flat, flat_bytes, place_of
+from tensor_dedup.store.writing.hashing import Hasher, change_hash, change_hashes
+
+BASE = np.arange(7 * 3 * 5 * 4, dtype=np.float32).reshape(7, 3, 5, 4)
+WAYS: dict[str, Callable[[], np.ndarray[Any, Any]]] = {
+    "transposed": lambda: BASE.T,
+    "wide": lambda: np.arange(40 * 50, dtype=np.int16).reshape(40, 50).T,
+    "channels last": lambda: BASE.transpose(0, 3, 1, 2),
+    "every other": lambda: BASE[:, ::2, :, ::3],
+    "backwards": lambda: BASE[::-1, :, ::-1],
+    "expanded": lambda: np.broadcast_to(BASE[0, 0, 0], (9, 4)),
+    "a column": lambda: BASE.reshape(-1, 4)[:, 1],
+    "big-endian": lambda: BASE.astype(">f4"),
+    "big-endian, transposed": lambda: BASE.astype(">f4").T,
+    "of no dimension": lambda: np.array(3, ">u2"),
+    "of two bytes": lambda: BASE.astype("<f2").T,
+    "of sixteen bytes": lambda: BASE.astype(complex).T,
+    "empty": lambda: BASE[:, :0].T,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_slices_are_those_of_the_bytes_in_order(way: str) -> None:
+    array, dice = WAYS[way](), random.Random(way)
+    expected = array.astype(array.dtype.newbyteorder("<")).tobytes("C")
+    gathered = Gathered(array)
+    assert gathered.nbytes == len(expected)
+    assert bytes(gathered) == gathered[:] == expected
+    for _ in range(200):
+        start, stop = sorted(dice.randrange(len(expected) + 2) for _ in range(2))
+        assert gathered[start:stop] == expected[start:stop]
+    whole = memoryview(bytearray(len(expected)))
+    if expected:
+        copy_flat(gathered, whole)
+    assert whole == expected
+
+
+def test_a_place_is_one_of_an_array_and_how_it_lies() -> None:
+    square = np.zeros((4, 4))
+    same = [Gathered(square.T), Gathered(square.T), Gathered(square[::-1]), Gathered(square[:2].T)]
+    assert [place_of(each) == place_of(same[0]) for each in same] == [True, True, False, False]
+    assert place_of(flat_bytes(square.data)) == place_of(flat_bytes(square.view(np.uint64).data))
+
+
+@pytest.mark.parametrize("leaves", [0.5, 1, 2.5, 20])
+def test_change_hashes_are_those_of_the_bytes(leaves: float) -> None:
+    flat = np.random.default_rng(1).integers(0, 255, int(leaves * LEAF_BYTES), np.uint8)
+    turned = flat.reshape(256, -1).T
+    copied = np.ascontiguousarray(turned)
+    hasher = Hasher(RealFiles(), 2)
+    found = change_hashes(hasher, [Gathered(turned), copied.data, Gathered(turned)])
+    hasher.close()
+    assert found == [change_hash(copied.data)] * 3 == [change_hash(Gathered(turned))] * 3
