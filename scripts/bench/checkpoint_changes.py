@@ -15,6 +15,7 @@ from bench.checkpoint_methods import SKLEARN, TORCH, XGBOOST, Kind, emptied, siz
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.adapters import adapter_for
 from tensor_dedup.store.checkpoints.state import pieces
+from tensor_dedup.store.gathered import flat_bytes
 
 _CHUNK: Final = 256 << 10  # the article's ratios late in training are at this size
 Bytes = dict[str, bytes]
@@ -37,7 +38,7 @@ def unchanged(quick: bool) -> list[str]:
         for model in sequence:
             theirs.append({key: array.tobytes() for key, array in kind.arrays(model).items()})
             parts = pieces(adapter_for(model).extract(model))
-            ours.append({piece.name: bytes(memoryview(piece.data)) for piece in parts})
+            ours.append({piece.name: bytes(flat_bytes(piece.data)[:]) for piece in parts})
         lines.append(f"| {name} | {_share(theirs)} | {_share(ours)} | {article} |")
     return lines
 

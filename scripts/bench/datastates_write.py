@@ -146,9 +146,11 @@ class _Pool(HostPool):
         super().__init__(capacity)
         self._seen = seen
 
-    def take(self, nbytes: int, *, page_locked: bool = False) -> memoryview | None:
+    def take(
+        self, nbytes: int, *, page_locked: bool = False, beyond: bool = False
+    ) -> memoryview | None:
         taken = self._seen.now()
-        block = super().take(nbytes, page_locked=page_locked)
+        block = super().take(nbytes, page_locked=page_locked, beyond=beyond)
         if block is not None:
             self._seen.blocks.append(_Block(_address(block), nbytes, taken))
         return block

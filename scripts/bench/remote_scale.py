@@ -174,7 +174,7 @@ def places(bucket: Sizes, model: Model, here: set[bytes]) -> tuple[Any, int]:
     index: Any = SimpleNamespace(
         find=lambda bases: {b: [SimpleNamespace(base=None)] for b in bases if b in here}
     )
-    held = pull._Lookup(bucket, index, {}, found.manifest).places(missing)
+    held = pull._Lookup(bucket, index, {}, found).places(missing)
     order = sorted(held.values(), key=lambda place: (place[0], place[1].offset))
     return held, len(pieces._downloads(order))
 

@@ -600,7 +600,21 @@ class StepCapture:
         copied = (place for copy in self._copied for place in copy.places)
         private = {self._pieces[place].name for place in copied} - self._same.keys()
         ordered = in_groups(self._pieces, self._groups)
-        return StepSnapshot(notes, ordered, files, self._hashes, self._same, private)
+        check = self._check_in_place
+        return StepSnapshot(
+            notes, ordered, files, self._hashes, self._same, private, check_unchanged=check
+        )
+
+    def _check_in_place(self) -> None:
+        """See that nobody wrote to what there was no room for; call it when that has been stored.
+
+        Raises:
+            ChangedModelError: somebody did.
+        """
+        with self._lock:
+            written = [large.name for large in self._without_room if large.written()]
+        if written:
+            raise changed_in_memory(written[0])
 
     def _hash_copy(self, copy: _Copy) -> None:
         """Hash a copy that is made; one that the store turns out to have is not written."""

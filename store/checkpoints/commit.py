@@ -288,7 +288,8 @@ class StepSnapshot:
     `hashes` has the change hashes that are already known, by name. Pieces in `same` have a hash and
     no bytes: they equal pieces of an earlier step, and are too large for a pack. Those named in
     `private` are in memory that nobody else can write to. If `new`, the step may replace none. It
-    is of a `background` save, if the training goes on meanwhile.
+    is of a `background` save, if the training goes on meanwhile. `check_unchanged` is called when
+    all bytes have been read, and raises ChangedModelError if some were written to since.
     """
 
     notes: Notes
@@ -299,6 +300,7 @@ class StepSnapshot:
     private: Collection[str] = ()
     new: bool = False
     background: bool = False
+    check_unchanged: Callable[[], None] = lambda: None
 
     def arriving(self) -> Iterator[tuple[bytes, Want]]:
         """Yield nothing: everything is here already."""
@@ -699,7 +701,9 @@ class _Commit:
 
         Raises:
             LostHitError: one is not there any more.
+            ChangedModelError: a tensor was changed before it was stored.
         """
+        self._snapshot.check_unchanged()
         files, layout = self._objects.files, self._objects.layout
         for container in {each for page in self.next.pages for each in page.containers}:
             path = layout.container(container.name, container.kind)

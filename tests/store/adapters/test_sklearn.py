@@ -52,6 +52,7 @@ from tensor_dedup.store.checkpoints.errors import (
     UnsupportedValueError,
 )
 from tensor_dedup.store.checkpoints.state import NamedValue
+from tensor_dedup.store.gathered import flat_bytes
 
 ADAPTER = SklearnAdapter()
 RNG = np.random.default_rng(0)
@@ -398,7 +399,7 @@ def test_a_tree_that_leads_nowhere_is_damage(damage: str) -> None:
     estimator = ensemble.RandomForestClassifier(3, random_state=0, max_depth=2).fit(X, Y)
     held = frozen(ADAPTER, estimator)
     name = sorted(trees(held))[1]
-    data = bytearray(memoryview(held[name].data))
+    data = bytearray(flat_bytes(held[name].data)[:])
     if damage == "child":
         data[0:8] = (1 << 40).to_bytes(8, "little")
     if damage == "feature":

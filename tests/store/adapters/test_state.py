@@ -10,6 +10,7 @@ import torch
 
 from tensor_dedup.store.checkpoints.errors import DamagedStateError, UnsupportedArrayError
 from tensor_dedup.store.checkpoints.state import NUMPY_CODES, NamedValue, pieces, raw, value
+from tensor_dedup.store.gathered import flat_bytes
 
 TORCH = {
     "F64": torch.float64,
@@ -38,7 +39,7 @@ def one(held: Any) -> NamedValue:
 
 
 def address(piece: NamedValue) -> int:
-    return int(np.frombuffer(memoryview(piece.data), np.uint8).ctypes.data)
+    return int(np.frombuffer(flat_bytes(piece.data)[:], np.uint8).ctypes.data)
 
 
 @pytest.mark.parametrize(("name", "code"), NUMPY_CODES.items())

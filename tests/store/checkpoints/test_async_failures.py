@@ -15,7 +15,7 @@ from disk_faults import NEEDS_SPACE, Faults, FaultyFiles
 from stores import Gate, assert_same, copied, gated, handle, network, shares, train
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints import CheckpointStore, PendingSave
-from tensor_dedup.store.errors import NoSpaceError
+from tensor_dedup.store.errors import ChangedModelError, NoSpaceError
 from tensor_dedup.store.files import Handle, RealFiles
 
 FULL = Faults(full_from=0)
@@ -252,3 +252,22 @@ def test_the_model_may_be_changed_when_an_error_is_raised(tmp_path: Path) -> Non
     assert (second.done(), [type(error) for error in raised]) == (True, [NoSpaceError])
     run.close()
     assert run.steps() == [1]
+
+
+@pytest.mark.parametrize("pool_bytes", [0, 1 << 20])
+def test_a_write_to_what_there_was_no_room_for_is_told_of(tmp_path: Path, pool_bytes: int) -> None:
+    """A forward pass writes to a buffer while it is stored from where it lies."""
+    gate = Gate()
+    run = gated(tmp_path, gate, pool_bytes=pool_bytes, compress=None)
+    model = {"buffer": torch.ones(600, 600), "weight": torch.ones(700, 700)}
+    pending = run.save_async(model, 0, lazy=True)
+    assert gate.waiting.wait(60)
+    model["buffer"].add_(1)
+    gate.opened.set()
+    pending.finish()
+    with pytest.raises(ChangedModelError, match="'buffer'"):
+        run.before_update()
+    assert run.steps() == []
+    run.save_async(model, 0).wait()
+    assert_same(run.load(0), {name: each.numpy() for name, each in model.items()})
+    run.close()
