@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # Elements that are copied together, which a cache holds, and columns that are.
 _AT_ONCE: Final = 1 << 19
 _STRIP: Final = 16
+# Of fewer rows, the lines stay in a cache as they are.
+_ROWS: Final = 64
 
 
 class Gathered:
@@ -130,7 +132,8 @@ def _strips(array: "Array") -> Iterator[Any]:
     apart = [
         abs(stride) for stride, size in zip(array.strides, array.shape, strict=True) if size > 1
     ]
-    if array.ndim < 2 or abs(array.strides[-1]) <= min(apart, default=0):
+    few = array.ndim < 2 or array.size < _ROWS * array.shape[-1]  # whose lines a cache has
+    if few or abs(array.strides[-1]) <= min(apart, default=0):
         yield ...
         return
     for at in range(0, array.shape[-1], _STRIP):

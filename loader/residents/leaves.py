@@ -246,15 +246,16 @@ def build_from_contents(
             write = partial(_put_beyond, rest, content.start, go_on)
             read(number, leaves if 0 < len(leaves) < len(content.leaves) else None, write)
     unnamed = Resident(geometry, rest.extents(), shared_in(pieces))
+    seen = unnamed.map(writable=False)
     # A leaf digest that is wrong would be noticed in nothing else: that of the whole names what was
     # made. Of one content it is the digest that is known, and whoever calls compares it.
     if len(contents) > 1 and (
         by_leaf := {u.content for u in units if _is_by_leaf(u, taken, contents)}
     ):
-        data = tensor_bytes(unnamed.map(writable=False))
+        data = tensor_bytes(seen)
         for number in by_leaf:
             check(number, data[contents[number].start : contents[number].end])
-    key = replace(geometry, digest=digest_of(unnamed.map(writable=False)))
+    key = replace(geometry, digest=digest_of(seen))
     made = Resident(key, unnamed.extents, unnamed.leaf_shared_bytes)
     note_contents(made, contents)
     return made

@@ -169,11 +169,8 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
     def contents(self) -> list[Content]:
         """What the tensor consists of, or nothing if that is not known."""
         return [
-            Content(
-                start, end, digest, tuple(hexes[at : at + 64] for at in range(0, len(hexes), 64))
-            )
+            Content(start, end, digest, tuple(_hex_digests(leaves)))
             for start, end, digest, leaves in self.packed
-            for hexes in (leaves.hex(),)
         ]
 
 

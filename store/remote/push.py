@@ -602,8 +602,10 @@ class _Push:
             )
         }
         wanted |= dict.fromkeys(map(layout.manifest_key, objects))
-        there = {s.key for s in self._bucket.each(self._bucket.head, wanted) if s is not None}
-        if gone := wanted.keys() - there:
+        gone = {*wanted}
+        for _ in range(2):  # an answer may be old
+            gone -= {s.key for s in self._bucket.each(self._bucket.head, gone) if s is not None}
+        if gone:
             if containers := {c for key in gone if (c := wanted[key]) is not None}:
                 drop(self._bucket, containers)
             raise _OutdatedError
