@@ -275,11 +275,22 @@ def all_of_them(source: Path, target: Path) -> Path:
 def test_vllm_in_another_process_keeps_what_changed(llama: Path, tmp_path: Path) -> None:
     tune = all_of_them(llama, tmp_path / "tune")
     common = sum(expected for _, expected in LLAMAS.values())
-    differ, tensors = changed_bytes(llama, tune)
+    _assert_kept_in_another_process(llama, tune, common, tmp_path)
+
+
+@pytest.mark.vllm
+@pytest.mark.long
+def test_vllm_in_another_process_keeps_one_expert_of_a_stack(mixture: Path, tmp_path: Path) -> None:
+    tune = scaled("experts.5.")(mixture, tmp_path / "tune")
+    _assert_kept_in_another_process(mixture, tune, 92 * MIB, tmp_path)
+
+
+def _assert_kept_in_another_process(base: Path, tune: Path, common: int, tmp_path: Path) -> None:
+    differ, tensors = changed_bytes(base, tune)
     with fleet.fleet(tmp_path) as engines, fleet.manager(tmp_path) as manager:
         plain_tune = engines.start(tune, None, worker_extension_cls="unpacked.Worker")
         config = {"memory_manager": str(manager.socket)}
-        first = engines.start(llama, config)
+        first = engines.start(base, config)
         of_base = first.loaded["outputs"]
         assert first.read()
         before, charged = fleet.slab_pss(first.pid), manager.charged()
