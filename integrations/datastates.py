@@ -38,6 +38,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -160,7 +161,7 @@ class _FileRun(CheckpointStore):
         pointer = [TITLE, saved.name, saved.manifest, job.key, job.counts]
         folder = job.path.parent
         # Beside the folder, of which all may be pruned meanwhile, and before others have to wait.
-        part = _written(folder.parent, job.path.name, json.dumps(pointer))
+        part = _written(job.path, json.dumps(pointer))
         # The lock, so that no rank removes a pointer that was just written.
         with self._naming(), os_errors(job.path):
             folder.mkdir(exist_ok=True)
@@ -169,7 +170,7 @@ class _FileRun(CheckpointStore):
         whole = _is_whole(folder, job.key)
         _sync_folder(folder)  # with what other ranks have named in it until now
         if whole:
-            _written(folder.parent, _LATEST, folder.name).replace(folder.parent / _LATEST)
+            _written(job.path, folder.name).replace(folder.parent / _LATEST)
             _sync_folder(folder.parent)
         return whole
 
@@ -179,30 +180,31 @@ class _FileRun(CheckpointStore):
         if self._file is not None:  # a rank that ends first has seen less of what is whole now
             self.prune_file(self._file)
 
-    def prune_file(self, path: Path) -> None:
+    def prune_file(self, path: Path, is_whole: Callable[[Path, str], bool] | None = None) -> None:
         """Delete steps of checkpoints in this folder that are older than the last whole ones.
 
         Never one after `latest`: another rank may not have saved its part of a later one. Pointers
         to them go too, and folders that held nothing else. What fails is logged: the checkpoint is
-        there.
+        there. `is_whole` is `_is_whole`, or what remembers its answers for several files.
         """
         if self._kept is None:
             return
+        is_whole = is_whole or _is_whole
         with _only_warned(path), suppress(FileNotFoundError):
             newest = path.parents[1] / _tag(path.parents[1])
             latest = Pointer.read(newest / path.name)
-            if latest is None or not _is_whole(newest, latest.key):
+            if latest is None or not is_whole(newest, latest.key):
                 return  # what is named may be saved anew, and not by all ranks yet
             read = ((each, Pointer.read(each)) for each in path.parents[1].glob(f"*/{path.name}"))
             pointers = {each: pointer for each, pointer in read if pointer is not None}
-            steps = sorted(self._steps_of(pointers.values()))
+            steps = {s: each for each, found in pointers.items() for s in self._steps_of([found])}
             last = max(self._steps_of([latest]), default=-1)
-            whole = self._steps_of(
-                pointer for each, pointer in pointers.items() if _is_whole(each.parent, pointer.key)
-            )
-            kept = sorted(step for step in whole if step <= last)[-self._kept :]
-            first = kept[0] if len(kept) == self._kept else 0
-            old = [step for step in steps if step < first]
+            # From the last one back, because whether one is whole is in the files of all ranks.
+            back = (step for step in sorted(steps, reverse=True) if step <= last)
+            whole = (s for s in back if is_whole(steps[s].parent, pointers[steps[s]].key))
+            kept = list(islice(whole, self._kept))
+            first = kept[-1] if len(kept) == self._kept else 0
+            old = [step for step in sorted(steps) if step < first]
             gone = [step for step in sorted(self._replaced) if step < last and step not in steps]
             for step in (*old, *gone):
                 with suppress(PinnedStepError, NotATrainingError):
@@ -347,13 +349,14 @@ class DecoupledStoreEngine:
         """
         if self._keep_last is None:
             return
+        is_whole = cache(_is_whole)
         for file, pointer in list(_with_key(folder, key)):
             run_id = pointer.name.rpartition("@")[0]
             run = self._runs.get(run_id)
             if run is None and "drain" not in self._options:
                 run = _FileRun(self._store, run_id, self._keep_last)
             if run is not None:
-                run.prune_file(file)
+                run.prune_file(file, is_whole)
 
     def _open_run(self, run_id: str) -> CheckpointStore:
         """Return a run to load from: that of a file of any rank, also of another training."""
@@ -390,8 +393,8 @@ def newest_tag(
     """Return the tag of the last checkpoint in `folder` that can be loaded now, or None.
 
     That is the one that `latest` names, unless its steps were lost with a fast tier; then it is the
-    last of which every file of every rank is in the store or in its second tier. `store` and
-    `drain` are those of DeepSpeed's JSON.
+    last of which every file of every rank is in the store or in its second tier, by the times of
+    its pointer files. `store` and `drain` are those of DeepSpeed's JSON.
 
         engine.load_checkpoint(folder, tag=newest_tag(folder, "fast", drain="lasting"))
 
@@ -403,17 +406,17 @@ def newest_tag(
         NotAStoreError: `store` or `drain` holds something else.
         StoreError: A tier cannot be read. All ranks raise what the first one does.
     """
-    found: list[str | StoreError | None] = [None]
+    found: list[str | Exception | None] = [None]
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         try:
             with os_errors(Path(folder)):
                 opened = Store.open(store)
                 open_run = partial(CheckpointStore, opened, drain=drain)
                 found = [_newest(Path(folder), open_run)]
-        except StoreError as error:
+        except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks wait
             found = [error]
     tag = _of_first_rank(found[0])
-    if isinstance(tag, StoreError):
+    if isinstance(tag, Exception):
         raise tag
     return tag
 
@@ -421,17 +424,24 @@ def newest_tag(
 def _newest(folder: Path, open_run: Callable[[str], CheckpointStore]) -> str | None:
     """Return the tag of the last checkpoint whose pointers all lead to a step, or None.
 
-    The last is the one whose steps come last in the order of saving, which is in the store.
+    That is the one that `latest` names, or else the one whose pointers were written last. The order
+    of saving decides only where these times are equal: it is kept on the fast tier, and where that
+    was lost, another run begins at its start again.
     """
-    places = cache(lambda run: open_run(run)._places())
-    found = [(-1, "")]
+    places, latest = cache(lambda run: open_run(run)._places()), ""
+    with suppress(FileNotFoundError):
+        latest = _tag(folder)
+    found = list[tuple[bool, int, int, str]]()
     for tag in {path.parent for path in folder.glob(f"*/*{_STATES}")}:
         for key in {pointer.key for _, pointer in _pointers(tag)} - {""}:
-            files = [pointer.place(places) for _, pointer in _with_key(tag, key)]
-            there = [place for place in files if place is not None]
+            files = list(_with_key(tag, key))
+            steps = [pointer.place(places) for _, pointer in files]
+            there = [place for place in steps if place is not None]
             if len(there) == len(files) and _is_whole(tag, key):
-                found.append((max(there), tag.name))
-    return max(found)[1] or None
+                with suppress(FileNotFoundError):  # pruned just now
+                    written = max(path.stat().st_mtime_ns for path, _ in files)
+                    found.append((tag.name == latest, written, max(there), tag.name))
+    return max(found)[3] if found else None
 
 
 def _before_update(engine: "Callable[[], DecoupledStoreEngine | None]") -> None:
@@ -525,13 +535,16 @@ def _tag(folder: Path) -> str:
     return (folder / _LATEST).read_text().strip()
 
 
-def _written(folder: Path, name: str, text: str) -> Path:
-    """Write a small durable file that is to get this name; ranks may write the same one."""
-    part = folder / f".{name}.{uuid.uuid4().hex}.part"
-    with part.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def _written(file: Path, text: str) -> Path:
+    """Write a small durable file that is to be renamed, whose name no other rank writes.
+
+    What a kill leaves of it is written over when the same tag is saved again.
+    """
+    part = file.parents[1] / f".{file.parent.name}.{file.name}.part"
+    with part.open("w") as opened:
+        opened.write(text)
+        opened.flush()
+        os.fsync(opened.fileno())
     return part
 
 

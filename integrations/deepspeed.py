@@ -19,10 +19,11 @@ import importlib
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from tensor_dedup.errors import ConfigError, UnsupportedError
 from tensor_dedup.seams import Replacements, Seam, usable
@@ -200,8 +201,7 @@ class DamagedPointerError(AdvisedError):
     advice = "delete it; `tensor-dedup runs list` shows the steps, and other tags can be loaded"
 
 
-@dataclass(frozen=True, slots=True)
-class Pointer:
+class Pointer(msgspec.Struct, frozen=True, array_like=True, tag=TITLE, forbid_unknown_fields=True):
     """What a pointer file says: the name and the manifest of a step.
 
     One of `tensor_dedup.integrations.datastates` also has the `key` of all files of its checkpoint
@@ -224,8 +224,8 @@ class Pointer:
             blob = file.read(_LONGEST)
             if blob.startswith(f'["{TITLE}", '.encode()):
                 try:
-                    return cls(*json.loads(blob)[1:])
-                except (ValueError, TypeError) as error:
+                    return msgspec.json.decode(blob, type=cls)
+                except (msgspec.DecodeError, ValueError) as error:
                     raise DamagedPointerError.at(path, f"it names no step ({error})") from error
         return None
 

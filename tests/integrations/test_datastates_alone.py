@@ -3,6 +3,7 @@
 The engine is called as DeepSpeed calls it; nothing that DeepSpeed itself does is tested.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -21,7 +22,7 @@ from disk_faults import Faults, FaultyFiles
 from tensor_dedup.errors import StoreError
 from tensor_dedup.integrations import datastates
 from tensor_dedup.integrations.datastates import DecoupledStoreEngine, newest_tag
-from tensor_dedup.integrations.deepspeed import TITLE
+from tensor_dedup.integrations.deepspeed import TITLE, DamagedPointerError, Pointer
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import UnknownStepError
 from tensor_dedup.store.store import Store
@@ -253,29 +254,95 @@ def test_checkpoints_that_a_rank_left_in_parts_are_not_counted(
     assert run.steps() == [5, 6]
 
 
-def test_the_newest_tag_is_that_of_the_last_step_whatever_the_times_of_files(
-    tmp_path: Path, start: Start
+def test_a_run_that_began_after_a_loss_is_newer(tmp_path: Path, start: Start) -> None:
+    fast, drain, files = tmp_path / "fast", str(tmp_path / "second"), tmp_path / "files"
+
+    def train(run: str, *tags: str) -> None:
+        engine = start(run=run, drain=drain)
+        for tag in tags:
+            checkpoint(engine, files / tag, 0)
+
+    def touch(*tags: str) -> None:
+        for at, tag in enumerate(tags):
+            for path in files.glob(f"{tag}/*.pt"):
+                os.utime(path, (at, at))
+
+    train("first", *TAGS)
+    shutil.rmtree(fast)  # with the places in the order of saving
+    train("later", "b", "a")
+    touch("a", "b", *TAGS)  # as a copy may do
+    assert newest_tag(files, fast, drain=drain) == (files / "latest").read_text() == "a"
+    touch(*TAGS, "b", "a")
+    (files / "a" / MODEL).write_text(TORN)  # it makes nothing whole
+    assert newest_tag(files, fast, drain=drain) == "b"
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        ["run@0"],
+        [None, "", "", [1, 0]],
+        ["run@0", 5],
+        ["run@0", "", ["key"]],
+        ["run@0", "", "", 7],
+        ["run@0", "", "", [1, "0"]],
+        ["run@0", "", "", None, "more"],
+    ],
+)
+def test_what_is_no_pointer_is_told_from_one(tmp_path: Path, entries: list[object]) -> None:
+    path = tmp_path / MODEL
+    path.write_text(json.dumps([TITLE, *entries]))
+    with pytest.raises(DamagedPointerError):
+        Pointer.read(path)
+
+
+def test_whether_a_checkpoint_is_whole_is_asked_once_for_all_files(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = tmp_path / "files"
-    tags = TAGS[::-1]  # nor by their names
-    for number, tag in enumerate(tags):  # a run each: what several trainings have saved
-        checkpoint(start(run=f"run{number}"), files / tag, number)
-    for age, tag in enumerate(tags):
-        for path in files.glob(f"{tag}/*.pt"):
-            os.utime(path, (1_000_000 - age, 1_000_000 - age))
-    assert newest_tag(files, tmp_path / "fast") == tags[-1]
-    (files / tags[-1] / MODEL).write_text(TORN)  # it makes nothing whole
-    assert newest_tag(files, tmp_path / "fast") == tags[-2]
+    asked, is_whole = list[tuple[Path, str]](), datastates._is_whole
+
+    def watched(folder: Path, key: str) -> bool:
+        asked.append((folder, key))
+        return is_whole(folder, key)
+
+    engine = start(keep_last=2)
+    for number in range(3):
+        checkpoint(engine, tmp_path / "files" / str(number), number)
+    monkeypatch.setattr(datastates, "_is_whole", watched)
+    engine._prune_others(tmp_path / "files" / "2", f"{engine._session}.0")
+    assert {folder.name for folder, _ in asked} == {"1", "2"}
+    assert len(asked) == 2
+
+
+def test_a_save_that_ended_before_it_named_its_file_leaves_nothing_when_it_comes_again(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, engine = tmp_path / "files", start()
+    replace = Path.replace
+
+    def refused(path: Path, target: Path) -> Path:
+        if path.parent == files:
+            raise OSError(errno.EIO, "refused")
+        return replace(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", refused)
+        with pytest.raises(StoreError):
+            checkpoint(engine, files / "tag", 0)
+    assert list(files.glob(".*"))
+    checkpoint(start(), files / "tag", 0)
+    assert {path.name for path in files.iterdir()} == {"tag", "latest"}
 
 
 def ask(root: str, /, *, number: int, group: str) -> None:
-    """Ask twice, in stores of which the second rank sees nothing."""
+    """Ask three times, in stores of which the second rank sees nothing."""
     killed_training.join_group(number, group, 2)
-    for store in ("fast", "foreign"):
+    asked: list[tuple[str, Any]] = [("fast", None), ("foreign", None), ("fast", 5)]
+    for store, drain in asked:
         place = Path(root, "nothing") if number == 1 else Path(root)
         try:
-            found = str(newest_tag(place / "files", place / store))
-        except StoreError as error:
+            found = str(newest_tag(place / "files", place / store, drain=drain))
+        except (StoreError, AttributeError, TypeError) as error:
             found = type(error).__name__
         with Path(root, f"found{number}").open("a") as file:
             file.write(f"{found}\n")
@@ -291,7 +358,7 @@ def test_all_ranks_come_to_the_tag_of_the_first(tmp_path: Path, start: Start) ->
     checkpoint(start(), tmp_path / "files" / "one", 1)
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "something").touch()
-    assert fresh.call(ask_all, str(tmp_path)) == [["one", "NotAStoreError"]] * 2
+    assert fresh.call(ask_all, str(tmp_path)) == [["one", "NotAStoreError", "TypeError"]] * 2
 
 
 @pytest.mark.parametrize("pointer", [TORN, OF_NO_STEP])
