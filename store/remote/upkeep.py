@@ -15,7 +15,6 @@ from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.runs import PIN, is_pin_among, parse_step_name
 from tensor_dedup.store.codecs.records import chunks, head_bytes
 from tensor_dedup.store.errors import (
-    CorruptFrameError,
     NewerFormatError,
     UnfitForCollectionError,
 )
@@ -522,7 +521,7 @@ def _check_chunks(source: RemotePieces, container: ContainerId, record: Record) 
         source.read_stored(container, record.offset + chunk.offset, view)
         if not chunk.holds(view):
             what = f"a chunk of {record.digest.hex()} at {record.offset} is wrong"
-            raise CorruptFrameError.at(layout.container_key(container), what)
+            raise DamagedRemoteError.at(layout.container_key(container), what)
 
 
 def _mended(
