@@ -6,10 +6,12 @@ import resource
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+import fresh
 from stores import KIB, Content, content, noise, open_store, safetensors, stored, u8, write
 from tensor_dedup.store import Store
 from tensor_dedup.store.errors import StoreBusyError
@@ -54,6 +56,12 @@ def expected(tmp_path: Path) -> Content:
 
 @pytest.fixture
 def few(store: Store) -> Iterator[int]:
+    with few_files() as most:
+        yield most
+
+
+@contextmanager
+def few_files() -> Iterator[int]:
     """A process that may open few files more than it has open."""
     gc.collect()  # so that what earlier tests have left is not closed meanwhile
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -73,24 +81,31 @@ def few(store: Store) -> Iterator[int]:
             os.close(filler)
 
 
-@pytest.mark.usefixtures("few")
 def test_it_is_exported_loaded_read_and_verified(
-    store: Store, parts: dict[str, bytes], expected: Content, tmp_path: Path
+    store: Store, parts: dict[str, bytes], tmp_path: Path
 ) -> None:
-    before = len(_open_files())
-    store.export("all", tmp_path / "out")
-    assert content(tmp_path / "out") == expected
-    assert stored(store, "all") == expected
-    with store.checkpoint("all") as checkpoint:
-        for mapped in (False, True):
-            found = load_tensors(checkpoint, mapped=mapped)
-            assert {name: t.numpy().tobytes() for name, t in found.items()} == parts
-        found = dict(iter_tensors(checkpoint, ahead=0, buffer_bytes=1 << 20))
-        assert len(found) == MANY
-        del found
-    assert store.verify(full=True).fine
-    store.import_(tmp_path / "out", "again")
-    assert len(_open_files()) <= before
+    """In a process of its own: nobody else opens or closes files in it meanwhile."""
+    fresh.call(export_load_read_and_verify, str(store.path), parts, str(tmp_path))
+
+
+def export_load_read_and_verify(root: str, parts: dict[str, bytes], folder: str) -> None:
+    store, tmp_path = Store.open(root), Path(folder)
+    expected = content(tmp_path / "all")
+    with few_files():
+        before = len(_open_files())
+        store.export("all", tmp_path / "out")
+        assert content(tmp_path / "out") == expected
+        assert stored(store, "all") == expected
+        with store.checkpoint("all") as checkpoint:
+            for mapped in (False, True):
+                found = load_tensors(checkpoint, mapped=mapped)
+                assert {name: t.numpy().tobytes() for name, t in found.items()} == parts
+            found = dict(iter_tensors(checkpoint, ahead=0, buffer_bytes=1 << 20))
+            assert len(found) == MANY
+            del found
+        assert store.verify(full=True).fine
+        store.import_(tmp_path / "out", "again")
+        assert len(_open_files()) <= before
 
 
 @pytest.mark.usefixtures("few")
