@@ -142,7 +142,7 @@ def listed(
 def bases_listed(entry: ListedContainer, table: Table) -> set[bytes]:
     """Return what those differences of a table are from that the entry of a catalog has."""
     width = entry.width
-    there = {entry.deltas[at : at + width] for at in range(0, len(entry.deltas), width)}
+    there = {*_split(entry.deltas, width)}
     return {r.base for r in table.records if r.base is not None and r.digest[:width] in there}
 
 

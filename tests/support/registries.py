@@ -8,16 +8,15 @@ import http.client
 import json
 import os
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from real_servers import Server, free_ports, needs
-from remotes import Proxy
+from remotes import Proxy, answered
 
 _CONFIG = """
 version: 0.1
@@ -102,17 +101,6 @@ class _Gate(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def _served(gate: type[_Gate], address: str = "127.0.0.1") -> Iterator[str]:
-    server = ThreadingHTTPServer((address, 0), gate)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"{address}:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-@contextmanager
 def tokened(behind: Proxy, basic: str) -> Iterator[str]:
     """The name of the same registry behind a gate that wants tokens, as public ones do.
 
@@ -136,7 +124,7 @@ def tokened(behind: Proxy, basic: str) -> Iterator[str]:
             return False
 
     Gate.behind = behind
-    with _served(Gate) as name:
+    with answered(Gate) as name:
         yield name
 
 
@@ -160,7 +148,7 @@ def spread(
             return asks is None
 
     Other.behind = behind
-    with _served(Other, "127.0.0.2") as other:
+    with answered(Other, "127.0.0.2") as other:
 
         class Gate(_Gate):
             def check(self, given: str | None) -> bool:
@@ -179,7 +167,7 @@ def spread(
                 super().answer(status, body, more)
 
         Gate.behind = behind
-        with _served(Gate) as name:
+        with answered(Gate) as name:
             yield name, seen
 
 

@@ -38,6 +38,13 @@ class MemoryBucket(Bucket):
         self._count = 0
         self._guard = threading.RLock()
 
+    def copied(self) -> "MemoryBucket":
+        """Another one with the same objects, which gives tags that this one has not given."""
+        found = MemoryBucket()
+        found.objects, found.clock = dict(self.objects), self.clock
+        found._count = self._count + 10_000
+        return found
+
     def get(self, key: str, limit: int) -> tuple[bytes, str] | None:
         with self._guard:
             found = self.objects.get(key)
@@ -375,10 +382,17 @@ def web(folder: Path, *, ranges: bool = True) -> Iterator[str]:
         def log_message(self, format: str, *_: object) -> None:
             """Say nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Files)
+    with answered(Files) as host:
+        yield f"http://{host}"
+
+
+@contextmanager
+def answered(handler: type[BaseHTTPRequestHandler], address: str = "127.0.0.1") -> Iterator[str]:
+    """A server in a thread of this process, whose requests `handler` answers: its host and port."""
+    server = ThreadingHTTPServer((address, 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"{address}:{server.server_port}"
     finally:
         server.shutdown()
         server.server_close()

@@ -263,13 +263,6 @@ def lent(tmp_path: Path) -> tuple[Store, MemoryBucket]:
     return store, bucket
 
 
-def copied(bucket: MemoryBucket) -> MemoryBucket:
-    found = MemoryBucket()
-    found.objects, found.clock = dict(bucket.objects), bucket.clock
-    found._count = 10_000
-    return found
-
-
 def over(bucket: MemoryBucket, at: int, meanwhile: Callable[[Remote], object]) -> Faulty:
     """The remote for one who is at work while another is, before the call of this number."""
     return Faulty(bucket, at, meanwhile=partial(meanwhile, Remote(bucket)))
@@ -283,7 +276,7 @@ def swept(remote: Remote) -> None:
 
 
 def calls(bucket: MemoryBucket, work: Callable[[Remote], object]) -> list[str]:
-    gate = Faulty(copied(bucket))
+    gate = Faulty(bucket.copied())
     work(Remote(gate))
     return gate.calls
 
@@ -304,13 +297,13 @@ def test_a_push_over_a_sweep_lists_no_difference_again(lent: tuple[Store, Memory
     Remote(bucket).delete("tune")
     first = len(calls(bucket, lambda remote: store.push(remote, "other")))
     for number in range(first):
-        between = copied(bucket)
+        between = bucket.copied()
         gate = over(between, number, swept)
         store.push(Remote(gate), "other")
         assert gate.struck
         assert_no_stray(between)
         second = calls(between, lambda remote: store.push(remote, "tune"))
-        last = copied(between)
+        last = between.copied()
         store.push(Remote(over(last, second.index("put_if refs/tune"), swept)), "tune")
         assert_no_stray(last)
         assert not Remote(last).verify(full=True).faults, (number, gate.calls[number])
@@ -325,7 +318,7 @@ def test_a_push_over_a_sweep_relies_on_no_difference_that_is_left_out(
     Remote(bucket).delete("tune")
     reads_all = []
     for number in range(len(calls(bucket, lambda remote: store.push(remote, "tune")))):
-        inner = copied(bucket)
+        inner = bucket.copied()
         store.push(Remote(over(inner, number, swept)), "tune")
         other, gate = open_store(tmp_path / f"other-{number}"), Faulty(inner)
         other.pull(Remote(gate), "tune")
@@ -342,8 +335,8 @@ def test_a_push_over_a_sweep_brings_no_difference_back(lent: tuple[Store, Memory
     for name in ("tune", "more"):
         Remote(bucket).delete(name)
     for number in range(len(calls(bucket, lambda remote: store.push(remote, "tune")))):
-        inner = copied(bucket)
-        probe = over(copied(bucket), number, swept)
+        inner = bucket.copied()
+        probe = over(bucket.copied(), number, swept)
         store.push(Remote(probe), "tune")
         named = probe.calls.index("put_if refs/tune")
         with suppress(Killed):
@@ -372,7 +365,7 @@ def test_a_push_keeps_what_a_verify_has_noted_meanwhile(
 
     mended = []
     for number in range(len(calls(bucket, lambda remote: full.push(remote, "tune")))):
-        inner = copied(bucket)
+        inner = bucket.copied()
         full.push(Remote(over(inner, number, verified)), "tune")
         mended.append(not damage(inner)["tune"])
         full.push(Remote(inner), "tune")
@@ -397,7 +390,7 @@ def test_a_verify_over_a_sweep_lists_no_difference_again(
     commit(bucket, catalog, lambda _: (segment_of(lying), catalog.trash))
     fine = set()
     for number in range(len(calls(bucket, lambda remote: remote.verify()))):
-        inner = copied(bucket)
+        inner = bucket.copied()
         fine.add(Remote(over(inner, number, swept)).verify().fine)
         assert_no_stray(inner)
         assert Remote(inner).verify(full=True).fine

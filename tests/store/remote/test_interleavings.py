@@ -58,10 +58,7 @@ class Scene:
         self._root, self._numbers = root, iter(range(10**6))
 
     def bucket(self) -> MemoryBucket:
-        found = MemoryBucket()
-        found.objects, found.clock = dict(self.start.objects), self.start.clock
-        found._count = 10_000
-        return found
+        return self.start.copied()
 
     def store(self) -> Store:
         return open_store(self._root / f"other-{next(self._numbers)}")

@@ -31,7 +31,6 @@ from stores import (
     safetensors,
     size_on_disk,
     stored,
-    three,
     tuned,
     weights,
     write,
@@ -89,14 +88,6 @@ def team(proxy: Proxy, tmp_path: Path) -> str:
 
 def repository(url: str) -> str:
     return ArtifactName.parse(url).repository
-
-
-@pytest.fixture
-def full(tmp_path: Path) -> Store:
-    store = open_store(tmp_path / "full")
-    for name, path in three(tmp_path).items():
-        store.import_(path, name, compress="auto")
-    return store
 
 
 def model(folder: Path, layers: list[bytes]) -> Path:

@@ -49,9 +49,8 @@ def based(full: Store) -> MemoryBucket:
 
 
 def copied(bucket: MemoryBucket, hours: float = 0) -> MemoryBucket:
-    found = MemoryBucket()
-    found.objects, found.clock = dict(bucket.objects), bucket.clock + hours * HOUR
-    found._count = bucket._count
+    found = bucket.copied()
+    found.clock += hours * HOUR
     return found
 
 

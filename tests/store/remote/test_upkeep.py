@@ -95,10 +95,10 @@ def test_what_was_put_again_since_it_was_listed_is_not_deleted(
     Remote(bucket).delete("tune")
     for _ in range(2):
         bucket.clock += 25 * HOUR
-        last = copied(bucket)
+        last = bucket.copied()
         done = Remote(bucket).gc(24)
     key = next(key for key in done.delete if key.startswith(layout.CONTAINERS))
-    probe = Faulty(copied(last))
+    probe = Faulty(last.copied())
     Remote(probe).gc(24)
     assert probe.calls.count(f"delete {key}") == 1
     blob, tag, when = last.objects[key]
@@ -156,7 +156,7 @@ def test_a_pinned_step_is_deleted_with_its_pin(tmp_path: Path, bucket: MemoryBuc
     store.push(remote, "run-001")
     calls, start = 0, bucket
     while True:  # cut short at each of its requests, it goes on when it is done again
-        bucket = copied(start)
+        bucket = start.copied()
         gate = Faulty(bucket, calls, "killed before")
         with suppress(Killed):
             Remote(gate).delete("run-001@1")
@@ -351,13 +351,13 @@ def test_a_segment_that_a_sweep_is_about_to_delete_is_not_named_again(
     damaged = next(k for k in bucket.objects if k.startswith("containers/") and k.endswith(".pack"))
     for _ in range(2):
         bucket.clock += 25 * HOUR
-        last = copied(bucket)
+        last = bucket.copied()
         done = Remote(bucket).gc(24)
     assert given_up in done.delete
     assert damaged in bucket.objects
     between = 0
     for number in range(calls_of(last)):
-        inner = copied(last)
+        inner = last.copied()
         blob, tag, when = inner.objects[damaged]
         inner.objects[damaged] = (bytes([blob[0] ^ 1]) + blob[1:], tag, when)
 
@@ -375,16 +375,9 @@ def test_a_segment_that_a_sweep_is_about_to_delete_is_not_named_again(
 
 
 def calls_of(bucket: MemoryBucket) -> int:
-    probe = Faulty(copied(bucket))
+    probe = Faulty(bucket.copied())
     Remote(probe).gc(24)
     return len(probe.calls)
-
-
-def copied(bucket: MemoryBucket) -> MemoryBucket:
-    found = MemoryBucket()
-    found.objects, found.clock = dict(bucket.objects), bucket.clock
-    found._count = 10_000
-    return found
 
 
 def test_a_push_at_any_moment_of_a_gc_loses_nothing(
@@ -395,10 +388,10 @@ def test_a_push_at_any_moment_of_a_gc_loses_nothing(
     bucket.clock += 25 * HOUR
     assert Remote(bucket).gc(24).condemn
     bucket.clock += 25 * HOUR
-    assert Remote(copied(bucket)).gc(24).delete
+    assert Remote(bucket.copied()).gc(24).delete
     refused = 0
     for number in range(calls_of(bucket)):
-        inner = copied(bucket)
+        inner = bucket.copied()
 
         def push(inner: MemoryBucket = inner) -> None:
             nonlocal refused
