@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
 from tensor_dedup.formats.markers import in_files
-from tensor_dedup.store.errors import BadRangeError, NameTakenError, UnknownNameError, os_errors
+from tensor_dedup.store.errors import (
+    BadRangeError,
+    CorruptTensorError,
+    MissingObjectError,
+    NameTakenError,
+    UnknownNameError,
+    os_errors,
+)
 from tensor_dedup.store.files import Files, RealFiles
 from tensor_dedup.store.format.layout import StoreLayout
 from tensor_dedup.store.format.names import check_name, name_of
@@ -291,17 +298,19 @@ class Store:
         `url` is what `Remote.open` takes, the folder of another store, or `oci://` and an artifact:
         `oci://REGISTRY/REPOSITORY:TAG`, which any client of registries can pull. Nobody sees the
         name there before everything it leads to. What was cut short goes on when it is done again,
-        and what `Remote.verify` has found damaged there is sent again.
+        and what `Remote.verify` has found damaged there is sent again. Of a run, steps that are
+        deleted here meanwhile are left out.
 
         Raises:
-            UnknownNameError: no checkpoint and no run is called so.
+            UnknownNameError: no checkpoint and no run is called so, or all of it was deleted
+                meanwhile.
             RemoteNameTakenError: the name stands for another one there, and `replace` is off.
             NoConditionsError: the server could lose names; nothing that counts was written.
             RemoteUrlError, RemoteUnreachableError, RemoteAccessError, NotARemoteError: it cannot
                 be reached, or is something else.
         """
         from tensor_dedup.store.remote.oci import is_artifact
-        from tensor_dedup.store.remote.push import SilentTransfer, together
+        from tensor_dedup.store.remote.push import SilentTransfer
         from tensor_dedup.store.remote.remote import Remote
 
         if is_artifact(url):
@@ -311,10 +320,15 @@ class Store:
         folder = remote.store_folder()
         if folder is not None:
             other = Store.open(folder, create=False, files=self._files)
-            return together([self._copy_to(other, each, listener, replace) for each in names])
-        with self._locked():
-            outgoing = [self._outgoing(each) for each in names]
-        return self._push_to(remote.bucket, outgoing, listener, replace=replace)
+            return self._copy_all(other, names, listener, replace)
+        while True:
+            outgoing = self._outgoing_of(names)
+            try:
+                return self._push_to(remote.bucket, outgoing, listener, replace=replace)
+            except (CorruptTensorError, MissingObjectError):
+                # A step that was pruned since may have been collected before it was opened.
+                if all(self._is_ref(each.name, each.manifest) for each in outgoing):
+                    raise
 
     def pull(
         self,
@@ -356,7 +370,7 @@ class Store:
         if folder is not None:
             other = Store.open(folder, create=False, files=self._files)
             names = other._names_of(check_name(name))
-            return together([other._copy_to(self, each, listener, replace) for each in names])
+            return other._copy_all(self, names, listener, replace)
         before = remote.bucket.traffic.counts()
         names, results = remote.names_of(check_name(name)), []
         for each in names:
@@ -442,6 +456,26 @@ class Store:
                 raise UnknownNameError.at(self.path, f"no checkpoint {name!r}", name=name)
             return found
 
+    def _outgoing_of(self, names: Sequence[str]) -> "Sequence[Outgoing]":
+        """Return these checkpoints, without those that were deleted here meanwhile."""
+        found = []
+        with self._locked():
+            for name in names:
+                with suppress(UnknownNameError):
+                    found.append(self._outgoing(name))
+        if not found:
+            raise self._deleted(names)
+        return found
+
+    def _is_ref(self, name: str, manifest: str) -> bool:
+        with self._locked(), suppress(UnknownNameError):
+            return self._objects.ref(name) == manifest
+        return False
+
+    def _deleted(self, names: Sequence[str]) -> UnknownNameError:
+        what = f"{names[0]!r} was deleted here before it was sent"
+        return UnknownNameError.at(self.path, what, name=names[0])
+
     def _push_to(
         self,
         bucket: "Bucket",
@@ -483,6 +517,24 @@ class Store:
             progress,
             replace=replace,
         )
+
+    def _copy_all(
+        self,
+        other: "Store",
+        names: Sequence[str],
+        progress: "TransferListener",
+        replace: bool,
+    ) -> "TransferResult":
+        """Copy these checkpoints, without those that were deleted here meanwhile."""
+        from tensor_dedup.store.remote.push import together
+
+        results = []
+        for name in names:
+            with suppress(UnknownNameError):
+                results.append(self._copy_to(other, name, progress, replace))
+        if not results:
+            raise self._deleted(names)
+        return together(results)
 
     def names(self) -> "list[str]":
         """Return the names of all checkpoints, sorted; nothing else is read."""
