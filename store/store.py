@@ -372,15 +372,18 @@ class Store:
             names = other._names_of(check_name(name))
             return other._copy_all(self, names, listener, replace)
         before = remote.bucket.traffic.counts()
-        names, results = remote.names_of(check_name(name)), []
-        for each in names:
+        refs, results = remote.refs_of(check_name(name)), []
+        for each, listed_ in refs.items():
             with self._session() as (index, hasher):
                 here = self._objects, index, hasher
                 try:
-                    results.append(pull(remote.bucket, each, here, listener, replace=replace))
+                    result = pull(
+                        remote.bucket, each, here, listener, replace=replace, listed=listed_
+                    )
+                    results.append(result)
                 except UnknownRemoteNameError:
-                    # A step that was deleted there, unless that is true of all.
-                    if each == names[-1] and not results:
+                    # A step that was deleted there meanwhile, unless that is true of all.
+                    if each == [*refs][-1] and not results:
                         raise
         nbytes, calls = remote.bucket.traffic.counts()  # with those that looked for the names
         wire, requests = nbytes - before[0], calls - before[1]

@@ -5,6 +5,7 @@ obstore reads it; a URL that holds one is refused, and no text of a server is pa
 """
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -102,6 +103,11 @@ class ObjectStatus:
     size: int
     tag: str
     modified: float
+
+    def surely_is(self, data: bytes) -> bool:
+        """Return whether these are known to be the bytes, by a tag of the kind that S3 gives."""
+        md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()
+        return self.size == len(data) and self.tag.strip('"') == md5
 
 
 class Traffic:

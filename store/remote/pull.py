@@ -32,7 +32,7 @@ from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces
 from tensor_dedup.store.remote import layout
-from tensor_dedup.store.remote.buckets import Bucket
+from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus
 from tensor_dedup.store.remote.catalog import (
     Catalog,
     read_catalog,
@@ -85,13 +85,38 @@ def read_ref(bucket: Bucket, name: str) -> str:
         NotARemoteError: there is no remote.
         DamagedRemoteError: the reference is damaged.
     """
-    key = layout.ref_key(check_name(name))
-    found = bucket.get(key, layout.TEXT_BYTES)
-    manifest = None if found is None else layout.referred(found[0], name, bucket.at(key))
+    manifest = find_ref(bucket, name)
     if manifest is None:
         check_remote(bucket)
         raise UnknownRemoteNameError.at(bucket.url, f"no checkpoint {name!r}", name=name)
     return manifest
+
+
+def find_ref(bucket: Bucket, name: str) -> str | None:
+    """Return the name of the manifest that a name refers to, or None if there is no such name.
+
+    Raises:
+        DamagedRemoteError: the reference is damaged.
+    """
+    key = layout.ref_key(check_name(name))
+    found = bucket.get(key, layout.TEXT_BYTES)
+    return None if found is None else layout.referred(found[0], name, bucket.at(key))
+
+
+def list_refs(bucket: Bucket, run: str | None = None) -> dict[str, ObjectStatus]:
+    """List the references by name, sorted, or those of `run`, whose names go on with an @.
+
+    References are never removed, and those that say that their name was deleted may be many. They
+    are told by their size, left out, and not read.
+    """
+    found = dict[str, ObjectStatus]()
+    for status in bucket.list(layout.REFS):
+        name = layout.name_of_ref(status.key)
+        if name is None or status.size == len(layout.reference(name, None)):
+            continue
+        if run is None or name.startswith(f"{run}@"):
+            found[name] = status
+    return dict(sorted(found.items()))
 
 
 def read_manifest(
@@ -171,8 +196,12 @@ def pull(
     progress: TransferListener,
     *,
     replace: bool = False,
+    listed: ObjectStatus | None = None,
 ) -> TransferResult:
     """Pull a checkpoint into a store, in a session of it, under the name it has there.
+
+    `listed` is what a list says of its reference, which then need not be read where that is enough
+    to know that it is the one of this store.
 
     Raises:
         UnknownRemoteNameError: the remote has no checkpoint of this name.
@@ -183,8 +212,11 @@ def pull(
     """
     began, before = time.monotonic(), bucket.traffic.counts()
     objects = here[0]
-    manifest = read_ref(bucket, name)
     held = _held(objects, name)
+    if held is not None and listed is not None and listed.surely_is(layout.reference(name, held)):
+        manifest = held
+    else:
+        manifest = read_ref(bucket, name)
     if held is not None and held != manifest and not replace:
         what = f"{name!r} stands for another checkpoint here"
         raise RemoteNameTakenError.at(objects.layout.root, what, name=name)

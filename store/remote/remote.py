@@ -9,7 +9,7 @@ from tensor_dedup.store.checkpoints.runs import parse_step_name, step_name
 from tensor_dedup.store.errors import NewerFormatError, UnknownNameError
 from tensor_dedup.store.files import Files, RealFiles
 from tensor_dedup.store.remote import layout, upkeep
-from tensor_dedup.store.remote.buckets import Bucket, FolderBucket, open_bucket
+from tensor_dedup.store.remote.buckets import Bucket, FolderBucket, ObjectStatus, open_bucket
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
     NotARemoteError,
@@ -17,7 +17,13 @@ from tensor_dedup.store.remote.errors import (
     RemoteUrlError,
     UnknownRemoteNameError,
 )
-from tensor_dedup.store.remote.pull import RemoteManifest, read_manifest, read_ref
+from tensor_dedup.store.remote.pull import (
+    RemoteManifest,
+    find_ref,
+    list_refs,
+    read_manifest,
+    read_ref,
+)
 from tensor_dedup.store.remote.push import LEASE_S
 
 DEFAULT_LEASE_HOURS = LEASE_S / 3600
@@ -97,14 +103,14 @@ class Remote:
         if self._is_there(run):
             return []
         try:
-            there = upkeep.names(self.bucket)
+            there = list_refs(self.bucket, run)
         except RemoteUnreachableError:
             if not self.bucket.read_only:
                 raise
             return []
         steps = [step for name in there if (step := parse_step_name(name)) and step.run == run]
         numbers = sorted(each.step for each in steps if each.kept == kept)
-        return [name for n in numbers if self._is_there(name := step_name(run, n, kept=kept))]
+        return [step_name(run, n, kept=kept) for n in numbers]
 
     def _is_there(self, name: str) -> bool:
         try:
@@ -190,18 +196,22 @@ class Remote:
     def names_of(self, name: str) -> list[str]:
         """Return the name, or the names of the steps and pins of the run that is called so.
 
-        Of a run, steps that were deleted may be among them. The same of a store's folder.
+        The same of a store's folder.
 
         Raises:
             UnknownRemoteNameError, UnknownNameError: the remote, or the store, has neither.
             NotARemoteError: there is no remote.
         """
-        if self.has(name):
-            return [name]
-        found = [each for each in upkeep.names(self.bucket) if each.startswith(f"{name}@")]
-        if not any(map(self.has, found)):
-            folder, what = self.store_folder(), f"no checkpoint {name!r}"
-            if folder is not None:
-                raise UnknownNameError.at(folder, what, name=name)
-            raise UnknownRemoteNameError.at(self.url, what, name=name)
-        return found
+        return [*self.refs_of(name)]
+
+    def refs_of(self, name: str) -> dict[str, ObjectStatus | None]:
+        """Return `names_of`, with what a list says of each reference; None where none was asked."""
+        if find_ref(self.bucket, name) is not None:
+            return {name: None}
+        if found := list_refs(self.bucket, name):
+            return {**found}
+        self.has(name)  # for the errors where there is no remote
+        folder, what = self.store_folder(), f"no checkpoint {name!r}"
+        if folder is not None:
+            raise UnknownNameError.at(folder, what, name=name)
+        raise UnknownRemoteNameError.at(self.url, what, name=name)

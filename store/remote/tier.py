@@ -46,7 +46,7 @@ from tensor_dedup.store.remote.errors import (
     MissingRemoteError,
     RemoteNameTakenError,
 )
-from tensor_dedup.store.remote.pull import open_pulled, read_content
+from tensor_dedup.store.remote.pull import list_refs, open_pulled, read_content
 from tensor_dedup.store.remote.push import NameGuard, SilentTransfer, damaged_state, refer
 from tensor_dedup.store.remote.remote import Remote
 from tensor_dedup.store.store import Store
@@ -137,27 +137,20 @@ class RemoteTier:
 
     def _listed(self) -> tuple[dict[int, _Ref], set[int]]:
         """The references of the run's steps, whose manifests are read, and the steps with pins."""
-        found = dict[str, ObjectStatus]()
-        for status in self._bucket.list(layout.REFS):
-            name = layout.name_of_ref(status.key)
-            parsed = None if name is None else parse_step_name(name)
-            if name is not None and parsed is not None and parsed.run == self._run:
-                found[name] = status
-        # No reference is ever deleted: one that says so is told by its size, for there may be many.
-        for name in [n for n, s in found.items() if s.size == len(layout.reference(n, None))]:
-            del found[name]
+        listed = list_refs(self._bucket, self._run)
+        parsed = {name: step for name in listed if (step := parse_step_name(name)) is not None}
+        found = {name: listed[name] for name, step in parsed.items() if step.run == self._run}
         new = [name for name, status in found.items() if self._known(name) != status]
         read = self._bucket.each(lambda name: self._ref(name, found[name].modified), new)
         for name, ref in zip(new, read, strict=True):
             self._refs[name] = (found[name], ref)
         steps, kept = dict[int, _Ref](), set[int]()
         for name in found:
-            parsed, ref = parse_step_name(name), self._refs[name][1]
-            if parsed is not None and ref is not None:
-                if parsed.kept:
-                    kept.add(parsed.step)
-                else:
-                    steps[parsed.step] = ref
+            ref = self._refs[name][1]
+            if ref is not None and parsed[name].kept:
+                kept.add(parsed[name].step)
+            elif ref is not None:
+                steps[parsed[name].step] = ref
         for _ in self._bucket.each(self._described, {ref.state for ref in steps.values()}):
             pass
         return steps, kept

@@ -54,7 +54,7 @@ from tensor_dedup.store.remote.errors import (
     UnknownRemoteNameError,
 )
 from tensor_dedup.store.remote.pieces import RemotePieces
-from tensor_dedup.store.remote.pull import RemoteManifest, read_manifest, read_ref
+from tensor_dedup.store.remote.pull import RemoteManifest, list_refs, read_manifest, read_ref
 from tensor_dedup.store.upkeep.gc import Held, needed
 
 # A list may tell the time of an object more finely than the object itself.
@@ -176,7 +176,7 @@ def checkpoints(bucket: Bucket, only: Sequence[str] | None = None) -> list[Remot
             return RemoteCheckpoint(name, damage=str(error))
 
     # One after the other: each reads its pages on several threads.
-    wanted = names(bucket) if only is None else only
+    wanted = list_refs(bucket) if only is None else only
     return _without_pins([each for name in wanted if (each := describe(name)) is not None])
 
 

@@ -31,6 +31,7 @@ from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.codecs.interface import LEAVES
 from tensor_dedup.store.format.tables import PLAIN, Record
 from tensor_dedup.store.remote import Remote
+from tensor_dedup.store.remote.errors import RemoteNameTakenError
 
 NAMES = ("base", "tune", "tiny")
 
@@ -223,6 +224,55 @@ def test_a_pull_of_a_run_brings_all_steps_that_are_there(tmp_path: Path, remote:
         assert run.latest() == 3
         run.save({"w": np.full(9, 4)}, step=4)
         assert run.steps() == [3, 4]
+
+
+def test_deleted_steps_cost_no_requests(tmp_path: Path, proxy: Proxy) -> None:
+    """References are never removed; a list tells which of them say that their name was deleted."""
+    remote, store = Remote.open("s3://bucket/pruned"), open_store(tmp_path / "store")
+    with CheckpointStore(store, "run") as run:
+        for step in range(40):
+            run.save({"w": np.full(900, step)}, step=step)
+    store.push(remote, "run")
+    for step in range(37):
+        remote.delete(f"run@{step}")
+    assert sum(1 for _ in remote.bucket.list("refs/")) == 40
+    other = open_store(tmp_path / "other")
+    proxy.reset()
+    pulled = other.pull(remote, "run")
+    assert pulled.names == ("run@37", "run@38", "run@39")
+    assert proxy.requests <= 2 + 3 * 6  # reference, manifest, page, holders, table and data
+    proxy.reset()
+    again = other.pull(remote, "run")
+    assert again.unchanged
+    assert again.names == pulled.names
+    assert proxy.requests == again.requests == 2
+    proxy.reset()
+    assert remote.steps("run") == [*pulled.names]
+    assert proxy.requests <= 4
+    proxy.reset()
+    assert remote.names() == [*pulled.names]
+    assert proxy.requests <= 4 + 3 * 3
+
+
+def test_a_step_that_was_replaced_there_is_not_taken_for_the_one_here(
+    tmp_path: Path, proxy: Proxy
+) -> None:
+    remote, stores = Remote.open("s3://bucket/replaced"), []
+    for number in range(2):
+        store = open_store(tmp_path / f"store {number}")
+        with CheckpointStore(store, "run") as run:
+            for step in range(2):
+                run.save({"w": np.full(900, step + number * step)}, step=step)
+        stores.append(store)
+    one, two = stores
+    one.push(remote, "run")
+    two.push(remote, "run", replace=True)
+    sizes = {status.size for status in remote.bucket.list("refs/")}
+    assert len(sizes) == 1
+    with pytest.raises(RemoteNameTakenError):
+        one.pull(remote, "run")
+    one.pull(remote, "run", replace=True)
+    assert one.manifest("run@1") == two.manifest("run@1")
 
 
 def test_another_store_is_a_remote_too(tmp_path: Path, full: Store) -> None:
