@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         TransferListener,
         TransferResult,
     )
+    from tensor_dedup.store.remote.relatives import Relative
     from tensor_dedup.store.remote.remote import Remote
     from tensor_dedup.store.upkeep.usage import StoreUsage
     from tensor_dedup.store.writing.encoder import Encoder
@@ -314,7 +315,8 @@ class Store:
             return together([self._copy_to(other, each, listener, replace) for each in names])
         with self._locked():
             outgoing = [self._outgoing(each) for each in names]
-        return self._push_to(remote.bucket, outgoing, listener, replace=replace)
+        related = partial(self._relatives, outgoing)
+        return self._push_to(remote.bucket, outgoing, listener, replace=replace, relatives=related)
 
     def pull(
         self,
@@ -450,6 +452,7 @@ class Store:
         *,
         replace: bool,
         guard: "NameGuard | None" = None,
+        relatives: "Callable[[], Iterable[Relative]]" = tuple,
     ) -> "TransferResult":
         from tensor_dedup.store.remote.push import push
 
@@ -458,7 +461,23 @@ class Store:
                 return StoredPieces(self._objects, index, digests, outgoing[0].name)
 
         with self._translated():
-            return push(bucket, outgoing, open_pieces, progress, replace=replace, guard=guard)
+            return push(
+                bucket,
+                outgoing,
+                open_pieces,
+                progress,
+                replace=replace,
+                guard=guard,
+                relatives=relatives,
+            )
+
+    def _relatives(self, outgoing: "Sequence[Outgoing]") -> "Sequence[Relative]":
+        from tensor_dedup.store.remote.relatives import relatives
+
+        names = {each.name for each in outgoing}
+        pages = {part for each in outgoing for part in each.blobs if part != each.manifest}
+        with self._locked():
+            return relatives(self._objects, names, pages)
 
     def _outgoing(self, name: str) -> "Outgoing":
         from tensor_dedup.store.remote.push import Outgoing

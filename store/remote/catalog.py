@@ -146,6 +146,23 @@ def bases_listed(entry: ListedContainer, table: Table) -> set[bytes]:
     return {r.base for r in table.records if r.base is not None and r.digest[:width] in there}
 
 
+def relied_on(
+    catalog: "Catalog", reused: Mapping[tuple[bytes, bool], ContainerId]
+) -> Iterator[ListedContainer]:
+    """Iterate over the entries of containers with these pieces only, and whole prefixes of them.
+
+    Each piece is given with whether it is held without a base.
+    """
+    held: dict[ContainerId, tuple[list[bytes], list[bytes]]] = {}
+    for (digest_, alone), container in reused.items():
+        held.setdefault(container, ([], []))[not alone].append(digest_[:PREFIX_BYTES])
+    for container, (alone_, deltas) in held.items():
+        entry = catalog.containers[container]
+        yield msgspec.structs.replace(
+            entry, alone=b"".join(alone_), deltas=b"".join(deltas), width=PREFIX_BYTES
+        )
+
+
 @dataclass
 class Catalog:
     """The catalog as it was read: containers, and which of them hold a piece.
@@ -165,6 +182,8 @@ class Catalog:
     bases: dict[ContainerId, dict[bytes, bytes]] = field(default_factory=dict)
     # Deltas, as containers and prefixes, whose base no container holds.
     stranded: set[tuple[ContainerId, bytes]] = field(default_factory=set)
+    # Pieces that a reference there leads to. Where one container only may hold one, it does.
+    assured: Collection[bytes] = frozenset()
     _widths: set[int] = field(default_factory=set)
 
     def add(self, container: ListedContainer) -> None:
@@ -224,6 +243,10 @@ class Catalog:
         """Return whether what is known of a container are shortened prefixes."""
         return self.containers[container].width < PREFIX_BYTES
 
+    def is_assured(self, digest_: bytes) -> bool:
+        """Return whether a piece is known to be in its one holder, whose table need not be read."""
+        return digest_ in self.assured and len(self.holders(digest_)) == 1
+
 
 def confirm(
     bucket: Bucket, catalog: Catalog, digests: Collection[bytes], *, alone: bool = False
@@ -243,8 +266,12 @@ def confirm(
         return msgspec.structs.replace(entry, alone=b"", deltas=b"", width=PREFIX_BYTES)
 
     while True:
-        found = (catalog.holders(digest, alone=alone) for digest in digests)
-        doubtful = [held for held in found if held and catalog.is_doubtful(held[0])]
+        found = ((digest, catalog.holders(digest, alone=alone)) for digest in digests)
+        doubtful = [
+            held
+            for digest, held in found
+            if held and catalog.is_doubtful(held[0]) and not catalog.is_assured(digest)
+        ]
         if not doubtful:
             return
         counts = Counter(container for held in doubtful for container in held)
