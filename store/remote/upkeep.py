@@ -59,6 +59,7 @@ from tensor_dedup.store.upkeep.gc import Held, needed
 
 # A list may tell the time of an object more finely than the object itself.
 _CLOCK_S = 2.0
+_UNKNOWN = "no program of this version makes such an object"
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,8 +313,7 @@ def take_inventory(bucket: Bucket) -> RemoteInventory:
             found.objects[status.key] = status
     for key in found.objects:
         if not _is_known(key):
-            what = "no program of this version makes such an object"
-            found.problems.append(RemoteFault(bucket.at(key), what))
+            found.problems.append(RemoteFault(bucket.at(key), _UNKNOWN))
     _read_tables(bucket, found)
     # No reference is ever deleted. So one that either list has is there, and an answer that it is
     # not, as a list without it, is an old one.
@@ -709,12 +709,15 @@ def _plan(
     old = {k: s for k, s in dead.items() if now - s.modified >= lease_s}
     # Segments that no head names, and what was begun in a folder, are nobody's after the lease.
     current = {layout.segment_key(name.hex()) for name in catalog.segments} | {layout.HEAD}
-    for prefix in (layout.CATALOG, layout.TRASH, layout.PROBE, "tmp/"):
-        old |= {
-            s.key: s
-            for s in bucket.list(prefix)
-            if s.key not in current and now - s.modified >= lease_s
-        }
+    for prefix in (layout.CATALOG, layout.TRASH, layout.PROBE, layout.TMP):
+        for status in bucket.list(prefix):
+            if status.key in current:
+                continue
+            if layout.is_passing(status.key):
+                if now - status.modified >= lease_s:
+                    old[status.key] = status
+            elif prefix != layout.TMP:
+                raise UncertainRemoteError.at(bucket.at(status.key), _UNKNOWN, problems=1)
     found.objects |= old
     expired = {k for k in old if now - before.get(k, now) >= lease_s}
     expired |= {k for k in catalog.trash.deleting if k in dead}

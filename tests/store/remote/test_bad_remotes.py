@@ -402,7 +402,10 @@ def test_a_manifest_of_a_million_entries(
     assert store.verify(full=True).fine
 
 
-@pytest.mark.parametrize("url", [None, 3, b"file:///x", "", " ", "~", "~/x", Path("~/x"), Path()])
+@pytest.mark.parametrize(
+    "url",
+    [None, 3, b"file:///x", "", " ", "~", "~/x", Path("~/x"), Path(), "a\0b", "file:///a%00b"],
+)
 def test_what_names_no_remote(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch, url: Any
 ) -> None:

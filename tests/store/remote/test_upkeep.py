@@ -216,6 +216,45 @@ def test_a_foreign_object_stops_a_gc(bucket: MemoryBucket) -> None:
         remote.gc(0)
 
 
+@pytest.mark.usefixtures("full")
+@pytest.mark.parametrize("key", ["trash/old.txt", "catalog/mine", "probe/a/b", "trash/m/FORMAT"])
+def test_what_no_program_makes_among_lists_and_segments_stops_a_gc(
+    bucket: MemoryBucket, key: str
+) -> None:
+    bucket.put(key, [memoryview(b"mine")])
+    bucket.clock += 1000 * HOUR
+    with pytest.raises(UncertainRemoteError, match=key):
+        Remote(bucket).gc(0)
+    assert key in bucket.objects
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_sweep_leaves_what_others_have_in_tmp(tmp_path: Path, full: Store, linked: bool) -> None:
+    """Be it a file, another remote, or what is behind a link."""
+    place, scratch = tmp_path / "place", tmp_path / "scratch"
+    place.mkdir()
+    tmp = scratch if linked else place / "tmp"
+    tmp.mkdir()
+    if linked:
+        (place / "tmp").symlink_to(scratch)
+    (tmp / "thesis.txt").write_text("mine")
+    left = tmp / "12345-0123456789ab"  # of a push that was cut short
+    left.write_text("x")
+    inner = Remote.open(tmp / "m")
+    full.push(inner, "base")
+    remote = Remote.open(place)
+    full.push(remote, "base")
+    full.push(remote, "tune")
+    remote.delete("tune")
+    done = remote.gc(0)
+    assert "tmp/12345-0123456789ab" in done.delete
+    assert any(key.startswith("containers/") for key in done.delete)
+    assert (tmp / "thesis.txt").read_text() == "mine"
+    assert not left.exists()
+    assert inner.names() == ["base"]
+    assert inner.verify(full=True).fine
+
+
 def test_what_verify_finds_damaged_is_sent_again(
     tmp_path: Path, bucket: MemoryBucket, full: Store
 ) -> None:
