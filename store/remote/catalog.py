@@ -104,7 +104,10 @@ class _Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Trash(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What nothing refers to: keys condemned since a second, and keys that a gc is deleting."""
+    """What nothing refers to: keys condemned since a second, and keys that a gc is deleting.
+
+    A key that several are deleting is there once for each of them.
+    """
 
     condemned: dict[str, int]
     deleting: list[str]
@@ -586,6 +589,12 @@ def _put_trash(bucket: Bucket, catalog: Catalog, trash: Trash) -> bytes | None:
     if trash != catalog.trash or catalog.rebuilt:
         bucket.put(layout.trash_key(name), [memoryview(blob)])
     return bytes.fromhex(name)
+
+
+def trash_object(trash: Trash) -> tuple[str, bytes]:
+    """Return the key and the bytes of a list of what is condemned."""
+    blob = frames.encode(_TRASH, trash)
+    return layout.trash_key(digest(blob)), blob
 
 
 def _safe_segment(

@@ -583,7 +583,7 @@ class _Push:
 
         def change(now: Catalog) -> CatalogChange | None:
             if keys & {*now.trash.deleting}:
-                what = "a gc is deleting what this push needs; if it was cut short, run it again"
+                what = "a gc deletes what this push needs; if it was killed, run one an hour later"
                 raise RemoteBusyError.at(self._bucket.at(layout.HEAD), what)
             condemned, before = now.trash.condemned, catalog.trash.condemned
             found_damaged = {key for key, since in condemned.items() if since == DAMAGED}
