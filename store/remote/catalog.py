@@ -24,7 +24,6 @@ from typing import Final, TypeAlias, TypeVar
 import msgspec
 
 from tensor_dedup.digest import digest
-from tensor_dedup.errors import StoreError
 from tensor_dedup.store.errors import NewerFormatError
 from tensor_dedup.store.format import frames, tables
 from tensor_dedup.store.format.tables import DIGEST_BYTES, TAIL_BYTES, Table
@@ -458,7 +457,8 @@ def rebuilt(bucket: Bucket, catalog: Catalog | None = None) -> Catalog:
     names = [name for s in bucket.list(layout.TABLES) if (name := layout.object_of(s.key))]
 
     def read(name: str) -> Table | None:
-        with suppress(StoreError):  # `verify` names it; here it is a miss
+        # `verify` names it; here it is a miss.
+        with suppress(DamagedRemoteError, MissingRemoteError, NewerFormatError):
             return read_table(bucket, name)
         return None
 

@@ -1,7 +1,8 @@
 """What a remote holds, checking it, and deleting a name."""
 
+import errno
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
@@ -10,6 +11,8 @@ from tensor_dedup.store.checkpoints.runs import PIN, is_pin_among, parse_step_na
 from tensor_dedup.store.codecs.records import chunks, head_bytes
 from tensor_dedup.store.errors import (
     NewerFormatError,
+    StoreAccessError,
+    StoreIOError,
     UnfitForCollectionError,
 )
 from tensor_dedup.store.format.tables import PLAIN, Record, Table
@@ -17,9 +20,11 @@ from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.remote import layout
 from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus
 from tensor_dedup.store.remote.catalog import (
+    DAMAGED,
     Catalog,
     CatalogChange,
     ListedContainer,
+    Trash,
     bases_listed,
     catalog_of,
     commit,
@@ -39,6 +44,7 @@ from tensor_dedup.store.remote.conditions import check_remote
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
     MissingRemoteError,
+    ReadOnlyRemoteError,
     RemoteAccessError,
     RemoteBusyError,
     RemoteUnreachableError,
@@ -48,6 +54,8 @@ from tensor_dedup.store.remote.pieces import RemotePieces
 from tensor_dedup.store.remote.pull import RemoteManifest, read_manifest, read_ref
 from tensor_dedup.store.upkeep.gc import Held, needed
 
+# What says nothing of an object: the server cannot be asked.
+_AWAY: Final = (RemoteUnreachableError, RemoteAccessError)
 UNKNOWN_OBJECT: Final = "no program of this version makes such an object"
 
 
@@ -139,6 +147,8 @@ def checkpoints(bucket: Bucket, only: Sequence[str] | None = None) -> list[Remot
             return described(found, damage=noted(found))
         except UnknownRemoteNameError:
             return None
+        except RemoteUnreachableError:
+            raise
         except (StoreError, UnfitForCollectionError) as error:
             return RemoteCheckpoint(name, damage=str(error))
 
@@ -295,6 +305,8 @@ def take_inventory(bucket: Bucket) -> RemoteInventory:
                 found.deleted.append(name)
             else:
                 found.manifests.append(read_manifest(bucket, name, manifest))
+        except _AWAY:
+            raise
         except StoreError as error:
             found.problems.append(RemoteFault(bucket.at(key), str(error), (name,)))
     return found
@@ -307,6 +319,8 @@ def _read_tables(bucket: Bucket, found: RemoteInventory) -> None:
         try:
             read = read_table(bucket, container.name)
             entry = listed(container, read)
+        except _AWAY:
+            raise
         except StoreError as error:
             return error
         key = layout.container_key(container)
@@ -393,13 +407,15 @@ def verify(
 
     Deltas are compared with the checksums of their chunks, everything else leaf by leaf. Nothing is
     changed but the catalog and the holders beside manifests: containers with faults are taken out,
-    so that a push sends anew what was in them, and what they say of others is made to be what
-    tables say.
+    so that a push sends anew what was in them, with `full` those are taken in again that were found
+    damaged and are whole, and what they say of others is made to be what tables say.
     """
     check_remote(bucket)
     faults, read = list[RemoteFault](), 0
     try:  # before the rest is listed: what it names then has been there for a while
         catalog = read_catalog(bucket)
+    except _AWAY:
+        raise
     except StoreError as error:
         faults.append(RemoteFault(bucket.at(layout.HEAD), str(error)))
         catalog = None
@@ -411,14 +427,17 @@ def verify(
     damaged = list[tuple[ContainerId, Record, str]]()
     if full:
         for container, table in sorted(found.tables.items()):
-            wrong = _faults_in(bucket, container, table)
-            damaged += [(container, record, what) for record, what in wrong]
+            for record, what in _faults_in(bucket, container, table):
+                damaged.append((container, record, what))
             read += sum(record.stored for record in table.records)
             advance(table.data_bytes)
     bad = _damage(bucket, catalog, found, damaged)
     faults += [fault for held in bad.values() for fault in held]
     faults += _mended(bucket, catalog, found, bad)
-    faults += _mended_holders(bucket, found, {container for container, _, _ in damaged})
+    wrong = {container for container, _, _ in damaged}
+    if full:
+        faults += _taken_back(bucket, found, wrong)
+    faults += _mended_holders(bucket, found, wrong)
     return RemoteVerifyResult(
         len(found.manifests) + sum(bool(each.affected) for each in found.problems),
         len(found.tables),
@@ -439,8 +458,8 @@ def _faults_in(
                         source.read_piece_into(record.digest, at, view, record.nbytes)
                 else:
                     _check_chunks(source, container, record)
-            except (RemoteUnreachableError, RemoteAccessError):
-                raise  # which says nothing of the bytes
+            except _AWAY:
+                raise
             except StoreError as error:
                 yield record, str(error)
 
@@ -501,16 +520,58 @@ def _mended(
         for c, entry in _right(named, found).items()
         if _is_wrong(named[c], entry.shortened(named[c].width)) and c not in bad
     }
-    if gone := {*bad, *absent}:
-        drop(bucket, gone)
-    if lies:
-        _correct(bucket, found, lies)
+    with _as_far_as_allowed():
+        if gone := {*bad, *absent}:
+            drop(bucket, gone)
+        if lies:
+            _correct(bucket, found, lies)
     for containers, what in (
         (absent, "the catalog names it, and it is not there, whole"),
         (lies, "the catalog says of it what its table does not"),
     ):
         for container in sorted(containers):
             yield RemoteFault(bucket.at(layout.container_key(container)), what)
+
+
+@contextmanager
+def _as_far_as_allowed() -> Iterator[None]:
+    """Put right what is wrong, if that is allowed; it is told to who may only read, too."""
+    try:
+        yield
+    except (RemoteAccessError, ReadOnlyRemoteError, StoreAccessError):
+        pass
+    except StoreIOError as error:
+        if error.facts.get("errno") != errno.EROFS:
+            raise
+
+
+def _taken_back(
+    bucket: Bucket, found: RemoteInventory, bad: Collection[ContainerId]
+) -> Iterator[RemoteFault]:
+    """The containers that are noted as damaged, and are whole, when the catalog has them again."""
+    keys = {layout.container_key(c): c for c in found.tables if c not in bad}
+    noted = {
+        keys[key] for key, since in condemned(bucket).items() if since == DAMAGED and key in keys
+    }
+
+    def change(catalog: Catalog) -> CatalogChange | None:
+        trash = catalog.trash
+        again = {c for c in noted if trash.condemned.get(layout.container_key(c)) == DAMAGED}
+        if not again:
+            return None
+        left = {key: since for key, since in trash.condemned.items() if keys.get(key) not in again}
+        tables_ = [found.tables[c] for c in {*catalog.containers, *again} if c in found.tables]
+        alone = {r.digest for table in tables_ for r in table.records if r.base is None}
+        entries = [listed(c, found.tables[c], alone) for c in again]
+        segments = segment_of([*catalog.containers.values(), *entries])
+        return segments, Trash(left, trash.deleting)
+
+    if noted:
+        with _as_far_as_allowed():
+            commit(bucket, catalog_of(bucket), change)
+    for container in sorted(noted):
+        what = "it was noted as damaged or gone, and it is whole"
+        yield RemoteFault(bucket.at(layout.container_key(container)), what)
 
 
 def _is_wrong(entry: ListedContainer, right: ListedContainer) -> bool:
@@ -548,7 +609,7 @@ def _mended_holders(
             continue
         records = (r for c in there.containers for r in found.tables[c].records)
         anchors = {r.base for r in records if r.base is not None and r.digest in own}
-        with suppress(RemoteAccessError):  # who may only read has a cache that is no better
+        with _as_far_as_allowed():
             put_holders(bucket, name, there.only(sorted(own | anchors)))
         if what:
             yield RemoteFault(bucket.at(layout.holders_key(name)), what)
