@@ -340,7 +340,7 @@ def read_catalog(
     Raises:
         DamagedRemoteError, MissingRemoteError: its head or a segment is damaged, or gone.
     """
-    found = bucket.get(layout.HEAD, layout.FRAME_BYTES)
+    found = bucket.get(layout.HEAD, layout.HEAD_BYTES)
     if found is None:
         return None
     blob, tag = found
@@ -365,7 +365,11 @@ def read_catalog(
 
 def _head(bucket: Bucket, blob: bytes) -> _Head:
     with remote_damage(bucket.at(layout.HEAD)) as path:
-        return frames.decode(blob, _HEAD, _Head, path)
+        head = frames.decode(blob, _HEAD, _Head, path)
+    if len(head.segments) > 2 * _MOST_SEGMENTS:
+        what = f"it names {len(head.segments)} segments, {2 * _MOST_SEGMENTS} are allowed"
+        raise DamagedRemoteError.at(bucket.at(layout.HEAD), what)
+    return head
 
 
 def _trash(bucket: Bucket, head: _Head) -> Trash:
@@ -495,7 +499,7 @@ def catalog_of(bucket: Bucket, *, before: Catalog | None = None) -> Catalog:
 
 def _without_segments(bucket: Bucket) -> Catalog:
     """Read what a catalog says that no table does, if it can be read: what gc is to delete."""
-    found = bucket.get(layout.HEAD, layout.FRAME_BYTES)
+    found = bucket.get(layout.HEAD, layout.HEAD_BYTES)
     if found is None:
         return Catalog()
     catalog = Catalog(tag=found[1])
@@ -551,7 +555,7 @@ def commit(
         blob = frames.encode(_HEAD, head)
         if bucket.put_if(layout.HEAD, blob, catalog.tag):
             return catalog
-        now = bucket.get(layout.HEAD, layout.FRAME_BYTES)
+        now = bucket.get(layout.HEAD, layout.HEAD_BYTES)
         if now is not None and now[0] == blob:
             return catalog  # ours: the answer to it was lost
         pause(_PAUSE_S * random.random() * (attempt + 1))
@@ -577,7 +581,7 @@ def drop(bucket: Bucket, containers: Collection[ContainerId]) -> None:
 
 
 def _tag_of(bucket: Bucket) -> str | None:
-    found = bucket.get(layout.HEAD, layout.FRAME_BYTES)
+    found = bucket.get(layout.HEAD, layout.HEAD_BYTES)
     return None if found is None else found[1]
 
 

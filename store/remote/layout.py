@@ -27,7 +27,8 @@ READABLE: Final = KINDS | {"raw"}
 # What an object of a kind may hold at most; a larger one is no object of ours.
 TEXT_BYTES: Final = 1 << 12
 PAGE_BYTES: Final = 1 << 26
-FRAME_BYTES: Final = 1 << 30
+HEAD_BYTES: Final = 1 << 20
+FRAME_BYTES: Final = 1 << 28
 # A container is full with this, less than twice as large, or holds one piece that is larger.
 CONTAINER_BYTES: Final = 64 << 20
 

@@ -22,6 +22,7 @@ from tensor_dedup.store.format import frames, manifests
 from tensor_dedup.store.format.manifests import FileEntry, Manifest, Piece, encode_manifest
 from tensor_dedup.store.remote import Remote, layout
 from tensor_dedup.store.remote.buckets import ObjectStatus, scrubbed
+from tensor_dedup.store.remote.catalog import read_catalog
 from tensor_dedup.store.remote.errors import (
     CorruptRemoteTensorError,
     DamagedRemoteError,
@@ -236,6 +237,24 @@ def test_objects_that_are_too_large_are_not_taken(bucket: MemoryBucket, store: S
     bucket.put("refs/base", [memoryview(bytes(1 << 20))])
     with pytest.raises(DamagedRemoteError, match="limit"):
         store.pull(Remote(bucket), "base")
+
+
+@pytest.mark.parametrize(
+    ("head", "says"),
+    [
+        (frames.encode(b"rhed", [[bytes(32)] * 17, None]), "17 segments"),
+        (bytes(1 << 20), "catalog/HEAD"),
+    ],
+)
+def test_a_catalog_that_is_too_large_is_not_taken_and_written_anew(
+    bucket: MemoryBucket, store: Store, head: bytes, says: str
+) -> None:
+    bucket.put(layout.HEAD, [memoryview(head)])
+    with pytest.raises(DamagedRemoteError, match=says):
+        read_catalog(bucket)
+    store.import_(store.path.parent / "tiny", "again")
+    assert store.push(Remote(bucket), "again").moved_pieces == 0
+    assert Remote(bucket).verify(full=True).fine
 
 
 @pytest.mark.parametrize(
