@@ -177,7 +177,7 @@ def places(bucket: Sizes, model: Model, here: set[bytes]) -> tuple[Any, int]:
     )
     held = pull._Lookup(bucket, index, {}, found).places(missing)
     order = sorted(held.values(), key=lambda place: (place[0], place[1].offset))
-    return held, len(pieces._downloads(order))
+    return held, len(pieces._downloads(order, ()))
 
 
 def scale(count: int, *, sweep: bool) -> None:

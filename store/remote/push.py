@@ -82,6 +82,9 @@ _LIST_BYTES: Final = 16 << 10
 _LIST_SHARE: Final = 0.005
 _ATTEMPTS: Final = 4
 _PLAIN: Final = "pack"
+# What saves less goes as it is: of a container of plain pieces alone it is known what of it is
+# wanted, so that a pull can fetch it whole.
+_LEAST_SAVED: Final = 512
 
 
 class TransferListener(Protocol):
@@ -452,7 +455,11 @@ class _Push:
         """
         if digest in self._damaged:
             return None
-        places = [p for p in source.own_places(digest) if p[1].codec != PLAIN]
+        places = [
+            (container, record)
+            for container, record in source.own_places(digest)
+            if record.codec != PLAIN and record.nbytes - record.stored >= _LEAST_SAVED
+        ]
         for place in sorted(places, key=lambda p: (p[1].stored, p[0])):
             base = place[1].base
             if base is None:

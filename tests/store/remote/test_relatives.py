@@ -3,14 +3,13 @@
 A fine-tune of many tensors has most pages of its manifest in common with its base, and most pieces.
 """
 
-from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
 
-from remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket, Proxy
-from s3_faults import FaultyProxy, MemoryS3, client
+from remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
+from s3_faults import FaultyProxy, MemoryS3, Wire, client
 from stores import KIB, MIB, content, noise, open_store, safetensors, stored, u8, write
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.format import manifests
@@ -23,24 +22,6 @@ def checkpoint(tmp_path: Path, name: str, count: int, changed: dict[int, bytes])
     """Small tensors of one content, but for those that are `changed`."""
     tensors = {f"layers.{n:04}.w": changed.get(n, noise(n, 64)) for n in range(count)}
     return write(tmp_path / name, {"model.safetensors": safetensors(u8(**tensors))})
-
-
-class Wire:
-    """Objects in memory behind a proxy that counts, by S3's protocol."""
-
-    def __init__(self) -> None:
-        self.bucket = MemoryBucket()
-        self.server = FaultyProxy(MemoryS3(self.bucket))
-        self.proxy = Proxy(self.server.port)
-        self.remote = Remote(client(self.proxy.port))
-
-
-@pytest.fixture
-def wire() -> Iterator[Wire]:
-    made = Wire()
-    yield made
-    made.proxy.close()
-    made.server.close()
 
 
 @pytest.mark.parametrize(("count", "containers", "allowed"), [(1600, 25, 0), (3000, 24, 16 * KIB)])
@@ -68,8 +49,7 @@ def test_a_fine_tune_of_many_tensors_costs_what_is_missing(
     here.import_(tune, "tune")
     before = {*wire.bucket.objects}
     for work in (here.push, there.pull):
-        wire.proxy.reset()
-        wire.server.arm()
+        wire.reset()
         done = work(wire.remote, "tune")
         assert (done.moved_pieces, done.moved_bytes) == (1, MIB)
         assert wire.proxy.requests <= 12 + 3, wire.server.requests
