@@ -63,6 +63,7 @@ if TYPE_CHECKING:
         TransferListener,
         TransferResult,
     )
+    from tensor_dedup.store.remote.relatives import Relative
     from tensor_dedup.store.remote.remote import Remote
     from tensor_dedup.store.upkeep.usage import StoreUsage
     from tensor_dedup.store.writing.encoder import Encoder
@@ -323,8 +324,11 @@ class Store:
             return self._copy_all(other, names, listener, replace)
         while True:
             outgoing = self._outgoing_of(names)
+            related = partial(self._relatives, outgoing)
             try:
-                return self._push_to(remote.bucket, outgoing, listener, replace=replace)
+                return self._push_to(
+                    remote.bucket, outgoing, listener, replace=replace, relatives=related
+                )
             except (CorruptTensorError, MissingObjectError):
                 # A step that was pruned since may have been collected before it was opened.
                 if all(self._is_ref(each.name, each.manifest) for each in outgoing):
@@ -487,6 +491,7 @@ class Store:
         *,
         replace: bool,
         guard: "NameGuard | None" = None,
+        relatives: "Callable[[], Iterable[Relative]]" = tuple,
     ) -> "TransferResult":
         from tensor_dedup.store.remote.push import push
 
@@ -495,7 +500,23 @@ class Store:
                 return StoredPieces(self._objects, index, digests, outgoing[0].name)
 
         with self._translated():
-            return push(bucket, outgoing, open_pieces, progress, replace=replace, guard=guard)
+            return push(
+                bucket,
+                outgoing,
+                open_pieces,
+                progress,
+                replace=replace,
+                guard=guard,
+                relatives=relatives,
+            )
+
+    def _relatives(self, outgoing: "Sequence[Outgoing]") -> "Sequence[Relative]":
+        from tensor_dedup.store.remote.relatives import relatives
+
+        names = {each.name for each in outgoing}
+        pages = {part for each in outgoing for part in each.blobs if part != each.manifest}
+        with self._locked():
+            return relatives(self._objects, names, pages)
 
     def _outgoing(self, name: str) -> "Outgoing":
         from tensor_dedup.store.remote.push import Outgoing

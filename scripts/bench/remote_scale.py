@@ -35,7 +35,8 @@ from tensor_dedup.store.format import frames, manifests
 from tensor_dedup.store.format.manifests import Piece
 from tensor_dedup.store.format.tables import PLAIN, Record
 from tensor_dedup.store.objects import ContainerId
-from tensor_dedup.store.remote import Remote, catalog, layout, pieces, pull, push, upkeep
+from tensor_dedup.store.remote import Remote, catalog, layout, pieces, pull, push
+from tensor_dedup.store.remote import sweep as remote_sweep
 from tensor_dedup.store.remote.buckets import ObjectStatus
 from tensor_dedup.store.remote.catalog import Catalog, ListedContainer
 
@@ -176,7 +177,7 @@ def places(bucket: Sizes, model: Model, here: set[bytes]) -> tuple[Any, int]:
     )
     held = pull._Lookup(bucket, index, {}, found).places(missing)
     order = sorted(held.values(), key=lambda place: (place[0], place[1].offset))
-    return held, len(pieces._downloads(order))
+    return held, len(pieces._downloads(order, ()))
 
 
 def scale(count: int, *, sweep: bool) -> None:
@@ -229,7 +230,9 @@ def scale(count: int, *, sweep: bool) -> None:
     )
     if sweep:
         bucket.clock += 3600 * 24 * 30
-        _, nbytes, calls, took = counted(bucket, lambda: upkeep.gc(bucket, 3600.0, dry_run=True))
+        _, nbytes, calls, took = counted(
+            bucket, lambda: remote_sweep.gc(bucket, 3600.0, dry_run=True)
+        )
         lists = (layout.CONTAINERS, layout.TABLES, layout.HOLDERS)
         pages = sum(-(-len([*bucket.list(prefix)]) // 1000) for prefix in lists)
         click.echo(

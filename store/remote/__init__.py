@@ -2,9 +2,9 @@
 
 from tensor_dedup.store.remote.push import TransferResult
 from tensor_dedup.store.remote.remote import Remote
+from tensor_dedup.store.remote.sweep import RemoteGcPlan
 from tensor_dedup.store.remote.upkeep import (
     RemoteCheckpoint,
-    RemoteGcPlan,
     RemoteUsage,
     RemoteVerifyResult,
 )

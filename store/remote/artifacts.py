@@ -218,6 +218,10 @@ def decode_document(blob: bytes, where: str) -> ManifestDocument:
         DamagedRemoteError: it is neither.
     """
     try:
-        return msgspec.json.decode(blob, type=ManifestDocument)
-    except (msgspec.DecodeError, ValueError) as error:
+        found = msgspec.json.decode(blob, type=ManifestDocument)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise DamagedRemoteError.at(where, f"it is no manifest ({error})") from None
+    for layer in found.layers:
+        if not 0 <= layer.size < 1 << 63:
+            raise DamagedRemoteError.at(where, f"no layer has {layer.size} bytes")
+    return found

@@ -703,7 +703,7 @@ def open_bucket(url: str, files: Files) -> Bucket:
     if scheme == "file":
         if parts.netloc not in ("", "localhost") or not parts.path:
             raise RemoteUrlError.at(url, "a folder's URL has three slashes: file:///folder")
-        return FolderBucket(Path(unquote(parts.path)), files)
+        return _folder(unquote(parts.path), files)
     if scheme not in (*_SERVERS, *_WEB) or not parts.netloc:
         raise RemoteUrlError.at(url, f"no remote has the scheme {scheme!r} and this host")
     if not _HOST.fullmatch(parts.netloc):
@@ -712,6 +712,8 @@ def open_bucket(url: str, files: Files) -> Bucket:
 
 
 def _folder(path: str, files: Files) -> FolderBucket:
+    if "\0" in path:
+        raise RemoteUrlError.at(repr(path), "no path has a NUL in it")
     if not path.strip():
         # It would be the folder that the program happens to run in.
         raise RemoteUrlError.at("''", "it is empty, as a variable is that is not set")

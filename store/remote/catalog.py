@@ -24,7 +24,6 @@ from typing import Final, TypeAlias, TypeVar
 import msgspec
 
 from tensor_dedup.digest import digest
-from tensor_dedup.errors import StoreError
 from tensor_dedup.store.errors import NewerFormatError
 from tensor_dedup.store.format import frames, tables
 from tensor_dedup.store.format.tables import DIGEST_BYTES, TAIL_BYTES, Table
@@ -104,7 +103,10 @@ class _Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Trash(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What nothing refers to: keys condemned since a second, and keys that a gc is deleting."""
+    """What nothing refers to: keys condemned since a second, and keys that a gc is deleting.
+
+    A key that several are deleting is there once for each of them.
+    """
 
     condemned: dict[str, int]
     deleting: list[str]
@@ -146,6 +148,23 @@ def bases_listed(entry: ListedContainer, table: Table) -> set[bytes]:
     return {r.base for r in table.records if r.base is not None and r.digest[:width] in there}
 
 
+def relied_on(
+    catalog: "Catalog", reused: Mapping[tuple[bytes, bool], ContainerId]
+) -> Iterator[ListedContainer]:
+    """Iterate over the entries of containers with these pieces only, and whole prefixes of them.
+
+    Each piece is given with whether it is held without a base.
+    """
+    held: dict[ContainerId, tuple[list[bytes], list[bytes]]] = {}
+    for (digest_, alone), container in reused.items():
+        held.setdefault(container, ([], []))[not alone].append(digest_[:PREFIX_BYTES])
+    for container, (alone_, deltas) in held.items():
+        entry = catalog.containers[container]
+        yield msgspec.structs.replace(
+            entry, alone=b"".join(alone_), deltas=b"".join(deltas), width=PREFIX_BYTES
+        )
+
+
 @dataclass
 class Catalog:
     """The catalog as it was read: containers, and which of them hold a piece.
@@ -165,6 +184,8 @@ class Catalog:
     bases: dict[ContainerId, dict[bytes, bytes]] = field(default_factory=dict)
     # Deltas, as containers and prefixes, whose base no container holds.
     stranded: set[tuple[ContainerId, bytes]] = field(default_factory=set)
+    # Pieces that a reference there leads to. Where one container only may hold one, it does.
+    assured: Collection[bytes] = frozenset()
     _widths: set[int] = field(default_factory=set)
 
     def add(self, container: ListedContainer) -> None:
@@ -224,6 +245,10 @@ class Catalog:
         """Return whether what is known of a container are shortened prefixes."""
         return self.containers[container].width < PREFIX_BYTES
 
+    def is_assured(self, digest_: bytes) -> bool:
+        """Return whether a piece is known to be in its one holder, whose table need not be read."""
+        return digest_ in self.assured and len(self.holders(digest_)) == 1
+
 
 def confirm(
     bucket: Bucket, catalog: Catalog, digests: Collection[bytes], *, alone: bool = False
@@ -243,8 +268,12 @@ def confirm(
         return msgspec.structs.replace(entry, alone=b"", deltas=b"", width=PREFIX_BYTES)
 
     while True:
-        found = (catalog.holders(digest, alone=alone) for digest in digests)
-        doubtful = [held for held in found if held and catalog.is_doubtful(held[0])]
+        found = ((digest, catalog.holders(digest, alone=alone)) for digest in digests)
+        doubtful = [
+            held
+            for digest, held in found
+            if held and catalog.is_doubtful(held[0]) and not catalog.is_assured(digest)
+        ]
         if not doubtful:
             return
         counts = Counter(container for held in doubtful for container in held)
@@ -311,7 +340,7 @@ def read_catalog(
     Raises:
         DamagedRemoteError, MissingRemoteError: its head or a segment is damaged, or gone.
     """
-    found = bucket.get(layout.HEAD, layout.FRAME_BYTES)
+    found = bucket.get(layout.HEAD, layout.HEAD_BYTES)
     if found is None:
         return None
     blob, tag = found
@@ -336,7 +365,11 @@ def read_catalog(
 
 def _head(bucket: Bucket, blob: bytes) -> _Head:
     with remote_damage(bucket.at(layout.HEAD)) as path:
-        return frames.decode(blob, _HEAD, _Head, path)
+        head = frames.decode(blob, _HEAD, _Head, path)
+    if len(head.segments) > 2 * _MOST_SEGMENTS:
+        what = f"it names {len(head.segments)} segments, {2 * _MOST_SEGMENTS} are allowed"
+        raise DamagedRemoteError.at(bucket.at(layout.HEAD), what)
+    return head
 
 
 def _trash(bucket: Bucket, head: _Head) -> Trash:
@@ -428,7 +461,8 @@ def rebuilt(bucket: Bucket, catalog: Catalog | None = None) -> Catalog:
     names = [name for s in bucket.list(layout.TABLES) if (name := layout.object_of(s.key))]
 
     def read(name: str) -> Table | None:
-        with suppress(StoreError):  # `verify` names it; here it is a miss
+        # `verify` names it; here it is a miss.
+        with suppress(DamagedRemoteError, MissingRemoteError, NewerFormatError):
             return read_table(bucket, name)
         return None
 
@@ -465,7 +499,7 @@ def catalog_of(bucket: Bucket, *, before: Catalog | None = None) -> Catalog:
 
 def _without_segments(bucket: Bucket) -> Catalog:
     """Read what a catalog says that no table does, if it can be read: what gc is to delete."""
-    found = bucket.get(layout.HEAD, layout.FRAME_BYTES)
+    found = bucket.get(layout.HEAD, layout.HEAD_BYTES)
     if found is None:
         return Catalog()
     catalog = Catalog(tag=found[1])
@@ -521,7 +555,7 @@ def commit(
         blob = frames.encode(_HEAD, head)
         if bucket.put_if(layout.HEAD, blob, catalog.tag):
             return catalog
-        now = bucket.get(layout.HEAD, layout.FRAME_BYTES)
+        now = bucket.get(layout.HEAD, layout.HEAD_BYTES)
         if now is not None and now[0] == blob:
             return catalog  # ours: the answer to it was lost
         pause(_PAUSE_S * random.random() * (attempt + 1))
@@ -547,7 +581,7 @@ def drop(bucket: Bucket, containers: Collection[ContainerId]) -> None:
 
 
 def _tag_of(bucket: Bucket) -> str | None:
-    found = bucket.get(layout.HEAD, layout.FRAME_BYTES)
+    found = bucket.get(layout.HEAD, layout.HEAD_BYTES)
     return None if found is None else found[1]
 
 
@@ -559,6 +593,12 @@ def _put_trash(bucket: Bucket, catalog: Catalog, trash: Trash) -> bytes | None:
     if trash != catalog.trash or catalog.rebuilt:
         bucket.put(layout.trash_key(name), [memoryview(blob)])
     return bytes.fromhex(name)
+
+
+def trash_object(trash: Trash) -> tuple[str, bytes]:
+    """Return the key and the bytes of a list of what is condemned."""
+    blob = frames.encode(_TRASH, trash)
+    return layout.trash_key(digest(blob)), blob
 
 
 def _safe_segment(

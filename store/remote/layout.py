@@ -19,18 +19,24 @@ STORE_TITLE: Final = b"tensor-dedup store\n"
 HEAD: Final = "catalog/HEAD"
 REFS, MANIFESTS, CONTAINERS, TABLES = "refs/", "manifests/", "containers/", "tables/"
 HOLDERS, CATALOG, TRASH, PROBE = "holders/", "catalog/", "trash/", "probe/"
+# Where a folder has what is being written.
+TMP: Final = "tmp/"
 KINDS: Final = frozenset({"slab", "pack", "delta", "mixed"})
 # The layers of an artifact are files as they are.
 READABLE: Final = KINDS | {"raw"}
 # What an object of a kind may hold at most; a larger one is no object of ours.
 TEXT_BYTES: Final = 1 << 12
 PAGE_BYTES: Final = 1 << 26
-FRAME_BYTES: Final = 1 << 30
+HEAD_BYTES: Final = 1 << 20
+FRAME_BYTES: Final = 1 << 28
 # A container is full with this, less than twice as large, or holds one piece that is larger.
 CONTAINER_BYTES: Final = 64 << 20
 
 _DELETED: Final = "tensor-dedup deleted reference"
 _HEX: Final = re.compile("[0-9a-f]{64}")
+_PASSING: Final = re.compile(
+    "(catalog|trash)/[0-9a-f]{64}|probe/[0-9a-f]{16}|tmp/[0-9]+-[0-9a-f]{12}"
+)
 
 
 def ref_key(name: str) -> str:
@@ -78,6 +84,14 @@ def object_of(key: str) -> str | None:
     path = PurePosixPath(key)
     fits = _HEX.fullmatch(path.name) and len(path.parts) == 3 and path.parts[1] == path.name[:2]
     return path.name if fits else None
+
+
+def is_passing(key: str) -> bool:
+    """Return whether this is the key of something that a head names, or that is there for a moment.
+
+    What else is in those folders is somebody else's.
+    """
+    return _PASSING.fullmatch(key) is not None
 
 
 def container_of(key: str) -> ContainerId | None:

@@ -484,7 +484,7 @@ class Artifact:
         return sum(layer.size for layer in layers)
 
     def _chunks(self, layer: Descriptor, progress: TransferListener) -> Iterator[bytes]:
-        for chunk in self.registry.chunks(layer.digest):
+        for chunk in self.registry.chunks(layer.digest, layer.size):
             progress.advance(len(chunk))
             yield chunk
 

@@ -7,7 +7,7 @@ the digests of its leaves, and what leaves it as it is stored is compared by the
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,12 +62,17 @@ class RemotePieces:
         places: Mapping[bytes, tuple[ContainerId, Record]],
         names: Mapping[bytes, str],
         bases: StoredPieces | None = None,
+        wholes: Mapping[ContainerId, memoryview] | None = None,
     ) -> None:
-        """Begin to download; `bases` has what deltas among the pieces are against."""
+        """Begin to download; `bases` has what deltas among the pieces are against.
+
+        `wholes` has containers that are here already, to be fetched only where they are wrong.
+        """
         self._bucket, self._places, self._names, self._bases = bucket, places, names, bases
         self.order = sorted(places, key=lambda d: (places[d][0], places[d][1].offset))
-        self._downloads = _downloads([places[digest] for digest in self.order])
+        self._downloads = _downloads([places[digest] for digest in self.order], wholes or {})
         self._starts = [(d.container, d.start) for d in self._downloads]
+        self._wholes = dict(wholes or {})
         self._lock = threading.Lock()
         self._ahead: deque[int] = deque(range(len(self._downloads)))
         self._pool = ThreadPoolExecutor(_AHEAD)
@@ -137,7 +142,9 @@ class RemotePieces:
         )
 
     def _fetch(self, container: ContainerId, start: int, stop: int) -> memoryview:
-        key = layout.container_key(container)
+        key, whole = layout.container_key(container), self._wholes.get(container)
+        if whole is not None:
+            return whole[start:stop]
         try:
             found = self._bucket.get_range(key, start, stop)
         except FileNotFoundError:
@@ -172,6 +179,7 @@ class RemotePieces:
         self.read_stored(container, record.offset + start, view)
         if b"".join(leaf_digests(view)) != leaves:
             # It may have been hit on its way.
+            self._wholes.pop(container, None)
             at = record.offset + start
             view[:] = self._fetch(container, at, at + view.nbytes)
             if b"".join(leaf_digests(view)) != leaves:
@@ -184,6 +192,7 @@ class RemotePieces:
         """What came as it is encoded was wrong: fetch its chunks again, and decode them."""
         base = partial(self.read_leaf, record.base or b"")
         leaves, size = leaves_of(record, start, view.nbytes), head_bytes(record.nbytes)
+        self._wholes.pop(container, None)
         try:
             head = self._fetch(container, record.offset, record.offset + size)
             places = chunks(bytes(head), record.stored)
@@ -215,9 +224,11 @@ class RemotePieces:
         )
 
 
-def _downloads(places: Sequence[tuple[ContainerId, Record]]) -> list[_Download]:
+def _downloads(
+    places: Sequence[tuple[ContainerId, Record]], here: Collection[ContainerId]
+) -> list[_Download]:
     """The ranges to ask for: neighbours together, also over small gaps, none too long."""
-    wanted = sum(record.stored for _, record in places)
+    wanted = sum(record.stored for container, record in places if container not in here)
     bridged = _bridged(places, int(wanted * _WASTE_SHARE) + _WASTE_BYTES)
     runs: list[list[tuple[ContainerId, Record]]] = []
     for number, place in enumerate(places):

@@ -24,10 +24,10 @@ from tensor_dedup.store.errors import (
     NoSpaceError,
     UnknownNameError,
 )
-from tensor_dedup.store.format import manifests
+from tensor_dedup.store.format import manifests, tables
 from tensor_dedup.store.format.manifests import Manifest, Piece
 from tensor_dedup.store.format.names import check_name
-from tensor_dedup.store.format.tables import Record
+from tensor_dedup.store.format.tables import Record, Table
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces
@@ -57,6 +57,15 @@ from tensor_dedup.store.writing.hashing import Hasher
 
 # A container is complete when it has so many bytes: less than that has to travel again.
 _CONTAINER_BYTES: Final = 64 << 20
+# Small containers that are wanted whole come with their tables, when there are more than so many,
+# each in one request, with so much that is not wanted and in so much memory.
+_FEW: Final = 6
+_SMALL_BYTES: Final = 32 << 20
+_WHOLES_BYTES: Final = 128 << 20
+_WASTE_SHARE: Final = 0.01
+_WASTE_BYTES: Final = 16 << 10
+# What a table takes at least, which would be read anyway.
+_TABLE_BYTES: Final = 200
 _EMPTY: Final = bytes.fromhex(combine(0, []))
 Place = tuple[ContainerId, Record]
 Places = dict[bytes, Place]
@@ -304,7 +313,7 @@ def _gathered(
             if missing:
                 places = lookup.places({digest: wanted[digest] for digest in missing})
                 moved.update(places)
-                _fetch(bucket, places, names, transfer, here, progress)
+                _fetch(bucket, places, names, transfer, here, progress, lookup.wholes)
             return commit(transfer, missing)
 
     lookup = _Lookup(bucket, index, names, found)
@@ -361,6 +370,7 @@ def _fetch(
     transfer: Transfer,
     here: tuple[Objects, StoreIndex, Hasher],
     progress: TransferListener,
+    wholes: Mapping[ContainerId, memoryview],
 ) -> None:
     """Copy what is missing, first what is stored by itself, then what is stored against others."""
     objects, index, _ = here
@@ -373,7 +383,7 @@ def _fetch(
     transfer.expect({digest: record.nbytes for digest, (_, record) in places.items()})
     alone = {d: place for d, place in places.items() if place[1].base is None}
     deltas = {d: place for d, place in places.items() if place[1].base is not None}
-    with RemotePieces(bucket, alone, names) as source:
+    with RemotePieces(bucket, alone, names, None, wholes) as source:
         for digest in source.order:
             transfer.send(source, [digest])
             progress.advance(alone[digest][1].stored)
@@ -382,7 +392,7 @@ def _fetch(
         bases = {record.base for _, record in deltas.values() if record.base is not None}
         with (
             StoredPieces(objects, index, bases) as held,
-            RemotePieces(bucket, deltas, names, held) as source,
+            RemotePieces(bucket, deltas, names, held, wholes) as source,
         ):
             for digest in source.order:
                 transfer.send(source, [digest])
@@ -394,7 +404,7 @@ class _Lookup:
 
     Where these do not do, or it is `of` no manifest, by the catalog; where that is lost, damaged,
     old or wrong, it is put together from all tables, once. `by_holders` tells whether tables were
-    read that only the holders name.
+    read that only the holders name, `wholes` has containers that came with their tables.
     """
 
     by_holders = False
@@ -411,6 +421,7 @@ class _Lookup:
         self._missing: Mapping[bytes, int] = {}
         self._records: dict[bytes, list[tuple[ContainerId, Record]]] = {}
         self._known: set[ContainerId] = set()
+        self.wholes: dict[ContainerId, memoryview] = {}
 
     def places(self, missing: Mapping[bytes, int]) -> Places:
         """Return where each missing piece is, and each anchor that is neither here nor missing.
@@ -525,8 +536,8 @@ class _Lookup:
             counts = Counter(container for held in holders.values() for container in held)
             ranked = sorted(counts, key=lambda c: (-counts[c], c))
             ranks = {container: rank for rank, container in enumerate(ranked)}
-            chosen = {min(held, key=ranks.__getitem__) for held in holders.values() if held}
-            self._read(chosen)
+            chosen = {d: min(held, key=ranks.__getitem__) for d, held in holders.items() if held}
+            self._read({*chosen.values()}, self._wanted_whole(catalog, chosen))
             # A catalog with short prefixes names containers that do not hold a piece, too.
             holders = {
                 digest: rest
@@ -535,11 +546,63 @@ class _Lookup:
                 and (rest := [container for container in held if container not in self._known])
             }
 
-    def _read(self, containers: Collection[ContainerId]) -> None:
-        """Read the tables of these containers, of each once."""
+    def _wanted_whole(
+        self, catalog: Catalog, chosen: Mapping[bytes, ContainerId]
+    ) -> dict[ContainerId, int]:
+        """The sizes of the small containers of which all is wanted, but for very little.
+
+        What lies in one is known of plain pieces only; of others nobody knows how they are stored.
+        """
+        wanted = Counter[ContainerId]()
+        for digest, container in chosen.items():
+            wanted[container] += self._missing.get(digest, 0)
+        sizes = {container: catalog.containers[container].nbytes for container in wanted}
+        known = {*self._known, *(c for c in wanted if c.kind not in layout.KINDS)}
+        small = [c for c in wanted if sizes[c] <= _SMALL_BYTES and c not in known]
+        if len(small) <= _FEW:
+            return {}
+        waste = int(_WASTE_SHARE * wanted.total()) + _WASTE_BYTES
+        room = _WHOLES_BYTES - sum(view.nbytes for view in self.wholes.values())
+        found: dict[ContainerId, int] = {}
+        unwanted = {
+            c: max(0, sizes[c] - (wanted[c] if c.kind == "pack" else 0) - _TABLE_BYTES)
+            for c in small
+        }
+        for container in sorted(small, key=lambda c: (unwanted[c], sizes[c], c)):
+            waste -= unwanted[container]
+            room -= sizes[container]
+            if min(waste, room) < 0:
+                break
+            found[container] = sizes[container]
+        return found
+
+    def _with_table(self, container: ContainerId, nbytes: int) -> Table | None:
+        """The table of a container that is fetched whole; None where its own has to be read."""
+        key = layout.container_key(container)
+        try:
+            whole = self._bucket.get_range(key, 0, nbytes)
+            with remote_damage(self._bucket.at(key)) as path:
+                end = whole.nbytes - tables.TAIL_BYTES
+                start = tables.table_start(bytes(whole[max(0, end) :]), whole.nbytes, path)
+                blob = bytes(whole[start:end])
+                table = tables.decode(blob, container.name, container.kind, path)
+        except (FileNotFoundError, DamagedRemoteError, NewerFormatError):
+            return None
+        self.wholes[container] = whole
+        return table
+
+    def _read(
+        self,
+        containers: Collection[ContainerId],
+        wholes: Mapping[ContainerId, int] | None = None,
+    ) -> None:
+        """Read the tables of these containers, of each once; `wholes` are fetched with theirs."""
+        sizes = wholes or {}
 
         def read(container: ContainerId) -> list[Record]:
-            table = read_table(self._bucket, container.name)
+            table = self._with_table(container, sizes[container]) if container in sizes else None
+            if table is None:
+                table = read_table(self._bucket, container.name)
             if table.kind != container.kind:
                 where = self._bucket.at(layout.table_key(container.name))
                 raise DamagedRemoteError.at(where, f"it is of the kind {table.kind}")

@@ -8,7 +8,7 @@ attempt finds the containers by their names, which depend on their content alone
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass
@@ -18,6 +18,7 @@ from typing import Final, Protocol
 import msgspec
 
 from tensor_dedup.digest import LEAF_BYTES, hand
+from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.runs import is_pin_among
 from tensor_dedup.store.codecs.records import chunks, head_bytes
 from tensor_dedup.store.errors import (
@@ -54,6 +55,7 @@ from tensor_dedup.store.remote.catalog import (
     listed,
     put_holders,
     read_catalog,
+    relied_on,
     unheld,
     with_more,
 )
@@ -64,6 +66,7 @@ from tensor_dedup.store.remote.errors import (
     RemoteBusyError,
     RemoteNameTakenError,
 )
+from tensor_dedup.store.remote.relatives import Relative, first_there
 
 # How long a gc spares what nothing refers to. Every push is over by then, or begins anew.
 LEASE_S: Final = 7 * 24 * 3600.0
@@ -79,6 +82,9 @@ _LIST_BYTES: Final = 16 << 10
 _LIST_SHARE: Final = 0.005
 _ATTEMPTS: Final = 4
 _PLAIN: Final = "pack"
+# What saves less goes as it is: of a container of plain pieces alone it is known what of it is
+# wanted, so that a pull can fetch it whole.
+_LEAST_SAVED: Final = 512
 
 
 class TransferListener(Protocol):
@@ -203,10 +209,12 @@ def push(
     *,
     replace: bool = False,
     guard: NameGuard | None = None,
+    relatives: Callable[[], Iterable[Relative]] = tuple,
 ) -> TransferResult:
     """Push checkpoints of one store, all under the names that they have there.
 
-    `open_pieces` opens pieces of the store for reading. The errors of `guard` are passed on.
+    `open_pieces` opens pieces of the store for reading, `relatives` returns others of the store
+    that have pages in common with these. The errors of `guard` are passed on.
 
     Raises:
         RemoteNameTakenError: a name stands for another checkpoint there, and `replace` is off.
@@ -214,7 +222,8 @@ def push(
         RemoteBusyError: others changed the remote again and again meanwhile.
     """
     began = time.monotonic()
-    work = _Push(bucket, checkpoints, open_pieces, progress, replace, guard or NameGuard())
+    guard = guard or NameGuard()
+    work = _Push(bucket, checkpoints, open_pieces, progress, replace, guard, relatives)
     for attempt in range(_ATTEMPTS):
         try:
             return work.run(began)
@@ -234,8 +243,10 @@ class _Push:
         progress: TransferListener,
         replace: bool,
         guard: NameGuard,
+        relatives: Callable[[], Iterable[Relative]],
     ) -> None:
         self._bucket, self._checkpoints, self._guard = bucket, checkpoints, guard
+        self._relatives = relatives
         self._before = bucket.traffic.counts()
         self._open_pieces, self._progress, self._replace = open_pieces, progress, replace
         self._sizes: dict[bytes, int] = {}
@@ -325,6 +336,7 @@ class _Push:
         bucket = self._bucket
         # To replace a checkpoint by itself is to mend it, whatever has been noted.
         mending = any(self._seen[each.name] == each.manifest for each in self._checkpoints)
+        relative = self._relative(catalog)
         lost = unheld(bucket, catalog, self._sizes, suspicious=self._replace and mending)
         missing = {d: n for d, n in self._sizes.items() if d in lost}
         saved = sum(n for d, n in self._sizes.items() if d not in missing)
@@ -350,12 +362,13 @@ class _Push:
         def write(part: str) -> None:
             bucket.put(layout.manifest_key(part), [memoryview(blobs[part])])
 
-        for _ in bucket.each(write, blobs):
+        there = relative.pages if relative else ()
+        for _ in bucket.each(write, [part for part in blobs if part not in there]):
             pass
         reused = self._reused(catalog, missing, loads)
         containers = [*dict.fromkeys(reused.values())]
         self._check_there(catalog, containers)
-        self._put_holders(catalog, containers, loads, checkpoints)
+        self._put_holders(catalog, reused, loads, checkpoints)
         self._publish(catalog, reused, loads, [*blobs], [each.name for each in checkpoints])
         for number, tag in tags.items():
             # What is relied on may be condemned and deleted in a lease: then begin with what is
@@ -364,10 +377,24 @@ class _Push:
                 raise _OutdatedError
             self._refer(self._checkpoints[number], tag)
 
+    def _relative(self, catalog: Catalog) -> Relative | None:
+        """A checkpoint of the remote that has pages in common with these, and is whole there.
+
+        To replace is to mend, and what was relied on in vain once is not again.
+        """
+        candidates, self._relatives = self._relatives, tuple
+        if self._replace or catalog.rebuilt or DAMAGED in catalog.trash.condemned.values():
+            return None
+        found = first_there(self._bucket, candidates())
+        if found is not None:
+            with suppress(StoreError):
+                catalog.assured = found.pieces()
+        return found
+
     def _put_holders(
         self,
         catalog: Catalog,
-        reused: Sequence[ContainerId],
+        reused: Mapping[tuple[bytes, bool], ContainerId],
         loads: Sequence[_Load],
         checkpoints: Sequence[Outgoing],
     ) -> None:
@@ -376,9 +403,9 @@ class _Push:
         Of what was there and is a delta, it is not known against what; a pull that has to know it
         reads the catalog.
         """
-        relied = Catalog(stranded=catalog.stranded)
-        for each in reused:
-            relied.add(catalog.containers[each])
+        relied = Catalog()
+        for entry in relied_on(catalog, reused):
+            relied.add(entry)
         for load in loads:
             relied.add(listed(load.container, load.table))
         bases = {r.digest: r.base for load in loads for r in load.table.records if r.base}
@@ -428,7 +455,11 @@ class _Push:
         """
         if digest in self._damaged:
             return None
-        places = [p for p in source.own_places(digest) if p[1].codec != PLAIN]
+        places = [
+            (container, record)
+            for container, record in source.own_places(digest)
+            if record.codec != PLAIN and record.nbytes - record.stored >= _LEAST_SAVED
+        ]
         for place in sorted(places, key=lambda p: (p[1].stored, p[0])):
             base = place[1].base
             if base is None:
@@ -559,7 +590,7 @@ class _Push:
 
         def change(now: Catalog) -> CatalogChange | None:
             if keys & {*now.trash.deleting}:
-                what = "a gc is deleting what this push needs; if it was cut short, run it again"
+                what = "a gc deletes what this push needs; if it was killed, run one an hour later"
                 raise RemoteBusyError.at(self._bucket.at(layout.HEAD), what)
             condemned, before = now.trash.condemned, catalog.trash.condemned
             found_damaged = {key for key, since in condemned.items() if since == DAMAGED}

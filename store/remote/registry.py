@@ -46,6 +46,8 @@ _TIMEOUT_S: Final = (10.0, 600.0)
 _ATTEMPTS: Final = 5
 _PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 20.0
+# What is read of an error's body, and of what comes with an answer that has none.
+_SAID_BYTES: Final = 1 << 16
 _AGAIN: Final = frozenset({429, 500, 502, 503, 504})
 _REFUSED: Final = frozenset({401, 403})
 
@@ -133,6 +135,19 @@ def _origin(url: str) -> tuple[str | None, str | None, int | None] | None:
         return None
     port = {"http": 80, "https": 443}.get(parts.scheme or "")
     return parts.scheme, parts.host, parts.port or port
+
+
+def _said(found: Any) -> bytes:
+    """The beginning of a body, which may never end; no more of it is read."""
+    import requests
+
+    held = bytearray()
+    with found, suppress(requests.RequestException):
+        for chunk in found.iter_content(_SAID_BYTES // 4):
+            held += chunk
+            if len(held) >= _SAID_BYTES:
+                break
+    return bytes(held)
 
 
 class RegistryRepository:
@@ -271,11 +286,11 @@ class RegistryRepository:
         self.traffic.add(received=len(data))
         return memoryview(data)
 
-    def chunks(self, digest: str) -> Iterator[bytes]:
-        """Iterate over the bytes of a blob, which are compared with its digest at their end.
+    def chunks(self, digest: str, nbytes: int) -> Iterator[bytes]:
+        """Iterate over the `nbytes` bytes of a blob, which are compared with its digest at the end.
 
         Raises:
-            DamagedRemoteError: they do not have it, or there is no such blob.
+            DamagedRemoteError: they do not have it, are more, or there is no such blob.
         """
         hasher, size = hashlib.sha256(), 0
         with self._request("GET", f"blobs/{digest}", stream=True) as found:
@@ -285,6 +300,8 @@ class RegistryRepository:
             for chunk in self._streamed(found, digest):
                 hasher.update(chunk)
                 size += len(chunk)
+                if size > nbytes:
+                    raise too_large(self.at(digest), size, nbytes)
                 yield chunk
         self.traffic.add(received=size)
         if digest != f"sha256:{hasher.hexdigest()}":
@@ -352,7 +369,7 @@ class RegistryRepository:
                     url,
                     headers=sent,
                     data=body,
-                    stream=stream,
+                    stream=True,
                     timeout=_TIMEOUT_S,
                 )
             except requests.RequestException as error:
@@ -361,10 +378,12 @@ class RegistryRepository:
                 # Nor may a host that a request was led on to say where they are to go.
                 own = _origin(found.url) == self._origin
                 if found.status_code in _REFUSED and own and not asked:
-                    asked = True
+                    asked, found.said = True, _said(found)
                     if self._authenticate(found, sent):
                         continue
                 if found.status_code not in _AGAIN:
+                    if not stream and not hasattr(found, "said"):
+                        found.said = _said(found)
                     return found
                 failure = f"it answers {found.status_code}"
                 found.close()
@@ -403,8 +422,10 @@ class RegistryRepository:
         if status == expected:
             return
         what = f"it answers {status}"
-        with suppress(msgspec.DecodeError, AttributeError, KeyError, IndexError, TypeError):
-            said = msgspec.json.decode(found.content)["errors"][0]
+        unfit = msgspec.DecodeError, AttributeError, KeyError, IndexError, TypeError, ValueError
+        with suppress(*unfit, RecursionError):
+            text = found.said if hasattr(found, "said") else _said(found)
+            said = msgspec.json.decode(text)["errors"][0]
             what += f" ({said['code']}: {said.get('message', '')})"
         kind = RemoteAccessError if status in _REFUSED else RemoteUnreachableError
         raise kind.at(self.at(reference), scrubbed(what))

@@ -8,7 +8,7 @@ from typing import Self
 from tensor_dedup.store.checkpoints.runs import parse_step_name, step_name
 from tensor_dedup.store.errors import NewerFormatError, UnknownNameError
 from tensor_dedup.store.files import Files, RealFiles
-from tensor_dedup.store.remote import layout, upkeep
+from tensor_dedup.store.remote import layout, sweep, upkeep
 from tensor_dedup.store.remote.buckets import Bucket, FolderBucket, ObjectStatus, open_bucket
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
@@ -145,7 +145,7 @@ class Remote:
 
     def gc(
         self, lease_hours: float = DEFAULT_LEASE_HOURS, *, dry_run: bool = False
-    ) -> upkeep.RemoteGcPlan:
+    ) -> sweep.RemoteGcPlan:
         """Condemn what no name leads to, and delete what has been condemned for the lease.
 
         The lease is longer than any push takes. A shorter one is safe only while nobody pushes.
@@ -155,7 +155,7 @@ class Remote:
         Raises:
             UncertainRemoteError: something cannot be read; nothing was condemned or deleted.
         """
-        return upkeep.gc(self.bucket, lease_hours * 3600, dry_run=dry_run)
+        return sweep.gc(self.bucket, lease_hours * 3600, dry_run=dry_run)
 
     def verify(
         self, *, full: bool = False, advance: Callable[[int], None] = lambda _: None

@@ -1,21 +1,18 @@
-"""What a remote holds, checking it, and deleting what nothing refers to.
+"""What a remote holds, checking it, and deleting a name."""
 
-Deleting takes two sweeps. The first takes what no reference leads to, and is older than the lease,
-out of the catalog and notes since when; the second deletes what has been in that state for the
-lease, after it has marked from the references again. A push that still relied on it is over by
-then, or has taken it off the list: both change the head of the catalog by a condition, so one of
-them sees the other.
-"""
-
+import errno
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from typing import Final
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.runs import PIN, is_pin_among, parse_step_name
 from tensor_dedup.store.codecs.records import chunks, head_bytes
 from tensor_dedup.store.errors import (
     NewerFormatError,
+    StoreAccessError,
+    StoreIOError,
     UnfitForCollectionError,
 )
 from tensor_dedup.store.format.tables import PLAIN, Record, Table
@@ -47,18 +44,19 @@ from tensor_dedup.store.remote.conditions import check_remote
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
     MissingRemoteError,
+    ReadOnlyRemoteError,
     RemoteAccessError,
     RemoteBusyError,
     RemoteUnreachableError,
-    UncertainRemoteError,
     UnknownRemoteNameError,
 )
 from tensor_dedup.store.remote.pieces import RemotePieces
 from tensor_dedup.store.remote.pull import RemoteManifest, list_refs, read_manifest, read_ref
 from tensor_dedup.store.upkeep.gc import Held, needed
 
-# A list may tell the time of an object more finely than the object itself.
-_CLOCK_S = 2.0
+# What says nothing of an object: the server cannot be asked.
+_AWAY: Final = (RemoteUnreachableError, RemoteAccessError)
+UNKNOWN_OBJECT: Final = "no program of this version makes such an object"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,29 +127,6 @@ class RemoteVerifyResult:
         return {**asdict(self), "faults": [asdict(each) for each in self.faults]}
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteGcPlan:
-    """The plan or the result of a gc: keys to condemn, and keys to delete.
-
-    `waiting` counts what is condemned and has not been so for the lease, `young` the unused objects
-    that are younger than the lease: a push may be about to refer to them, so a later run condemns
-    them. `done` is False after a dry run.
-    """
-
-    condemn: tuple[str, ...]
-    delete: tuple[str, ...]
-    condemned_bytes: int
-    deleted_bytes: int
-    waiting: int
-    young: int
-    young_bytes: int
-    done: bool = False
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the plan as a JSON object."""
-        return {**asdict(self), "condemn": [*self.condemn], "delete": [*self.delete]}
-
-
 def names(bucket: Bucket) -> list[str]:
     """Return the names that have a reference, deleted ones too, sorted."""
     found = [layout.name_of_ref(status.key) for status in bucket.list(layout.REFS)]
@@ -172,6 +147,8 @@ def checkpoints(bucket: Bucket, only: Sequence[str] | None = None) -> list[Remot
             return described(found, damage=noted(found))
         except UnknownRemoteNameError:
             return None
+        except RemoteUnreachableError:
+            raise
         except (StoreError, UnfitForCollectionError) as error:
             return RemoteCheckpoint(name, damage=str(error))
 
@@ -285,12 +262,12 @@ class RemoteInventory:
             c: {d: record for d, record in records.items() if (c, d) not in without}
             for c, records in self.held().items()
         }
-        there = {digest for records in _readable(held).values() for digest in records}
+        there = {digest for records in readable(held).values() for digest in records}
         return {digest: users for digest, users in self.live().items() if digest not in there}
 
 
-def _readable(held: Held) -> dict[ContainerId, dict[bytes, Record]]:
-    """What can be read of these pieces: differences only where what they are against is there."""
+def readable(held: Held) -> dict[ContainerId, dict[bytes, Record]]:
+    """Return the pieces without the differences whose base is not among them."""
     alone = {d for records in held.values() for d, record in records.items() if record.base is None}
     return {
         container: {d: r for d, r in records.items() if r.base is None or r.base in alone}
@@ -312,8 +289,7 @@ def take_inventory(bucket: Bucket) -> RemoteInventory:
             found.objects[status.key] = status
     for key in found.objects:
         if not _is_known(key):
-            what = "no program of this version makes such an object"
-            found.problems.append(RemoteFault(bucket.at(key), what))
+            found.problems.append(RemoteFault(bucket.at(key), UNKNOWN_OBJECT))
     _read_tables(bucket, found)
     # No reference is ever deleted. So one that either list has is there, and an answer that it is
     # not, as a list without it, is an old one.
@@ -329,6 +305,8 @@ def take_inventory(bucket: Bucket) -> RemoteInventory:
                 found.deleted.append(name)
             else:
                 found.manifests.append(read_manifest(bucket, name, manifest))
+        except _AWAY:
+            raise
         except StoreError as error:
             found.problems.append(RemoteFault(bucket.at(key), str(error), (name,)))
     return found
@@ -341,6 +319,8 @@ def _read_tables(bucket: Bucket, found: RemoteInventory) -> None:
         try:
             read = read_table(bucket, container.name)
             entry = listed(container, read)
+        except _AWAY:
+            raise
         except StoreError as error:
             return error
         key = layout.container_key(container)
@@ -427,13 +407,15 @@ def verify(
 
     Deltas are compared with the checksums of their chunks, everything else leaf by leaf. Nothing is
     changed but the catalog and the holders beside manifests: containers with faults are taken out,
-    so that a push sends anew what was in them, and what they say of others is made to be what
-    tables say.
+    so that a push sends anew what was in them, with `full` those are taken in again that were found
+    damaged and are whole, and what they say of others is made to be what tables say.
     """
     check_remote(bucket)
     faults, read = list[RemoteFault](), 0
     try:  # before the rest is listed: what it names then has been there for a while
         catalog = read_catalog(bucket)
+    except _AWAY:
+        raise
     except StoreError as error:
         faults.append(RemoteFault(bucket.at(layout.HEAD), str(error)))
         catalog = None
@@ -445,14 +427,17 @@ def verify(
     damaged = list[tuple[ContainerId, Record, str]]()
     if full:
         for container, table in sorted(found.tables.items()):
-            wrong = _faults_in(bucket, container, table)
-            damaged += [(container, record, what) for record, what in wrong]
+            for record, what in _faults_in(bucket, container, table):
+                damaged.append((container, record, what))
             read += sum(record.stored for record in table.records)
             advance(table.data_bytes)
     bad = _damage(bucket, catalog, found, damaged)
     faults += [fault for held in bad.values() for fault in held]
     faults += _mended(bucket, catalog, found, bad)
-    faults += _mended_holders(bucket, found, {container for container, _, _ in damaged})
+    wrong = {container for container, _, _ in damaged}
+    if full:
+        faults += _taken_back(bucket, found, wrong)
+    faults += _mended_holders(bucket, found, wrong)
     return RemoteVerifyResult(
         len(found.manifests) + sum(bool(each.affected) for each in found.problems),
         len(found.tables),
@@ -473,8 +458,8 @@ def _faults_in(
                         source.read_piece_into(record.digest, at, view, record.nbytes)
                 else:
                     _check_chunks(source, container, record)
-            except (RemoteUnreachableError, RemoteAccessError):
-                raise  # which says nothing of the bytes
+            except _AWAY:
+                raise
             except StoreError as error:
                 yield record, str(error)
 
@@ -535,16 +520,58 @@ def _mended(
         for c, entry in _right(named, found).items()
         if _is_wrong(named[c], entry.shortened(named[c].width)) and c not in bad
     }
-    if gone := {*bad, *absent}:
-        drop(bucket, gone)
-    if lies:
-        _correct(bucket, found, lies)
+    with _as_far_as_allowed():
+        if gone := {*bad, *absent}:
+            drop(bucket, gone)
+        if lies:
+            _correct(bucket, found, lies)
     for containers, what in (
         (absent, "the catalog names it, and it is not there, whole"),
         (lies, "the catalog says of it what its table does not"),
     ):
         for container in sorted(containers):
             yield RemoteFault(bucket.at(layout.container_key(container)), what)
+
+
+@contextmanager
+def _as_far_as_allowed() -> Iterator[None]:
+    """Put right what is wrong, if that is allowed; it is told to who may only read, too."""
+    try:
+        yield
+    except (RemoteAccessError, ReadOnlyRemoteError, StoreAccessError):
+        pass
+    except StoreIOError as error:
+        if error.facts.get("errno") != errno.EROFS:
+            raise
+
+
+def _taken_back(
+    bucket: Bucket, found: RemoteInventory, bad: Collection[ContainerId]
+) -> Iterator[RemoteFault]:
+    """The containers that are noted as damaged, and are whole, when the catalog has them again."""
+    keys = {layout.container_key(c): c for c in found.tables if c not in bad}
+    noted = {
+        keys[key] for key, since in condemned(bucket).items() if since == DAMAGED and key in keys
+    }
+
+    def change(catalog: Catalog) -> CatalogChange | None:
+        trash = catalog.trash
+        again = {c for c in noted if trash.condemned.get(layout.container_key(c)) == DAMAGED}
+        if not again:
+            return None
+        left = {key: since for key, since in trash.condemned.items() if keys.get(key) not in again}
+        tables_ = [found.tables[c] for c in {*catalog.containers, *again} if c in found.tables]
+        alone = {r.digest for table in tables_ for r in table.records if r.base is None}
+        entries = [listed(c, found.tables[c], alone) for c in again]
+        segments = segment_of([*catalog.containers.values(), *entries])
+        return segments, Trash(left, trash.deleting)
+
+    if noted:
+        with _as_far_as_allowed():
+            commit(bucket, catalog_of(bucket), change)
+    for container in sorted(noted):
+        what = "it was noted as damaged or gone, and it is whole"
+        yield RemoteFault(bucket.at(layout.container_key(container)), what)
 
 
 def _is_wrong(entry: ListedContainer, right: ListedContainer) -> bool:
@@ -582,7 +609,7 @@ def _mended_holders(
             continue
         records = (r for c in there.containers for r in found.tables[c].records)
         anchors = {r.base for r in records if r.base is not None and r.digest in own}
-        with suppress(RemoteAccessError):  # who may only read has a cache that is no better
+        with _as_far_as_allowed():
             put_holders(bucket, name, there.only(sorted(own | anchors)))
         if what:
             yield RemoteFault(bucket.at(layout.holders_key(name)), what)
@@ -630,160 +657,3 @@ def _correct(bucket: Bucket, found: RemoteInventory, lies: Collection[ContainerI
         return segment_of(entries), catalog.trash
 
     commit(bucket, catalog_of(bucket), change)
-
-
-def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan:
-    """Condemn what no reference leads to, and delete what has been condemned for the lease.
-
-    What is younger than the lease is not condemned yet. So what became unused at once is deleted by
-    the third run, two leases after it was written; with a lease of 0 by the first.
-
-    Raises:
-        UncertainRemoteError: something cannot be read; nothing was condemned or deleted.
-        RemoteBusyError: others change the remote again and again meanwhile.
-    """
-    for _ in range(8):
-        catalog = catalog_of(bucket)
-        found = take_inventory(bucket)
-        _refuse_unless_certain(bucket, found)
-        now = bucket.now()
-        plan, wanted = _plan(bucket, found, catalog, now, lease_s)
-        if dry_run:
-            return plan
-        done: list[Catalog] = []
-
-        def change(
-            seen: Catalog,
-            catalog: Catalog = catalog,
-            wanted: CatalogChange = wanted,
-            done: list[Catalog] = done,
-        ) -> CatalogChange | None:
-            if seen is not catalog:
-                done.append(seen)  # somebody was first: mark again
-                return None
-            return wanted
-
-        commit(bucket, catalog, change)
-        if done:
-            continue
-        _delete(bucket, found, plan.delete)
-        _forget(bucket, {*plan.delete})
-        return replace(plan, done=True)
-    raise RemoteBusyError.at(bucket.url, "pushes changed it during every attempt")
-
-
-def _refuse_unless_certain(bucket: Bucket, found: RemoteInventory) -> None:
-    if found.problems:
-        first, count = found.problems[0], len(found.problems)
-        what = f"objects that cannot be read: {count}, the first of them this ({first.what})"
-        raise UncertainRemoteError.at(first.url, what, problems=count)
-    lost = found.lost()
-    if lost:
-        digest = min(lost)
-        what = f"lost pieces: {len(lost)}, the first of them {digest.hex()} of {lost[digest][0]!r}"
-        raise UncertainRemoteError.at(bucket.url, what)
-
-
-def _plan(
-    bucket: Bucket, found: RemoteInventory, catalog: Catalog, now: float, lease_s: float
-) -> tuple[RemoteGcPlan, CatalogChange]:
-    # What was condemned may be damaged: it is kept only for what nothing else holds.
-    live, held = found.live(), found.held()
-    out = {*catalog.trash.condemned, *catalog.trash.deleting}
-    whole = _readable({c: r for c, r in held.items() if layout.container_key(c) not in out})
-    kept = needed(live, whole).containers
-    kept |= needed(live.keys() - {d for r in whole.values() for d in r}, held).containers
-    used = {layout.container_key(c) for c in kept} | {layout.table_key(c.name) for c in kept}
-    used |= {layout.manifest_key(name) for each in found.manifests for name in each.blobs}
-    used |= {layout.holders_key(each.manifest) for each in found.manifests}
-    # No reference is ever deleted, not even that of a deleted name: a request to delete it that
-    # came late would take what was pushed under that name meanwhile.
-    used |= {key for key in found.objects if key.startswith(layout.REFS)}
-    dead = {key: status for key, status in found.objects.items() if key not in used}
-    # What nothing refers to is given the lease even if it was found damaged: that may have been a
-    # mistake, and a push may be about to refer to it.
-    before = {
-        key: int(now) if since == DAMAGED and key in dead else since
-        for key, since in catalog.trash.condemned.items()
-    }
-    old = {k: s for k, s in dead.items() if now - s.modified >= lease_s}
-    # Segments that no head names, and what was begun in a folder, are nobody's after the lease.
-    current = {layout.segment_key(name.hex()) for name in catalog.segments} | {layout.HEAD}
-    for prefix in (layout.CATALOG, layout.TRASH, layout.PROBE, "tmp/"):
-        old |= {
-            s.key: s
-            for s in bucket.list(prefix)
-            if s.key not in current and now - s.modified >= lease_s
-        }
-    found.objects |= old
-    expired = {k for k in old if now - before.get(k, now) >= lease_s}
-    expired |= {k for k in catalog.trash.deleting if k in dead}
-    waiting = {k: before.get(k, int(now)) for k in old if k not in expired}
-    # What was found damaged and is in use stays out of the catalog, until it is pushed again.
-    damaged = [key for key, since in catalog.trash.condemned.items() if since == DAMAGED]
-    waiting |= {k: before[k] for k in damaged if k in used or (k in dead and k not in expired)}
-    named = [c for c in kept if layout.container_key(c) not in waiting]
-    named += [
-        c
-        for c in found.tables
-        if c not in kept
-        and layout.container_key(c) not in expired
-        and layout.container_key(c) not in waiting
-    ]
-    # A difference that nobody uses keeps no base, and is as absent as that is: no push may rely on
-    # it from here on.
-    anchors = (r for c in {*kept, *named} for r in found.tables[c].records if r.base is None)
-    there = {record.digest for record in anchors}
-    segments = segment_of(listed(c, found.tables[c], there) for c in named)
-    # Segments are named by what they hold: one that was given up may be the one that is due.
-    due = {layout.segment_key(name.hex()) for name in segments}
-    expired -= due
-    waiting = {k: since for k, since in waiting.items() if k not in due}
-    sizes = {k: s.size for k, s in (dead | old).items()}
-    young = dead.keys() - old.keys() - expired
-    plan = RemoteGcPlan(
-        condemn=tuple(sorted(k for k in waiting if k not in before)),
-        delete=tuple(sorted(expired, key=_order)),
-        condemned_bytes=sum(sizes[k] for k in waiting if k not in before),
-        deleted_bytes=sum(sizes[k] for k in expired),
-        waiting=len(waiting),
-        young=len(young),
-        young_bytes=sum(sizes[k] for k in young),
-    )
-    return plan, (segments, Trash(waiting, sorted(expired)))
-
-
-def _order(key: str) -> tuple[int, str]:
-    """A table before its data: without it the data is no container."""
-    return (0 if key.startswith(layout.TABLES) else 1, key)
-
-
-def _delete(bucket: Bucket, found: RemoteInventory, keys: Sequence[str]) -> None:
-    """Delete objects that are still what they were when they were listed."""
-
-    def one(key: str) -> None:
-        status, listed_ = bucket.head(key), found.objects.get(key)
-        if status is not None and (listed_ is None or _same(listed_, status)):
-            bucket.delete(key)
-
-    for first in (True, False):
-        for _ in bucket.each(one, [key for key in keys if (_order(key)[0] == 0) == first]):
-            pass
-
-
-def _same(one: ObjectStatus, other: ObjectStatus) -> bool:
-    """Whether nobody wrote it in between, for equal bytes have equal tags."""
-    return one.tag == other.tag and abs(one.modified - other.modified) < _CLOCK_S
-
-
-def _forget(bucket: Bucket, keys: Collection[str]) -> None:
-    """Say that what was to be deleted is: pushes need not mind it any longer."""
-
-    def change(catalog: Catalog) -> CatalogChange | None:
-        deleting = [key for key in catalog.trash.deleting if key not in keys]
-        if deleting == catalog.trash.deleting:
-            return None
-        return catalog.segments, Trash(catalog.trash.condemned, deleting)
-
-    with suppress(RemoteBusyError):  # the next gc does it
-        commit(bucket, catalog_of(bucket), change)

@@ -22,7 +22,8 @@ from typing import Any, Final, Protocol
 from urllib.parse import parse_qs, unquote
 from xml.sax.saxutils import escape
 
-from remotes import MemoryBucket
+from remotes import MemoryBucket, Proxy
+from tensor_dedup.store.remote import Remote
 from tensor_dedup.store.remote.buckets import ServerBucket
 
 _XML: Final = '<?xml version="1.0" encoding="UTF-8"?>'
@@ -450,3 +451,22 @@ def client(port: int, prefix: str | None = None, *, retries: int = 2) -> ServerB
         },
     )
     return ServerBucket(f"s3://bucket/{prefix or ''}", store=store)
+
+
+class Wire:
+    """Objects in memory behind a proxy that counts, by S3's protocol, and a remote there."""
+
+    def __init__(self) -> None:
+        self.bucket = MemoryBucket()
+        self.server = FaultyProxy(MemoryS3(self.bucket))
+        self.proxy = Proxy(self.server.port)
+        self.remote = Remote(client(self.proxy.port))
+
+    def reset(self) -> None:
+        """Count from here on."""
+        self.proxy.reset()
+        self.server.arm()
+
+    def close(self) -> None:
+        self.proxy.close()
+        self.server.close()

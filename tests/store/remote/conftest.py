@@ -1,9 +1,11 @@
 """What tests of remotes have in common."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from s3_faults import Wire
 from stores import open_store, three
 from tensor_dedup.store import Store
 
@@ -15,3 +17,11 @@ def full(tmp_path: Path) -> Store:
     for name, path in three(tmp_path).items():
         store.import_(path, name, compress="auto")
     return store
+
+
+@pytest.fixture
+def wire() -> Iterator[Wire]:
+    """Objects in memory behind a proxy that counts."""
+    made = Wire()
+    yield made
+    made.close()

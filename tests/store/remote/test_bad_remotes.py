@@ -22,6 +22,7 @@ from tensor_dedup.store.format import frames, manifests
 from tensor_dedup.store.format.manifests import FileEntry, Manifest, Piece, encode_manifest
 from tensor_dedup.store.remote import Remote, layout
 from tensor_dedup.store.remote.buckets import ObjectStatus, scrubbed
+from tensor_dedup.store.remote.catalog import read_catalog
 from tensor_dedup.store.remote.errors import (
     CorruptRemoteTensorError,
     DamagedRemoteError,
@@ -239,6 +240,24 @@ def test_objects_that_are_too_large_are_not_taken(bucket: MemoryBucket, store: S
 
 
 @pytest.mark.parametrize(
+    ("head", "says"),
+    [
+        (frames.encode(b"rhed", [[bytes(32)] * 17, None]), "17 segments"),
+        (bytes(1 << 20), "catalog/HEAD"),
+    ],
+)
+def test_a_catalog_that_is_too_large_is_not_taken_and_written_anew(
+    bucket: MemoryBucket, store: Store, head: bytes, says: str
+) -> None:
+    bucket.put(layout.HEAD, [memoryview(head)])
+    with pytest.raises(DamagedRemoteError, match=says):
+        read_catalog(bucket)
+    store.import_(store.path.parent / "tiny", "again")
+    assert store.push(Remote(bucket), "again").moved_pieces == 0
+    assert Remote(bucket).verify(full=True).fine
+
+
+@pytest.mark.parametrize(
     ("text", "error"),
     [
         (frames.encode_text(["tensor-dedup remote", "version 2"]), NewerFormatError),
@@ -402,7 +421,10 @@ def test_a_manifest_of_a_million_entries(
     assert store.verify(full=True).fine
 
 
-@pytest.mark.parametrize("url", [None, 3, b"file:///x", "", " ", "~", "~/x", Path("~/x"), Path()])
+@pytest.mark.parametrize(
+    "url",
+    [None, 3, b"file:///x", "", " ", "~", "~/x", Path("~/x"), Path(), "a\0b", "file:///a%00b"],
+)
 def test_what_names_no_remote(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch, url: Any
 ) -> None:

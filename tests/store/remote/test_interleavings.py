@@ -71,6 +71,11 @@ class Scene:
             "pull": lambda remote: self.store().pull(remote, "base"),
         }
 
+    def collect_and_push(self, remote: Remote) -> None:
+        """What a gc has deleted is pushed again at once."""
+        tried(partial(remote.gc, 24))
+        self.full.push(remote, "tune")
+
     def cases(self) -> Iterator[tuple[str, int, str, str, int]]:
         works = self.works()
         counts = {}
@@ -81,7 +86,7 @@ class Scene:
         for verb, calls in counts.items():
             for at in range(calls):
                 for fault in KINDS:
-                    for rival in ("push", "gc", "push of another", "delete"):
+                    for rival in ("push", "gc", "push of another", "delete", "gc and push"):
                         yield from ((verb, at, fault, rival, m) for m in range(calls))
 
     def run(self, verb: str, at: int, fault: str, rival: str, moment: int) -> None:
@@ -89,6 +94,7 @@ class Scene:
         rivals: dict[str, Work] = {
             **self.works(),
             "push of another": lambda remote: self.full.push(remote, "tiny"),
+            "gc and push": self.collect_and_push,
         }
 
         def other() -> None:
@@ -97,7 +103,9 @@ class Scene:
         gate = Delayed(Faulty(inner, moment, meanwhile=other), at, fault)
         tried(partial(self.works()[verb], Remote(gate)))
         self.check(inner, case)
-        self.full.push(Remote(inner), "tune") if self._free(inner) else Remote(inner).gc(24)
+        if not self._free(inner):
+            inner.clock += HOUR  # when nobody deletes any more
+            Remote(inner).gc(24)
         self.full.push(Remote(inner), "tune")
         if gate.late is not None:
             gate.late()
@@ -172,6 +180,85 @@ def test_what_is_sent_while_a_gc_deletes_it_is_sent_again(tmp_path: Path) -> Non
         store.pull(Remote(inner), "tune")
         assert stored(store, "tune") == scene.expected["tune"]
     assert {"containers", "tables", "manifests"} <= sent
+
+
+@pytest.mark.parametrize(
+    ("fault", "step"),
+    [
+        ("", 1),
+        ("killed after", 9),
+        *(
+            pytest.param(f"killed {when}", 1, marks=pytest.mark.long)
+            for when in ("before", "after")
+        ),
+    ],
+)
+def test_two_sweeps_and_a_push_at_once(tmp_path: Path, fault: str, step: int) -> None:
+    """Another sweep, and then a push of what both delete, at each moment of a sweep.
+
+    The other one ends, or is killed at any moment of its own. Whoever was told that it is pushed
+    has it when the first sweep has deleted what it was about to.
+    """
+    scene = Scene(tmp_path)
+    gate = Faulty(scene.bucket())
+    Remote(gate).gc(24)
+    moments = len(gate.calls)
+    pushed = 0
+    for moment in range(moments):
+        for at in range(moment % step, moments + 4, step) if fault else [-1]:
+            inner = scene.bucket()
+            told: list[object] = []
+
+            def meanwhile(
+                inner: MemoryBucket = inner, at: int = at, told: list[object] = told
+            ) -> None:
+                tried(partial(Remote(Faulty(inner, at, fault)).gc, 24))
+                tried(lambda: told.append(scene.full.push(Remote(inner), "tune")))
+
+            tried(partial(Remote(Faulty(inner, moment, meanwhile=meanwhile)).gc, 24))
+            pushed += len(told)
+            case = (moment, at)
+            assert ("tune" in Remote(inner).names()) == bool(told), case
+            scene.check(inner, case)
+            inner.clock += HOUR
+            Remote(inner).gc(24)
+            scene.full.push(Remote(inner), "tune")
+            scene.check(inner, case)
+            assert not catalog_of(inner).trash.deleting, case
+    assert pushed >= moments // 4
+
+
+def test_a_sweep_that_was_held_up_deletes_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An hour later another one no longer counts on it, and a push may send it all again."""
+    scene = Scene(tmp_path)
+    gate = Faulty(scene.bucket())
+    Remote(gate).gc(24)
+    deletions = [n for n, call in enumerate(gate.calls) if call.startswith("delete")]
+    assert len(deletions) > 2
+
+    class Clock:
+        now = 0.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+    for number in deletions:
+        inner, clock = scene.bucket(), Clock()
+        monkeypatch.setattr("tensor_dedup.store.remote.sweep.time", clock)
+
+        def meanwhile(inner: MemoryBucket = inner, clock: Clock = clock) -> None:
+            clock.now += HOUR
+            inner.clock += HOUR
+            Remote(inner).gc(24)
+            scene.full.push(Remote(inner), "tune")
+
+        # The look before the deletion.
+        slow = Faulty(inner, number - 1, meanwhile=meanwhile)
+        tried(partial(Remote(slow).gc, 24))
+        scene.check(inner, number)
+        assert "tune" in Remote(inner).names()
 
 
 def test_of_two_pushes_at_once_the_catalog_has_both(tmp_path: Path) -> None:

@@ -7,14 +7,20 @@ from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 import registries
-from remotes import Proxy
+from remotes import Proxy, answered
 from stores import content, open_store, stored, write
 from tensor_dedup.store import Store
-from tensor_dedup.store.remote.errors import RemoteAccessError, RemoteUnreachableError
+from tensor_dedup.store.remote.errors import (
+    DamagedRemoteError,
+    RemoteAccessError,
+    RemoteError,
+    RemoteUnreachableError,
+)
 from tensor_dedup.store.remote.registry import ArtifactName, RegistryRepository, _origin
 
 pytest.importorskip("oras")
@@ -145,3 +151,95 @@ def test_a_range_that_is_more_than_was_asked_for_is_not_read_to_its_end() -> Non
     server.shutdown()
     server.server_close()
     assert len(sent) < most
+
+
+class _Endless(BaseHTTPRequestHandler):
+    """What a registry answers that says too much: `answers` has statuses, and sizes or texts."""
+
+    protocol_version = "HTTP/1.1"
+    answers: ClassVar[dict[str, tuple[int, int | bytes]]]
+    sent: ClassVar[int] = 0
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0].removeprefix("/v2/team/base/")
+        status, body = self.answers.get(path, (404, b"{}"))
+        if self.command == "POST":
+            self.rfile.read(int(self.headers.get("Content-Length", "0")))
+        size = body if isinstance(body, int) else len(body)
+        self.send_response(status)
+        self.send_header("Content-Length", str(size))
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        with suppress(OSError):
+            if isinstance(body, bytes):
+                self.wfile.write(body)
+                return
+            for _ in range(0, size, 1 << 16):
+                self.wfile.write(bytes(1 << 16))
+                type(self).sent += 1 << 16
+        self.close_connection = True
+
+    do_HEAD = do_POST = do_GET
+
+    def log_message(self, format: str, *_: object) -> None:
+        """Say nothing."""
+
+
+_LARGE = 256 << 20
+
+
+def _document(layer: dict[str, object]) -> bytes:
+    media = "application/vnd.oci.image.manifest.v1+json"
+    wanted = {"mediaType": "application/octet-stream", "digest": f"sha256:{'0' * 64}"}
+    return json.dumps({"mediaType": media, "layers": [wanted | layer]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("answers", "says"),
+    [
+        ({"manifests/v1": (418, _LARGE)}, "it answers 418"),
+        ({"manifests/v1": (200, _LARGE)}, "the limit is"),
+        (
+            {
+                "manifests/v1": (
+                    200,
+                    _document({"size": 100, "annotations": {"org.cncf.model.filepath": "x"}}),
+                ),
+                f"blobs/sha256:{'0' * 64}": (200, _LARGE),
+            },
+            "the limit is 100",
+        ),
+        ({"manifests/v1": (200, _document({"size": -1}))}, "no layer has -1 bytes"),
+        ({"manifests/v1": (200, _document({"size": 10**30}))}, "no layer has 1000"),
+        ({"manifests/v1": (200, b'{"x":' + b"[" * 200_000)}, "no manifest"),
+        ({"manifests/v1": (418, b'{"x":' + b"[" * 20_000)}, "it answers 418"),
+    ],
+)
+def test_no_answer_is_read_further_than_it_may_be_long(
+    tmp_path: Path, answers: dict[str, tuple[int, int | bytes]], says: str
+) -> None:
+    class Handler(_Endless):
+        sent = 0
+
+    Handler.answers = answers
+    with answered(Handler) as host:
+        store = open_store(tmp_path / "store")
+        with pytest.raises((RemoteError, DamagedRemoteError), match=says):
+            store.pull(f"oci://{host}/team/base:v1", "base")
+        assert Handler.sent < _LARGE / 4
+    assert store.names() == []
+
+
+@pytest.mark.parametrize("status", [201, 202, 418])
+def test_what_a_registry_says_of_an_upload_is_not_read_to_its_end(
+    tmp_path: Path, full: Store, status: int
+) -> None:
+    class Handler(_Endless):
+        sent = 0
+
+    Handler.answers = {"blobs/uploads/": (status, _LARGE)}
+    with answered(Handler) as host:
+        with pytest.raises(RemoteError):
+            full.push(f"oci://{host}/team/base:v1", "base")
+        assert 0 < Handler.sent < _LARGE / 4

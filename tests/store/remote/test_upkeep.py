@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from remotes import Faulty, Killed, MemoryBucket
+from remotes import Chunks, Faulty, Killed, MemoryBucket
 from s3_faults import FaultyProxy, MemoryS3, client
 from stores import content, noise, open_store, stored, three
 from tensor_dedup.store import Store
@@ -17,6 +17,7 @@ from tensor_dedup.store.remote.catalog import DAMAGED, catalog_of, read_catalog
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
     MissingRemoteError,
+    RemoteAccessError,
     RemoteBusyError,
     RemoteUnreachableError,
     UncertainRemoteError,
@@ -214,6 +215,45 @@ def test_a_foreign_object_stops_a_gc(bucket: MemoryBucket) -> None:
     bucket.put("containers/zz/of-a-later-version", [memoryview(b"x")])
     with pytest.raises(UncertainRemoteError, match="of-a-later-version"):
         remote.gc(0)
+
+
+@pytest.mark.usefixtures("full")
+@pytest.mark.parametrize("key", ["trash/old.txt", "catalog/mine", "probe/a/b", "trash/m/FORMAT"])
+def test_what_no_program_makes_among_lists_and_segments_stops_a_gc(
+    bucket: MemoryBucket, key: str
+) -> None:
+    bucket.put(key, [memoryview(b"mine")])
+    bucket.clock += 1000 * HOUR
+    with pytest.raises(UncertainRemoteError, match=key):
+        Remote(bucket).gc(0)
+    assert key in bucket.objects
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_sweep_leaves_what_others_have_in_tmp(tmp_path: Path, full: Store, linked: bool) -> None:
+    """Be it a file, another remote, or what is behind a link."""
+    place, scratch = tmp_path / "place", tmp_path / "scratch"
+    place.mkdir()
+    tmp = scratch if linked else place / "tmp"
+    tmp.mkdir()
+    if linked:
+        (place / "tmp").symlink_to(scratch)
+    (tmp / "thesis.txt").write_text("mine")
+    left = tmp / "12345-0123456789ab"  # of a push that was cut short
+    left.write_text("x")
+    inner = Remote.open(tmp / "m")
+    full.push(inner, "base")
+    remote = Remote.open(place)
+    full.push(remote, "base")
+    full.push(remote, "tune")
+    remote.delete("tune")
+    done = remote.gc(0)
+    assert "tmp/12345-0123456789ab" in done.delete
+    assert any(key.startswith("containers/") for key in done.delete)
+    assert (tmp / "thesis.txt").read_text() == "mine"
+    assert not left.exists()
+    assert inner.names() == ["base"]
+    assert inner.verify(full=True).fine
 
 
 def test_what_verify_finds_damaged_is_sent_again(
@@ -490,6 +530,129 @@ def test_old_answers_lose_nothing(tmp_path: Path, denied: int) -> None:
     assert not Remote(bucket).gc(24).delete
     assert Remote(bucket).verify(full=True).fine
     pulled(tmp_path, bucket, "tune", "again")
+
+
+def test_a_note_of_damage_is_taken_back_where_all_is_whole(tmp_path: Path) -> None:
+    """The server said twice that a container is gone, and nobody pushes its checkpoint again."""
+    bucket, paths = OldAnswers(), three(tmp_path)
+    store = open_store(tmp_path / "full")
+    for name in ("base", "tune"):
+        store.import_(paths[name], name, compress="auto")
+    store.push(Remote(bucket), "base")
+    bucket.denied = 100
+    store.push(Remote(bucket), "tune")
+    bucket.denied = 0
+    remote = Remote(bucket)
+    [noted] = [key for key, since in catalog_of(bucket).trash.condemned.items() if since == DAMAGED]
+    assert [each.name for each in remote.checkpoints() if each.damage] == ["base"]
+    assert remote.verify().fine  # which reads no tensors, and so says nothing of them
+    assert [each.name for each in remote.checkpoints() if each.damage] == ["base"]
+    [fault] = remote.verify(full=True).faults
+    assert fault.url.endswith(noted)
+    assert "it is whole" in fault.what
+    assert not fault.affected
+    assert not any(each.damage for each in remote.checkpoints())
+    assert remote.verify(full=True).fine
+    after = catalog_of(bucket)
+    assert DAMAGED not in after.trash.condemned.values()
+    assert noted in {layout.container_key(each) for each in after.containers}
+    other = open_store(tmp_path / "other")
+    other.import_(paths["base"], "base")
+    other.import_(tmp_path / "tiny", "more")
+    assert other.push(remote, "base").unchanged
+    bucket.clock += 1000 * HOUR
+    assert not remote.gc(24).condemn or noted not in remote.gc(24).condemn
+    pulled(tmp_path, bucket, "base", "again")
+
+
+def test_what_is_damaged_stays_noted_where_other_things_are_whole(
+    tmp_path: Path, bucket: MemoryBucket, full: Store
+) -> None:
+    keys = sorted(key for key in bucket.objects if key.startswith("containers/"))
+    blob, tag, when = bucket.objects[keys[0]]
+    bucket.objects[keys[0]] = (bytes([blob[0] ^ 1]) + blob[1:], tag, when)
+    for _ in range(2):
+        assert any(fault.affected for fault in Remote(bucket).verify(full=True).faults)
+        assert catalog_of(bucket).trash.condemned[keys[0]] == DAMAGED
+
+
+class Away(MemoryBucket):
+    """One that cannot be asked for the objects of a folder."""
+
+    folder = "-"
+    error: type[RemoteUnreachableError | RemoteAccessError] = RemoteUnreachableError
+
+    def get(self, key: str, limit: int) -> tuple[bytes, str] | None:
+        if key.startswith(self.folder):
+            raise self.error.at(self.at(key), "for now")
+        return super().get(key, limit)
+
+
+@pytest.mark.parametrize("folder", ["tables/", "manifests/", "refs/", "catalog/", "holders/"])
+@pytest.mark.parametrize("error", [RemoteUnreachableError, RemoteAccessError])
+def test_a_server_that_cannot_be_asked_has_damaged_nothing(
+    tmp_path: Path,
+    full: Store,
+    bucket: MemoryBucket,
+    folder: str,
+    error: type[RemoteUnreachableError | RemoteAccessError],
+) -> None:
+    away = Away()
+    away.objects, before = dict(bucket.objects), dict(bucket.objects)
+    away.folder, away.error = folder, error
+    remote = Remote(away)
+    if folder != "holders/" or error is RemoteUnreachableError:
+        with pytest.raises(error):
+            remote.verify(full=True)
+    if folder != "holders/":
+        with pytest.raises(error):
+            remote.gc(0)
+    assert away.objects == before
+    if error is RemoteUnreachableError and folder in ("manifests/", "refs/"):
+        with pytest.raises(error):
+            remote.checkpoints()
+    away.folder = "-"
+    assert remote.verify(full=True).fine
+    assert not any(each.damage for each in remote.checkpoints())
+
+
+def test_no_catalog_is_put_together_from_tables_that_cannot_be_read(
+    tmp_path: Path, full: Store, bucket: MemoryBucket
+) -> None:
+    away = Away()
+    away.objects = dict(bucket.objects)
+    del away.objects[layout.HEAD]
+    away.folder = "tables/"
+    store = open_store(tmp_path / "more")
+    store.import_(tmp_path / "base", "more")
+    with pytest.raises(RemoteUnreachableError):
+        store.push(Remote(away), "more")
+    assert layout.HEAD not in away.objects
+    away.folder = "-"
+    assert store.push(Remote(away), "more").moved_pieces == 0
+
+
+class ReadOnly(MemoryBucket):
+    """One that this user may only read."""
+
+    def put(self, key: str, chunks: Chunks) -> None:
+        raise RemoteAccessError.at(self.at(key), "403 Forbidden")
+
+    def put_if(self, key: str, data: bytes, tag: str | None) -> bool:
+        raise RemoteAccessError.at(self.at(key), "403 Forbidden")
+
+
+@pytest.mark.usefixtures("full")
+def test_who_may_only_read_is_told_what_is_damaged(bucket: MemoryBucket) -> None:
+    theirs = ReadOnly()
+    theirs.objects = dict(bucket.objects)
+    key = min(key for key in theirs.objects if key.startswith("containers/"))
+    blob, tag, when = theirs.objects[key]
+    theirs.objects[key] = (bytes([blob[0] ^ 1]) + blob[1:], tag, when)
+    expected = Remote(bucket.copied()).verify(full=True)
+    assert expected.fine
+    found = Remote(theirs).verify(full=True)
+    assert [fault.url for fault in found.faults if fault.affected] == [f"memory://test/{key}"]
 
 
 def test_what_cannot_be_read_for_now_is_not_called_damaged(tmp_path: Path) -> None:

@@ -1,0 +1,250 @@
+"""Deleting what nothing on a remote refers to.
+
+That takes two sweeps. The first takes what no reference leads to, and is older than the lease, out
+of the catalog and notes since when; the second deletes what has been in that state for the lease,
+after it has marked from the references again. A push that still relied on it is over by then, or
+has taken it off the list: both change the head of the catalog by a condition, so one of them sees
+the other.
+
+Of two sweeps at once each deletes what either may. What is being deleted is listed once for each of
+them, so a push keeps away from it until both have ended. One that was killed cannot take itself off
+the list; the next one does, when the list is so old that nobody deletes by it any more.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Final
+
+from tensor_dedup.store.remote import layout
+from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus
+from tensor_dedup.store.remote.catalog import (
+    DAMAGED,
+    Catalog,
+    CatalogChange,
+    Trash,
+    catalog_of,
+    commit,
+    listed,
+    segment_of,
+    trash_object,
+)
+from tensor_dedup.store.remote.errors import RemoteBusyError, UncertainRemoteError
+from tensor_dedup.store.remote.upkeep import (
+    UNKNOWN_OBJECT,
+    RemoteInventory,
+    readable,
+    take_inventory,
+)
+from tensor_dedup.store.upkeep.gc import needed
+
+# A list may tell the time of an object more finely than the object itself.
+_CLOCK_S: Final = 2.0
+# So long a sweep deletes what it has listed; when a list is so old, nobody does.
+_DELETING_S: Final = 1800.0
+_DEAD_S: Final = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteGcPlan:
+    """The plan or the result of a gc: keys to condemn, and keys to delete.
+
+    `waiting` counts what is condemned and has not been so for the lease, `young` the unused objects
+    that are younger than the lease: a push may be about to refer to them, so a later run condemns
+    them. `done` is False after a dry run.
+    """
+
+    condemn: tuple[str, ...]
+    delete: tuple[str, ...]
+    condemned_bytes: int
+    deleted_bytes: int
+    waiting: int
+    young: int
+    young_bytes: int
+    done: bool = False
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the plan as a JSON object."""
+        return {**asdict(self), "condemn": [*self.condemn], "delete": [*self.delete]}
+
+
+def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan:
+    """Condemn what no reference leads to, and delete what has been condemned for the lease.
+
+    What is younger than the lease is not condemned yet. So what became unused at once is deleted by
+    the third run, two leases after it was written; with a lease of 0 by the first.
+
+    Raises:
+        UncertainRemoteError: something cannot be read; nothing was condemned or deleted.
+        RemoteBusyError: others change the remote again and again meanwhile.
+    """
+    for _ in range(8):
+        catalog = catalog_of(bucket)
+        found = take_inventory(bucket)
+        _refuse_unless_certain(bucket, found)
+        now, began = bucket.now(), time.monotonic()
+        others = _others(bucket, catalog.trash, now)
+        plan, (segments, trash) = _plan(bucket, found, catalog, now, lease_s)
+        if dry_run:
+            return plan
+        wanted = (segments, Trash(trash.condemned, sorted([*others, *trash.deleting])))
+        if wanted[1] == catalog.trash and wanted[1].deleting:
+            # Nobody writes it again: when it was written says since when this sweep deletes.
+            key, blob = trash_object(catalog.trash)
+            bucket.put(key, [memoryview(blob)])
+        done: list[Catalog] = []
+
+        def change(
+            seen: Catalog,
+            catalog: Catalog = catalog,
+            wanted: CatalogChange = wanted,
+            done: list[Catalog] = done,
+        ) -> CatalogChange | None:
+            if seen is not catalog:
+                done.append(seen)  # somebody was first: mark again
+                return None
+            return wanted
+
+        commit(bucket, catalog, change)
+        if done:
+            continue
+        _delete(bucket, found, plan.delete, began)
+        _forget(bucket, plan.delete)
+        return replace(plan, done=True)
+    raise RemoteBusyError.at(bucket.url, "pushes changed it during every attempt")
+
+
+def _refuse_unless_certain(bucket: Bucket, found: RemoteInventory) -> None:
+    if found.problems:
+        first, count = found.problems[0], len(found.problems)
+        what = f"objects that cannot be read: {count}, the first of them this ({first.what})"
+        raise UncertainRemoteError.at(first.url, what, problems=count)
+    lost = found.lost()
+    if lost:
+        digest = min(lost)
+        what = f"lost pieces: {len(lost)}, the first of them {digest.hex()} of {lost[digest][0]!r}"
+        raise UncertainRemoteError.at(bucket.url, what)
+
+
+def _plan(
+    bucket: Bucket, found: RemoteInventory, catalog: Catalog, now: float, lease_s: float
+) -> tuple[RemoteGcPlan, CatalogChange]:
+    # What was condemned may be damaged: it is kept only for what nothing else holds.
+    live, held = found.live(), found.held()
+    out = {*catalog.trash.condemned, *catalog.trash.deleting}
+    whole = readable({c: r for c, r in held.items() if layout.container_key(c) not in out})
+    kept = needed(live, whole).containers
+    kept |= needed(live.keys() - {d for r in whole.values() for d in r}, held).containers
+    used = {layout.container_key(c) for c in kept} | {layout.table_key(c.name) for c in kept}
+    used |= {layout.manifest_key(name) for each in found.manifests for name in each.blobs}
+    used |= {layout.holders_key(each.manifest) for each in found.manifests}
+    # No reference is ever deleted, not even that of a deleted name: a request to delete it that
+    # came late would take what was pushed under that name meanwhile.
+    used |= {key for key in found.objects if key.startswith(layout.REFS)}
+    dead = {key: status for key, status in found.objects.items() if key not in used}
+    # What nothing refers to is given the lease even if it was found damaged: that may have been a
+    # mistake, and a push may be about to refer to it.
+    before = {
+        key: int(now) if since == DAMAGED and key in dead else since
+        for key, since in catalog.trash.condemned.items()
+    }
+    old = {k: s for k, s in dead.items() if now - s.modified >= lease_s}
+    # Segments that no head names, and what was begun in a folder, are nobody's after the lease.
+    current = {layout.segment_key(name.hex()) for name in catalog.segments} | {layout.HEAD}
+    for prefix in (layout.CATALOG, layout.TRASH, layout.PROBE, layout.TMP):
+        for status in bucket.list(prefix):
+            if status.key in current:
+                continue
+            if layout.is_passing(status.key):
+                if now - status.modified >= lease_s:
+                    old[status.key] = status
+            elif prefix != layout.TMP:
+                raise UncertainRemoteError.at(bucket.at(status.key), UNKNOWN_OBJECT, problems=1)
+    found.objects |= old
+    expired = {k for k in old if now - before.get(k, now) >= lease_s}
+    expired |= {k for k in catalog.trash.deleting if k in dead}
+    waiting = {k: before.get(k, int(now)) for k in old if k not in expired}
+    # What was found damaged and is in use stays out of the catalog, until it is pushed again.
+    damaged = [key for key, since in catalog.trash.condemned.items() if since == DAMAGED]
+    waiting |= {k: before[k] for k in damaged if k in used or (k in dead and k not in expired)}
+    named = [c for c in kept if layout.container_key(c) not in waiting]
+    named += [
+        c
+        for c in found.tables
+        if c not in kept
+        and layout.container_key(c) not in expired
+        and layout.container_key(c) not in waiting
+    ]
+    # A difference that nobody uses keeps no base, and is as absent as that is: no push may rely on
+    # it from here on.
+    anchors = (r for c in {*kept, *named} for r in found.tables[c].records if r.base is None)
+    there = {record.digest for record in anchors}
+    segments = segment_of(listed(c, found.tables[c], there) for c in named)
+    # Segments are named by what they hold: one that was given up may be the one that is due.
+    due = {layout.segment_key(name.hex()) for name in segments}
+    expired -= due
+    waiting = {k: since for k, since in waiting.items() if k not in due}
+    sizes = {k: s.size for k, s in (dead | old).items()}
+    young = dead.keys() - old.keys() - expired
+    plan = RemoteGcPlan(
+        condemn=tuple(sorted(k for k in waiting if k not in before)),
+        delete=tuple(sorted(expired, key=_order)),
+        condemned_bytes=sum(sizes[k] for k in waiting if k not in before),
+        deleted_bytes=sum(sizes[k] for k in expired),
+        waiting=len(waiting),
+        young=len(young),
+        young_bytes=sum(sizes[k] for k in young),
+    )
+    return plan, (segments, Trash(waiting, sorted(expired)))
+
+
+def _others(bucket: Bucket, trash: Trash, now: float) -> list[str]:
+    """What other sweeps are deleting, for all that is known."""
+    if not trash.deleting:
+        return []
+    status = bucket.head(trash_object(trash)[0])
+    return trash.deleting if status is None or now - status.modified < _DEAD_S else []
+
+
+def _order(key: str) -> tuple[int, str]:
+    """A table before its data: without it the data is no container."""
+    return (0 if key.startswith(layout.TABLES) else 1, key)
+
+
+def _delete(bucket: Bucket, found: RemoteInventory, keys: Sequence[str], began: float) -> None:
+    """Delete objects that are still what they were when they were listed."""
+
+    def one(key: str) -> None:
+        status, listed_ = bucket.head(key), found.objects.get(key)
+        if status is None or not (listed_ is None or _same(listed_, status)):
+            return
+        if time.monotonic() - began > _DELETING_S:
+            what = (
+                "it took so long that others may count on it no more; what is left goes next time"
+            )
+            raise RemoteBusyError.at(bucket.at(key), what)
+        bucket.delete(key)
+
+    for first in (True, False):
+        for _ in bucket.each(one, [key for key in keys if (_order(key)[0] == 0) == first]):
+            pass
+
+
+def _same(one: ObjectStatus, other: ObjectStatus) -> bool:
+    """Whether nobody wrote it in between, for equal bytes have equal tags."""
+    return one.tag == other.tag and abs(one.modified - other.modified) < _CLOCK_S
+
+
+def _forget(bucket: Bucket, keys: Collection[str]) -> None:
+    """Say that this sweep deletes no longer: pushes need not mind that."""
+
+    def change(catalog: Catalog) -> CatalogChange | None:
+        left = Counter(catalog.trash.deleting) - Counter(keys)
+        if not keys or left.total() == len(catalog.trash.deleting):
+            return None
+        return catalog.segments, Trash(catalog.trash.condemned, sorted(left.elements()))
+
+    with suppress(RemoteBusyError):  # the next gc does it
+        commit(bucket, catalog_of(bucket), change)

@@ -1,0 +1,226 @@
+"""What a push does not send or ask for, since a checkpoint that is there leads to it.
+
+A fine-tune of many tensors has most pages of its manifest in common with its base, and most pieces.
+"""
+
+from contextlib import nullcontext, suppress
+from pathlib import Path
+
+import pytest
+
+from remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
+from s3_faults import FaultyProxy, MemoryS3, Wire, client
+from stores import KIB, MIB, content, noise, open_store, safetensors, stored, u8, write
+from tensor_dedup.errors import StoreError
+from tensor_dedup.store.format import manifests
+from tensor_dedup.store.remote import Remote, catalog, layout
+
+HOUR = 3600.0
+
+
+def checkpoint(tmp_path: Path, name: str, count: int, changed: dict[int, bytes]) -> Path:
+    """Small tensors of one content, but for those that are `changed`."""
+    tensors = {f"layers.{n:04}.w": changed.get(n, noise(n, 64)) for n in range(count)}
+    return write(tmp_path / name, {"model.safetensors": safetensors(u8(**tensors))})
+
+
+@pytest.mark.parametrize(("count", "containers", "allowed"), [(1600, 25, 0), (3000, 24, 16 * KIB)])
+def test_a_fine_tune_of_many_tensors_costs_what_is_missing(
+    tmp_path: Path,
+    wire: Wire,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    containers: int,
+    allowed: int,
+) -> None:
+    """As with tensors of a mebibyte each, but for what of these does not travel.
+
+    What the catalog and the holders say of 3,000 pieces is more bytes than it may be.
+    """
+    here, there = open_store(tmp_path / "here"), open_store(tmp_path / "there")
+    base = checkpoint(tmp_path, "base", count, {700: noise(6, MIB)})
+    here.import_(base, "base")
+    with monkeypatch.context() as patch:
+        patch.setattr(layout, "CONTAINER_BYTES", count * 64 // containers)
+        here.push(Remote(wire.bucket), "base")
+    assert sum(key.startswith("containers/") for key in wire.bucket.objects) >= containers
+    there.pull(wire.remote, "base")
+    tune = checkpoint(tmp_path, "tune", count, {700: noise(7, MIB)})
+    here.import_(tune, "tune")
+    before = {*wire.bucket.objects}
+    for work in (here.push, there.pull):
+        wire.reset()
+        done = work(wire.remote, "tune")
+        assert (done.moved_pieces, done.moved_bytes) == (1, MIB)
+        assert wire.proxy.requests <= 12 + 3, wire.server.requests
+        assert wire.proxy.nbytes <= 1.02 * MIB + 64 * KIB + allowed
+    added = [key for key in wire.bucket.objects.keys() - before if key.startswith("manifests/")]
+    assert len(added) == 1 + 1  # a page and the manifest
+    assert stored(there, "tune") == content(tune)
+    assert wire.remote.verify(full=True).fine
+
+
+class Scene:
+    """A store with a base of many pages and its fine-tune, and a remote that has the base."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._numbers = root, iter(range(10**6))
+        self.full = open_store(root / "full")
+        self.base = checkpoint(root, "base", 40, {})
+        self.tune = checkpoint(root, "tune", 40, {33: noise(1000, 64)})
+        self.full.import_(self.base, "base")
+        self.full.import_(self.tune, "tune")
+        self.start = MemoryBucket()
+        self.full.push(Remote(self.start), "base")
+        self.start.clock += 25 * HOUR
+
+    def bucket(self) -> MemoryBucket:
+        return self.start.copied()
+
+    def calls(self) -> list[str]:
+        """What a push of the fine-tune asks for."""
+        return self.pushed(self.bucket())
+
+    def pushed(self, bucket: MemoryBucket, *, replace: bool = False) -> list[str]:
+        """Push the fine-tune, and return what that asked for."""
+        gate = Faulty(bucket)
+        self.full.push(Remote(gate), "tune", replace=replace)
+        return gate.calls
+
+    def check(self, bucket: MemoryBucket, case: object) -> None:
+        """Whatever has a name is whole, now and when what nothing leads to has gone."""
+        for _ in range(3):
+            found = Remote(bucket).verify(full=True)
+            assert found.fine, (case, found.faults)
+            for name in Remote(bucket).names():
+                store = open_store(self._root / f"other-{next(self._numbers)}")
+                store.pull(Remote(bucket), name)
+                assert stored(store, name) == content({"base": self.base, "tune": self.tune}[name])
+            bucket.clock += 25 * HOUR
+            Remote(bucket).gc(24)
+
+
+@pytest.fixture
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    monkeypatch.setattr(manifests, "PAGE_ENTRIES", 8)
+    monkeypatch.setattr(catalog, "_WHOLE", 0)  # prefixes as a large catalog has them
+    return Scene(tmp_path)
+
+
+def test_pages_that_are_there_are_not_sent_and_no_table_is_read(scene: Scene) -> None:
+    calls = scene.calls()
+    assert [call for call in calls if "refs/base" in call] == ["get refs/base"] * 2
+    assert not [call for call in calls if call.startswith("get tables/")]
+    assert sent(calls) == 1 + 1  # a page and the manifest
+    bucket = scene.bucket()
+    [entry] = catalog.catalog_of(bucket).containers.values()
+    assert entry.width < catalog.PREFIX_BYTES
+    scene.pushed(bucket)
+    scene.check(bucket, "pushed")
+
+
+def sent(calls: list[str]) -> int:
+    """The number of pages and manifests that were sent."""
+    return sum(call.startswith("put manifests/") for call in calls)
+
+
+@pytest.mark.parametrize("why", ["deleted", "another", "damaged", "noted", "replaced"])
+def test_where_the_base_is_not_surely_there_all_is_sent(scene: Scene, why: str) -> None:
+    bucket = scene.bucket()
+    if why == "deleted":
+        Remote(bucket).delete("base")
+    elif why == "another":
+        other = open_store(scene.full.path.parent / "another")
+        other.import_(scene.tune, "base")
+        other.push(Remote(bucket), "base", replace=True)
+    elif why == "damaged":
+        bucket.put("refs/base", [memoryview(b"nothing")])
+    elif why == "noted":
+        catalog.drop(bucket, [*catalog.catalog_of(bucket).containers])
+    assert sent(scene.pushed(bucket, replace=why == "replaced")) == 6 + 1
+    if why not in ("damaged", "another"):
+        scene.check(bucket, why)
+
+
+def test_an_old_answer_that_the_base_is_there_is_not_believed(scene: Scene) -> None:
+    """Its pages have gone since: a sweep has condemned them, and another has deleted them."""
+    past, bucket = scene.bucket(), scene.bucket()
+    Remote(bucket).delete("base")
+    for _ in range(2):
+        Remote(bucket).gc(24)
+        bucket.clock += 25 * HOUR
+    assert not [key for key in bucket.objects if key.startswith("manifests/")]
+    server = FaultyProxy(MemoryS3(bucket))
+    server.arm()
+    scene.full.push(Remote(client(server.port)), "tune")
+    at = server.requests.index("GET refs/base")
+    bucket.objects = dict(past.objects)
+    Remote(bucket).delete("base")
+    for _ in range(2):
+        Remote(bucket).gc(24)
+        bucket.clock += 25 * HOUR
+    server.arm(at, "stale", stale=MemoryS3(past))
+    scene.full.push(Remote(client(server.port)), "tune")
+    assert server.requests[at : at + 2] == ["GET refs/base", "GET refs/base if-match"]
+    scene.check(bucket, "stale")
+    server.close()
+
+
+@pytest.mark.parametrize("rival", ["condemned", "deleted", "swept twice"])
+def test_a_base_that_is_deleted_at_any_moment_of_a_push(scene: Scene, rival: str) -> None:
+    for number, call in enumerate(scene.calls()):
+        if rival == "swept twice" and call == "put_if refs/tune":
+            continue  # a lease that a push outlasts is refused by its own clock
+        inner = scene.bucket()
+
+        def meanwhile(inner: MemoryBucket = inner) -> None:
+            Remote(inner).delete("base")
+            if rival != "deleted":
+                assert Remote(inner).gc(24).done
+            if rival == "swept twice":
+                inner.clock += 25 * HOUR
+                Remote(inner).gc(24)
+
+        gate = Faulty(inner, number, meanwhile=meanwhile)
+        with suppress(StoreError) if rival == "swept twice" else nullcontext():
+            scene.full.push(Remote(gate), "tune")
+        assert gate.struck
+        scene.check(inner, (number, call))
+        scene.full.push(Remote(inner), "tune")
+        scene.check(inner, (number, call))
+        assert Remote(inner).names() == ["tune"]
+
+
+@pytest.mark.parametrize("faults", [(*FAULTS, *READ_FAULTS)])
+def test_such_a_push_is_whole_or_is_not(scene: Scene, faults: tuple[str, ...]) -> None:
+    for number, call in enumerate(scene.calls()):
+        for fault in faults:
+            inner = scene.bucket()
+            gate = Faulty(inner, number, fault)
+            with suppress(StoreError, Killed):
+                scene.full.push(Remote(gate), "tune")
+            found = Remote(inner).verify(full=True)
+            assert found.fine, (call, fault, found.faults)
+            scene.full.push(Remote(inner), "tune")
+            assert Remote(inner).verify(full=True).fine, (call, fault)
+            assert Remote(inner).names() == ["base", "tune"]
+
+
+def test_a_page_that_is_lost_is_sent_where_others_write_the_catalog(scene: Scene) -> None:
+    """What was relied on in vain is not again: or each attempt would end the same way."""
+    inner = scene.bucket()
+    calls = scene.calls()
+    kept = {key for key in inner.objects if key.startswith("manifests/")}
+    probe = scene.bucket()
+    scene.pushed(probe)
+    read = Remote(probe).read("tune")
+    [page] = [p for p in read.blobs if layout.manifest_key(p) in kept][:1]
+
+    def meanwhile() -> None:
+        del inner.objects[layout.manifest_key(page)]
+        blob = inner.objects[layout.HEAD][0]
+        inner.put(layout.HEAD, [memoryview(blob)])
+
+    gate = Faulty(inner, calls.index(f"put_if {layout.HEAD}"), meanwhile=meanwhile)
+    scene.full.push(Remote(gate), "tune")
+    scene.check(inner, "lost")

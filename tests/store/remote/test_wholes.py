@@ -1,0 +1,139 @@
+"""A pull from many small containers, which come with their tables, each in one request."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
+from s3_faults import Wire
+from stores import KIB, MIB, content, noise, open_store, safetensors, stored, u8, write
+from tensor_dedup.errors import StoreError
+from tensor_dedup.store import Store
+from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.remote import Remote, pull
+
+
+def grown(root: Path, remote: Remote, count: int, nbytes: int, *, beside: int = 0) -> Store:
+    """A store whose checkpoint `all` has tensors that were each pushed by themselves.
+
+    Each of these pushes has sent `beside` bytes more, which `all` does not have.
+    """
+    store, tensors = open_store(root / "store"), {}
+    for number in range(count):
+        tensors[f"t{number:02}"] = noise(number, nbytes)
+        more = {"more": noise(1000 + number, beside)} if beside else {}
+        one = u8(**{f"t{number:02}": tensors[f"t{number:02}"]}, **more)
+        path = write(root / f"one-{number}", {"model.safetensors": safetensors(one)})
+        store.import_(path, f"one-{number}")
+        store.push(remote, f"one-{number}")
+    path = write(root / "all", {"model.safetensors": safetensors(u8(**tensors))})
+    store.import_(path, "all")
+    store.push(remote, "all")
+    return store
+
+
+def allowed(missing: int, containers: int) -> int:
+    """The requests that a pull may make: a jump to another container is a gap."""
+    return 12 + 3 * -(-missing // (64 * MIB)) + containers - 1
+
+
+@pytest.mark.parametrize(("nbytes", "beside"), [(100 * KIB, 0), (KIB, 0), (64 * KIB, 64 * KIB)])
+def test_many_small_containers_are_a_request_each(
+    tmp_path: Path, wire: Wire, nbytes: int, beside: int
+) -> None:
+    grown(tmp_path, Remote(wire.bucket), 40, nbytes, beside=beside)
+    there = open_store(tmp_path / "there")
+    wire.reset()
+    done = there.pull(wire.remote, "all")
+    used = {key for key in wire.server.requests if key.startswith("GET containers/")}
+    assert len(used) == 41  # the header lies in another one
+    assert (wire.proxy.requests <= allowed(done.moved_bytes, 41)) == (not beside)
+    assert wire.proxy.nbytes <= 1.02 * done.moved_bytes + 64 * KIB
+    assert stored(there, "all") == content(tmp_path / "all")
+    assert there.verify(full=True).fine
+
+
+def test_a_step_whose_tensors_many_steps_have_pushed(tmp_path: Path, wire: Wire) -> None:
+    """Each step changes one layer, and is pushed by itself."""
+    store, layers = open_store(tmp_path / "store"), {}
+    with CheckpointStore(store, "run") as run:
+        for step in range(40):
+            layers[f"layer{step:02}"] = np.frombuffer(noise(step, 60 * KIB), np.uint8)
+            run.save(dict(layers), step=step)
+            store.push(Remote(wire.bucket), f"run@{step}")
+    there = open_store(tmp_path / "there")
+    wire.reset()
+    done = there.pull(wire.remote, "run@39")
+    assert done.moved_pieces >= 40
+    assert wire.proxy.requests <= allowed(done.moved_bytes, 40)
+    with CheckpointStore(there, "run") as run:
+        assert {k: bytes(v) for k, v in run.load(39).items()} == {
+            k: bytes(v) for k, v in layers.items()
+        }
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> MemoryBucket:
+    made = MemoryBucket()
+    grown(tmp_path, Remote(made), 9, 3 * KIB)
+    return made
+
+
+def requests(tmp_path: Path, bucket: MemoryBucket, name: str = "counted") -> list[str]:
+    gate = Faulty(bucket)
+    open_store(tmp_path / name).pull(Remote(gate), "all")
+    return gate.calls
+
+
+def test_a_container_that_came_wrong_is_fetched_again(tmp_path: Path, bucket: MemoryBucket) -> None:
+    calls = requests(tmp_path, bucket)
+    wholes = [n for n, call in enumerate(calls) if call.startswith("get_range")]
+    assert len(wholes) == 10
+    assert not any(call.startswith("get tables/") for call in calls)
+    for number, call in enumerate(calls):
+        for fault in (*FAULTS, *READ_FAULTS):
+            store = open_store(tmp_path / f"{number}-{fault}")
+            try:
+                store.pull(Remote(Faulty(bucket.copied(), number, fault)), "all")
+            except (StoreError, Killed):
+                assert number not in wholes or fault not in ("wrong", "truncated"), (call, fault)
+            assert store.verify(full=True).fine
+            store.pull(Remote(bucket), "all")
+            assert stored(store, "all") == content(tmp_path / "all"), (call, fault)
+
+
+def lost(blob: bytes) -> bytes:
+    return blob[:-16]
+
+
+def spoilt(blob: bytes) -> bytes:
+    return bytes([blob[0] ^ 1]) + blob[1:]
+
+
+@pytest.mark.parametrize("spoil", [lost, spoilt])
+def test_a_container_that_is_wrong_there_is_named(
+    tmp_path: Path, bucket: MemoryBucket, spoil: Callable[[bytes], bytes]
+) -> None:
+    key = next(call.split()[1] for call in requests(tmp_path, bucket) if "get_range" in call)
+    blob, tag, when = bucket.objects[key]
+    bucket.objects[key] = (spoil(blob), tag, when)
+    store = open_store(tmp_path / "store2")
+    if spoil is lost:  # its data is whole, and its table an object of its own
+        store.pull(Remote(bucket), "all")
+        assert stored(store, "all") == content(tmp_path / "all")
+    else:
+        with pytest.raises(StoreError, match=key):
+            store.pull(Remote(bucket), "all")
+        assert store.names() == []
+    assert store.verify(full=True).fine
+
+
+def test_no_more_is_held_than_there_may_be(
+    tmp_path: Path, bucket: MemoryBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull, "_WHOLES_BYTES", 13 * KIB)
+    calls = requests(tmp_path, bucket)
+    assert sum(call.startswith("get tables/") for call in calls) == 10 - 3 - 1
+    assert stored(open_store(tmp_path / "counted"), "all") == content(tmp_path / "all")
