@@ -14,6 +14,7 @@ checkpoint alone, so a pull need not read what the catalog says of all the other
 """
 
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -49,6 +50,10 @@ _SHORTEST: Final = 3
 # What holders may have for each piece. It takes 70 in a container of its own; so does an anchor.
 _HOLDERS_BYTES: Final = 512
 _HEAD, _SEGMENT, _TRASH = b"rhed", b"rseg", b"rtra"
+# The first version of a list of what is condemned has its keys as text.
+_TRASH_VERSION: Final = 2
+_FORMS: Final = 8
+_NAMED: Final = re.compile(r"([a-z]+/)([0-9a-f]{2}/)?([0-9a-f]{64})(\.[a-z]+)?")
 # Readers take so many segments at most; a push merges small ones before there are more.
 _SEGMENTS: Final = 2
 # A push may write so much catalog beside its own; what is larger waits for a later push or a gc.
@@ -110,6 +115,23 @@ class Trash(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     condemned: dict[str, int]
     deleting: list[str]
+
+
+class _Keys(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Keys in a list of what is condemned, and since when.
+
+    `forms` are keys with ?? and * for the first two digits and all of a digest, each of which is a
+    key of each of these digests; where there are none, they are keys as they are.
+    """
+
+    since: int
+    forms: list[str]
+    digests: bytes
+
+
+class _TrashList(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    condemned: list[_Keys]
+    deleting: list[_Keys]
 
 
 # Stands for the second since when a container is condemned that was found damaged.
@@ -175,6 +197,7 @@ class Catalog:
     containers: dict[ContainerId, ListedContainer] = field(default_factory=dict)
     segments: dict[bytes, list[ListedContainer]] = field(default_factory=dict)
     trash: Trash = _NO_TRASH
+    trash_key: str | None = None
     tag: str | None = None
     # Where it was put together from tables, nothing of it is in segments yet.
     rebuilt: bool = False
@@ -360,6 +383,8 @@ def read_catalog(
             catalog.add(container)
     if with_trash:
         catalog.trash = _trash(bucket, head)
+        if head.trash is not None:
+            catalog.trash_key = layout.trash_key(head.trash.hex())
     return catalog
 
 
@@ -376,7 +401,56 @@ def _trash(bucket: Bucket, head: _Head) -> Trash:
     if head.trash is None:
         return _NO_TRASH
     name = head.trash.hex()
-    return _frame(bucket, layout.trash_key(name), name, _TRASH, Trash)
+    key = layout.trash_key(name)
+    blob = _named(bucket, key, name)
+    with remote_damage(bucket.at(key)) as path:
+        if frames.version_of(blob) < _TRASH_VERSION:
+            return frames.decode(blob, _TRASH, Trash, path)
+        found = frames.decode(blob, _TRASH, _TrashList, path, _TRASH_VERSION)
+    for each in (*found.condemned, *found.deleting):
+        if len(each.forms) > _FORMS or len(each.digests) % DIGEST_BYTES:
+            raise DamagedRemoteError.at(bucket.at(key), "an entry of it contradicts itself")
+    deleting = sorted(key for each in found.deleting for key in _unpacked(each))
+    return Trash({k: each.since for each in found.condemned for k in _unpacked(each)}, deleting)
+
+
+def _packed(keys: Iterable[tuple[str, int]]) -> list[_Keys]:
+    """What lists these keys, each with the second since when.
+
+    A table lies under the name of its container, and holders under that of their manifest: so most
+    digests stand for two keys.
+    """
+    forms: dict[tuple[int, bytes], list[str]] = {}
+    whole: dict[int, list[str]] = {}
+    for key, since in sorted(keys):
+        match = _NAMED.fullmatch(key)
+        if match is not None and match[2] in (None, f"{match[3][:2]}/"):
+            form = f"{match[1]}{'??/' if match[2] else ''}*{match[4] or ''}"
+            forms.setdefault((since, bytes.fromhex(match[3])), []).append(form)
+        else:
+            whole.setdefault(since, []).append(key)
+    digests: dict[tuple[int, tuple[str, ...]], list[bytes]] = {}
+    for (since, name), held in forms.items():
+        for at in range(0, len(held), _FORMS):
+            digests.setdefault((since, tuple(held[at : at + _FORMS])), []).append(name)
+    found = [
+        _Keys(since, [*held], b"".join(sorted(names))) for (since, held), names in digests.items()
+    ]
+    found += [
+        _Keys(since, held[at : at + _FORMS], b"")
+        for since, held in whole.items()
+        for at in range(0, len(held), _FORMS)
+    ]
+    return sorted(found, key=lambda each: (each.since, each.forms))
+
+
+def _unpacked(keys: _Keys) -> Iterator[str]:
+    if not keys.digests:
+        yield from keys.forms
+    for digest_ in _split(keys.digests, DIGEST_BYTES):
+        name = digest_.hex()
+        for form in keys.forms:
+            yield form.replace("??", name[:2]).replace("*", name)
 
 
 def put_holders(bucket: Bucket, manifest: str, containers: Iterable[ListedContainer]) -> None:
@@ -420,15 +494,19 @@ def _check(container: ListedContainer, where: str, shortest: int) -> None:
 
 
 def _frame(bucket: Bucket, key: str, name: str, kind: bytes, form: type[_T]) -> _T:
+    blob = _named(bucket, key, name)
+    with remote_damage(bucket.at(key)) as path:
+        return frames.decode(blob, kind, form, path)
+
+
+def _named(bucket: Bucket, key: str, name: str) -> bytes:
     found = bucket.get(key, layout.FRAME_BYTES)
     if found is None:
         raise MissingRemoteError.at(bucket.at(key), "this object of the remote is gone")
-    with remote_damage(bucket.at(key)) as path:
-        decoded = frames.decode(found[0], kind, form, path)
     if digest(found[0]) != name:
         what = "its bytes do not have the digest it is named by"
         raise DamagedRemoteError.at(bucket.at(key), what)
-    return decoded
+    return found[0]
 
 
 def read_table(bucket: Bucket, name: str) -> Table:
@@ -588,16 +666,17 @@ def _tag_of(bucket: Bucket) -> str | None:
 def _put_trash(bucket: Bucket, catalog: Catalog, trash: Trash) -> bytes | None:
     if not trash.condemned and not trash.deleting:
         return None
-    blob = frames.encode(_TRASH, trash)
-    name = digest(blob)
-    if trash != catalog.trash or catalog.rebuilt:
-        bucket.put(layout.trash_key(name), [memoryview(blob)])
-    return bytes.fromhex(name)
+    key, blob = trash_object(trash)
+    if catalog.rebuilt or key != catalog.trash_key:
+        bucket.put(key, [memoryview(blob)])
+    return bytes.fromhex(key.removeprefix(layout.TRASH))
 
 
 def trash_object(trash: Trash) -> tuple[str, bytes]:
     """Return the key and the bytes of a list of what is condemned."""
-    blob = frames.encode(_TRASH, trash)
+    deleting = [(key, 0) for key in trash.deleting]
+    packed = _TrashList(_packed(trash.condemned.items()), _packed(deleting))
+    blob = frames.encode(_TRASH, packed, _TRASH_VERSION)
     return layout.trash_key(digest(blob)), blob
 
 
