@@ -406,13 +406,10 @@ class Store:
     def _pull_artifact(
         self, url: str, name: str, progress: "TransferListener", replace: bool
     ) -> "TransferResult":
+        from tensor_dedup.store.remote.errors import NoRangesError
         from tensor_dedup.store.remote.oci import Artifact
         from tensor_dedup.store.remote.pull import pull
-        from tensor_dedup.store.remote.registry import (
-            ArtifactName,
-            NoRangesError,
-            RegistryRepository,
-        )
+        from tensor_dedup.store.remote.registry import ArtifactName, RegistryRepository
 
         with RegistryRepository(ArtifactName.parse(url)) as registry:
             artifact = Artifact(registry)

@@ -21,7 +21,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from blake3 import blake3
 
@@ -33,6 +33,7 @@ from tensor_dedup.store.objects import make_folders
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
     NoBucketError,
+    NoRangesError,
     ReadOnlyRemoteError,
     RemoteAccessError,
     RemoteBusyError,
@@ -79,10 +80,16 @@ _SHOWN: Final = 240
 # What may lead to a server of the user's own, by http too; Google's is in the key of an account.
 _ENDPOINTS: Final = (
     *("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
-    *("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL", "GOOGLE_SERVICE_ACCOUNT_KEY"),
+    *("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL"),
 )
+_GOOGLE_KEY: Final = "GOOGLE_SERVICE_ACCOUNT_KEY"
+# What the variables of a service begin with, as obstore reads them.
+_VARIABLES: Final = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
 # What obstore says of a server that answers a range with the whole object.
 _NO_RANGES: Final = ("non-partial response", "Range request not supported")
+# So much of an object is held here that has come instead of a range.
+_WHOLE_BYTES: Final = 3 * CONTAINER_BYTES
 # So long whole objects are asked for when one has come instead of a range.
 _ASK_AGAIN_S: Final = 60.0
 _SECRETS: Final = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS", re.IGNORECASE)
@@ -440,6 +447,9 @@ class ServerBucket(Bucket):
             text = str(error)
             kind = RemoteAccessError if _is_about_credentials(text) else RemoteUnreachableError
             raise kind.at(self.at(key), scrubbed(text)) from None
+        except BaseException as error:
+            _raise_panic(self.at(key), error)
+            raise
 
     def _check_not_forked(self, key: str) -> None:
         """Raise in a process that was forked from one that has used obstore.
@@ -524,7 +534,12 @@ class ServerBucket(Bucket):
         """An object that came without a range, if it is not too large to be held here."""
         with self._wholes_lock:
             if key not in self._wholes:
-                found = self.get(key, 3 * CONTAINER_BYTES)
+                try:
+                    found = self.get(key, _WHOLE_BYTES)
+                except DamagedRemoteError as error:
+                    what = "the server sends all of it in place of a range, which is too much"
+                    size = error.facts["size"]
+                    raise NoRangesError.at(self.at(key), what, size=size) from None
                 if found is None:
                     raise FileNotFoundError(errno.ENOENT, "no such object", self.at(key))
                 while len(self._wholes) > 1:
@@ -642,6 +657,37 @@ def scrubbed(text: str) -> str:
     return _USER.sub("//", _QUERY.sub("", text))[:_SHOWN]
 
 
+def _raise_panic(where: str, error: BaseException) -> None:
+    """Raise the error about a panic of obstore, which has no class that could be caught."""
+    if type(error).__name__ == "PanicException":
+        what = f"obstore cannot go on, as with a wrong setting ({scrubbed(str(error))})"
+        raise RemoteUnreachableError.at(where, what) from None
+
+
+def _check_environment(url: str) -> None:
+    """Check the variables that obstore would panic about."""
+    prefix = _VARIABLES.get(urlsplit(url).scheme)
+    for name in sorted(os.environ) if prefix is not None else ():
+        value = os.environ[name]
+        if not name.startswith(prefix or "") or name == _GOOGLE_KEY:  # which is JSON
+            continue
+        if name in _ENDPOINTS and not _is_endpoint(value):
+            state = "is no URL" if value else "is set and empty; unset it"
+            raise RemoteUnreachableError.at(url, f"the variable {name} {state}")
+        if (_SECRETS.search(name) or name.endswith("REGION")) and _CONTROL.search(value):
+            what = f"the variable {name} has a line break in it, as of a file that ends in one"
+            raise RemoteAccessError.at(url, what)
+
+
+def _is_endpoint(value: str) -> bool:
+    try:
+        parts = urlsplit(value)
+    except ValueError:
+        return False
+    whole = parts.scheme in _WEB and bool(parts.netloc)
+    return whole and not any(each.isspace() or _CONTROL.match(each) for each in value)
+
+
 def _open_store(url: str, *, sending: bool = False) -> "ObjectStore":
     try:
         from obstore.exceptions import BaseError
@@ -649,7 +695,8 @@ def _open_store(url: str, *, sending: bool = False) -> "ObjectStore":
     except ImportError as error:
         what = f"needs obstore, which is not installed; {install_hint('remote')}"
         raise NotInstalledError(f"{url}: {what}", url=url) from error
-    endpoints = (os.environ.get(name, "") for name in _ENDPOINTS)
+    _check_environment(url)
+    endpoints = (os.environ.get(name, "") for name in (*_ENDPOINTS, _GOOGLE_KEY))
     plain = url.startswith("http://") or any("http://" in endpoint for endpoint in endpoints)
     # A connection that has gone silent is given up long before a slow one is. What is being sent
     # is no silence, but obstore cannot tell.
@@ -668,6 +715,9 @@ def _open_store(url: str, *, sending: bool = False) -> "ObjectStore":
             what = "no account is named: set AZURE_STORAGE_ACCOUNT_NAME"
             raise RemoteAccessError.at(url, what) from None
         raise RemoteUrlError.at(url, scrubbed(str(error))) from None
+    except BaseException as error:
+        _raise_panic(url, error)
+        raise
 
 
 def is_url(text: str) -> bool:
@@ -706,9 +756,17 @@ def open_bucket(url: str, files: Files) -> Bucket:
         return _folder(unquote(parts.path), files)
     if scheme not in (*_SERVERS, *_WEB) or not parts.netloc:
         raise RemoteUrlError.at(url, f"no remote has the scheme {scheme!r} and this host")
-    if not _HOST.fullmatch(parts.netloc):
-        raise RemoteUrlError.at(f"{scheme}://...", "its host or bucket cannot be the name of one")
+    _check_place(url, parts)
     return ServerBucket(url.rstrip("/"))
+
+
+def _check_place(url: str, parts: SplitResult) -> None:
+    if not _HOST.fullmatch(parts.netloc):
+        what = "its host or bucket cannot be the name of one"
+        raise RemoteUrlError.at(f"{parts.scheme}://...", what)
+    # What sends requests resolves these, or finds other keys than it was given when it lists.
+    if "\\" in parts.path or {".", ".."} & {*unquote(parts.path).split("/")}:
+        raise RemoteUrlError.at(url, "no part of it may be . or .., nor have a backslash in it")
 
 
 def _folder(path: str, files: Files) -> FolderBucket:

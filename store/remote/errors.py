@@ -2,7 +2,8 @@
 
 RemoteError
   - of its use:    RemoteUrlError, NotARemoteError, NoBucketError, ReadOnlyRemoteError
-  - of the world:  RemoteUnreachableError, RemoteAccessError, RemoteBusyError, NoConditionsError
+  - of the world:  RemoteUnreachableError (and NoRangesError), RemoteAccessError, RemoteBusyError,
+    NoConditionsError
   - with those of the store: UnknownRemoteNameError, RemoteNameTakenError, DamagedRemoteError,
     MissingRemoteError, CorruptRemoteTensorError, UncertainRemoteError
 """
@@ -67,6 +68,12 @@ class RemoteUnreachableError(RemoteError):
 
     exit_status = NOBODY_THERE
     advice = "check the URL, the endpoint and the network, and do it again: it goes on from there"
+
+
+class NoRangesError(RemoteUnreachableError):
+    """The server answers a range of an object with the whole object."""
+
+    advice = "pull from a server that knows ranges"
 
 
 class RemoteAccessError(RemoteError):

@@ -7,13 +7,17 @@ counts too. A registry on this machine (localhost) is spoken to by http, any oth
 
 import errno
 import hashlib
+import logging
 import os
 import re
+import subprocess
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol, Self
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
@@ -23,11 +27,14 @@ from tensor_dedup.errors import NotInstalledError
 from tensor_dedup.store.remote.buckets import Traffic, scrubbed, too_large
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
+    NoRangesError,
     RemoteAccessError,
     RemoteUnreachableError,
     RemoteUrlError,
 )
 from tensor_dedup.suggestions import install_hint
+
+_log = logging.getLogger(__name__)
 
 SCHEME: Final = "oci://"
 MANIFEST: Final = "application/vnd.oci.image.manifest.v1+json"
@@ -50,12 +57,6 @@ _LONGEST_PAUSE_S: Final = 20.0
 _SAID_BYTES: Final = 1 << 16
 _AGAIN: Final = frozenset({429, 500, 502, 503, 504})
 _REFUSED: Final = frozenset({401, 403})
-
-
-class NoRangesError(RemoteUnreachableError):
-    """The registry answers a range of a blob with the whole blob."""
-
-    advice = "pull from a registry that knows ranges"
 
 
 class BlobContent(Protocol):
@@ -120,9 +121,38 @@ class RegistryManifest:
     digest: str
 
 
+class _Credential(msgspec.Struct):
+    """What a credential helper says, in its own words."""
+
+    Username: str
+    Secret: str
+
+
 def _credential_files() -> list[str]:
     docker, other = os.environ.get("DOCKER_CONFIG"), os.environ.get("REGISTRY_AUTH_FILE")
     return [*([f"{docker}/config.json"] if docker else []), *([other] if other else [])]
+
+
+def _ask_helper(artifact: ArtifactName, suffix: str, host: str) -> str | None:
+    """Ask one of Docker's credential helpers for a user and a password; None if it has none.
+
+    oras does so, too, but shows what the helper says, which may be a secret, and believes it.
+    """
+    command = f"docker-credential-{suffix}"
+    try:
+        found = subprocess.run([command, "get"], input=host.encode(), capture_output=True)
+    except OSError as error:
+        _log.warning("the credential helper %s cannot be run: %s", command, error.strerror)
+        return None
+    if found.returncode:
+        _log.info("the credential helper %s has nothing for %s", command, host)
+        return None
+    try:
+        said = msgspec.json.decode(found.stdout, type=_Credential)
+    except (msgspec.DecodeError, ValueError):
+        what = f"the credential helper {command} gave no user and password"
+        raise RemoteAccessError.at(artifact.url, what) from None
+    return b64encode(f"{said.Username}:{said.Secret}".encode()).decode()
 
 
 def _origin(url: str) -> tuple[str | None, str | None, int | None] | None:
@@ -175,7 +205,14 @@ class RegistryRepository:
         # try again, know no ranges and no mounts, and send a token that lacks a scope for ever.
         self._client: Any = Client(hostname=name.host, insecure=plain)
         container = Container(f"{name.host}/{name.repository}")
-        self._client.auth.load_configs(container, _credential_files())
+        self._client.auth._get_auth_from_creds_store = partial(_ask_helper, name)
+        try:
+            self._client.auth.load_configs(container, _credential_files())
+        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+            # oras takes the files for what they should be. Their text may be a secret.
+            where = ", ".join(_credential_files()) or "~/.docker/config.json"
+            what = f"{where} cannot be read as a file of credentials ({type(error).__name__})"
+            raise RemoteAccessError.at(name.url, what) from None
         self._root = f"{'http' if plain else 'https'}://{name.host}/v2/{name.repository}/"
         self._origin = _origin(self._root)
         self._header: dict[str, str] = {}

@@ -27,6 +27,7 @@ from tensor_dedup.store.remote.errors import (
     CorruptRemoteTensorError,
     DamagedRemoteError,
     MissingRemoteError,
+    NoRangesError,
     NotARemoteError,
     ReadOnlyRemoteError,
     RemoteAccessError,
@@ -370,12 +371,64 @@ def test_a_disk_that_fills_up_at_any_moment_of_a_pull(
         "s3://",
         "file://host/x",
         "http://host:port/x",
+        "s3://bucket/back\\slash",
+        "gs://bucket/a/../b",
+        "s3://bucket/..",
+        "az://container/./x",
+        "https://host/a/%2e%2E/b",
     ],
 )
 def test_urls_that_name_no_remote(url: str) -> None:
     with pytest.raises(RemoteUrlError) as caught:
         Remote.open(url)
     assert "hidden-word" not in str(caught.value) + repr(caught.value.facts)
+
+
+@pytest.mark.parametrize(
+    ("url", "name", "value"),
+    [
+        ("s3://bucket/x", "AWS_ENDPOINT_URL", ""),
+        ("s3://bucket/x", "AWS_ENDPOINT_URL", "not a url"),
+        ("s3://bucket/x", "AWS_ENDPOINT_URL_S3", "localhost:9000"),
+        ("s3://bucket/x", "AWS_ACCESS_KEY_ID", "hidden-word\n"),
+        ("s3://bucket/x", "AWS_SECRET_ACCESS_KEY", "hidden-word\r\n"),
+        ("s3://bucket/x", "AWS_SESSION_TOKEN", "hidden-word\n"),
+        ("s3://bucket/x", "AWS_REGION", "eu-central-1\n"),
+        ("az://container/x", "AZURE_STORAGE_ACCOUNT_KEY", "hidden-word\n"),
+        ("az://container/x", "AZURE_STORAGE_ENDPOINT", "[::1"),
+    ],
+)
+def test_a_variable_that_obstore_would_panic_about_is_named(
+    monkeypatch: pytest.MonkeyPatch, url: str, name: str, value: str
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    Remote.open(url)
+    monkeypatch.setenv(name, value)
+    with pytest.raises((RemoteAccessError, RemoteUnreachableError), match=name) as caught:
+        Remote.open(url)
+    assert "hidden-word" not in str(caught.value) + repr(caught.value.facts)
+    Remote.open("https://host/x")
+
+
+def test_a_panic_of_obstore_is_an_answer_that_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its class is no exception, and nobody can import it."""
+
+    class PanicException(BaseException):
+        pass
+
+    def panic(*_: object, **__: object) -> None:
+        raise PanicException("called `Result::unwrap()` on an `Err` value")
+
+    remote = Remote.open("https://127.0.0.1:9/x")
+    monkeypatch.setattr("obstore.get", panic)
+    with pytest.raises(RemoteUnreachableError, match="/x/FORMAT: obstore cannot go on"):
+        remote.names()
+    monkeypatch.setattr("obstore.store.from_url", panic)
+    with pytest.raises(RemoteUnreachableError, match="obstore cannot go on"):
+        Remote.open("https://127.0.0.1:9/x")
 
 
 def test_nothing_of_a_server_s_message_tells_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -587,6 +640,21 @@ def test_a_server_without_ranges_sends_each_container_once(
         pulled = other.pull(url, "base")
     assert sum(sizes) < pulled.wire_bytes < sum(sizes) + (64 << 10)
     assert stored(other, "base") == content(tmp_path / "base")
+
+
+def test_a_tensor_that_is_too_large_to_come_without_ranges_is_no_damage(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tensor_dedup.store.remote.buckets._WHOLE_BYTES", 100_000)
+    store.import_(tmp_path / "base", "base")
+    store.push(f"file://{tmp_path}/served", "base")
+    with (
+        remotes.web(tmp_path / "served", ranges=False) as url,
+        pytest.raises(NoRangesError, match=r"containers/.*; pull from a server that knows ranges"),
+    ):
+        open_store(tmp_path / "other").pull(url, "base")
+    with remotes.web(tmp_path / "served") as url:
+        open_store(tmp_path / "another").pull(url, "base")
 
 
 def test_a_range_that_was_ignored_once_is_asked_for_again(

@@ -1,6 +1,8 @@
 """Requests to a registry: to whom credentials go, and what is taken of answers."""
 
 import json
+import logging
+import os
 import threading
 from base64 import b64encode
 from collections.abc import Iterator
@@ -62,6 +64,83 @@ def test_credentials_are_those_of_docker_login(
         other = open_store(tmp_path / "other")
         other.pull(url, "base")
         assert stored(other, "base") == content(tmp_path / "base")
+
+
+def docker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str, helper: str | None = None
+) -> None:
+    """A configuration of Docker's, and `docker-credential-test`, which runs a line of a shell."""
+    folder = write(tmp_path / "docker", {"config.json": config.encode()})
+    monkeypatch.setenv("DOCKER_CONFIG", str(folder))
+    if helper is not None:
+        script = folder / "docker-credential-test"
+        script.write_text(f"#!/bin/sh\n{helper}\n")
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+NAME = ArtifactName("registry.example", "team/base", "v1")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        '{"auths":',
+        "\ufeff{}",
+        "[]",
+        '{"auths": null}',
+        '{"auths": {"registry.example": "hidden-word"}}',
+    ],
+)
+def test_a_broken_configuration_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str
+) -> None:
+    docker(tmp_path, monkeypatch, config)
+    with pytest.raises(RemoteAccessError, match=r"docker/config\.json cannot be read") as caught:
+        RegistryRepository(NAME)
+    assert "hidden-word" not in str(caught.value)
+    assert caught.value.__cause__ is None
+    assert caught.value.__suppress_context__
+
+
+STORE = '{"credsStore": "test"}'
+
+
+@pytest.mark.parametrize("helper", ["echo hidden-word", "echo '{}'", """echo '{"Username": 3}'"""])
+def test_a_helper_that_gives_no_password_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, helper: str
+) -> None:
+    docker(tmp_path, monkeypatch, STORE, helper)
+    with pytest.raises(RemoteAccessError, match="docker-credential-test gave no") as caught:
+        RegistryRepository(NAME)
+    assert "hidden-word" not in str(caught.value)
+
+
+def test_what_a_helper_says_of_an_error_is_shown_nowhere(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    docker(tmp_path, monkeypatch, STORE, "echo hidden-word >&2; exit 1")
+    with RegistryRepository(NAME) as registry:
+        assert registry.name == NAME
+    assert "docker-credential-test has nothing for registry.example" in caplog.text
+    said = capfd.readouterr()
+    assert "hidden-word" not in caplog.text + said.out + said.err
+    docker(tmp_path, monkeypatch, '{"credsStore": "none-such"}')
+    with RegistryRepository(NAME):
+        assert "docker-credential-none-such cannot be run" in caplog.text
+
+
+def test_a_helper_s_password_is_used(
+    tmp_path: Path, full: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with registries.registry(tmp_path / "registry", htpasswd=HTPASSWD) as proxy:
+        said = json.dumps({"ServerURL": "x", "Username": "somebody", "Secret": "U*U"})
+        docker(tmp_path, monkeypatch, STORE, f"read host; test -n $host; echo '{said}'")
+        full.push(f"oci://{registries.host(proxy)}/team/base:v1", "base")
 
 
 def test_tokens_are_asked_for_with_what_each_request_needs(
