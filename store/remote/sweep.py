@@ -83,7 +83,7 @@ def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan
     for _ in range(8):
         catalog = catalog_of(bucket)
         found = take_inventory(bucket)
-        _refuse_unless_certain(bucket, found)
+        _refuse_unless_certain(bucket, found, catalog)
         now, began = bucket.now(), time.monotonic()
         others = _others(bucket, catalog.trash, now)
         plan, (segments, trash) = _plan(bucket, found, catalog, now, lease_s)
@@ -116,12 +116,17 @@ def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan
     raise RemoteBusyError.at(bucket.url, "pushes changed it during every attempt")
 
 
-def _refuse_unless_certain(bucket: Bucket, found: RemoteInventory) -> None:
-    if found.problems:
-        first, count = found.problems[0], len(found.problems)
+def _refuse_unless_certain(bucket: Bucket, found: RemoteInventory, catalog: Catalog) -> None:
+    lost = found.lost()
+    # A container that cannot be read is garbage like any other where all pieces are elsewhere, and
+    # no push relies on it.
+    named = {*map(layout.container_key, catalog.containers)}
+    problems = [*found.problems]
+    problems += [fault for key, fault in found.unreadable.items() if lost or key in named]
+    if problems:
+        first, count = problems[0], len(problems)
         what = f"objects that cannot be read: {count}, the first of them this ({first.what})"
         raise UncertainRemoteError.at(first.url, what, problems=count)
-    lost = found.lost()
     if lost:
         digest = min(lost)
         what = f"lost pieces: {len(lost)}, the first of them {digest.hex()} of {lost[digest][0]!r}"

@@ -233,13 +233,17 @@ def _delete_name(bucket: Bucket, name: str) -> None:
 
 @dataclass
 class RemoteInventory:
-    """Everything that a remote's references lead to, and what lies there."""
+    """Everything that a remote's references lead to, and what lies there.
+
+    `unreadable` has, by key, what is wrong with containers or their tables: nobody may need them.
+    """
 
     manifests: list[RemoteManifest] = field(default_factory=list)
     deleted: list[str] = field(default_factory=list)
     tables: dict[ContainerId, Table] = field(default_factory=dict)
     objects: dict[str, ObjectStatus] = field(default_factory=dict)
     problems: list[RemoteFault] = field(default_factory=list)
+    unreadable: dict[str, RemoteFault] = field(default_factory=dict)
 
     def live(self) -> dict[bytes, list[str]]:
         """Return the names of the checkpoints that need each piece."""
@@ -291,6 +295,14 @@ def take_inventory(bucket: Bucket) -> RemoteInventory:
         if not _is_known(key):
             found.problems.append(RemoteFault(bucket.at(key), UNKNOWN_OBJECT))
     _read_tables(bucket, found)
+    _read_manifests(bucket, found)
+    # A push may have ended meanwhile: a reference that was read last leads to what came later.
+    while found.lost() and _list_more(bucket, found):
+        pass
+    return found
+
+
+def _read_manifests(bucket: Bucket, found: RemoteInventory) -> None:
     # No reference is ever deleted. So one that either list has is there, and an answer that it is
     # not, as a list without it, is an old one.
     listed_ = {layout.name_of_ref(key) for key in found.objects if key.startswith(layout.REFS)}
@@ -309,11 +321,24 @@ def take_inventory(bucket: Bucket) -> RemoteInventory:
             raise
         except StoreError as error:
             found.problems.append(RemoteFault(bucket.at(key), str(error), (name,)))
-    return found
+
+
+def _list_more(bucket: Bucket, found: RemoteInventory) -> bool:
+    """List containers and tables again, and read the tables of new ones; whether any was read."""
+    for prefix in (layout.CONTAINERS, layout.TABLES):
+        for status in bucket.list(prefix):
+            if _is_known(status.key):
+                found.objects.setdefault(status.key, status)
+    before = len(found.tables)
+    _read_tables(bucket, found)
+    return len(found.tables) > before
 
 
 def _read_tables(bucket: Bucket, found: RemoteInventory) -> None:
-    containers = [c for key in found.objects if (c := layout.container_of(key)) is not None]
+    """Read the tables of listed containers that have not been read yet."""
+    done = {*map(layout.container_key, found.tables), *found.unreadable}
+    keys = (key for key in found.objects if key not in done)
+    containers = [c for key in keys if (c := layout.container_of(key)) is not None]
 
     def table(container: ContainerId) -> Table | StoreError:
         try:
@@ -336,8 +361,8 @@ def _read_tables(bucket: Bucket, found: RemoteInventory) -> None:
         if isinstance(read, Table):
             found.tables[container] = read
         else:
-            where = bucket.at(layout.container_key(container))
-            found.problems.append(RemoteFault(where, str(read)))
+            key = layout.container_key(container)
+            found.unreadable[key] = RemoteFault(bucket.at(key), str(read))
 
 
 def _is_known(key: str) -> bool:
@@ -421,7 +446,11 @@ def verify(
         catalog = None
     found = take_inventory(bucket)
     faults += found.problems
-    for digest, losers in found.lost().items():
+    lost = found.lost()
+    # What nobody needs and no push relies on any more is a sweep's to take, and no fault.
+    noted = condemned(bucket) if found.unreadable and not lost else {}
+    faults += [fault for key, fault in found.unreadable.items() if key not in noted]
+    for digest, losers in lost.items():
         what = f"no container holds {digest.hex()}"
         faults.append(RemoteFault(bucket.url, what, tuple(sorted(losers))))
     damaged = list[tuple[ContainerId, Record, str]]()

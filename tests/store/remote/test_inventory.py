@@ -1,0 +1,131 @@
+"""What `verify`, `gc` and `du` find while others push, and of what nobody needs any longer."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from remotes import MemoryBucket
+from stores import noise, open_store, safetensors, stored, u8, write
+from tensor_dedup.store import Store
+from tensor_dedup.store.remote import Remote, layout
+from tensor_dedup.store.remote.catalog import condemned
+from tensor_dedup.store.remote.errors import UncertainRemoteError
+
+HOUR = 3600.0
+
+
+class During(MemoryBucket):
+    """Calls `then`, once, when the first table is read."""
+
+    then: Callable[[], object] | None = None
+
+    def get(self, key: str, limit: int) -> tuple[bytes, str] | None:
+        if key.startswith(layout.TABLES) and self.then is not None:
+            then, self.then = self.then, None
+            then()
+        return super().get(key, limit)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """A store with two checkpoints that have a tensor in common, and one that has nothing of it."""
+    found = open_store(tmp_path / "store")
+    for name, tensors in {
+        "one": {"a": noise(1, 30_000), "b": noise(2, 30_000)},
+        "two": {"a": noise(1, 30_000), "b": noise(3, 30_000)},
+        "new": {"c": noise(4, 30_000)},
+    }.items():
+        path = write(tmp_path / name, {"model.safetensors": safetensors(u8(**tensors))})
+        found.import_(path, name)
+    return found
+
+
+@pytest.mark.parametrize("verb", ["verify", "verify_full", "du", "gc"])
+def test_a_push_that_ends_meanwhile_is_no_damage(store: Store, verb: str) -> None:
+    """Its references are read after everything was listed, and lead to what came later."""
+    bucket = During()
+    remote = Remote(bucket)
+    store.push(remote, "one")
+
+    def push() -> None:
+        store.push(remote, "new")
+
+    bucket.then = push
+    if verb == "du":
+        found = {each.name: each.unique_bytes for each in remote.usage().checkpoints}
+        assert (found["new"] or 0) > 30_000
+    elif verb == "gc":
+        assert remote.gc(24).delete == ()
+    else:
+        assert remote.verify(full=verb == "verify_full").fine
+    assert bucket.then is None
+    assert remote.names() == ["new", "one"]
+    assert not condemned(bucket)
+
+
+def spoil(bucket: MemoryBucket, key: str) -> None:
+    blob, tag, when = bucket.objects[key]
+    bucket.objects[key] = (blob[:50], tag, when)
+
+
+def first_container(bucket: MemoryBucket) -> str:
+    """The key of the container that came with the first push."""
+    (key,) = [key for key in bucket.objects if key.startswith(layout.CONTAINERS)]
+    return key
+
+
+def table_of(key: str) -> str:
+    container = layout.container_of(key)
+    assert container is not None
+    return layout.table_key(container.name)
+
+
+@pytest.mark.parametrize("cut", ["container", "table"])
+def test_what_is_damaged_and_nobody_needs_is_garbage(
+    tmp_path: Path, store: Store, cut: str
+) -> None:
+    """When all that a message asks for is done, nothing is wrong any longer, and gc goes on."""
+    bucket = MemoryBucket()
+    remote = Remote(bucket)
+    store.push(remote, "one")
+    container = first_container(bucket)
+    store.push(remote, "two")
+    spoil(bucket, container if cut == "container" else table_of(container))
+    assert {name for fault in remote.verify().faults for name in fault.affected} == {"one", "two"}
+    with pytest.raises(UncertainRemoteError):
+        remote.gc(24)
+    remote.delete("one")
+    store.push(remote, "two", replace=True)
+    assert container in condemned(bucket)
+    assert remote.verify(full=True).fine
+    bucket.clock += 25 * HOUR
+    remote.gc(24)
+    assert container in bucket.objects  # it has the lease, like all garbage
+    bucket.clock += 25 * HOUR
+    assert {container, table_of(container)} <= {*remote.gc(24).delete}
+    assert container not in bucket.objects
+    assert remote.verify(full=True).fine
+    other = open_store(tmp_path / "other")
+    other.pull(remote, "two")
+    assert stored(other, "two") == stored(store, "two")
+
+
+def test_what_is_damaged_and_was_never_noted_stops_gc_while_a_push_may_rely_on_it(
+    store: Store,
+) -> None:
+    bucket = MemoryBucket()
+    remote = Remote(bucket)
+    store.push(remote, "one")
+    container = first_container(bucket)
+    remote.delete("one")
+    store.push(remote, "new")
+    spoil(bucket, container)
+    with pytest.raises(UncertainRemoteError, match="cannot be read"):
+        remote.gc(0)
+    assert not remote.verify().fine  # which notes it
+    assert remote.verify().fine
+    bucket.clock += 1
+    remote.gc(0)
+    assert container not in bucket.objects
+    assert remote.verify(full=True).fine
