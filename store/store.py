@@ -407,7 +407,7 @@ class Store:
         self, url: str, name: str, progress: "TransferListener", replace: bool
     ) -> "TransferResult":
         from tensor_dedup.store.remote.errors import NoRangesError
-        from tensor_dedup.store.remote.oci import Artifact
+        from tensor_dedup.store.remote.oci import Artifact, NoTablesError
         from tensor_dedup.store.remote.pull import pull
         from tensor_dedup.store.remote.registry import ArtifactName, RegistryRepository
 
@@ -415,7 +415,7 @@ class Store:
             artifact = Artifact(registry)
             bucket = artifact.as_bucket(check_name(name))
             if bucket is not None:
-                with suppress(NoRangesError), self._session() as (index, hasher):
+                with suppress(NoRangesError, NoTablesError), self._session() as (index, hasher):
                     here = self._objects, index, hasher
                     result = pull(bucket, name, here, progress, replace=replace)
                     nbytes, calls = bucket.traffic.counts()  # with the manifest and the tables

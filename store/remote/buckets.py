@@ -765,11 +765,17 @@ def _check_place(url: str, parts: SplitResult) -> None:
         what = "its host or bucket cannot be the name of one"
         raise RemoteUrlError.at(f"{parts.scheme}://...", what)
     # What sends requests resolves these, or finds other keys than it was given when it lists.
-    if "\\" in parts.path or {".", ".."} & {*unquote(parts.path).split("/")}:
+    path = unquote(parts.path)
+    if {*"?;"} & {*path}:
+        what = "what follows a ; or an encoded ? in it may be a secret"
+        raise RemoteUrlError.at(f"{parts.scheme}://{parts.netloc}/...", what)
+    if "\\" in path or {".", ".."} & {*path.split("/")}:
         raise RemoteUrlError.at(url, "no part of it may be . or .., nor have a backslash in it")
 
 
 def _folder(path: str, files: Files) -> FolderBucket:
+    if path.startswith("//") and "@" in path:
+        raise RemoteUrlError.at("//...", "it is no folder, and a URL begins with a scheme")
     if "\0" in path:
         raise RemoteUrlError.at(repr(path), "no path has a NUL in it")
     if not path.strip():

@@ -9,7 +9,9 @@ without our tables, or a registry without ranges, costs whole layers, which are 
 import hashlib
 import logging
 import os
+import re
 import tarfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -51,9 +53,11 @@ from tensor_dedup.store.remote.artifacts import (
 from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus, too_large
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
+    MissingRemoteError,
     NotARemoteError,
     ReadOnlyRemoteError,
     RemoteNameTakenError,
+    RemoteUnreachableError,
     RemoteUrlError,
     remote_damage,
 )
@@ -72,6 +76,7 @@ _log = logging.getLogger(__name__)
 # Whole leaves, so that verifying a piece reads nothing twice.
 _STEP: Final = 32 << 20
 _AT_ONCE: Final = 3
+_HEX: Final = re.compile("[0-9a-f]{64}")
 _CACHE: Final = "TENSOR_DEDUP_CACHE"
 _REMEMBERED: Final = 20_000
 _ORAS_FOLDER: Final = "io.deis.oras.content.unpack"
@@ -345,22 +350,53 @@ class _KnownBlobs:
 # --- pull
 
 
+class NoTablesError(RemoteUnreachableError):
+    """The tables that an artifact names are gone or damaged: whole layers have to do."""
+
+    advice = "push it again with --replace"
+
+
 class ArtifactBucket(Bucket):
-    """An artifact with our tables, as a remote that holds one checkpoint and can only be read."""
+    """An artifact with our tables, as a remote that holds one checkpoint and can only be read.
 
-    def __init__(self, registry: RegistryRepository, name: str, tables: ArtifactTables) -> None:
-        """Look at an artifact by its tables.
+    Its reference is that of the `manifest` that the artifact names. The tables are read when more
+    than that is asked for.
 
-        Raises:
-            DamagedRemoteError, NewerFormatError: one of them is that of no layer.
-        """
+    Raises:
+        NoTablesError: they cannot be, or are those of something else.
+    """
+
+    def __init__(
+        self,
+        registry: RegistryRepository,
+        name: str,
+        manifest: str,
+        tables: Callable[[], ArtifactTables],
+    ) -> None:
         super().__init__(registry.name.url)
         self.traffic, self._registry = registry.traffic, registry
+        self._manifest, self._tables = manifest, tables
+        self._lock, self._is_open = threading.Lock(), False
         self._layers: dict[str, str] = {}
         self._objects = {
             layout.MARKER: frames.encode_text(layout.MARKER_LINES),
-            layout.ref_key(name): layout.reference(name, tables.manifest.hex()),
+            layout.ref_key(name): layout.reference(name, manifest),
         }
+
+    def _open(self) -> None:
+        with self._lock:
+            if not self._is_open:
+                try:
+                    self._read()
+                except (DamagedRemoteError, MissingRemoteError, NewerFormatError) as error:
+                    _log.warning("whole layers are pulled: %s", error)
+                    raise NoTablesError.at(self.url, "its tables cannot be read") from error
+                self._is_open = True
+
+    def _read(self) -> None:
+        tables = self._tables()
+        if tables.manifest.hex() != self._manifest:
+            raise DamagedRemoteError.at(self.url, "its tables are those of another manifest")
         for blob in tables.objects:
             self._objects[layout.manifest_key(digest(blob))] = blob
         for layer in tables.layers:
@@ -379,20 +415,24 @@ class ArtifactBucket(Bucket):
 
     def get(self, key: str, limit: int) -> tuple[bytes, str] | None:
         # docstring inherited
+        if key not in self._objects:
+            self._open()
         blob = self._objects.get(key)
         return None if blob is None else (blob, "")
 
     def get_range(self, key: str, start: int, stop: int) -> memoryview:
         # docstring inherited
+        self._open()
         return self._registry.blob_range(self._layers[key], start, stop)
 
     def head(self, key: str) -> ObjectStatus | None:
         # docstring inherited
-        blob = self._objects.get(key)
-        return None if blob is None else ObjectStatus(key, len(blob), "", 0.0)
+        found = self.get(key, layout.FRAME_BYTES)
+        return None if found is None else ObjectStatus(key, len(found[0]), "", 0.0)
 
     def list(self, prefix: str) -> Iterator[ObjectStatus]:
         # docstring inherited
+        self._open()
         for key, blob in self._objects.items():
             if key.startswith(prefix):
                 yield ObjectStatus(key, len(blob), "", 0.0)
@@ -443,19 +483,19 @@ class Artifact:
         The manifest names the tables by their digest: so they say of the layers what whoever
         made the manifest said. Tables that are gone or damaged are none, which is logged.
         """
-        named = (self._document.annotations or {}).get(OUR_TABLES)
-        if named is None:
+        notes = self._document.annotations or {}
+        named, manifest = notes.get(OUR_TABLES), notes.get(OUR_MANIFEST, "")
+        if named is None or not _HEX.fullmatch(manifest):
             return None
-        try:
+
+        def tables() -> ArtifactTables:
+            where = self.registry.at(named)
             blob = self.registry.blob(named, layout.FRAME_BYTES)
-            if blob is not None:
-                tables = artifacts.decode_tables(blob, self.registry.at(named))
-                return ArtifactBucket(self.registry, name, tables)
-            why = f"{self.registry.at(named)} is gone"
-        except (DamagedRemoteError, NewerFormatError) as error:
-            why = str(error)
-        _log.warning("whole layers are pulled: %s", why)
-        return None
+            if blob is None:
+                raise MissingRemoteError.at(where, "it is gone")
+            return artifacts.decode_tables(blob, where)
+
+        return ArtifactBucket(self.registry, name, manifest, tables)
 
     def download(self, folder: Path, files: Files, progress: TransferListener) -> int:
         """Write the files of all layers into a folder, each compared with its layer's digest.

@@ -15,7 +15,7 @@ import threading
 import time
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol, Self
@@ -55,8 +55,14 @@ _PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 20.0
 # What is read of an error's body, and of what comes with an answer that has none.
 _SAID_BYTES: Final = 1 << 16
+# So much of an answer that breaks off may have to come again.
+_CHUNK_BYTES: Final = 1 << 20
 _AGAIN: Final = frozenset({429, 500, 502, 503, 504})
 _REFUSED: Final = frozenset({401, 403})
+
+
+class _BrokenOffError(RemoteUnreachableError):
+    """An answer has begun and did not come to its end."""
 
 
 class BlobContent(Protocol):
@@ -284,15 +290,19 @@ class RegistryRepository:
         self, path: str, headers: Mapping[str, str], reference: str, limit: int
     ) -> bytes | None:
         """What is at a path, which is read no further than to its limit; None: nothing."""
-        with self._request("GET", path, headers, stream=True) as found:
-            if found.status_code == 404:
-                return None
-            self._check(found, reference, 200)
-            blob = bytearray()
-            for chunk in self._streamed(found, reference):
-                blob += chunk
-                if len(blob) > limit:
-                    raise too_large(self.at(reference), len(blob), limit)
+        blob = bytearray()
+        for attempt in range(_ATTEMPTS):
+            blob.clear()
+            with self._request("GET", path, headers, stream=True) as found:
+                if found.status_code == 404:
+                    return None
+                self._check(found, reference, 200)
+                with self._once_more(attempt):
+                    for chunk in self._streamed(found, reference):
+                        blob += chunk
+                        if len(blob) > limit:
+                            raise too_large(self.at(reference), len(blob), limit)
+                    break
         self.traffic.add(received=len(blob))
         return bytes(blob)
 
@@ -304,45 +314,69 @@ class RegistryRepository:
             NoRangesError: the registry sends whole blobs only.
             RemoteUnreachableError: it sends more than the range; that is read no further.
         """
-        wanted = {"Range": f"bytes={start}-{stop - 1}"}
-        found = self._request("GET", f"blobs/{digest}", wanted, stream=True)
-        with found:
-            if found.status_code == 404:
-                raise FileNotFoundError(errno.ENOENT, "no such blob", self.at(digest))
-            if found.status_code == 200:
-                raise NoRangesError.at(self.at(digest), "a range was answered with all of it")
-            if found.status_code == 416:
-                return memoryview(b"")
-            self._check(found, digest, 206)
-            data = bytearray()
-            for chunk in self._streamed(found, digest):
-                data += chunk
-                if len(data) > stop - start:
-                    what = f"a range of {stop - start} bytes was answered with more"
-                    raise RemoteUnreachableError.at(self.at(digest), what)
+        data = bytearray()
+        for attempt in range(_ATTEMPTS):
+            wanted = {"Range": f"bytes={start + len(data)}-{stop - 1}"}
+            with self._request("GET", f"blobs/{digest}", wanted, stream=True) as found:
+                if found.status_code == 404:
+                    raise FileNotFoundError(errno.ENOENT, "no such blob", self.at(digest))
+                if found.status_code == 200:
+                    raise NoRangesError.at(self.at(digest), "a range was answered with all of it")
+                if found.status_code == 416:
+                    break
+                self._check(found, digest, 206)
+                with self._once_more(attempt):
+                    for chunk in self._streamed(found, digest):
+                        data += chunk
+                        if len(data) > stop - start:
+                            what = f"a range of {stop - start} bytes was answered with more"
+                            raise RemoteUnreachableError.at(self.at(digest), what)
+                    break
         self.traffic.add(received=len(data))
         return memoryview(data)
 
     def chunks(self, digest: str, nbytes: int) -> Iterator[bytes]:
         """Iterate over the `nbytes` bytes of a blob, which are compared with its digest at the end.
 
+        Where they break off, the rest is asked for, or all again if the registry knows no ranges.
+
         Raises:
             DamagedRemoteError: they do not have it, are more, or there is no such blob.
         """
         hasher, size = hashlib.sha256(), 0
-        with self._request("GET", f"blobs/{digest}", stream=True) as found:
-            if found.status_code == 404:
-                raise DamagedRemoteError.at(self.at(digest), "this layer is gone")
-            self._check(found, digest, 200)
-            for chunk in self._streamed(found, digest):
-                hasher.update(chunk)
-                size += len(chunk)
-                if size > nbytes:
-                    raise too_large(self.at(digest), size, nbytes)
-                yield chunk
+        for attempt in range(_ATTEMPTS):
+            wanted = {"Range": f"bytes={size}-"} if size else {}
+            with self._request("GET", f"blobs/{digest}", wanted, stream=True) as found:
+                if found.status_code == 404:
+                    raise DamagedRemoteError.at(self.at(digest), "this layer is gone")
+                if size and found.status_code == 416:
+                    break  # it was cut short behind its last byte
+                self._check(found, digest, 206 if size and found.status_code == 206 else 200)
+                known = size if found.status_code == 200 else 0
+                with self._once_more(attempt):
+                    for chunk in self._streamed(found, digest):
+                        new = chunk[known:]
+                        known -= len(chunk) - len(new)
+                        hasher.update(new)
+                        size += len(new)
+                        if size > nbytes:
+                            raise too_large(self.at(digest), size, nbytes)
+                        if new:
+                            yield new
+                    break
         self.traffic.add(received=size)
         if digest != f"sha256:{hasher.hexdigest()}":
             raise DamagedRemoteError.at(self.at(digest), "its bytes do not have this digest")
+
+    @contextmanager
+    def _once_more(self, attempt: int) -> Iterator[None]:
+        """Pass over an answer that broke off, after a pause, but for the last attempt's."""
+        try:
+            yield
+        except _BrokenOffError:
+            if attempt == _ATTEMPTS - 1:
+                raise
+            time.sleep(_PAUSE_S * 2**attempt)
 
     def upload(self, digest: str, content: BlobContent, mount_from: str | None = None) -> bool:
         """Make a blob be there that is not; return whether it had to be sent.
@@ -471,6 +505,6 @@ class RegistryRepository:
         import requests
 
         try:
-            yield from found.iter_content(1 << 20)
+            yield from found.iter_content(_CHUNK_BYTES)
         except requests.RequestException as error:
-            raise RemoteUnreachableError.at(self.at(reference), scrubbed(str(error))) from None
+            raise _BrokenOffError.at(self.at(reference), scrubbed(str(error))) from None

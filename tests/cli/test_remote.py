@@ -121,6 +121,8 @@ def test_a_lease_is_a_number_of_hours(folder: Path, lease: str) -> None:
         ("push base oci://host/Team:v1", 2, "in lower case"),
         ("push base oci://key:hidden-word@host/team:v1", 2, "may be a secret"),
         ("remote list oci://host/team:v1", 2, "only push and pull take oci://"),
+        ("remote list oci://key:hidden-word@host/team:v1", 2, "may be a secret"),
+        ("remote gc oci://host/team:v1?token=hidden-word", 2, "it is no artifact"),
     ],
 )
 def test_exit_statuses(

@@ -148,8 +148,10 @@ def command() -> None:
 
 def _opened(url: str) -> Remote:
     if is_artifact(url):
+        name = ArtifactName.parse(url)  # which shows no secret of a URL that holds one
         raise WrongUse(
-            f"{url}: an OCI registry holds single artifacts; only push and pull take oci:// URLs"
+            f"{name.url}: an OCI registry holds single artifacts; "
+            "only push and pull take oci:// URLs"
         )
     remote = Remote.open(url)
     folder = remote.store_folder()

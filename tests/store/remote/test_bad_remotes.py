@@ -376,6 +376,10 @@ def test_a_disk_that_fills_up_at_any_moment_of_a_pull(
         "s3://bucket/..",
         "az://container/./x",
         "https://host/a/%2e%2E/b",
+        "//user:hidden-word@host/x",
+        "https://host/x;sig=hidden-word",
+        "az://container/x;SharedAccessSignature=hidden-word",
+        "https://host/x%3Fsig=hidden-word",
     ],
 )
 def test_urls_that_name_no_remote(url: str) -> None:

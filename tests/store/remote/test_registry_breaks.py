@@ -1,0 +1,153 @@
+"""What a pull from a registry costs when connections break off, and when nothing is new."""
+
+import hashlib
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+import registries
+from remotes import Proxy, answered
+from stores import KIB, content, noise, open_store, safetensors, stored, u8, write
+from tensor_dedup.store import Store
+from tensor_dedup.store.remote import artifacts
+from tensor_dedup.store.remote.errors import RemoteUnreachableError
+from tensor_dedup.store.remote.registry import ArtifactName, RegistryRepository
+
+pytest.importorskip("oras")
+
+CHUNK = 8 * KIB
+BLOB = noise(1, 400 * KIB)
+DIGEST = f"sha256:{hashlib.sha256(BLOB).hexdigest()}"
+
+
+class Breaking(BaseHTTPRequestHandler):
+    """A registry with one blob that breaks off `breaks` answers after half of what is asked for."""
+
+    protocol_version = "HTTP/1.1"
+    ranges: ClassVar[bool] = True
+    breaks: ClassVar[int] = 0
+    sent: ClassVar[int] = 0
+
+    def do_GET(self) -> None:
+        kind, body, status = type(self), BLOB, 200
+        wanted = self.headers.get("Range")
+        if wanted is not None and self.ranges:
+            first, _, last = wanted.removeprefix("bytes=").partition("-")
+            body, status = BLOB[int(first) : int(last) + 1 if last else None], 206
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if kind.breaks:
+            kind.breaks -= 1
+            body = body[: len(body) // 2]
+            self.close_connection = True
+        self.wfile.write(body)
+        kind.sent += len(body)
+
+    def log_message(self, format: str, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RegistryRepository]:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TENSOR_DEDUP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("tensor_dedup.store.remote.registry._PAUSE_S", 0.0)
+    monkeypatch.setattr("tensor_dedup.store.remote.registry._CHUNK_BYTES", CHUNK)
+    Breaking.ranges, Breaking.breaks, Breaking.sent = True, 0, 0
+    with answered(Breaking) as host, RegistryRepository(ArtifactName(host, "a/b", "c")) as found:
+        yield found
+
+
+def test_the_rest_of_a_range_is_asked_for_again(registry: RegistryRepository) -> None:
+    Breaking.breaks = 3
+    assert registry.blob_range(DIGEST, 1000, 301_000) == BLOB[1000:301_000]
+    assert Breaking.breaks == 0
+    assert 300_000 <= Breaking.sent < 300_000 + 3 * CHUNK
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_the_rest_of_a_layer_is_asked_for_again(registry: RegistryRepository, ranges: bool) -> None:
+    Breaking.breaks, Breaking.ranges = 2, ranges
+    assert b"".join(registry.chunks(DIGEST, len(BLOB))) == BLOB
+    assert Breaking.breaks == 0
+    least = len(BLOB) if ranges else 2 * len(BLOB)
+    assert least <= Breaking.sent < least + 2 * CHUNK
+
+
+def test_a_small_blob_is_asked_for_again(registry: RegistryRepository) -> None:
+    Breaking.breaks = 1
+    assert registry.blob(DIGEST, len(BLOB)) == BLOB
+    assert Breaking.breaks == 0
+
+
+def test_what_always_breaks_off_is_an_error(registry: RegistryRepository) -> None:
+    for read in (
+        lambda: registry.blob_range(DIGEST, 0, len(BLOB)),
+        lambda: [*registry.chunks(DIGEST, len(BLOB))],
+        lambda: registry.blob(DIGEST, len(BLOB)),
+    ):
+        Breaking.breaks = 1000
+        with pytest.raises(RemoteUnreachableError, match=DIGEST):
+            read()
+        assert 990 < Breaking.breaks < 1000
+
+
+@pytest.fixture
+def proxy(tmp_path: Path) -> Iterator[Proxy]:
+    with registries.registry(tmp_path / "registry") as found:
+        yield found
+
+
+@pytest.fixture
+def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """A store with a checkpoint of so many tensors that its tables are no small object."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TENSOR_DEDUP_CACHE", str(tmp_path / "cache"))
+    found = open_store(tmp_path / "many-store")
+    tensors = {f"layers.{n}.weight": noise(n, 400) for n in range(500)}
+    path = write(tmp_path / "many", {"model.safetensors": safetensors(u8(**tensors))})
+    found.import_(path, "many")
+    return found
+
+
+def test_an_artifact_of_which_all_is_here_is_one_small_request(
+    tmp_path: Path, proxy: Proxy, many: Store
+) -> None:
+    url = f"oci://{registries.host(proxy)}/team/many:v1"
+    many.push(url, "many")
+    other = open_store(tmp_path / "other")
+    proxy.reset()
+    assert not other.pull(url, "many").unchanged
+    assert proxy.nbytes > 64 * KIB
+    proxy.reset()
+    again = other.pull(url, "many")
+    assert again.unchanged
+    assert proxy.requests <= 2
+    assert proxy.nbytes < 8 * KIB
+    # A piece that is lost here comes back, though the name stands for the same.
+    for path in (other.path / "containers").rglob("*.*"):
+        path.unlink()
+    assert other.pull(url, "many").moved_pieces > 400
+    assert stored(other, "many") == content(tmp_path / "many")
+
+
+def test_a_manifest_that_an_artifact_only_says_it_has_is_not_believed(
+    tmp_path: Path, proxy: Proxy, many: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tables are those of another: then whole layers say what it holds."""
+    url = f"oci://{registries.host(proxy)}/team/many:v1"
+    decode = artifacts.decode_tables
+
+    def another(blob: bytes, where: str) -> artifacts.ArtifactTables:
+        found = decode(blob, where)
+        return artifacts.ArtifactTables(bytes(32), found.objects, found.layers)
+
+    many.push(url, "many")
+    monkeypatch.setattr(artifacts, "decode_tables", another)
+    other = open_store(tmp_path / "other")
+    other.pull(url, "many")
+    assert stored(other, "many") == content(tmp_path / "many")
