@@ -396,7 +396,7 @@ class ArtifactBucket(Bucket):
                 try:
                     self._read()
                 except (DamagedRemoteError, MissingRemoteError, NewerFormatError) as error:
-                    _log.warning("whole layers are pulled: %s", error)
+                    _log.warning("whole layers are pulled: %s", str(error))
                     raise NoTablesError.at(self.url, "its tables cannot be read") from error
                 self._is_open = True
 
