@@ -187,8 +187,11 @@ def test_what_only_a_configured_remote_has_is_pulled_as_the_error_says(
     run(*shlex.split(command))
     run(*words)
     assert not (folder / "another").exists()
-    monkeypatch.setenv("TENSOR_DEDUP_REMOTE", "s3://key:hidden-word@bucket/models")
-    assert "hidden-word" not in run("export", "nope", folder / "x", status=2).stderr
+    for wrong in ("s3://key:hidden-word@bucket/models", "https://host/x;sig=hidden-word"):
+        monkeypatch.setenv("TENSOR_DEDUP_REMOTE", wrong)
+        said = run("export", "nope", folder / "x", status=2).stderr
+        assert "may be a secret" in said
+        assert "hidden-word" not in said
 
 
 def test_a_damaged_remote_is_said(folder: Path) -> None:
