@@ -269,8 +269,14 @@ class Catalog:
         return self.containers[container].width < PREFIX_BYTES
 
     def is_assured(self, digest_: bytes) -> bool:
-        """Return whether a piece is known to be in its one holder, whose table need not be read."""
-        return digest_ in self.assured and len(self.holders(digest_)) == 1
+        """Return whether a piece is known to be in its one holder, whose table need not be read.
+
+        Others of that container may have the same short prefix, if they are of the same kind.
+        """
+        if digest_ not in self.assured:
+            return False
+        held, alone = self.holders(digest_), self.holders(digest_, alone=True)
+        return len({*held}) == 1 and len(alone) in (0, len(held))
 
 
 def confirm(

@@ -6,17 +6,20 @@ at a remote (`ArtifactBucket`), so all that `pull` verifies is verified here too
 without our tables, or a registry without ranges, costs whole layers, which are then imported.
 """
 
+import gzip
 import hashlib
 import logging
 import os
+import posixpath
 import re
 import tarfile
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 from urllib.parse import quote
 
 import msgspec
@@ -26,7 +29,7 @@ import zstandard
 from tensor_dedup.digest import digest, leaf_digests
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.store.errors import DamagedFileError, NewerFormatError, os_errors
-from tensor_dedup.store.files import Files
+from tensor_dedup.store.files import Files, Handle
 from tensor_dedup.store.format import frames
 from tensor_dedup.store.format.manifests import Piece
 from tensor_dedup.store.format.names import check_path
@@ -79,6 +82,10 @@ _AT_ONCE: Final = 3
 _HEX: Final = re.compile("[0-9a-f]{64}")
 _CACHE: Final = "TENSOR_DEDUP_CACHE"
 _REMEMBERED: Final = 20_000
+_END: Final = tarfile.EOFHeaderError
+_ENDED: Final = "tensor_dedup_ended"
+# What tarfile and what unpacks for it raise; ValueErrors are about numbers of sparse files.
+_NO_ARCHIVE: Final = (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError)
 _ORAS_FOLDER: Final = "io.deis.oras.content.unpack"
 
 
@@ -507,7 +514,8 @@ class Artifact:
             EscapingPathError: a file's name leads out of the folder.
             DamagedRemoteError: a layer does not have its digest.
         """
-        layers = [each for each in self._document.layers if each.digest != _sha256(EMPTY_BLOB)]
+        held = self._document.layers
+        layers = [each for each in held if each.media_type != EMPTY or _path_of(each) is not None]
         if not layers:
             what = "it has no layers; pull one that holds a model"
             raise UnsupportedError(f"{self.url}: {what}", url=self.url)
@@ -528,17 +536,24 @@ class Artifact:
             progress.advance(len(chunk))
             yield chunk
 
-    def _write(self, folder: Path, path: str, stream: Any, files: Files) -> None:
+    def _write(self, folder: Path, path: str, stream: Any, files: Files) -> str:
+        """Write a file of an artifact; its path, as others of the artifact may name it."""
         with remote_damage(self.url) as where:
-            target = folder / check_path(path, where)
-        make_folders(files, target.parent)
-        handle, at = files.open(target, "create"), 0
+            inner = check_path(path, where)
+        target = folder / inner
+        try:
+            make_folders(files, target.parent)
+            handle, at = files.open(target, "create"), 0
+        except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
+            what = f"{path!r} is there twice, or a file and a folder"
+            raise DamagedRemoteError.at(self.url, what) from error
         try:
             while chunk := stream.read(1 << 20):
                 files.pwrite(handle, chunk, at)
                 at += len(chunk)
         finally:
             files.close(handle)
+        return str(inner)
 
     def _unpack(self, folder: Path, layer: Descriptor, stream: "_Stream", files: Files) -> None:
         packing = _packing_of(layer)
@@ -547,17 +562,93 @@ class Artifact:
             raise UnsupportedError(f"{self.url}: {what}; pull it with its own client", url=self.url)
         source: Any = stream
         if packing == "zst":
-            source = zstandard.ZstdDecompressor().stream_reader(source)
-        mode: Any = "r|gz" if packing == "gz" else "r|"
+            source = zstandard.ZstdDecompressor().stream_reader(source, read_across_frames=True)
+        elif packing == "gz":
+            source = gzip.GzipFile(fileobj=source)
+        where = self.registry.at(layer.digest)
+        links: dict[str, str] = {}
+        written = set[str]()
         try:
-            with tarfile.open(fileobj=source, mode=mode) as archive:
+            with tarfile.open(fileobj=source, mode="r|", tarinfo=_Entry) as archive:
                 for entry in archive:
-                    data = archive.extractfile(entry) if entry.isfile() else None
-                    if data is not None:
-                        self._write(folder, entry.name.removeprefix("./"), data, files)
-        except (tarfile.TarError, zstandard.ZstdError, EOFError) as error:
-            what = f"it is no archive ({error})"
-            raise DamagedRemoteError.at(self.registry.at(layer.digest), what) from error
+                    self._unpack_entry(folder, entry, archive, links, written, files)
+                ended = getattr(archive, _ENDED, False)
+        except (*_NO_ARCHIVE, zstandard.ZstdError) as error:
+            raise DamagedRemoteError.at(where, f"it is no archive ({error})") from error
+        if not ended:
+            raise DamagedRemoteError.at(where, "it is an archive without an end")
+        self._follow(folder, links, written, files)
+
+    def _unpack_entry(
+        self,
+        folder: Path,
+        entry: tarfile.TarInfo,
+        archive: tarfile.TarFile,
+        links: dict[str, str],
+        written: set[str],
+        files: Files,
+    ) -> None:
+        name = entry.name.removeprefix("./")
+        path = posixpath.normpath(name)
+        if entry.isdir():
+            return
+        if path in written:  # of what is there twice the last counts
+            with remote_damage(self.url) as where:
+                files.unlink(folder / check_path(path, where))
+            written.discard(path)
+        links.pop(path, None)
+        if entry.islnk():
+            links[path] = posixpath.normpath(entry.linkname)
+        elif entry.issym():
+            links[path] = posixpath.normpath(
+                posixpath.join(posixpath.dirname(name), entry.linkname)
+            )
+        elif (data := archive.extractfile(entry) if entry.isfile() else None) is not None:
+            written.add(self._write(folder, name, data, files))
+        else:
+            what = f"{name!r} in it is neither a file nor a link to one"
+            raise UnsupportedError(f"{self.url}: {what}; pull it with its own client", url=self.url)
+
+    def _follow(
+        self, folder: Path, links: Mapping[str, str], written: set[str], files: Files
+    ) -> None:
+        """Write what links of an archive lead to, under their names."""
+        left = dict(links)
+        while left:
+            ready = {name: target for name, target in left.items() if target in written}
+            if not ready:
+                name, target = next(iter(left.items()))
+                what = f"{name!r} is a link to {target!r}, which is no file of the archive"
+                hint = "pull it with its own client"
+                raise UnsupportedError(f"{self.url}: {what}; {hint}", url=self.url)
+            for name, target in ready.items():
+                handle = files.open(folder / target, "read")
+                try:
+                    size = files.status_of(handle).size
+                    chunks = _read_through(files, handle, size)
+                    written.add(self._write(folder, name, _Stream(chunks), files))
+                finally:
+                    files.close(handle)
+                del left[name]
+
+
+def _read_through(files: Files, handle: Handle, size: int) -> Iterator[bytes]:
+    for at in range(0, size, 1 << 20):
+        view = memoryview(bytearray(min(1 << 20, size - at)))
+        yield bytes(view[: files.pread(handle, view, at)])
+
+
+class _Entry(tarfile.TarInfo):
+    """An entry of an archive, which notes that its end was there: tarfile also stops elsewhere."""
+
+    @classmethod
+    def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
+        # docstring inherited
+        try:
+            return super().fromtarfile(tarfile)
+        except _END:
+            setattr(tarfile, _ENDED, True)
+            raise
 
 
 class _Stream:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import pytest
 
@@ -20,10 +20,13 @@ import real_servers
 import registries
 from remotes import MemoryBucket
 from s3_faults import FaultyProxy, MemoryS3, RealS3, Request, client
-from stores import KIB, content, open_store, stored, three
+from stores import KIB, content, noise, open_store, safetensors, stored, three, u8, write
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store import Store
+from tensor_dedup.store.errors import DamagedFileError
+from tensor_dedup.store.format.tables import TAIL_BYTES, table_start
 from tensor_dedup.store.remote import Remote
+from tensor_dedup.store.remote.buckets import ObjectStatus
 from tensor_dedup.store.remote.errors import (
     NoConditionsError,
     RemoteUnreachableError,
@@ -32,16 +35,18 @@ from tensor_dedup.store.remote.errors import (
 
 HOUR = 3600.0
 URL = "s3://bucket"
-# The command line, with limits so small that what is left can be counted in containers.
-_PROGRAM = """
-import sys
-from importlib import import_module
-for module, name, value in (
+# Limits so small that what is left can be counted in containers.
+SMALL = (
     ("layout", "CONTAINER_BYTES", 400_000),
     ("push", "_ASKED_BYTES", 1),
     ("pull", "_CONTAINER_BYTES", 1),
-):
-    setattr(import_module(f"tensor_dedup.store.remote.{module}"), name, value)
+)
+# The command line with these.
+PROGRAM = f"""
+import sys
+from importlib import import_module
+for module, name, value in {SMALL}:
+    setattr(import_module("tensor_dedup.store.remote." + module), name, value)
 from tensor_dedup.cli import main
 main(sys.argv[1:])
 """
@@ -90,7 +95,7 @@ class Kit:
             "delete": ["remote", "delete", URL, "tune", "--yes"],
             "gc": ["remote", "gc", URL, "--yes", "--lease", "24"],
         }[verb]
-        command = [sys.executable, "-c", _PROGRAM, *words]
+        command = [sys.executable, "-c", PROGRAM, *words]
         return subprocess.Popen(
             command, env=self._environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         )
@@ -171,46 +176,79 @@ def assert_whole(remote: Remote, where: Path, kit: Kit) -> None:
             assert stored(store, name) == content(kit.paths[name])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_server_is_killed_at_every_request(tmp_path: Path, full: Store, verb: str) -> None:
+@pytest.mark.parametrize(
+    ("verb", "kills"),
+    [
+        ("push", 2),
+        ("pull", 2),
+        *(pytest.param(verb, 10_000, marks=pytest.mark.long) for verb in VERBS),
+    ],
+)
+def test_a_server_is_killed_at_every_request(
+    tmp_path: Path, full: Store, verb: str, kills: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name, value in SMALL:
+        monkeypatch.setattr(f"tensor_dedup.store.remote.{module}.{name}", value)
     with real_servers.weed(tmp_path / "weed") as server:
         proxy = FaultyProxy(RealS3(server.port))
-        number = 0
-        while True:
-            where = open_store(tmp_path / f"other-{number}")
-            remote = Remote(client(proxy.port, f"case-{number}"))
-            direct = Remote(client(server.port, f"case-{number}"))
+
+        def start(case: str) -> tuple[Remote, Remote, Store]:
+            direct = Remote(client(server.port, case))
             for name in {"first push": [], "push": ["base"]}.get(verb, ["base", "tune"]):
                 full.push(direct, name)
             if verb == "gc":
                 direct.delete("tune")
+            return direct, Remote(client(proxy.port, case)), open_store(tmp_path / f"of-{case}")
 
-            def work(remote: Remote = remote, where: Store = where) -> None:
-                done(verb, remote, full, where)
-
+        _, remote, where = start("whole")
+        proxy.arm()
+        done(verb, remote, full, where)
+        requests, sent, got = len(proxy.requests), sum(proxy.bodies), proxy.answered
+        assert requests > (1 if verb == "delete" else 5)
+        for number in range(requests - 1, -1, -requests // kills):
+            direct, remote, where = start(f"case-{number}")
+            before = {status.key for status in direct.bucket.list("containers/")}
             killer = Killer(number, server.kill)
             proxy.arm(after=killer)
             with suppress(StoreError):
-                work()
-            if not killer.struck:
-                assert number > (1 if verb == "delete" else 8)
-                break
+                done(verb, remote, full, where)
+            assert killer.struck
             server.start()
             wait_for(direct)
             proxy.arm()
             found = direct.verify(full=True) if direct.bucket.get("FORMAT", 4096) else None
             assert found is None or not [f for f in found.faults if f.affected], number
+            there = [s for s in direct.bucket.list("containers/") if s.key not in before]
+            # One whose table is not there may have been cut, and is sent again if it was.
+            landed = sum(status.size for status in there if whole(direct, status))
+            held = sum(path.stat().st_size for path in (where.path / "containers").rglob("*.*"))
+
+            def again(remote: Remote = remote, where: Store = where) -> None:
+                proxy.arm()
+                done(verb, remote, full, where)
+
             with suppress(UnknownRemoteNameError) if verb == "delete" else nullcontext():
-                sooner_or_later(work)
+                sooner_or_later(again)
+            # The price of the rest; a probe of a first push is one of it.
+            assert sum(proxy.bodies) <= sent - landed + 2 * KIB, number
+            assert proxy.answered <= got - 0.8 * held + 4 * KIB, number
             found = direct.verify(full=True)
             assert found.fine, (number, found.faults)
             names = ["base"] if verb in ("first push", "delete", "gc") else ["base", "tune"]
             assert direct.names() == names
             if verb == "pull":
                 assert stored(where, "tune") == content(tmp_path / "tune")
-            number += 1
         proxy.close()
+
+
+def whole(remote: Remote, status: ObjectStatus) -> bool:
+    """Whether a container is there to its last bytes, which say where its table begins."""
+    ending = remote.bucket.get_range(status.key, status.size - TAIL_BYTES, status.size)
+    try:
+        table_start(bytes(ending), status.size, PurePath(status.key))
+    except DamagedFileError:
+        return False
+    return True
 
 
 def sooner_or_later(work: Callable[[], object]) -> None:
@@ -249,41 +287,123 @@ def done(verb: str, remote: Remote, full: Store, where: Store) -> None:
         full.push(remote, "base" if verb == "first push" else "tune")
 
 
-@pytest.mark.parametrize("verb", ["push", "pull"])
-@pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.long)], ids=["some", "all"])
-def test_a_registry_is_killed_at_every_request(
-    tmp_path: Path, full: Store, verb: str, step: int, monkeypatch: pytest.MonkeyPatch
+def settle(proxy: FaultyProxy) -> None:
+    """Wait until what somebody has asked for who is dead is answered."""
+    while True:
+        before = (proxy.answered, len(proxy.requests))
+        time.sleep(0.2)
+        if (proxy.answered, len(proxy.requests)) == before:
+            return
+
+
+FILES = 5
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Store:
+    """A store with a checkpoint of several files, each of which is a layer."""
+    store = open_store(tmp_path / "shards")
+    files = {
+        f"{n}.safetensors": safetensors(u8(**{f"t{n}": noise(n, 150 * KIB)})) for n in range(FILES)
+    }
+    store.import_(write(tmp_path / "base-of-shards", files), "base")
+    return store
+
+
+def linked(root: Path, case: str) -> int:
+    """The bytes of the blobs that a registry has in a repository."""
+    place = root / "data/docker/registry/v2"
+    names = [path.name for path in (place / f"repositories/{case}/base/_layers/sha256").glob("*")]
+    paths = [place / f"blobs/sha256/{name[:2]}/{name}/data" for name in names]
+    return sum(path.stat().st_size for path in paths if path.exists())
+
+
+@pytest.mark.parametrize(
+    ("verb", "side", "kills"),
+    [
+        ("push", "registry", 2),
+        ("pull", "client", 2),
+        *(
+            pytest.param(verb, side, 10_000, marks=pytest.mark.long)
+            for verb in ("push", "pull")
+            for side in ("registry", "client")
+        ),
+    ],
+)
+def test_a_registry_and_its_client_are_killed_at_every_request(
+    tmp_path: Path, shards: Store, verb: str, side: str, kills: int
 ) -> None:
     pytest.importorskip("oras")
-    monkeypatch.setattr("tensor_dedup.store.remote.registry._PAUSE_S", 0.001)
-    monkeypatch.setenv("TENSOR_DEDUP_CACHE", str(tmp_path / "cache"))
-    with registries.program(tmp_path / "registry") as server:
+    files = content(tmp_path / "base-of-shards")
+    root = tmp_path / "registry"
+    with registries.program(root) as server:
         proxy = FaultyProxy(RealS3(server.port))
-        number = 0
-        while True:
-            where = open_store(tmp_path / f"other-{number}")
-            url = f"oci://127.0.0.1:{proxy.port}/case-{number}/base:v1"
+
+        def start(case: str, where: Path) -> subprocess.Popen[bytes]:
+            url = f"oci://127.0.0.1:{proxy.port}/{case}/base:v1"
+            words = {
+                "push": ["push", "base", url, "--store", str(shards.path)],
+                "pull": ["pull", url, "base", "--store", str(where)],
+            }[verb]
+            # Of another case, nothing would have to be sent: it is mounted from there.
+            own = {**os.environ, "TENSOR_DEDUP_CACHE": str(tmp_path / f"cache-{case}")}
+            return subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, *words],
+                env=own,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+            )
+
+        def prepared(case: str) -> Path:
             proxy.arm()
             if verb == "pull":
-                full.push(url, "base")
-
-            def work(url: str = url, where: Store = where) -> None:
-                full.push(url, "base") if verb == "push" else where.pull(url, "base")
-
-            killer = Killer(number, server.kill)
-            proxy.arm(after=killer)
-            with suppress(StoreError):
-                work()
-            if not killer.struck:
-                assert number > 2
-                break
-            server.start()
+                shards.push(f"oci://127.0.0.1:{proxy.port}/{case}/base:v1", "base")
             proxy.arm()
-            assert where.verify(full=True).fine
-            work()
-            got = open_store(tmp_path / f"check-{number}")
-            got.pull(url, "base")
-            assert stored(got, "base") == content(tmp_path / "base")
-            assert verb == "push" or stored(where, "base") == content(tmp_path / "base")
-            number += step
+            return tmp_path / f"of-{case}"
+
+        def end(process: subprocess.Popen[bytes]) -> int:
+            _, said = process.communicate(timeout=240)
+            assert process.returncode in (0, 3, -signal.SIGKILL), said.decode()
+            return process.returncode
+
+        assert end(start("whole", prepared("whole"))) == 0
+        requests, sent, got = len(proxy.requests), sum(proxy.bodies), proxy.answered
+        assert requests > FILES
+        assert (sent if verb == "push" else got) > FILES * 150 * KIB
+        kept = 0
+        for number in range(2 * requests - 1, -1, -2 * requests // kills):
+            case = f"case-{number}"
+            where = prepared(case)
+            started: list[subprocess.Popen[bytes]] = []
+
+            def kill(started: list[subprocess.Popen[bytes]] = started) -> None:
+                server.kill() if side == "registry" else started[0].kill()
+
+            killer = Killer(number // 2, kill)
+            if number % 2:
+                proxy.arm(after=killer)
+            else:
+                proxy.arm(before=killer)
+            started.append(process := start(case, where))
+            status = end(process)
+            settle(proxy)
+            assert killer.struck or number // 2 >= requests - 1
+            if side == "registry" and killer.struck:
+                assert status in (0, 3)
+                server.start()
+            landed = linked(root, case) if verb == "push" else 0
+            held = sum(path.stat().st_size for path in (where / "containers").rglob("*.*"))
+            kept += landed + held
+            proxy.arm()
+            assert end(start(case, where)) == 0
+            assert sum(proxy.bodies) <= sent - landed + 2 * KIB, number
+            assert proxy.answered <= got - 0.8 * held + 2 * KIB, number
+            checked = open_store(tmp_path / f"check-{case}")
+            checked.pull(f"oci://127.0.0.1:{proxy.port}/{case}/base:v1", "base")
+            assert stored(checked, "base") == files
+            if verb == "pull":
+                store = open_store(where)
+                assert store.verify(full=True).fine
+                assert stored(store, "base") == files
+        assert kept
         proxy.close()

@@ -44,8 +44,8 @@ class Breaking(BaseHTTPRequestHandler):
             kind.breaks -= 1
             body = body[: len(body) // 2]
             self.close_connection = True
-        self.wfile.write(body)
         kind.sent += len(body)
+        self.wfile.write(body)
 
     def log_message(self, format: str, *_: object) -> None:
         """Say nothing."""

@@ -107,6 +107,37 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
     return Scene(tmp_path)
 
 
+def test_short_prefixes_that_two_pieces_of_a_container_share_need_no_table(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 3,000 tensors in one container two have the same prefix of 3 bytes, one time in four."""
+    monkeypatch.setattr(catalog, "_SHORTEST", 1)
+    monkeypatch.setattr(catalog, "_MISTAKEN_BITS", 0)
+    bucket = MemoryBucket()
+    scene.full.push(Remote(bucket), "base")
+    [entry] = catalog.catalog_of(bucket).containers.values()
+    assert entry.width == 1
+    assert len({*catalog.prefixes(entry)}) < entry.pieces
+    calls = scene.pushed(bucket)
+    assert sent(calls) == 1 + 1
+    assert not [call for call in calls if call.startswith("get tables/")]
+
+
+def test_a_prefix_of_a_difference_and_of_another_piece_assures_nothing() -> None:
+    """Which of them the piece is says whether anything can be stored against it."""
+    found = catalog.Catalog(assured={bytes(32)})
+    for alone, deltas, assured in ((2, 0, True), (0, 2, True), (1, 1, False)):
+        entry = catalog.ListedContainer(
+            bytes([alone]) * 32, "mixed", 9, bytes(3 * alone), bytes(3 * deltas), 3
+        )
+        found.containers.clear()
+        found._alone.clear()
+        found._deltas.clear()
+        found.add(entry)
+        assert found.is_assured(bytes(32)) is assured
+    assert not found.is_assured(bytes([1]) * 32)
+
+
 def test_pages_that_are_there_are_not_sent_and_no_table_is_read(scene: Scene) -> None:
     calls = scene.calls()
     assert [call for call in calls if "refs/base" in call] == ["get refs/base"] * 2
