@@ -82,7 +82,7 @@ _AT_ONCE: Final = 3
 _HEX: Final = re.compile("[0-9a-f]{64}")
 _CACHE: Final = "TENSOR_DEDUP_CACHE"
 _REMEMBERED: Final = 20_000
-_END: Final = tarfile.EOFHeaderError
+_END: Final = tarfile.EOFHeaderError  # type: ignore[attr-defined]  # which typeshed lacks
 _ENDED: Final = "tensor_dedup_ended"
 # What tarfile and what unpacks for it raise; ValueErrors are about numbers of sparse files.
 _NO_ARCHIVE: Final = (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError)

@@ -4,6 +4,7 @@ The registry is Debian's `docker-registry` (CNCF distribution), the client Debia
 they are missing, tests skip and name the command that installs them.
 """
 
+import hashlib
 import http.client
 import json
 import os
@@ -18,6 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 from real_servers import Server, free_ports, needs
 from remotes import Proxy, answered
 
+MODEL = "application/vnd.cncf.model"
 _CONFIG = """
 version: 0.1
 log: {{level: error, accesslog: {{disabled: true}}}}
@@ -194,3 +196,38 @@ def manifest(proxy: Proxy, repository: str, reference: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(answer.read())
     link.close()
     return found
+
+
+def bring(folder: Path, url: str, layers: list[tuple[str, bytes, str | None]]) -> None:
+    """Bring an artifact of others to a registry: layers of a type, with a path or none."""
+    blobs = folder / "blobs" / "sha256"
+    blobs.mkdir(parents=True)
+
+    def put(data: bytes, media: str, **more: Any) -> dict[str, Any]:
+        name = hashlib.sha256(data).hexdigest()
+        (blobs / name).write_bytes(data)
+        return {"mediaType": media, "digest": f"sha256:{name}", "size": len(data), **more}
+
+    described = [
+        put(data, media, **({"annotations": {"org.cncf.model.filepath": path}} if path else {}))
+        for media, data, path in layers
+    ]
+    digests = [each["digest"] for each in described]
+    config = {
+        "descriptor": {},
+        "config": {},
+        "modelfs": {"type": "layers", "diffIds": digests},
+    }
+    manifest = {
+        "schemaVersion": 2,
+        "mediaType": "application/vnd.oci.image.manifest.v1+json",
+        "artifactType": f"{MODEL}.manifest.v1+json",
+        "config": put(json.dumps(config).encode(), f"{MODEL}.config.v1+json"),
+        "layers": described,
+    }
+    held = put(json.dumps(manifest).encode(), "application/vnd.oci.image.manifest.v1+json")
+    held["annotations"] = {"org.opencontainers.image.ref.name": "v1"}
+    (folder / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
+    (folder / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [held]}))
+    place = url.removeprefix("oci://")
+    skopeo("copy", "--dest-tls-verify=false", f"oci:{folder}:v1", f"docker://{place}")

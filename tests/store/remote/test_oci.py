@@ -4,7 +4,6 @@
 (Apache License 2.0).
 """
 
-import gzip
 import hashlib
 import io
 import json
@@ -297,39 +296,7 @@ class TestArtifactsOfOthers:
     """Made by hand as an OCI layout, and brought to the registry by skopeo."""
 
     def brought(self, folder: Path, url: str, layers: list[tuple[str, bytes, str | None]]) -> None:
-        blobs = folder / "blobs" / "sha256"
-        blobs.mkdir(parents=True)
-
-        def put(data: bytes, media: str, **more: Any) -> dict[str, Any]:
-            name = hashlib.sha256(data).hexdigest()
-            (blobs / name).write_bytes(data)
-            return {"mediaType": media, "digest": f"sha256:{name}", "size": len(data), **more}
-
-        described = [
-            put(data, media, **({"annotations": {"org.cncf.model.filepath": path}} if path else {}))
-            for media, data, path in layers
-        ]
-        digests = [each["digest"] for each in described]
-        config = {
-            "descriptor": {},
-            "config": {},
-            "modelfs": {"type": "layers", "diffIds": digests},
-        }
-        manifest = {
-            "schemaVersion": 2,
-            "mediaType": "application/vnd.oci.image.manifest.v1+json",
-            "artifactType": f"{MODEL}.manifest.v1+json",
-            "config": put(json.dumps(config).encode(), f"{MODEL}.config.v1+json"),
-            "layers": described,
-        }
-        held = put(json.dumps(manifest).encode(), "application/vnd.oci.image.manifest.v1+json")
-        held["annotations"] = {"org.opencontainers.image.ref.name": "v1"}
-        (folder / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
-        (folder / "index.json").write_text(json.dumps({"schemaVersion": 2, "manifests": [held]}))
-        place = url.removeprefix("oci://")
-        registries.skopeo(
-            "copy", "--dest-tls-verify=false", f"oci:{folder}:v1", f"docker://{place}"
-        )
+        registries.bring(folder, url, layers)
 
     def tar(self, files: dict[str, bytes], mode: str) -> bytes:
         out = io.BytesIO()
@@ -367,121 +334,6 @@ class TestArtifactsOfOthers:
         assert size_on_disk(store.path / "containers") == before > 0
         assert [*(store.path / "tmp").iterdir()] == []
         assert store.verify(full=True).fine
-
-    @pytest.mark.parametrize("media", ["raw", "tar+gzip"])
-    def test_a_file_that_is_as_small_as_nothing_is_pulled(
-        self, tmp_path: Path, team: str, media: str
-    ) -> None:
-        """OCI's empty blob is `{}`, and so is many a configuration."""
-        files = {**content(model(tmp_path / "model", [weights(1, 9 * KIB)])), "added.json": b"{}"}
-        layers: list[tuple[str, bytes, str | None]]
-        layers = [(f"{MODEL}.weight.v1.raw", data, name) for name, data in files.items()]
-        if media == "tar+gzip":
-            # A member for each file, as what fetches single files of an image makes them.
-            whole = self.tar(files, "w")
-            parts = [whole[at : at + 2048] for at in range(0, len(whole), 2048)]
-            layers = [(f"{MODEL}.weight.v1.{media}", b"".join(map(gzip.compress, parts)), None)]
-        layers.append(("application/vnd.oci.empty.v1+json", b"{}", None))
-        self.brought(tmp_path / "layout", f"{team}/theirs:v1", layers)
-        store = open_store(tmp_path / "store")
-        store.pull(f"{team}/theirs:v1", "theirs")
-        assert stored(store, "theirs") == files
-
-    def linking(self, *entries: tuple[str, str, bytes | str], packing: str = "w") -> bytes:
-        """An archive of files, of links (`hard`, `soft`) and of what is neither (`fifo`)."""
-        kinds = {"hard": tarfile.LNKTYPE, "soft": tarfile.SYMTYPE, "fifo": tarfile.FIFOTYPE}
-        out, mode = io.BytesIO(), packing
-        with tarfile.open(fileobj=out, mode=mode) as archive:  # type: ignore[call-overload]
-            for name, kind, data in entries:
-                entry = tarfile.TarInfo(name)
-                entry.type = kinds.get(kind, tarfile.REGTYPE)
-                if isinstance(data, bytes):
-                    entry.size = len(data)
-                    archive.addfile(entry, io.BytesIO(data))
-                else:
-                    entry.linkname = data
-                    archive.addfile(entry)
-        return out.getvalue()
-
-    def test_links_of_an_archive_are_the_files_they_lead_to(
-        self, tmp_path: Path, team: str
-    ) -> None:
-        weights_ = content(model(tmp_path / "model", [weights(1, 9 * KIB)]))["model.safetensors"]
-        tar = self.linking(
-            ("snapshot/model.safetensors", "soft", "../blobs/abc"),
-            ("snapshot/again.json", "soft", "config.json"),
-            ("./snapshot/config.json", "file", b"old"),
-            ("./blobs/abc", "file", weights_),
-            ("snapshot/config.json", "file", b"{}"),
-            ("snapshot/copy.json", "hard", "snapshot/config.json"),
-        )
-        self.brought(tmp_path / "l", f"{team}/links:v1", [(f"{MODEL}.weight.v1.tar", tar, None)])
-        store = open_store(tmp_path / "store")
-        store.pull(f"{team}/links:v1", "links")
-        found = stored(store, "links")
-        assert found.pop("blobs/abc") == found.pop("snapshot/model.safetensors") == weights_
-        assert found == {f"snapshot/{name}.json": b"{}" for name in ("again", "config", "copy")}
-
-    @pytest.mark.parametrize(
-        ("entries", "says"),
-        [
-            ([("x.json", "soft", "../../../etc/passwd")], "x.json' is a link"),
-            ([("x.json", "hard", "nothing")], "x.json' is a link"),
-            ([("x.json", "soft", "y.json"), ("y.json", "soft", "x.json")], "json' is a link"),
-            ([("x.json", "fifo", b"")], "neither a file nor a link"),
-        ],
-    )
-    def test_what_leads_to_no_file_is_named(
-        self, tmp_path: Path, team: str, entries: list[tuple[str, str, bytes | str]], says: str
-    ) -> None:
-        tar = self.linking(("a.json", "file", b"{}"), *entries)
-        self.brought(tmp_path / "l", f"{team}/links:v1", [(f"{MODEL}.weight.v1.tar", tar, None)])
-        store = open_store(tmp_path / "store")
-        with pytest.raises(UnsupportedError, match=says):
-            store.pull(f"{team}/links:v1", "links")
-        assert store.names() == []
-
-    @pytest.mark.parametrize("what", ["no end", "a damaged header", "a sparse file", "half a file"])
-    @pytest.mark.parametrize("packing", ["tar", "tar+gzip", "tar+zstd"])
-    def test_an_archive_that_stops_is_damaged(
-        self, tmp_path: Path, team: str, what: str, packing: str
-    ) -> None:
-        first, both = (
-            self.linking(*[(f"{n}.json", "file", b"{}") for n in range(count)]) for count in (1, 2)
-        )
-        tar = {
-            "no end": first[:1024],
-            "a damaged header": both[:1024] + b"\xff" + both[1025:],
-            "half a file": both[:1700],
-            "a sparse file": self.sparse(),
-        }[what]
-        packed = {"tar": bytes, "tar+gzip": gzip.compress, "tar+zstd": zstandard.compress}[packing]
-        layer = (f"{MODEL}.weight.v1.{packing}", packed(tar), None)
-        self.brought(tmp_path / "l", f"{team}/cut:v1", [layer])
-        store = open_store(tmp_path / "store")
-        with pytest.raises(DamagedRemoteError, match="archive"):
-            store.pull(f"{team}/cut:v1", "cut")
-        assert store.names() == []
-
-    def sparse(self) -> bytes:
-        out = io.BytesIO()
-        with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
-            entry = tarfile.TarInfo("x")
-            entry.pax_headers = {"GNU.sparse.size": "zz", "GNU.sparse.map": "1,2,x,y"}
-            archive.addfile(entry)
-        return out.getvalue()
-
-    @pytest.mark.parametrize("other", ["a", "a/b"])
-    def test_two_layers_of_one_path_are_refused(
-        self, tmp_path: Path, team: str, other: str
-    ) -> None:
-        media = f"{MODEL}.doc.v1.raw"
-        self.brought(
-            tmp_path / "l", f"{team}/two:v1", [(media, b"one", "a"), (media, b"two", other)]
-        )
-        store = open_store(tmp_path / "store")
-        with pytest.raises(DamagedRemoteError, match="there twice"):
-            store.pull(f"{team}/two:v1", "two")
 
     @pytest.mark.parametrize("name", ["../escaped", "/escaped", "a/../../escaped"])
     def test_a_name_that_leads_elsewhere_is_refused(

@@ -1,0 +1,156 @@
+"""Archives among the layers of artifacts of others: every file of one comes, or the pull fails."""
+
+import gzip
+import hashlib
+import io
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zstandard
+
+import registries
+from registries import MODEL
+from remotes import Proxy
+from stores import KIB, noise, open_store, safetensors, stored, u8
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.store.remote.errors import DamagedRemoteError
+
+pytest.importorskip("oras")
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    with registries.registry(tmp_path_factory.mktemp("registry")) as found:
+        yield found
+
+
+@pytest.fixture
+def team(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where this test has its repositories."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    name = hashlib.sha256(str(tmp_path).encode()).hexdigest()[:12]
+    return f"oci://{registries.host(proxy)}/{name}"
+
+
+@pytest.mark.parametrize("media", ["raw", "tar+gzip"])
+def test_a_file_that_is_as_small_as_nothing_is_pulled(
+    tmp_path: Path, team: str, media: str
+) -> None:
+    """OCI's empty blob is `{}`, and so is many a configuration."""
+    files = {
+        "model.safetensors": safetensors(u8(a=noise(1, 9 * KIB))),
+        "config.json": b'{"model_type": "llama"}',
+        "added.json": b"{}",
+    }
+    layers: list[tuple[str, bytes, str | None]]
+    layers = [(f"{MODEL}.weight.v1.raw", data, name) for name, data in files.items()]
+    if media == "tar+gzip":
+        # A member for each file, as what fetches single files of an image makes them.
+        whole = linking(*[(name, "file", data) for name, data in files.items()])
+        parts = [whole[at : at + 2048] for at in range(0, len(whole), 2048)]
+        layers = [(f"{MODEL}.weight.v1.{media}", b"".join(map(gzip.compress, parts)), None)]
+    layers.append(("application/vnd.oci.empty.v1+json", b"{}", None))
+    registries.bring(tmp_path / "layout", f"{team}/theirs:v1", layers)
+    store = open_store(tmp_path / "store")
+    store.pull(f"{team}/theirs:v1", "theirs")
+    assert stored(store, "theirs") == files
+
+
+def linking(*entries: tuple[str, str, bytes | str], packing: str = "w") -> bytes:
+    """An archive of files, of links (`hard`, `soft`) and of what is neither (`fifo`)."""
+    kinds = {"hard": tarfile.LNKTYPE, "soft": tarfile.SYMTYPE, "fifo": tarfile.FIFOTYPE}
+    out, mode = io.BytesIO(), packing
+    with tarfile.open(fileobj=out, mode=mode) as archive:  # type: ignore[call-overload]
+        for name, kind, data in entries:
+            entry = tarfile.TarInfo(name)
+            entry.type = kinds.get(kind, tarfile.REGTYPE)
+            if isinstance(data, bytes):
+                entry.size = len(data)
+                archive.addfile(entry, io.BytesIO(data))
+            else:
+                entry.linkname = data
+                archive.addfile(entry)
+    return out.getvalue()
+
+
+def test_links_of_an_archive_are_the_files_they_lead_to(tmp_path: Path, team: str) -> None:
+    weights_ = safetensors(u8(a=noise(1, 9 * KIB)))
+    tar = linking(
+        ("snapshot/model.safetensors", "soft", "../blobs/abc"),
+        ("snapshot/again.json", "soft", "config.json"),
+        ("./snapshot/config.json", "file", b"old"),
+        ("./blobs/abc", "file", weights_),
+        ("snapshot/config.json", "file", b"{}"),
+        ("snapshot/copy.json", "hard", "snapshot/config.json"),
+    )
+    registries.bring(tmp_path / "l", f"{team}/links:v1", [(f"{MODEL}.weight.v1.tar", tar, None)])
+    store = open_store(tmp_path / "store")
+    store.pull(f"{team}/links:v1", "links")
+    found = stored(store, "links")
+    assert found.pop("blobs/abc") == found.pop("snapshot/model.safetensors") == weights_
+    assert found == {f"snapshot/{name}.json": b"{}" for name in ("again", "config", "copy")}
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ([("x.json", "soft", "../../../etc/passwd")], "x.json' is a link"),
+        ([("x.json", "hard", "nothing")], "x.json' is a link"),
+        ([("x.json", "soft", "y.json"), ("y.json", "soft", "x.json")], "json' is a link"),
+        ([("x.json", "fifo", b"")], "neither a file nor a link"),
+    ],
+)
+def test_what_leads_to_no_file_is_named(
+    tmp_path: Path, team: str, entries: list[tuple[str, str, bytes | str]], says: str
+) -> None:
+    tar = linking(("a.json", "file", b"{}"), *entries)
+    registries.bring(tmp_path / "l", f"{team}/links:v1", [(f"{MODEL}.weight.v1.tar", tar, None)])
+    store = open_store(tmp_path / "store")
+    with pytest.raises(UnsupportedError, match=says):
+        store.pull(f"{team}/links:v1", "links")
+    assert store.names() == []
+
+
+@pytest.mark.parametrize("what", ["no end", "a damaged header", "a sparse file", "half a file"])
+@pytest.mark.parametrize("packing", ["tar", "tar+gzip", "tar+zstd"])
+def test_an_archive_that_stops_is_damaged(
+    tmp_path: Path, team: str, what: str, packing: str
+) -> None:
+    first, both = (
+        linking(*[(f"{n}.json", "file", b"{}") for n in range(count)]) for count in (1, 2)
+    )
+    tar = {
+        "no end": first[:1024],
+        "a damaged header": both[:1024] + b"\xff" + both[1025:],
+        "half a file": both[:1700],
+        "a sparse file": sparse(),
+    }[what]
+    packed = {"tar": tar, "tar+gzip": gzip.compress(tar), "tar+zstd": zstandard.compress(tar)}
+    layer = (f"{MODEL}.weight.v1.{packing}", packed[packing], None)
+    registries.bring(tmp_path / "l", f"{team}/cut:v1", [layer])
+    store = open_store(tmp_path / "store")
+    with pytest.raises(DamagedRemoteError, match="archive"):
+        store.pull(f"{team}/cut:v1", "cut")
+    assert store.names() == []
+
+
+def sparse() -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        entry = tarfile.TarInfo("x")
+        entry.pax_headers = {"GNU.sparse.size": "zz", "GNU.sparse.map": "1,2,x,y"}
+        archive.addfile(entry)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("other", ["a", "a/b"])
+def test_two_layers_of_one_path_are_refused(tmp_path: Path, team: str, other: str) -> None:
+    media = f"{MODEL}.doc.v1.raw"
+    registries.bring(
+        tmp_path / "l", f"{team}/two:v1", [(media, b"one", "a"), (media, b"two", other)]
+    )
+    store = open_store(tmp_path / "store")
+    with pytest.raises(DamagedRemoteError, match="there twice"):
+        store.pull(f"{team}/two:v1", "two")
