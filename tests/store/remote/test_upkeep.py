@@ -655,6 +655,19 @@ def test_who_may_only_read_is_told_what_is_damaged(bucket: MemoryBucket) -> None
     assert [fault.url for fault in found.faults if fault.affected] == [f"memory://test/{key}"]
 
 
+@pytest.mark.usefixtures("full")
+def test_who_may_only_read_is_told_what_a_gc_would_do(bucket: MemoryBucket) -> None:
+    Remote(bucket).delete("tune")
+    theirs = ReadOnly()
+    theirs.objects = dict(bucket.objects)
+    expected = Remote(bucket.copied()).gc(0, dry_run=True)
+    assert expected.delete
+    assert Remote(theirs).gc(0, dry_run=True) == expected
+    with pytest.raises(RemoteAccessError):
+        Remote(theirs).gc(0)
+    assert theirs.objects == bucket.objects
+
+
 def test_what_cannot_be_read_for_now_is_not_called_damaged(tmp_path: Path) -> None:
     bucket = OldAnswers()
     store = open_store(tmp_path / "full")
