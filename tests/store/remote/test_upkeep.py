@@ -635,6 +635,9 @@ def test_no_catalog_is_put_together_from_tables_that_cannot_be_read(
 class ReadOnly(MemoryBucket):
     """One that this user may only read."""
 
+    def now(self) -> float:
+        return Bucket.now(self)  # which writes an object
+
     def put(self, key: str, chunks: Chunks) -> None:
         raise RemoteAccessError.at(self.at(key), "403 Forbidden")
 
