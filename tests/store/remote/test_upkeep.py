@@ -12,7 +12,7 @@ from stores import content, noise, open_store, stored, three
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.remote import Remote, layout
-from tensor_dedup.store.remote.buckets import ObjectStatus
+from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus
 from tensor_dedup.store.remote.catalog import DAMAGED, catalog_of, read_catalog
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
