@@ -257,7 +257,7 @@ def test_what_a_crash_left_of_a_layer_is_not_believed(
 def test_a_gc_takes_what_was_left_of_layers(
     tmp_path: Path, theirs: tuple[str, dict[str, bytes]]
 ) -> None:
-    url, files = theirs
+    url, _ = theirs
     store = open_store(tmp_path / "store")
     Layers.room = 7000 * KIB
     with pytest.raises(RemoteUnreachableError):
