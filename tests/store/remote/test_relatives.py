@@ -169,6 +169,9 @@ def test_where_the_base_is_not_surely_there_all_is_sent(scene: Scene, why: str) 
     elif why == "noted":
         catalog.drop(bucket, [*catalog.catalog_of(bucket).containers])
     assert sent(scene.pushed(bucket, replace=why == "replaced")) == 6 + 1
+    if why == "noted":
+        (fault,) = Remote(bucket).verify(full=True).faults  # which takes the note back
+        assert "it is whole" in fault.what
     if why not in ("damaged", "another"):
         scene.check(bucket, why)
 
