@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tensor_dedup.store.errors import StoreBusyError
-from tensor_dedup.store.files import Files
+from tensor_dedup.store.files import Files, Handle
 from tensor_dedup.store.format.layout import StoreLayout
 
 # A sweep is a few renames: a session that waits longer is waiting for something that is stuck.
@@ -86,6 +86,19 @@ def draining(files: Files, layout: StoreLayout) -> Iterator[None]:
     busy = f"whoever changes a name on the remote behind it has held it for {_REMOTE_WAIT_S:g} s"
     with _held(files, layout.drain_lock, layout.root, busy, exclusive=True, wait_s=_REMOTE_WAIT_S):
         yield
+
+
+def lock_of(files: Files, path: Path) -> Handle | None:
+    """Lock a file until the handle is closed; None if somebody holds it, or has just removed it."""
+    try:
+        lock = files.open(path, "lock")
+    except FileNotFoundError:
+        return None
+    status = files.status(path) if files.flock(lock, exclusive=True, wait_s=0) else None
+    if status is not None and status.inode == files.status_of(lock).inode:
+        return lock
+    files.close(lock)
+    return None
 
 
 @contextmanager

@@ -491,6 +491,16 @@ def _is_object(path: Path) -> bool:
     return _is_digest(path.name) and path.parent.name == path.name[:2]
 
 
+def files_below(files: Files, folder: Path) -> Iterator[Path]:
+    """Iterate over the files in a folder and in the folders below it."""
+    for name in files.listdir(folder):
+        status = files.status(folder / name)
+        if status is not None and status.kind == "folder":
+            yield from files_below(files, folder / name)
+        else:
+            yield folder / name
+
+
 def remove_folder(files: Files, path: Path) -> None:
     """Remove a folder and what is in it, if there is one."""
     status = files.status(path)

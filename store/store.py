@@ -29,7 +29,7 @@ from tensor_dedup.store.format.names import check_name, name_of
 from tensor_dedup.store.index import StoreIndex, open_index
 from tensor_dedup.store.init import default_path, initialise, workers
 from tensor_dedup.store.locks import SWEEP_WAIT_S, session, sweep
-from tensor_dedup.store.objects import Objects, remove_folder
+from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading.export import export
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces
 from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS, GcPlan, execute, plan_gc
@@ -426,17 +426,15 @@ class Store:
         self, artifact: "Artifact", name: str, progress: "TransferListener", replace: bool
     ) -> "TransferResult":
         """Pull whole layers into a folder of this store's `tmp`, and import that."""
+        from tensor_dedup.store.remote.oci import layers_folder
         from tensor_dedup.store.remote.push import TransferResult
 
         began, before = time.monotonic(), artifact.registry.traffic.counts()[0]
-        files, folder = self._files, self._objects.layout.tmp / self._files.token()
-        with self._locked():  # so that no gc takes it for what is left of a pull
-            try:
-                files.mkdir(folder)
-                artifact.download(folder, files, progress)
-                result = self.import_(folder, name, replace)
-            finally:
-                remove_folder(files, folder)
+        files, tmp = self._files, self._objects.layout.tmp
+        # Held, so that no gc takes it for what is left of a pull.
+        with self._locked(), layers_folder(tmp, artifact, files) as folder:
+            artifact.download(folder, files, progress)
+            result = self.import_(folder, name, replace)
         nbytes, calls = artifact.registry.traffic.counts()
         return TransferResult(
             url=artifact.url,

@@ -234,6 +234,9 @@ def test_hits_are_compared_by_default_where_the_hash_can_be_forged(
         "s3:/key:hidden@bucket",
         "https://host/x?token=hidden",
         "https://[hidden/x",
+        "//key:hidden@host/x",
+        "https://host/x;sig=hidden",
+        "az://container/x%3Fsig=hidden",
     ],
 )
 def test_a_remote_holds_no_credential(url: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from os import PathLike, fspath
 from typing import Any, Literal, Self, cast, get_args
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from tensor_dedup.errors import ConfigError
 
@@ -300,7 +300,8 @@ def _may_hold_secret(url: str) -> bool:
     except ValueError:
         return True  # nobody can say what it holds
     mistyped = parts.scheme and not parts.netloc and "@" in url
-    return "@" in parts.netloc or bool(mistyped or parts.query or parts.fragment)
+    parameters = parts.scheme not in ("", "file") and {*"?#;"} & {*unquote(parts.path)}
+    return "@" in parts.netloc or bool(mistyped or parameters or parts.query or parts.fragment)
 
 
 def _wrong(name: str, value: object, advice: str) -> ConfigError:

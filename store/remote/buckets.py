@@ -76,6 +76,8 @@ _USER: Final = re.compile(r"//[^/\s]*@")
 _HOST: Final = re.compile(r"[A-Za-z0-9._-]+(:[0-9]+)?|\[[0-9A-Fa-f:]+\](:[0-9]+)?")
 # A scheme with less than two slashes behind it would else be a folder of that name.
 _MISTYPED: Final = re.compile(r"(s3|gs|az|https?|file|oci):(?!//)", re.IGNORECASE)
+# Of what lacks its scheme, or has one that no remote has: a path of a folder begins otherwise.
+_USER_IN_PATH: Final = re.compile(r"//.*@|[^./:][^/:]*:.*@", re.DOTALL)
 _SHOWN: Final = 240
 # What may lead to a server of the user's own, by http too; Google's is in the key of an account.
 _ENDPOINTS: Final = (
@@ -752,10 +754,14 @@ def open_bucket(url: str, files: Files) -> Bucket:
         raise RemoteUrlError.at(f"{scheme}://...", what)
     if scheme == "file":
         if parts.netloc not in ("", "localhost") or not parts.path:
-            raise RemoteUrlError.at(url, "a folder's URL has three slashes: file:///folder")
+            what = "a folder's URL has three slashes: file:///folder"
+            raise RemoteUrlError.at(f"{scheme}://...", what)
         return _folder(unquote(parts.path), files)
-    if scheme not in (*_SERVERS, *_WEB) or not parts.netloc:
-        raise RemoteUrlError.at(url, f"no remote has the scheme {scheme!r} and this host")
+    # Of a URL of another form nobody knows where its secrets stand.
+    if scheme not in (*_SERVERS, *_WEB):
+        raise RemoteUrlError.at(f"{scheme}://...", f"no remote has the scheme {scheme!r}")
+    if not parts.netloc:
+        raise RemoteUrlError.at(f"{scheme}://...", "it names no host or bucket")
     _check_place(url, parts)
     return ServerBucket(url.rstrip("/"))
 
@@ -766,16 +772,17 @@ def _check_place(url: str, parts: SplitResult) -> None:
         raise RemoteUrlError.at(f"{parts.scheme}://...", what)
     # What sends requests resolves these, or finds other keys than it was given when it lists.
     path = unquote(parts.path)
-    if {*"?;"} & {*path}:
-        what = "what follows a ; or an encoded ? in it may be a secret"
+    if {*"?#;"} & {*path}:
+        what = "what follows a ; or an encoded ? or # in it may be a secret"
         raise RemoteUrlError.at(f"{parts.scheme}://{parts.netloc}/...", what)
     if "\\" in path or {".", ".."} & {*path.split("/")}:
         raise RemoteUrlError.at(url, "no part of it may be . or .., nor have a backslash in it")
 
 
 def _folder(path: str, files: Files) -> FolderBucket:
-    if path.startswith("//") and "@" in path:
-        raise RemoteUrlError.at("//...", "it is no folder, and a URL begins with a scheme")
+    if _USER_IN_PATH.match(path):
+        what = "it is no URL, and a user or a password in it may be a secret; a path begins with ./"
+        raise RemoteUrlError.at("...", what)
     if "\0" in path:
         raise RemoteUrlError.at(repr(path), "no path has a NUL in it")
     if not path.strip():

@@ -16,8 +16,9 @@ import tarfile
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Self
 from urllib.parse import quote
@@ -34,7 +35,8 @@ from tensor_dedup.store.format import frames
 from tensor_dedup.store.format.manifests import Piece
 from tensor_dedup.store.format.names import check_path
 from tensor_dedup.store.format.tables import KIND, Table
-from tensor_dedup.store.objects import ContainerId, make_folders
+from tensor_dedup.store.locks import lock_of
+from tensor_dedup.store.objects import ContainerId, files_below, make_folders, remove_folder
 from tensor_dedup.store.reading.reader import StoredCheckpoint
 from tensor_dedup.store.remote import artifacts, layout
 from tensor_dedup.store.remote.artifacts import (
@@ -59,6 +61,7 @@ from tensor_dedup.store.remote.errors import (
     MissingRemoteError,
     NotARemoteError,
     ReadOnlyRemoteError,
+    RemoteAccessError,
     RemoteNameTakenError,
     RemoteUnreachableError,
     RemoteUrlError,
@@ -474,6 +477,7 @@ class Artifact:
         held: RegistryManifest | None = self.registry.manifest(self._name.reference)
         if held is None:
             raise NotARemoteError.at(self._name.url, "there is no such artifact")
+        self.digest: str = held.digest
         self._document: ManifestDocument = artifacts.decode_document(held.blob, self._name.url)
         if self._document.manifests:
             what = "it is an index of several artifacts; pull one of them by its digest"
@@ -507,7 +511,8 @@ class Artifact:
     def download(self, folder: Path, files: Files, progress: TransferListener) -> int:
         """Write the files of all layers into a folder, each compared with its layer's digest.
 
-        Returns the bytes of the layers.
+        Returns the bytes of the layers. Of a layer that is one file, what is there from an earlier
+        attempt is not asked for again.
 
         Raises:
             UnsupportedError: a layer is of a kind that is not known, or has no file's name.
@@ -519,10 +524,17 @@ class Artifact:
         if not layers:
             what = "it has no layers; pull one that holds a model"
             raise UnsupportedError(f"{self.url}: {what}", url=self.url)
-        progress.start(sum(layer.size for layer in layers))
+        with os_errors(folder):
+            begun = self._begun(folder, layers, files)
+        progress.saved(sum(begun.values()))
+        progress.start(sum(layer.size for layer in layers) - sum(begun.values()))
         for layer in layers:
-            stream = _Stream(self._chunks(layer, progress))
             path = _path_of(layer)
+            if path in begun:
+                with os_errors(folder):
+                    self._complete(folder / path, begun.pop(path), layer, progress, files)
+                continue
+            stream = _Stream(self._chunks(layer, progress))
             with os_errors(folder):
                 if path is not None:
                     self._write(folder, path, stream, files)
@@ -531,10 +543,47 @@ class Artifact:
             stream.drain()
         return sum(layer.size for layer in layers)
 
-    def _chunks(self, layer: Descriptor, progress: TransferListener) -> Iterator[bytes]:
-        for chunk in self.registry.chunks(layer.digest, layer.size):
+    def _chunks(
+        self, layer: Descriptor, progress: TransferListener, held: Iterable[memoryview] = ()
+    ) -> Iterator[bytes]:
+        for chunk in self.registry.chunks(layer.digest, layer.size, held):
             progress.advance(len(chunk))
             yield chunk
+
+    def _begun(
+        self, folder: Path, layers: Sequence[Descriptor], files: Files
+    ) -> dict[str | None, int]:
+        """The sizes of those files that may be the beginning of a layer; others are removed."""
+        sizes = {_path_of(layer): layer.size for layer in layers}
+        begun = dict[str | None, int]()
+        for path in files_below(files, folder):
+            name, status = str(path.relative_to(folder)), files.status(path)
+            if status is not None and 0 < status.size <= sizes.get(name, 0):
+                begun[name] = status.size
+            else:
+                files.unlink(path)
+        return begun
+
+    def _complete(
+        self, path: Path, size: int, layer: Descriptor, progress: TransferListener, files: Files
+    ) -> None:
+        """Write the rest of a file that is a layer."""
+        handle = files.open(path, "modify")
+        try:
+            try:
+                held = _content_of(files, handle, size)
+                for chunk in self._chunks(layer, progress, held):
+                    files.pwrite(handle, chunk, size)
+                    size += len(chunk)
+            except DamagedRemoteError:
+                # The machine may have stopped before what was written was on its disk.
+                files.truncate(handle, 0)
+                size = 0
+                for chunk in self._chunks(layer, progress):
+                    files.pwrite(handle, chunk, size)
+                    size += len(chunk)
+        finally:
+            files.close(handle)
 
     def _write(self, folder: Path, path: str, stream: Any, files: Files) -> str:
         """Write a file of an artifact; its path, as others of the artifact may name it."""
@@ -649,6 +698,37 @@ class _Entry(tarfile.TarInfo):
         except _END:
             setattr(tarfile, _ENDED, True)
             raise
+
+
+@contextmanager
+def layers_folder(tmp: Path, artifact: Artifact, files: Files) -> Iterator[Path]:
+    """Make a folder for the layers of an artifact, and remove it at the end.
+
+    Where the registry cannot be reached any longer, or somebody interrupts, what is in it stays for
+    the next pull of the same artifact, until a gc of the store removes it.
+    """
+    folder, keep = tmp / f"layers-{artifact.digest.rpartition(':')[2]}", False
+    make_folders(files, folder)
+    lock = lock_of(files, folder / "lock")
+    if lock is None:  # another process is pulling it
+        folder = tmp / files.token()
+    try:
+        make_folders(files, folder / "files")
+        yield folder / "files"
+    except (RemoteUnreachableError, RemoteAccessError, KeyboardInterrupt):
+        keep = lock is not None
+        raise
+    finally:
+        if not keep:
+            remove_folder(files, folder)
+        if lock is not None:
+            files.close(lock)
+
+
+def _content_of(files: Files, handle: Handle, nbytes: int) -> Iterator[memoryview]:
+    for start in range(0, nbytes, _STEP):
+        view = memoryview(bytearray(min(_STEP, nbytes - start)))
+        yield view[: files.pread(handle, view, start)]
 
 
 class _Stream:

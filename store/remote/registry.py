@@ -14,7 +14,7 @@ import subprocess
 import threading
 import time
 from base64 import b64encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -335,16 +335,23 @@ class RegistryRepository:
         self.traffic.add(received=len(data))
         return memoryview(data)
 
-    def chunks(self, digest: str, nbytes: int) -> Iterator[bytes]:
+    def chunks(
+        self, digest: str, nbytes: int, held: Iterable[bytes | memoryview] = ()
+    ) -> Iterator[bytes]:
         """Iterate over the `nbytes` bytes of a blob, which are compared with its digest at the end.
 
-        Where they break off, the rest is asked for, or all again if the registry knows no ranges.
+        Those that are `held` already are compared with it, too, and neither asked for nor returned.
+        Where the others break off, the rest is asked for, or all if the registry knows no ranges.
 
         Raises:
             DamagedRemoteError: they do not have it, are more, or there is no such blob.
         """
         hasher, size = hashlib.sha256(), 0
-        for attempt in range(_ATTEMPTS):
+        for part in held:
+            hasher.update(part)
+            size += len(part)
+        before = size
+        for attempt in range(_ATTEMPTS if size < nbytes or not nbytes else 0):
             wanted = {"Range": f"bytes={size}-"} if size else {}
             with self._request("GET", f"blobs/{digest}", wanted, stream=True) as found:
                 if found.status_code == 404:
@@ -364,7 +371,7 @@ class RegistryRepository:
                         if new:
                             yield new
                     break
-        self.traffic.add(received=size)
+        self.traffic.add(received=size - before)
         if digest != f"sha256:{hasher.hexdigest()}":
             raise DamagedRemoteError.at(self.at(digest), "its bytes do not have this digest")
 

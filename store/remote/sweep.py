@@ -35,6 +35,7 @@ from tensor_dedup.store.remote.errors import RemoteBusyError, UncertainRemoteErr
 from tensor_dedup.store.remote.upkeep import (
     UNKNOWN_OBJECT,
     RemoteInventory,
+    as_far_as_allowed,
     readable,
     take_inventory,
 )
@@ -84,7 +85,7 @@ def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan
         catalog = catalog_of(bucket)
         found = take_inventory(bucket)
         _refuse_unless_certain(bucket, found, catalog)
-        now, began = bucket.now(), time.monotonic()
+        now, began = _time_of(bucket, dry_run), time.monotonic()
         others = _others(bucket, catalog.trash, now)
         plan, (segments, trash) = _plan(bucket, found, catalog, now, lease_s)
         if dry_run:
@@ -114,6 +115,15 @@ def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan
         _forget(bucket, plan.delete)
         return replace(plan, done=True)
     raise RemoteBusyError.at(bucket.url, "pushes changed it during every attempt")
+
+
+def _time_of(bucket: Bucket, dry_run: bool) -> float:
+    """The server's time; for who may only read, and so delete nothing, this machine's."""
+    if dry_run:
+        with as_far_as_allowed():
+            return bucket.now()
+        return time.time()
+    return bucket.now()
 
 
 def _refuse_unless_certain(bucket: Bucket, found: RemoteInventory, catalog: Catalog) -> None:

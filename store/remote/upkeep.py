@@ -549,7 +549,7 @@ def _mended(
         for c, entry in _right(named, found).items()
         if _is_wrong(named[c], entry.shortened(named[c].width)) and c not in bad
     }
-    with _as_far_as_allowed():
+    with as_far_as_allowed():
         if gone := {*bad, *absent}:
             drop(bucket, gone)
         if lies:
@@ -563,8 +563,8 @@ def _mended(
 
 
 @contextmanager
-def _as_far_as_allowed() -> Iterator[None]:
-    """Put right what is wrong, if that is allowed; it is told to who may only read, too."""
+def as_far_as_allowed() -> Iterator[None]:
+    """Do what may be refused: who may only read is told what is there and what is wrong, too."""
     try:
         yield
     except (RemoteAccessError, ReadOnlyRemoteError, StoreAccessError):
@@ -596,7 +596,7 @@ def _taken_back(
         return segments, Trash(left, trash.deleting)
 
     if noted:
-        with _as_far_as_allowed():
+        with as_far_as_allowed():
             commit(bucket, catalog_of(bucket), change)
     for container in sorted(noted):
         what = "it was noted as damaged or gone, and it is whole"
@@ -638,7 +638,7 @@ def _mended_holders(
             continue
         records = (r for c in there.containers for r in found.tables[c].records)
         anchors = {r.base for r in records if r.base is not None and r.digest in own}
-        with _as_far_as_allowed():
+        with as_far_as_allowed():
             put_holders(bucket, name, there.only(sorted(own | anchors)))
         if what:
             yield RemoteFault(bucket.at(layout.holders_key(name)), what)

@@ -15,7 +15,7 @@ from tensor_dedup.store.errors import UnfitForCollectionError
 from tensor_dedup.store.format.external import EXTERNAL
 from tensor_dedup.store.format.tables import Record
 from tensor_dedup.store.index import open_index
-from tensor_dedup.store.objects import ContainerId, Objects, remove_folder
+from tensor_dedup.store.objects import ContainerId, Objects, files_below, remove_folder
 from tensor_dedup.store.upkeep.inventory import Inventory, take_inventory
 
 _LOG = logging.getLogger("tensor_dedup")
@@ -196,7 +196,7 @@ def plan_gc(objects: Objects, grace_hours: float) -> GcPlan:
     before = now - grace_hours * _HOUR_S if grace_hours > 0 else math.inf
     old = [*_older(objects, layout.trash, before), *_older(objects, layout.quarantine, before)]
     old += [layout.bad(name) for name in _stale_lists(objects, keep)]
-    unfinished = [*_unfinished(objects, layout.tmp)]
+    unfinished = [*files_below(objects.files, layout.tmp)]
     return GcPlan(
         tuple(_items(objects, trash)),
         tuple(_items(objects, old)),
@@ -226,15 +226,6 @@ def execute(objects: Objects, plan: GcPlan, grace_hours: float) -> GcPlan:
     with open_index(objects):
         pass  # opening it drops the entries of what is gone
     return replace(plan, delete=tuple(delete), done=True)
-
-
-def _unfinished(objects: Objects, folder: Path) -> Iterator[Path]:
-    for name in objects.files.listdir(folder):
-        status = objects.files.status(folder / name)
-        if status is not None and status.kind == "folder":
-            yield from _unfinished(objects, folder / name)
-        else:
-            yield folder / name
 
 
 def _settle(objects: Objects) -> None:

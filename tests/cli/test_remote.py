@@ -3,14 +3,20 @@
 import json
 import re
 import shlex
+import signal
+import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 import registries
+from remotes import answered
 from stores import content, noise, three
 from tensor_dedup.cli import main
 from tensor_dedup.store import Store
@@ -187,8 +193,11 @@ def test_what_only_a_configured_remote_has_is_pulled_as_the_error_says(
     run(*shlex.split(command))
     run(*words)
     assert not (folder / "another").exists()
-    monkeypatch.setenv("TENSOR_DEDUP_REMOTE", "s3://key:hidden-word@bucket/models")
-    assert "hidden-word" not in run("export", "nope", folder / "x", status=2).stderr
+    for wrong in ("s3://key:hidden-word@bucket/models", "https://host/x;sig=hidden-word"):
+        monkeypatch.setenv("TENSOR_DEDUP_REMOTE", wrong)
+        said = run("export", "nope", folder / "x", status=2).stderr
+        assert "may be a secret" in said
+        assert "hidden-word" not in said
 
 
 def test_a_damaged_remote_is_said(folder: Path) -> None:
@@ -342,3 +351,40 @@ def test_what_only_differences_need_is_not_free(folder: Path) -> None:
         records = [r for t in checkpoint for r in checkpoint.records(bytes.fromhex(t.digest))]
     bases = {record.base for record in records} - {None}
     assert bases - {record.digest for record in records}  # there is something to need
+
+
+class Silent(BaseHTTPRequestHandler):
+    """A server that takes requests, and answers none of them before the test is over."""
+
+    asked: ClassVar[threading.Event] = threading.Event()
+    over: ClassVar[threading.Event] = threading.Event()
+
+    def do_GET(self) -> None:
+        self.asked.set()
+        self.over.wait()
+        self.close_connection = True
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.mark.parametrize("verb", ["remote show URL tune", "pull URL tune --store STORE"])
+def test_an_interrupt_ends_it_though_the_server_says_nothing(tmp_path: Path, verb: str) -> None:
+    Silent.asked.clear()
+    Silent.over.clear()
+    with answered(Silent) as host:
+        words = verb.replace("URL", f"http://{host}/x").replace("STORE", f"{tmp_path}/store")
+        command = [sys.executable, "-m", "tensor_dedup", *words.split()]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        try:
+            assert Silent.asked.wait(60)
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=30)  # a request may take 120 seconds
+        finally:
+            process.kill()
+            process.wait()
+            Silent.over.set()
+    assert process.returncode == 130
+    assert said.splitlines()[-1] == "interrupted"

@@ -13,6 +13,7 @@ from tensor_dedup.errors import CheckpointNotFoundError, ConfigError, StoreError
 from tensor_dedup.formats.hub_cache import locate
 from tensor_dedup.store import Store
 from tensor_dedup.store.errors import NoStoreError, UnknownNameError
+from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.init import default_path
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
 from tensor_dedup.types import Fingerprint
@@ -74,12 +75,18 @@ def pull_suggested(name: str) -> Iterator[None]:
         yield
     except (NoStoreError, UnknownNameError) as error:
         # Here: remotes need NumPy, and what is measured does not.
-        from tensor_dedup.store.remote.buckets import scrubbed
+        from tensor_dedup.store.remote.buckets import open_bucket
+        from tensor_dedup.store.remote.errors import RemoteUrlError
         from tensor_dedup.store.remote.on_demand import remote_url
 
         if (url := remote_url()) is None:
             raise
-        command = ["tensor-dedup", "pull", scrubbed(url), name.removeprefix(SCHEME)]
+        try:
+            open_bucket(url, RealFiles())
+        except RemoteUrlError as wrong:  # and may hold a secret
+            said = f"{error.message}; the remote that is configured cannot be one: {wrong.message}"
+            raise type(error)(said, **error.facts) from error
+        command = ["tensor-dedup", "pull", url, name.removeprefix(SCHEME)]
         where = Path(error.facts["path"]).absolute()
         if where != default_path().absolute():
             command += ["--store", str(where)]

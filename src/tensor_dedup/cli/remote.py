@@ -1,12 +1,18 @@
 """`tensor-dedup push`, `pull` and `remote`: checkpoints in object storage and in other folders."""
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import click
 
-from tensor_dedup.cli import Verbs, WrongUse, printable
+from tensor_dedup.cli import INTERRUPTED, Verbs, WrongUse, printable
 from tensor_dedup.cli.output import (
     ByteBar,
     ask,
@@ -38,6 +44,42 @@ from tensor_dedup.store.remote.upkeep import owner
 from tensor_dedup.text_table import human
 
 _DIGITS: Final = 12  # of a digest
+# What has to be tidied up after Ctrl-C takes less, and what waits for a server may take more.
+_PATIENCE_S: Final = 5.0
+_SHOW_CURSOR: Final = b"\x1b[?25h\n"
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let Ctrl-C end the process though a server does not answer.
+
+    A request cannot be given up before it is answered or 20 minutes are over, and Python itself
+    cannot do anything while its main thread waits for one. What a push or a pull leaves when it
+    ends like this is what it leaves when it is killed: the next one goes on from there.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    ended, (ours, wakeup) = threading.Event(), socket.socketpair()
+    wakeup.setblocking(False)
+
+    def watch() -> None:
+        with ours:
+            while number := ours.recv(1):
+                if number[0] == signal.SIGINT and not ended.wait(_PATIENCE_S):
+                    if sys.stderr.isatty():
+                        os.write(2, _SHOW_CURSOR)
+                    os.write(2, b"interrupted\n")
+                    os._exit(INTERRUPTED)
+
+    with wakeup:
+        before = signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=watch, daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+            signal.set_wakeup_fd(before)
 
 
 class _TransferBar(ByteBar):
@@ -81,7 +123,7 @@ def push(name: str, url: str, replace: bool, store: str | None, as_json: bool) -
     the registry has are not uploaded again.
     """
     _check_order(name, url, "push NAME URL")
-    with _TransferBar("pushing") as progress:
+    with _interruptible(), _TransferBar("pushing") as progress:
         result = existing(store).push(url, name, replace=replace, progress=progress)
     say(result.to_dict(), as_json, *_lines(name, result, "there"))
 
@@ -107,7 +149,7 @@ def pull(url: str, name: str | None, replace: bool, store: str | None, as_json: 
             raise WrongUse("say which checkpoint: tensor-dedup pull URL NAME")
         name = default_name(url)
     _check_order(name, url, "pull URL NAME")
-    with _TransferBar("pulling") as progress:
+    with _interruptible(), _TransferBar("pulling") as progress:
         target = _store_for(store, url, name)
         result = target.pull(url, name, replace=replace, progress=progress)
     say(result.to_dict(), as_json, *_lines(name, result, "here"))
@@ -142,8 +184,10 @@ def _lines(name: str, result: TransferResult, where: str) -> list[str]:
 
 
 @click.group(name="remote", cls=Verbs, subcommand_metavar="VERB [OPTIONS]...")
-def command() -> None:
+@click.pass_context
+def command(ctx: click.Context) -> None:
     """Inspect and maintain a remote. URL is that of `push` and `pull`."""
+    ctx.with_resource(_interruptible())
 
 
 def _opened(url: str) -> Remote:

@@ -380,6 +380,13 @@ def test_a_disk_that_fills_up_at_any_moment_of_a_pull(
         "https://host/x;sig=hidden-word",
         "az://container/x;SharedAccessSignature=hidden-word",
         "https://host/x%3Fsig=hidden-word",
+        "https://host/x%23hidden-word",
+        "s3:///key:hidden-word@bucket/x",
+        "S3://bucket/x;hidden-word",
+        "docker://user%3Ahidden-word%40host/x",
+        "file://host/x;hidden-word",
+        "docker:/user:hidden-word@host/x",
+        "user:hidden-word@host/x",
     ],
 )
 def test_urls_that_name_no_remote(url: str) -> None:

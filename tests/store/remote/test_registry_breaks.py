@@ -12,13 +12,17 @@ import registries
 from remotes import Proxy, answered
 from stores import KIB, content, noise, open_store, safetensors, stored, u8, write
 from tensor_dedup.store import Store
+from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.remote import artifacts
+from tensor_dedup.store.remote.artifacts import TITLE
 from tensor_dedup.store.remote.errors import RemoteUnreachableError
+from tensor_dedup.store.remote.oci import Artifact, layers_folder
 from tensor_dedup.store.remote.registry import ArtifactName, RegistryRepository
 
 pytest.importorskip("oras")
 
 CHUNK = 8 * KIB
+RAW_LAYER = "application/vnd.cncf.model.weight.v1.raw"
 BLOB = noise(1, 400 * KIB)
 DIGEST = f"sha256:{hashlib.sha256(BLOB).hexdigest()}"
 
@@ -151,3 +155,129 @@ def test_a_manifest_that_an_artifact_only_says_it_has_is_not_believed(
     other = open_store(tmp_path / "other")
     other.pull(url, "many")
     assert stored(other, "many") == content(tmp_path / "many")
+
+
+class Layers(BaseHTTPRequestHandler):
+    """A registry with an artifact of others: `blobs` are its layers, whose answers may break off.
+
+    `room` counts the bytes that are answered before all breaks off for good; None: all are.
+    """
+
+    protocol_version = "HTTP/1.1"
+    blobs: ClassVar[dict[str, bytes]] = {}
+    document: ClassVar[bytes] = b""
+    room: ClassVar[int | None] = None
+    sent: ClassVar[int] = 0
+
+    def do_GET(self) -> None:
+        kind, body, status = type(self), self.document, 200
+        if "/blobs/" in self.path:
+            body = self.blobs[self.path.rpartition("/")[2]]
+            wanted = self.headers.get("Range")
+            if wanted is not None:
+                body, status = body[int(wanted.removeprefix("bytes=").rstrip("-")) :], 206
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if "/blobs/" in self.path:
+            if kind.room is not None and len(body) > kind.room:
+                body, self.close_connection = body[: kind.room], True
+            kind.room = None if kind.room is None else kind.room - len(body)
+            kind.sent += len(body)
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """The URL of an artifact of others of three layers, a file each, and its files."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TENSOR_DEDUP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("tensor_dedup.store.remote.registry._PAUSE_S", 0.0)
+    monkeypatch.setattr("tensor_dedup.store.remote.registry._CHUNK_BYTES", CHUNK)
+    files = {
+        f"part/{n}.safetensors": safetensors(u8(**{f"w{n}": noise(n, 3072 * KIB)}))
+        for n in range(3)
+    }
+    layers = []
+    for name, data in files.items():
+        digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        Layers.blobs[digest] = data
+        layers.append(artifacts.Descriptor(RAW_LAYER, digest, len(data), {TITLE: name}))
+    config = artifacts.Descriptor("application/json", DIGEST, len(BLOB), {})
+    Layers.document = artifacts.manifest_blob(artifacts.MODEL, config, layers)
+    Layers.room, Layers.sent = None, 0
+    with answered(Layers) as host:
+        yield f"oci://{host}/their/model:v1", files
+
+
+def test_whole_layers_go_on_where_the_last_pull_ended(
+    tmp_path: Path, theirs: tuple[str, dict[str, bytes]]
+) -> None:
+    url, files = theirs
+    total = sum(map(len, files.values()))
+    store = open_store(tmp_path / "store")
+    Layers.room = total - 300 * KIB
+    with pytest.raises(RemoteUnreachableError):
+        store.pull(url, "theirs")
+    assert Layers.sent == total - 300 * KIB
+    assert store.names() == []
+    Layers.room = None
+    result = store.pull(url, "theirs")
+    assert total <= Layers.sent < total + 1100 * KIB  # what is not written yet comes again
+    assert result.wire_bytes < 1400 * KIB
+    assert stored(store, "theirs") == files
+    assert [*(store.path / "tmp").iterdir()] == []
+    assert store.verify(full=True).fine
+
+
+def test_what_a_crash_left_of_a_layer_is_not_believed(
+    tmp_path: Path, theirs: tuple[str, dict[str, bytes]]
+) -> None:
+    """Its size is there, its bytes are not; and a file that no layer is."""
+    url, files = theirs
+    store = open_store(tmp_path / "store")
+    Layers.room = 7000 * KIB
+    with pytest.raises(RemoteUnreachableError):
+        store.pull(url, "theirs")
+    Layers.room = None
+    left = [*(store.path / "tmp").rglob("*.safetensors")]
+    assert len(left) == 3
+    for path in left:
+        path.write_bytes(bytes(path.stat().st_size))
+    (left[0].parent / "more.bin").write_bytes(b"more")
+    store.pull(url, "theirs")
+    assert stored(store, "theirs") == files
+
+
+def test_a_gc_takes_what_was_left_of_layers(
+    tmp_path: Path, theirs: tuple[str, dict[str, bytes]]
+) -> None:
+    url, _ = theirs
+    store = open_store(tmp_path / "store")
+    Layers.room = 7000 * KIB
+    with pytest.raises(RemoteUnreachableError):
+        store.pull(url, "theirs")
+    assert [*(store.path / "tmp").iterdir()]
+    store.gc()
+    assert [*(store.path / "tmp").iterdir()] == []
+
+
+def test_two_pulls_of_layers_at_once_take_nothing_from_each_other(
+    tmp_path: Path, theirs: tuple[str, dict[str, bytes]]
+) -> None:
+    url, files = theirs
+    store = open_store(tmp_path / "store")
+    with RegistryRepository(ArtifactName.parse(url)) as registry:
+        artifact, tmp = Artifact(registry), store.path / "tmp"
+        with layers_folder(tmp, artifact, RealFiles()) as first:
+            (first / "part").mkdir()
+            (first / "part" / "0.safetensors").write_bytes(b"half")
+            store.pull(url, "theirs")
+            assert stored(store, "theirs") == files
+            assert (first / "part" / "0.safetensors").read_bytes() == b"half"
+        assert [*tmp.iterdir()] == []

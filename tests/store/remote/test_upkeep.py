@@ -12,7 +12,7 @@ from stores import content, noise, open_store, stored, three
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.remote import Remote, layout
-from tensor_dedup.store.remote.buckets import ObjectStatus
+from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus
 from tensor_dedup.store.remote.catalog import DAMAGED, catalog_of, read_catalog
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
@@ -635,6 +635,9 @@ def test_no_catalog_is_put_together_from_tables_that_cannot_be_read(
 class ReadOnly(MemoryBucket):
     """One that this user may only read."""
 
+    def now(self) -> float:
+        return Bucket.now(self)  # which writes an object
+
     def put(self, key: str, chunks: Chunks) -> None:
         raise RemoteAccessError.at(self.at(key), "403 Forbidden")
 
@@ -653,6 +656,19 @@ def test_who_may_only_read_is_told_what_is_damaged(bucket: MemoryBucket) -> None
     assert expected.fine
     found = Remote(theirs).verify(full=True)
     assert [fault.url for fault in found.faults if fault.affected] == [f"memory://test/{key}"]
+
+
+@pytest.mark.usefixtures("full")
+def test_who_may_only_read_is_told_what_a_gc_would_do(bucket: MemoryBucket) -> None:
+    Remote(bucket).delete("tune")
+    theirs = ReadOnly()
+    theirs.objects = dict(bucket.objects)
+    expected = Remote(bucket.copied()).gc(0, dry_run=True)
+    assert expected.delete
+    assert Remote(theirs).gc(0, dry_run=True) == expected
+    with pytest.raises(RemoteAccessError):
+        Remote(theirs).gc(0)
+    assert theirs.objects == bucket.objects
 
 
 def test_what_cannot_be_read_for_now_is_not_called_damaged(tmp_path: Path) -> None:
