@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Final
 
+from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.remote import layout
 from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus
 from tensor_dedup.store.remote.catalog import (
@@ -122,7 +123,7 @@ def _time_of(bucket: Bucket, dry_run: bool) -> float:
     if dry_run:
         with as_far_as_allowed():
             return bucket.now()
-        return time.time()
+        return float(RealFiles().now())
     return bucket.now()
 
 
