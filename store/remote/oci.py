@@ -530,7 +530,7 @@ class Artifact:
         progress.start(sum(layer.size for layer in layers) - sum(begun.values()))
         for layer in layers:
             path = _path_of(layer)
-            if path in begun:
+            if path is not None and path in begun:
                 with os_errors(folder):
                     self._complete(folder / path, begun.pop(path), layer, progress, files)
                 continue

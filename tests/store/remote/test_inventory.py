@@ -52,6 +52,7 @@ def test_a_push_that_ends_meanwhile_is_no_damage(store: Store, verb: str) -> Non
         store.push(remote, "new")
 
     bucket.then = push
+    during = vars(bucket)
     if verb == "du":
         found = {each.name: each.unique_bytes for each in remote.usage().checkpoints}
         assert (found["new"] or 0) > 30_000
@@ -59,7 +60,7 @@ def test_a_push_that_ends_meanwhile_is_no_damage(store: Store, verb: str) -> Non
         assert remote.gc(24).delete == ()
     else:
         assert remote.verify(full=verb == "verify_full").fine
-    assert bucket.then is None
+    assert during["then"] is None
     assert remote.names() == ["new", "one"]
     assert not condemned(bucket)
 
