@@ -120,11 +120,12 @@ def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan
 
 def _time_of(bucket: Bucket, dry_run: bool) -> float:
     """The server's time; for who may only read, and so delete nothing, this machine's."""
-    if dry_run:
-        with as_far_as_allowed():
-            return bucket.now()
-        return float(RealFiles().now())
-    return bucket.now()
+    if not dry_run:
+        return bucket.now()
+    now = float(RealFiles().now())
+    with as_far_as_allowed():
+        now = bucket.now()
+    return now
 
 
 def _refuse_unless_certain(bucket: Bucket, found: RemoteInventory, catalog: Catalog) -> None:
