@@ -122,10 +122,10 @@ def _time_of(bucket: Bucket, dry_run: bool) -> float:
     """The server's time; for who may only read, and so delete nothing, this machine's."""
     if not dry_run:
         return bucket.now()
-    now = float(RealFiles().now())
+    known = [float(RealFiles().now())]
     with as_far_as_allowed():
-        now = bucket.now()
-    return now
+        known.append(bucket.now())
+    return known[-1]
 
 
 def _refuse_unless_certain(bucket: Bucket, found: RemoteInventory, catalog: Catalog) -> None:
