@@ -646,8 +646,11 @@ class StepCapture:
         self._pieces, self._written, self._without_room = [], [], []
         self._unmade, self._large, self._packed = [], {}, None
         copied, self._copied = self._copied, []
+        kept = self._context
         for copy in copied:
-            self._context.pool.give(copy.block, page_locked=copy.page_locked)
+            kept.pool.give(copy.block, page_locked=copy.page_locked)
+        # The handle, which made room, is not kept: whoever drops it may still hold the save.
+        self._context = CaptureContext(kept.pool, kept.devices, kept.changing, {})
 
 
 def _writes_of(value: Any) -> Callable[[], bool]:
