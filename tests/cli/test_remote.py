@@ -79,7 +79,10 @@ def test_deleting(folder: Path) -> None:
     assert "Refusing" in run("remote", "delete", url, "base", status=2).stderr
     run("remote", "delete", url, "base", "--yes")
     assert "no checkpoints" in run("remote", "list", url).stdout
-    assert "unused objects are younger than the lease, " in run("remote", "gc", url).stdout
+    young = run("remote", "gc", url).stdout.splitlines()
+    assert young[0] == "Deleted: 0 objects, 0 B"
+    assert re.fullmatch(r"Too young: 5 unused objects, .* less than 168 hours ago, .*", young[1])
+    assert len(young) == 2
     plan = json.loads(run("remote", "gc", url, "--lease", "0", "--dry-run", "--json").stdout)
     assert plan["delete"]
     assert not plan["done"]
