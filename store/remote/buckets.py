@@ -77,7 +77,7 @@ _HOST: Final = re.compile(r"[A-Za-z0-9._-]+(:[0-9]+)?|\[[0-9A-Fa-f:]+\](:[0-9]+)
 _MISTYPED: Final = re.compile(r"(s3|gs|az|https?|file|oci):(?!//)", re.IGNORECASE)
 _SHOWN: Final = 240
 # Where a machine in a cloud is asked for its credentials, when the environment has none.
-_METADATA: Final = "169.254.169.254"
+_METADATA: Final = re.compile(r"/latest/(api/token|meta-data)|/metadata/identity|/computeMetadata/")
 # What may lead to a server of the user's own, by http too; Google's is in the key of an account.
 _ENDPOINTS: Final = (
     *("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
@@ -437,7 +437,7 @@ class ServerBucket(Bucket):
             raise RemoteAccessError.at(self.at(key), scrubbed(str(error))) from None
         except (exceptions.BaseError, OSError) as error:
             text = str(error)
-            if _METADATA in text:
+            if _METADATA.search(text):
                 what = "there are no credentials in the environment"
                 raise RemoteAccessError.at(self.url, what) from None
             kind = RemoteAccessError if _is_about_credentials(text) else RemoteUnreachableError

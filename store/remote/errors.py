@@ -25,7 +25,6 @@ from tensor_dedup.store.errors import (
     UnknownNameError,
 )
 
-
 # How each service takes credentials.
 _CREDENTIALS: Final = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_SESSION_TOKEN, if they are "

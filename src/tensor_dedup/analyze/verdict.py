@@ -5,6 +5,7 @@ import os
 import shlex
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 from tensor_dedup.analyze.analysis import Analysis
 from tensor_dedup.analyze.changes import name_shown
@@ -89,7 +90,7 @@ def _together(analysis: Analysis, first: str, store: str | None) -> Advice:
         left = f" ({human(lost)} less in vLLM, which fuses layers)" if lost > 0 else ""
         model, config = _for_vllm(first), {"memory_manager": "auto"}
         if store is not None and model.startswith(SCHEME):
-            config["store"] = os.path.abspath(store)
+            config["store"] = str(Path(store).absolute())
         share = f"--tensor-dedup {shlex.quote(json.dumps(config))}"
         return Advice(
             f"Load them together to save {saved}{left}. Start each on a port of its own:",

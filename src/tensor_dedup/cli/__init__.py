@@ -166,9 +166,7 @@ def data_errors() -> Iterator[None]:
         raise Failure(_one_line(error)) from error
 
 
-def remember_given(
-    context: click.Context, parameter: click.Parameter, value: _Value
-) -> _Value:
+def remember_given(context: click.Context, parameter: click.Parameter, value: _Value) -> _Value:
     """The `callback` of `--store` and of URL: hints repeat what was given."""
     context.meta[f"{_GIVEN}{parameter.name}"] = value
     return value

@@ -395,8 +395,8 @@ def _gc_lines(plan: RemoteGcPlan, lease: float) -> list[str]:
         )
     if plan.young:
         lines.append(
-            f"Too young: {counted(plan.young, 'unused object')}, {human(plan.young_bytes)}, written "
-            f"less than {lease:g} hours ago, which a later gc condemns"
+            f"Too young: {counted(plan.young, 'unused object')}, {human(plan.young_bytes)}, "
+            f"written less than {lease:g} hours ago, which a later gc condemns"
         )
     return lines
 
