@@ -320,9 +320,7 @@ def test_names_in_the_hub_cache_and_steps_are_checkpoints(
     text = run(*names, *where).stdout
     assert "\ntiny@abc111 " in text
     # vLLM does not know revisions in names.
-    assert f"{tmp_path}/hub/models--Qwen--tiny/snapshots/abc111 --port" in text.replace(
-        " \\\n   ", ""
-    )
+    assert f"{tmp_path}/hub/models--Qwen--tiny/snapshots/abc111 --port" in text
     unclear = run("Qwen/tiny", *where)
     assert (unclear.returncode, unclear.stdout) == (2, "")
     assert "name one of Qwen/tiny@abc111, Qwen/tiny@def222" in unclear.stderr

@@ -147,7 +147,9 @@ def test_what_deleting_gives_back_and_when_is_said(shell: Shell) -> None:
         said(main, "import", shell.root / "m", "--name", name, *here)
     assert "no space to give back" in said(main, "delete", "m", "--yes", *here)
     text = said(main, "delete", "twin", "--yes", *here)
-    assert re.search(r"gc --store \S+` moves \d{2}\.\d KiB .* to the trash.*24 hours later.*--grace 0", text)
+    assert re.search(
+        r"gc --store \S+` moves \d{2}\.\d KiB .* to the trash.*24 hours later.*--grace 0", text
+    )
     assert "a gc 24 hours later deletes" in said(main, "gc", "--yes", *here)
     text = said(main, "gc", "--grace", "0", "--dry-run", *here)
     assert re.search(r"To delete: [1-9]\d* files, \d{2}\.\d KiB", text)
@@ -249,7 +251,9 @@ def test_damage_is_status_1_until_it_is_repaired(shell: Shell) -> None:
     found = shell.document("verify", "--full", status=1)
     [fault] = found["faults"]
     assert fault["kind"] == "tensor"
-    step = "run `tensor-dedup repair --from PATH` with a path that holds them"
+    step = (
+        f"run `tensor-dedup repair --from PATH --store {shell.store}` with a path that holds them"
+    )
     assert fault["what"].endswith(f"; {step}")
     [again] = shell.document("verify", status=1)["faults"]
     assert again["kind"] == "lost"
@@ -269,7 +273,7 @@ def test_each_fault_is_a_sentence_with_the_next_step(shell: Shell) -> None:
     foreign = shell.store / "containers" / "ab" / "notes.txt"
     write(foreign.parent, {foreign.name: b"mine"})
     *faults, _, last = shell.run("verify", "--full").stdout.splitlines()
-    repair = "run `tensor-dedup repair --from PATH`"
+    repair = f"run `tensor-dedup repair --from PATH --store {shell.store}`"
     assert faults[:2] == [
         f"{foreign}: nothing in a store has such a name; move it out of the store",
         f"{path}: its last bytes do not lead to its table; {repair}",
