@@ -251,9 +251,7 @@ def test_damage_is_status_1_until_it_is_repaired(shell: Shell) -> None:
     found = shell.document("verify", "--full", status=1)
     [fault] = found["faults"]
     assert fault["kind"] == "tensor"
-    step = (
-        f"run `tensor-dedup repair --from PATH --store {shell.store}` with a path that holds them"
-    )
+    step = "run `tensor-dedup repair --from PATH` with a path that holds them"
     assert fault["what"].endswith(f"; {step}")
     [again] = shell.document("verify", status=1)["faults"]
     assert again["kind"] == "lost"
