@@ -99,7 +99,7 @@ class UnknownTensorError(AdvisedError):
     """The checkpoint has no tensor of this name."""
 
     exit_status = WRONG_USE
-    advice = "see `tensor-dedup show`"
+    advice = "see `tensor-dedup show NAME`"
 
 
 class BadDigestError(AdvisedError):

@@ -154,7 +154,6 @@ def data_errors() -> Iterator[None]:
     try:
         yield
     except TensorDedupError as error:
-        # The path may be one in another store, from which was pulled.
         said = repeating_given(_one_line(error), error.facts.get("path", ""))
         raise _FAILURES[error.exit_status](said) from error
     except BrokenPipeError:
@@ -162,6 +161,9 @@ def data_errors() -> Iterator[None]:
     except UnicodeEncodeError as error:
         what = f"{error.object!a} has no form in this locale ({error.encoding}); "
         raise WrongUse(f"{what}set LC_ALL=C.UTF-8 or PYTHONUTF8=1") from error
+    except (NotADirectoryError, FileExistsError) as error:
+        what = "it is a file or lies below one; name another path"
+        raise WrongUse(printable(f"{error.filename}: {what}")) from error
     except OSError as error:
         raise Failure(_one_line(error)) from error
 
@@ -182,10 +184,10 @@ def given(name: str) -> str | None:
 def repeating_given(text: str, path: object = None) -> str:
     """Return a text whose commands in backquotes have the store and the URL of this command line.
 
-    `path` is what the text is about: outside the store, its commands are about another one.
+    `path` is what the text is about: what is outside the store may be in that which has the URL.
     """
     store, url = given("store"), given("url")
-    if store is not None and path is not None and not PurePath(str(path)).is_relative_to(store):
+    if store and url and path is not None and not PurePath(str(path)).is_relative_to(store):
         store = None
 
     def repeated(found: re.Match[str]) -> str:
