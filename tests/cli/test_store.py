@@ -372,7 +372,7 @@ def test_a_path_through_a_file_is_wrong_use(shell: Shell) -> None:
         below = shell.root / "m" / "config.json" / "x.html"
         result = shell.run("analyze", shell.root / "m", option, below)
         assert (result.returncode, result.stdout) == (2, "")
-        assert "it is a file or lies below one" in result.stderr
+        assert "or a part of this path is a file; name" in result.stderr
 
 
 def test_a_damaged_marker_is_mended(shell: Shell) -> None:

@@ -162,8 +162,8 @@ def data_errors() -> Iterator[None]:
         what = f"{error.object!a} has no form in this locale ({error.encoding}); "
         raise WrongUse(f"{what}set LC_ALL=C.UTF-8 or PYTHONUTF8=1") from error
     except (NotADirectoryError, FileExistsError) as error:
-        what = "it is a file or lies below one; name another path"
-        raise WrongUse(printable(f"{error.filename}: {what}")) from error
+        what = "it is there already, or a part of this path is a file; name another path"
+        raise WrongUse(printable(f"{error.filename or error}: {what}")) from error
     except OSError as error:
         raise Failure(_one_line(error)) from error
 
