@@ -136,9 +136,10 @@ def _lines(name: str, result: TransferResult, where: str) -> list[str]:
     rate = int(result.wire_bytes / result.seconds) if result.seconds > 0 else 0
     steps = f"{counted(len(result.names), 'checkpoint')}, " if len(result.names) > 1 else ""
     anchors = counted(result.anchor_pieces, "further piece")
+    were = "was" if result.moved_pieces == 1 else "were"
     return [
         f"{name}: {steps}{human(result.nbytes)}; {counted(result.moved_pieces, 'piece')} of "
-        f"{result.pieces} were not {where}"
+        f"{result.pieces} {were} not {where}"
         + (f"; {anchors} came too: differences refer to them" if result.anchor_pieces else ""),
         f"{human(result.wire_bytes)} on the wire ({human(rate)}/s), "
         f"{human(result.saved_bytes)} saved",
@@ -338,7 +339,11 @@ def delete(url: str, name: str, yes: bool, as_json: bool) -> None:
     ask(f"Delete {what} from {remote.url}?", yes)
     for each in [*steps, *pins] or [name]:
         remote.delete(each)
-    say({"deleted": name}, as_json, f"{what} is deleted; `remote gc` gives its space back")
+    say(
+        {"deleted": name},
+        as_json,
+        f"{what} is deleted; `tensor-dedup remote gc URL` frees its space",
+    )
 
 
 def _finite(_: click.Context, __: click.Parameter, hours: float) -> float:
