@@ -83,9 +83,11 @@ def main(
         click.echo("interrupted", err=True)
         raise SystemExit(INTERRUPTED) from None
     if not paths:
-        kept = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        kept = [folder / "pipelines"] if diffusers else models.paths(folder)
+        files = [file for path in kept for file in path.rglob("*") if file.is_file()]
         console.print(
-            f"demo: {human(kept)} stay in {folder} for the next run; delete it to free them",
+            f"demo: {human(sum(file.stat().st_size for file in files))} of checkpoints stay in "
+            f"{folder} for the next run; delete them to have the space back",
             highlight=False,
             soft_wrap=True,
         )

@@ -396,7 +396,8 @@ def _gc_lines(plan: RemoteGcPlan, lease: float) -> list[str]:
         )
     if before > 0:
         lines.append(
-            f"Waiting: {counted(before, 'object')} condemned less than {lease:g} hours ago"
+            f"Waiting: {counted(before, 'object')}, condemned less than {lease:g} hours ago or "
+            "found damaged"
         )
     if plan.young:
         lines.append(
