@@ -370,7 +370,7 @@ def test_a_path_through_a_file_is_wrong_use(shell: Shell) -> None:
     assert f"{shell.store}: Not a directory; a part of this path is a file: name" in result.stderr
     for option in ("--html", "--write-markers"):
         below = shell.root / "m" / "config.json" / "x.html"
-        result = shell.run("analyze", shell.root / "m", option, below)
+        result = shell.run("analyze", shell.root / "m", shell.root / "m", option, below)
         assert (result.returncode, result.stdout) == (2, "")
         assert "or a part of this path is a file; name" in result.stderr
 
