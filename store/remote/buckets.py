@@ -37,6 +37,7 @@ from tensor_dedup.store.remote.errors import (
     RemoteBusyError,
     RemoteUnreachableError,
     RemoteUrlError,
+    UnlistedRemoteError,
 )
 from tensor_dedup.store.remote.layout import (
     CONTAINER_BYTES,
@@ -75,6 +76,8 @@ _HOST: Final = re.compile(r"[A-Za-z0-9._-]+(:[0-9]+)?|\[[0-9A-Fa-f:]+\](:[0-9]+)
 # A scheme with less than two slashes behind it would else be a folder of that name.
 _MISTYPED: Final = re.compile(r"(s3|gs|az|https?|file|oci):(?!//)", re.IGNORECASE)
 _SHOWN: Final = 240
+# Where a machine in a cloud is asked for its credentials, when the environment has none.
+_METADATA: Final = re.compile(r"/latest/(api/token|meta-data)|/metadata/identity|/computeMetadata/")
 # What may lead to a server of the user's own, by http too; Google's is in the key of an account.
 _ENDPOINTS: Final = (
     *("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
@@ -82,6 +85,8 @@ _ENDPOINTS: Final = (
 )
 # What obstore says of a server that answers a range with the whole object.
 _NO_RANGES: Final = ("non-partial response", "Range request not supported")
+# And of a web server without WebDAV that is asked for a list.
+_LISTS_NOTHING: Final = re.compile(r"status code: (4\d\d|501)|decoding PROPFIND")
 # So long whole objects are asked for when one has come instead of a range.
 _ASK_AGAIN_S: Final = 60.0
 _SECRETS: Final = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS", re.IGNORECASE)
@@ -432,6 +437,9 @@ class ServerBucket(Bucket):
             raise RemoteAccessError.at(self.at(key), scrubbed(str(error))) from None
         except (exceptions.BaseError, OSError) as error:
             text = str(error)
+            if _METADATA.search(text):
+                what = "there are no credentials in the environment"
+                raise RemoteAccessError.at(self.url, what) from None
             kind = RemoteAccessError if _is_about_credentials(text) else RemoteUnreachableError
             raise kind.at(self.at(key), scrubbed(text)) from None
 
@@ -588,10 +596,16 @@ class ServerBucket(Bucket):
         # docstring inherited
         import obstore
 
-        with self._translated(prefix):
-            for batch in obstore.list(self._store, prefix, chunk_size=1000):
-                self.traffic.add()
-                yield from map(_status_of, batch)
+        try:
+            with self._translated(prefix):
+                for batch in obstore.list(self._store, prefix, chunk_size=1000):
+                    self.traffic.add()
+                    yield from map(_status_of, batch)
+        except (RemoteUnreachableError, RemoteAccessError) as error:
+            if self.read_only and _LISTS_NOTHING.search(str(error)):
+                what = "a web server of plain files cannot be listed"
+                raise UnlistedRemoteError.at(self.url, what) from None
+            raise
 
     def delete(self, key: str) -> None:
         # docstring inherited
@@ -622,7 +636,7 @@ def _version_of(meta: Any) -> str:
 
 
 def _is_about_credentials(text: str) -> bool:
-    signs = ("401 ", "403 ", "credential", "Credential", "ExpiredToken", "169.254.169.254")
+    signs = ("401 ", "403 ", "credential", "Credential", "ExpiredToken")
     return any(sign in text for sign in signs)
 
 
@@ -659,7 +673,7 @@ def _open_store(url: str, *, sending: bool = False) -> "ObjectStore":
         return from_url(url, client_options=client, retry_config=retry)
     except (BaseError, ValueError) as error:
         if "Account must be specified" in str(error):
-            what = "no account is named: set AZURE_STORAGE_ACCOUNT_NAME"
+            what = "no account is named"
             raise RemoteAccessError.at(url, what) from None
         raise RemoteUrlError.at(url, scrubbed(str(error))) from None
 

@@ -1,5 +1,6 @@
 """A remote: checkpoints in object storage, in a folder, or behind a plain web server."""
 
+import shlex
 from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
@@ -16,6 +17,7 @@ from tensor_dedup.store.remote.errors import (
     RemoteUnreachableError,
     RemoteUrlError,
     UnknownRemoteNameError,
+    UnlistedRemoteError,
 )
 from tensor_dedup.store.remote.pull import RemoteManifest, read_manifest, read_ref
 from tensor_dedup.store.remote.push import LEASE_S
@@ -198,10 +200,16 @@ class Remote:
         """
         if self.has(name):
             return [name]
-        found = [each for each in upkeep.names(self.bucket) if each.startswith(f"{name}@")]
+        what = f"no checkpoint {name!r}"
+        try:
+            found = [each for each in upkeep.names(self.bucket) if each.startswith(f"{name}@")]
+        except UnlistedRemoteError:
+            what += ", and a run cannot be looked for where nothing can be listed"
+            raise UnlistedRemoteError.at(self.url, what) from None
         if not any(map(self.has, found)):
-            folder, what = self.store_folder(), f"no checkpoint {name!r}"
+            folder = self.store_folder()
             if folder is not None:
-                raise UnknownNameError.at(folder, what, name=name)
+                look = f"see `tensor-dedup list --store {shlex.quote(str(folder))}`"
+                raise UnknownNameError(f"{folder}: {what}; {look}", path=str(folder), name=name)
             raise UnknownRemoteNameError.at(self.url, what, name=name)
         return found
