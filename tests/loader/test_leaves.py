@@ -214,6 +214,34 @@ def test_tensors_that_begin_within_a_page(of_base: int, of_tune: int) -> None:
     assert held
 
 
+def test_leaves_of_others_that_lie_otherwise_in_a_page_are_not_taken() -> None:
+    """Who has most decides how the tensor lies; what does not lie so would need pages between."""
+    tune = rows(12, 300)
+    # Which leaves each has, and how far from a multiple of 64 bytes it begins.
+    bases = []
+    for number, (first, last, offset) in enumerate([(6, 12, 8), (4, 6, 24), (0, 4, 8)]):
+        base = rows(last, 301 + number)
+        common = slice(first * ROWS_OF_A_LEAF, last * ROWS_OF_A_LEAF)
+        base[common] = tune[common]
+        bases.append((base, offset))
+    held = [build(offset_by(base, n), keep_alignment=True)[0] for base, n in bases]
+    assert len({resident.offset % PAGE for resident in held}) == 2
+    contents = contents_of([tune])
+    for resident, (base, _) in zip(held, bases, strict=True):
+        note_contents(resident, contents_of([base]))
+    read: list[int] = []
+    key, fetch = resident_key(tune, ""), reader_of([tune], read)
+    known = build_from_contents(key, contents, fetch, check_of(contents), digest_of)
+    (unknown,) = build(offset_by(tune, 16), keep_alignment=True)
+    for made in (known, unknown):
+        assert made is not None
+        assert torch.equal(made.map(), tune)
+        assert shared_bytes(made.map(), held[1].map()) == 0
+        for donor in (held[0], held[2]):
+            assert shared_bytes(made.map(), donor.map()) > 3 * LEAF_BYTES
+    assert sum(read) == 2 * LEAF_BYTES
+
+
 def test_a_last_leaf_that_is_shorter_than_a_page() -> None:
     whole = rows(10, 8).flatten()
     held = build(offset_by(whole, 8), keep_alignment=True)
