@@ -276,11 +276,11 @@ class PartsPlan:
         if sum(size for _, _, size in parts) < pieces[-1].end:
             self.unfit = "a part of it lies in memory that is not leased"
         elif nbytes > MAX_RECORD:
-            self.unfit = (
-                f"its {len(self.parts)} parts are {nbytes} bytes of record, not {MAX_RECORD}"
-            )
+            need = f"its {len(self.parts)} parts need a record of {nbytes} bytes"
+            self.unfit = f"{need}, and a manager takes {MAX_RECORD}"
         elif len(self.tensors) > MAX_RECORD_DIGESTS:
-            self.unfit = f"its parts are of {len(self.tensors)} tensors, not {MAX_RECORD_DIGESTS}"
+            need = f"its parts are of {len(self.tensors)} tensors"
+            self.unfit = f"{need}, and a record names {MAX_RECORD_DIGESTS}"
 
     def fill(
         self, data: memoryview, digest: str, put: Put, missing: Sequence[TensorSlot]

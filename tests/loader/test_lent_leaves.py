@@ -365,22 +365,24 @@ def test_near_the_limit_of_mappings_a_tensor_is_put_whole(
 
 
 @pytest.mark.parametrize(
-    ("limit", "most"), [("MAX_RECORD", 100), ("MAX_RECORD_DIGESTS", 1)], ids=["record", "tensors"]
+    ("limit", "most", "why"),
+    [("MAX_RECORD", 100, "takes 100"), ("MAX_RECORD_DIGESTS", 1, "names 1")],
+    ids=["record", "tensors"],
 )
 @pytest.mark.parametrize("known", [False, True], ids=["unknown", "known"])
 def test_what_no_record_can_tell_is_put_whole_and_the_reason_is_told(
-    limit: str, most: int, known: bool, process: Make, monkeypatch: pytest.MonkeyPatch
+    limit: str, most: int, why: str, known: bool, process: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, first = rows(LEAVES, 270 + 2 * len(limit) + known), process()
     provider = first.provider()
     [(held, _)] = provider.get_or_build([request_for(base)])
     provider.note_contents(held, contents_of([base]))
-    for number, reason in ((3, None), (4, f"not {most}")):
+    for number, reason in ((3, None), (4, why)):
         tune, mine = changed(base, number), process()
         provider = mine.provider()
         monkeypatch.setattr(mine, "provider", lambda kept=provider: kept)
         if known:
-            resident, _ = load_known(mine, [tune], "a known one")
+            resident, _ = load_known(mine, [tune], f"known {limit} {number}")
         else:
             [(resident, _)] = provider.get_or_build([request_for(tune)])
         if reason is None:

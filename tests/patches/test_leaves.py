@@ -22,6 +22,7 @@ import fresh
 import hinted
 import managers
 import plain
+import quantised
 import shared
 import tiny_checkpoints as checkpoints
 from process_state import slab_memory
@@ -285,16 +286,44 @@ def test_vllm_in_another_process_keeps_one_expert_of_a_stack(mixture: Path, tmp_
     _assert_kept_in_another_process(mixture, tune, 92 * MIB, tmp_path)
 
 
-def _assert_kept_in_another_process(base: Path, tune: Path, common: int, tmp_path: Path) -> None:
-    differ, tensors = changed_bytes(base, tune)
+@pytest.mark.vllm
+@pytest.mark.long
+def test_vllm_in_another_process_keeps_all_but_a_leaf_of_an_fp8_weight(
+    llama: Path, tmp_path: Path
+) -> None:
+    """One block of 128 x 128 numbers differs, in one leaf of the 12 MiB of q, k and v."""
+    base = quantised.make("fp8 block", llama, tmp_path / "fp8" / "base")
+    tune = checkpoints.mapped(base, tmp_path / "fp8" / "tune", quantised.block_changed)
+    [name] = checkpoints.different(base, tune)
+    old, new = (checkpoints.tensors(path)[name].view(torch.uint8) for path in (base, tune))
+    differ = int((old != new).sum())
+    assert differ == 128 * 128
+    _assert_kept_in_another_process(
+        base, tune, 10 * MIB, tmp_path, changed=(differ, 1), kernels=True
+    )
+
+
+def _assert_kept_in_another_process(
+    base: Path,
+    tune: Path,
+    common: int,
+    tmp_path: Path,
+    *,
+    changed: tuple[int, int] | None = None,
+    kernels: bool = False,
+) -> None:
+    """`changed` as `changed_bytes`; with `kernels` vLLM gets those that it has not on this CPU."""
+    differ, tensors = changed or changed_bytes(base, tune)
+    options = {"worker_extension_cls": "with_kernels.Worker"} if kernels else {}
+    unpacked = "unpacked_with_kernels.Worker" if kernels else "unpacked.Worker"
     with fleet.fleet(tmp_path) as engines, fleet.manager(tmp_path) as manager:
-        plain_tune = engines.start(tune, None, worker_extension_cls="unpacked.Worker")
+        plain_tune = engines.start(tune, None, worker_extension_cls=unpacked)
         config = {"memory_manager": str(manager.socket)}
-        first = engines.start(base, config)
+        first = engines.start(base, config, **options)
         of_base = first.loaded["outputs"]
         assert first.read()
         before, charged = fleet.slab_pss(first.pid), manager.charged()
-        second = engines.start(tune, config)
+        second = engines.start(tune, config, **options)
         report = second.report
         assert report["leaf_shared_bytes"] == common
         assert report["shared_bytes"] + report["private_bytes"] == report["total_bytes"]
@@ -306,7 +335,7 @@ def _assert_kept_in_another_process(base: Path, tune: Path, common: int, tmp_pat
         assert manager.charged() - charged <= 1.05 * differ + tensors * LEAF_BYTES + records
         assert second.loaded["outputs"] == plain_tune.loaded["outputs"] != of_base
         # What it consists of outlives the process that has put most of it, and the manager.
-        third = engines.start(tune, config)
+        third = engines.start(tune, config, **options)
         assert third.report["leaf_shared_bytes"] == third.report["private_bytes"] == 0
         first.end()
         manager.kill()
