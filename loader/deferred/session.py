@@ -271,7 +271,7 @@ class LoadSession:
             self._install(each, resident)
             return
         made = self.make(each)
-        if same_bytes(made.tensor, self.provider.map(resident).cpu()):
+        if same_bytes(made.tensor, self._seen(resident)):
             self._install(each, resident)
         elif verify:
             self.ledger.collisions += 1
@@ -369,7 +369,7 @@ class LoadSession:
         if entered is None:
             return False
         first, made = entered
-        if not made and not self.agrees(first, tensor := resident.map()):
+        if not made and not self.agrees(first, tensor := resident.seen()):
             self.keep_private(each, NotShared.COLLISION, ScratchTensor(tensor, tensor))
             return True
         self._install(each, first, made=made)
@@ -390,7 +390,7 @@ class LoadSession:
         if not verify and not self.sampled():
             return True
         made = self.make(each)
-        equal = same_bytes(made.tensor, resident.map(writable=False))
+        equal = same_bytes(made.tensor, resident.seen())
         if not equal and not verify:
             raise_audit(each.name, "the leaves of others", "the tensor made from its checkpoint")
         if not equal:
@@ -450,7 +450,7 @@ class LoadSession:
             return
         self.ahead.begin(self._must_be_read)
         self._note_contents(each, first)
-        if not made and not self.agrees(first, tensor := resident.map()):
+        if not made and not self.agrees(first, tensor := resident.seen()):
             self.keep_private(each, NotShared.COLLISION, ScratchTensor(tensor, tensor))
             return
         self._install(each, first, made=made)
@@ -562,6 +562,12 @@ class LoadSession:
         """Return whether this hit is one of those to audit, chosen at random."""
         return self.config.audit > 0 and self._rng.random() < self.config.audit
 
+    def _seen(self, resident: AnyResident) -> torch.Tensor:
+        """Return the bytes of a resident in host memory, to be compared."""
+        if isinstance(resident, Resident):
+            return resident.seen()
+        return self.provider.map(resident).cpu()
+
     def agrees(self, resident: AnyResident, tensor: torch.Tensor) -> bool:
         """Compare a hit by content where that is asked for; return whether it may be used.
 
@@ -573,7 +579,7 @@ class LoadSession:
         verify = self.config.verifies_bytes
         if not (verify or self.sampled()):
             return True
-        if same_bytes(tensor.cpu(), self.provider.map(resident).cpu()):
+        if same_bytes(tensor.cpu(), self._seen(resident)):
             return True
         if not verify:
             raise_audit(f"a tensor of {resident.key.digest}", "the resident", "its equal")

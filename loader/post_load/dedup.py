@@ -50,7 +50,7 @@ from tensor_dedup.loader.residents.param_data import overlapping, param_data, se
 from tensor_dedup.loader.residents.process_mappings import ProcessMappings
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.residents.resident import Resident, resident_key, sharable
-from tensor_dedup.loader.residents.slab import SharedMemoryError
+from tensor_dedup.loader.residents.slab import MappingLimitError, SharedMemoryError
 from tensor_dedup.loader.unsharing.lookup import is_mapping_of, residents_of
 from tensor_dedup.loader.unsharing.private import map_shared
 
@@ -279,6 +279,9 @@ class ModuleDedup:
                 shared = map_shared(resident)
             except SharedMemoryError as error:
                 self._reasons[id(parameter)] = str(error)
+                if isinstance(error, MappingLimitError):
+                    # The parameter is looked at again in the end, and may become a replica.
+                    self._context.provider.note_not_by_leaf(str(error))
                 continue
             self._replaced.enter(parameter)
             set_param_data(parameter, shared)
@@ -296,7 +299,7 @@ class ModuleDedup:
         audited = config.audit > 0 and self._context.rng.random() < config.audit
         if not (config.verifies_bytes or audited):
             return True
-        if same_bytes(param_data(parameter), resident.map(writable=False)):
+        if same_bytes(param_data(parameter), resident.seen()):
             return True
         if not config.verifies_bytes:
             raise_audit(f"a tensor of {resident.key.digest}", "the resident", "its equal")

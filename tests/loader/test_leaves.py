@@ -355,6 +355,33 @@ def test_near_the_limit_of_mappings_a_tensor_is_copied_whole(
         assert "max_map_count" in (provider.not_by_leaf or "")
 
 
+def test_near_the_limit_of_mappings_everything_is_still_checked(
+    base: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What consists of parts cannot be mapped any more, and is read to be compared and hashed."""
+    qkv = {name: rows(4, 310 + number) for number, name in enumerate("qkv")}
+    tune = {**qkv, "q": changed(qkv["q"], 1)}
+    paths = [
+        deferring.save(tmp_path / f"{n}.safetensors", each) for n, each in enumerate((qkv, tune))
+    ]
+    held = [load_file_of_qkv(None, path, known=False) for path in paths]
+    assert held[1][1].ledger.leaf_shared_bytes  # or nothing is tested here
+    (resident,) = build(changed(base, 4))
+    monkeypatch.setattr(libc, "max_mappings", libc.count_mappings)
+    monkeypatch.setattr(mappings.BUDGET, "_until", 0.0)
+    assert torch.equal(resident.copied(), changed(base, 4))
+    for known in (False, True):
+        for config in ({}, {"audit": 1.0}, {"verify_bytes": True}):
+            again, session, _ = load_file_of_qkv(None, paths[1], known=known, **config)
+            assert torch.equal(again, torch.cat([*tune.values()]))
+            assert not session.ledger.collisions
+            [reason] = session.ledger.skipped.values()
+            assert "max_map_count" in reason
+    assert verify().ok
+    wrong = registry.register(Resident(resident_key(base, "1" * 64), resident.extents))
+    assert verify().mismatches == (wrong.key.digest,)
+
+
 def enter_streamed(
     provider: HostProvider,
 ) -> Callable[[Sequence[ResidentRequest]], list[tuple[Resident, bool]]]:

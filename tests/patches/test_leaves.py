@@ -6,9 +6,10 @@ The parts that do not change are at least 8 MiB each, or nothing would be proved
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import diffusers
 import pytest
@@ -26,12 +27,12 @@ import quantised
 import shared
 import tiny_checkpoints as checkpoints
 from process_state import slab_memory
-from tensor_dedup import enable, report, shared_bytes, unshare, verify
+from tensor_dedup import enable, libc, report, shared_bytes, unshare, verify
 from tensor_dedup.digest import LEAF_BYTES, digest, leaf_places
 from tensor_dedup.errors import AuditError
 from tensor_dedup.formats.weights import read_header
 from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
-from tensor_dedup.loader.residents import leaves
+from tensor_dedup.loader.residents import leaves, mappings
 from tensor_dedup.loader.residents.resident import tensor_bytes
 from tensor_dedup.loader.unsharing.lookup import is_mapped
 from tensor_dedup.memory_manager.protocol.layout import PAGE
@@ -227,7 +228,27 @@ def experts_in_vllm(base: Path, tune: Path, managed: bool) -> None:
     engines.warm_up(base)
     with managers.running(tune.parent) if managed else nullcontext() as manager:
         config: dict[str, Any] = {"memory_manager": str(manager.socket)} if manager else {}
-        _assert_costs_what_changed(base, tune, 92 * MIB, [], **config)
+        held: list[Any] = []
+        _assert_costs_what_changed(base, tune, 92 * MIB, held, **config)
+        expected = plain.outputs(engines.sharing(tune, cpu_weights="plain"))
+        with near_the_limit_of_mappings():
+            for audited in ({}, {"audit": 1.0}, {"verify_bytes": True}):
+                again = engines.sharing(tune, cpu_weights="plain", **config, **audited)
+                last = engines.last_report()
+                assert last.private_bytes
+                assert "max_map_count" in dict(last.skipped).popitem()[1]
+                assert plain.outputs(again) == expected
+            assert verify().ok
+
+
+@contextmanager
+def near_the_limit_of_mappings() -> Iterator[None]:
+    """As if this process could have no more mappings than it has."""
+    with (
+        mock.patch.object(libc, "max_mappings", libc.count_mappings),
+        mock.patch.object(mappings.BUDGET, "_until", 0.0),
+    ):
+        yield
 
 
 def _assert_costs_what_changed(
@@ -553,6 +574,28 @@ def test_transformers_keeps_k_and_v_of_what_files_hold_as_one(
     """`q_proj` only, and q and v as a merged LoRA changes them."""
     tune = checkpoints.mapped(fused, tmp_path / "tune", change)
     _assert_costs_what_changed_in_transformers(fused, tune, common)
+
+
+def test_transformers_near_the_limit_of_mappings_keeps_private_what_lies_in_parts(
+    fused: Path, tmp_path: Path
+) -> None:
+    tune = checkpoints.mapped(fused, tmp_path / "tune", first_third_changed)
+    expected = _logits(_load(tune))
+    with enable():
+        held = [_load(fused), _load(tune)]
+    assert report().models[-1].leaf_shared_bytes  # or nothing is tested here
+    with near_the_limit_of_mappings():
+        for config in ({}, {"audit": 1.0}, {"verify_bytes": True}):
+            with enable(config):
+                again = _load(tune)
+            last = report().models[-1]
+            assert torch.equal(_logits(again), expected)
+            assert last.collisions == 0
+            reasons = dict(last.skipped)
+            assert any("max_map_count" in reason for reason in reasons.values())
+            assert last.shared_bytes  # what lies as one is mapped as ever
+        assert verify().ok
+    assert held
 
 
 def test_transformers_keeps_k_and_v_through_a_manager(fused: Path, tmp_path: Path) -> None:
