@@ -32,9 +32,11 @@ from tensor_dedup.loader.post_load.batch import (
     DedupContext,
     HashBatch,
     MissingResident,
+    content_recipe,
     reason_of_class,
     slab_batches,
 )
+from tensor_dedup.loader.post_load.known_leaves import build_of_known_leaves, note_leaves
 from tensor_dedup.loader.post_load.on_gpu import GpuModuleDedup
 from tensor_dedup.loader.post_load.replaced_storages import ReplacedStorages
 from tensor_dedup.loader.post_load.replicas import (
@@ -228,7 +230,7 @@ class ModuleDedup:
                 self._reasons[id(candidate.parameter)] = NotShared.CHANGED
                 continue
             if candidate.file_range is not None and self._context.files is not None:
-                self._context.files.learn(candidate.file_range, digest)
+                self._context.files.learn(candidate.file_range, digest, batch.leaves(number))
             key = resident_key(candidate.data, digest)
             replica = self._replicas.choose(key, candidate.name)
             resident = registry.lookup(key, replica)
@@ -248,11 +250,36 @@ class ModuleDedup:
         key = resident_key(param_data(candidate.parameter), remembered)
         replica = self._replicas.choose(key, candidate.name)
         resident = registry.lookup(key, replica)
+        made = False
+        if resident is None and replica == 0:
+            resident, made = self._build_known(candidate)
         if resident is None:
             self._replicas.release(key, replica)
             return False
-        self._install([_Found(candidate.parameter, resident, replica, made=False)])
+        self._install([_Found(candidate.parameter, resident, replica, made)])
         return True
+
+    def _build_known(self, candidate: DedupCandidate) -> tuple[Resident | None, bool]:
+        """Build what hints know leaf by leaf of what others have, reading only the rest.
+
+        Return the resident, or None where nobody has a part, and whether it is new.
+        """
+        provider = self._context.provider
+        try:
+            built = build_of_known_leaves(candidate, self._context)
+            if built is None or not self._equal(built, candidate.parameter):
+                return None, False
+            entered = provider.enter_known(content_recipe(built.key), built)
+        finally:
+            provider.end_known()
+        if entered is None:
+            return None, False
+        resident, made = entered
+        if made:
+            self._context.built.add(resident)
+            note_first_name(resident, candidate.name)
+            note_leaves(resident, candidate, self._context)
+        return resident, made
 
     def _build(self, batch: HashBatch, missing: Sequence[MissingResident]) -> list[_Found]:
         try:
@@ -264,6 +291,7 @@ class ModuleDedup:
             if made:
                 self._context.built.add(resident)
                 note_first_name(resident, each.candidate.name)
+                note_leaves(resident, each.candidate, self._context)
         return [
             _Found(each.candidate.parameter, resident, each.replica, made)
             for each, (resident, made) in zip(missing, built, strict=True)

@@ -32,9 +32,12 @@ from tensor_dedup.digest import LEAF_BYTES, digest, leaf_places
 from tensor_dedup.errors import AuditError
 from tensor_dedup.formats.weights import read_header
 from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
+from tensor_dedup.loader.post_load.mapped_files import FileRange
 from tensor_dedup.loader.residents import leaves, mappings
+from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.residents.resident import tensor_bytes
 from tensor_dedup.loader.unsharing.lookup import is_mapped
+from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.protocol.layout import PAGE
 
 MIB = 1 << 20
@@ -574,6 +577,91 @@ def test_transformers_keeps_k_and_v_of_what_files_hold_as_one(
     """`q_proj` only, and q and v as a merged LoRA changes them."""
     tune = checkpoints.mapped(fused, tmp_path / "tune", change)
     _assert_costs_what_changed_in_transformers(fused, tune, common)
+
+
+@pytest.mark.parametrize("case", ["grown", "fused"])
+@pytest.mark.parametrize("managed", [False, True], ids=["alone", "managed"])
+def test_transformers_reads_only_what_changed_of_a_known_fine_tune(
+    case: str, managed: bool, llama: Path, fused: Path, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    base = llama if case == "grown" else fused
+    if case == "grown":
+        tune = grown(llama, tmp_path / "tune")
+    else:
+        tune = checkpoints.mapped(fused, tmp_path / "tune", first_and_last_third_changed)
+    shared.quiet(base, tune)
+    fresh.call_forked(known_in_transformers, base, tune, managed)
+
+
+def known_in_transformers(base: Path, tune: Path, managed: bool) -> None:
+    """In a process that holds nothing of other tests."""
+    expected = [_logits(_load(path)) for path in (base, tune)]
+    differ, _ = changed_leaves(base, tune)
+    with managers.running(tune.parent) if managed else nullcontext() as manager:
+        config: dict[str, Any] = {"memory_manager": str(manager.socket)} if manager else {}
+        with enable():
+            for path in (base, tune):  # from now on their digests are known
+                _load(path)
+        gc.collect()
+        assert not registry.residents()
+        with enable(config):
+            first = _load(base)
+        theirs = dict(first.named_parameters())
+        for audited in ({}, {"audit": 1.0}, {"verify_bytes": True}):
+            with file_bytes_read() as read, enable({**config, **audited}):
+                second = _load(tune)
+            last = report().models[-1]
+            assert last.known
+            assert last.leaf_shared_bytes >= 8 * MIB - 2 * PAGE  # those at the seams are copied
+            assert 0 < sum(read) <= 1.05 * differ
+            assert last.collisions == 0
+            found = sum(
+                shared_bytes(mine, theirs[name]) for name, mine in second.named_parameters()
+            )
+            assert found == last.shared_bytes + last.leaf_shared_bytes
+            assert torch.equal(_logits(first), expected[0])
+            assert torch.equal(_logits(second), expected[1])
+            assert verify().ok
+            del second
+            gc.collect()
+            if manager:
+                Admin(manager.socket).evict(str(tune))
+
+
+@contextmanager
+def file_bytes_read() -> Iterator[list[int]]:
+    """How many bytes are read of files to be hashed and copied, read by read."""
+    original, found = FileRange.read, list[int]()
+
+    def read(self: FileRange, into: memoryview, offset: int) -> None:
+        found.append(len(into))
+        original(self, into, offset)
+
+    with mock.patch.object(FileRange, "read", read):
+        yield found
+
+
+def test_a_wrong_hint_of_a_leaf_is_noticed_by_transformers(fused: Path, tmp_path: Path) -> None:
+    """The leaf is not read, for the base has it; but the whole is hashed all the same."""
+    tune = checkpoints.mapped(fused, tmp_path / "tune", first_third_changed)
+    shared.quiet(fused, tune)
+    expected = _logits(_load(tune))
+    with enable():
+        for path in (fused, tune):
+            _load(path)
+    gc.collect()
+    [name] = checkpoints.different(fused, tune)
+    _forge(tune, _leaves_of(tune, name)[1], _leaves_of(fused, name)[1])
+    with enable():
+        first = _load(fused)
+        second = _load(tune)
+    last = report().models[-1]
+    assert not last.known  # it was loaded again without hints
+    assert last.leaf_shared_bytes >= 8 * MIB
+    assert torch.equal(_logits(second), expected)
+    assert verify().ok
+    assert first is not None
 
 
 def test_transformers_near_the_limit_of_mappings_keeps_private_what_lies_in_parts(
