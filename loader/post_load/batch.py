@@ -63,15 +63,17 @@ def reason_of_class(parameter: nn.Parameter) -> str | None:
     return f"a parameter of class {kind.__name__} is left alone"
 
 
-def slab_batches(items: Iterable[_T], nbytes: Callable[[_T], int]) -> Iterator[list[_T]]:
-    """Yield lists of items that fill one slab each, and large items by themselves.
+def slab_batches(
+    items: Iterable[_T], nbytes: Callable[[_T], int], own: int = OWN_SLAB_BYTES
+) -> Iterator[list[_T]]:
+    """Yield lists of items that fill one slab each, and items of `own` bytes by themselves.
 
     Items are consumed one batch at a time. `nbytes` returns the size of an item.
     """
     batch: list[_T] = []
     size = 0
     for item in items:
-        if nbytes(item) >= OWN_SLAB_BYTES:
+        if nbytes(item) >= own:
             yield [item]
             continue
         batch.append(item)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 from torch import nn
 
-from tensor_dedup.loader.cuda.shared import BATCH_BYTES, OWN_SLAB_BYTES
+from tensor_dedup.loader.cuda.shared import BATCH_BYTES
 from tensor_dedup.loader.ledger import LoadLedger, NotShared
 from tensor_dedup.loader.post_load.batch import (
     DedupCandidate,
@@ -50,7 +50,7 @@ from tensor_dedup.loader.residents.compare import raise_audit, same_bytes
 from tensor_dedup.loader.residents.mappings import is_as_mapped
 from tensor_dedup.loader.residents.param_data import overlapping, param_data, set_param_data
 from tensor_dedup.loader.residents.process_mappings import ProcessMappings
-from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM, registry
 from tensor_dedup.loader.residents.resident import Resident, resident_key, sharable
 from tensor_dedup.loader.residents.slab import MappingLimitError, SharedMemoryError
 from tensor_dedup.loader.unsharing.lookup import is_mapping_of, residents_of
@@ -59,6 +59,8 @@ from tensor_dedup.loader.unsharing.private import map_shared
 if TYPE_CHECKING:
     from tensor_dedup.loader.post_load.batch import NamedParameter
 
+# What others may take leaves of has a slab of its own: nobody keeps a slab of many for some leaves.
+_OWN_SLAB_BYTES: Final = LEAF_SHARED_FROM
 # Batches that are read while the loader goes on.
 _UNDER_WAY: Final = 2
 
@@ -109,7 +111,7 @@ class ModuleDedup:
             return
         if any(id(parameter) in each for each in (self._shares, self._waiting, self._begun)):
             return
-        if parameter.nbytes >= OWN_SLAB_BYTES:
+        if parameter.nbytes >= _OWN_SLAB_BYTES:
             self._begin([(name, parameter)])
             return
         # Smaller ones wait until there is enough for a slab, or until their model is complete.
@@ -127,7 +129,7 @@ class ModuleDedup:
         self._take_back_written()
         for buffer in self.model.buffers():
             self._restore_views_with(buffer)
-        for batch in slab_batches(self._left(), _nbytes):
+        for batch in slab_batches(self._left(), _nbytes, _OWN_SLAB_BYTES):
             self._begin(batch, wait=True)
         self._replicas.order(self.model.named_parameters(), self._shares)
         self._on_gpus.share(list(self._left()))
@@ -151,7 +153,7 @@ class ModuleDedup:
         """Share those parameters, given by id, that are private now. The model is complete."""
         self._claim(each for each in self.model.parameters() if id(each) not in parameters)
         left = (item for item in self._left() if id(item[1]) in parameters)
-        for batch in slab_batches(left, _nbytes):
+        for batch in slab_batches(left, _nbytes, _OWN_SLAB_BYTES):
             self._begin(batch, wait=True)
         self._replicas.order(self.model.named_parameters(), self._shares)
         self._end()

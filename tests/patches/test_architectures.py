@@ -33,8 +33,6 @@ _ONE_LAYER = {
     "mixtral": "model.layers.2.block_sparse_moe.experts.",
     "gpt_oss": "model.layers.2.mlp.experts.",
 }
-# Made from the weights by attention's own processing: parameters that no loading code assembles.
-_DERIVED = ("W_UV", "W_UK_T")
 # How much more than a plain load one of ours may read beside the checkpoint (hints, /proc): far
 # less than any checkpoint here has.
 _BESIDE_BYTES = 100_000
@@ -136,7 +134,7 @@ def _assert_shared(result: pair_run.Result) -> None:
     assert first.shared is None
     for load in others:
         assert load.shared is not None
-        forms = {f: s for f, s in load.shared.items() if not f.endswith(_DERIVED)}
+        forms = {f: s for f, s in load.shared.items() if not f.endswith(pair_run.DERIVED)}
         assert {form.removesuffix(engines.PACKED) for form in forms} == set(result.assembled)
         wrong = [f for f, s in forms.items() if s != (f.removesuffix(engines.PACKED) in unchanged)]
         assert not wrong

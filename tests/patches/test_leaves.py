@@ -562,6 +562,19 @@ def test_transformers_keeps_what_grew(llama: Path, tmp_path: Path) -> None:
     _assert_costs_what_changed_in_transformers(llama, tune, 32 * MIB)
 
 
+def test_transformers_keeps_what_changed_of_tensors_of_8_mib(llama: Path, tmp_path: Path) -> None:
+    """Each has a slab of its own: for six of them nobody would keep 64 MiB."""
+
+    def last_row_changed(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if "self_attn" in name:
+            tensor = tensor.clone()
+            tensor[-1] *= 1.5
+        return tensor
+
+    tune = checkpoints.mapped(llama, tmp_path / "tune", last_row_changed)
+    _assert_costs_what_changed_in_transformers(llama, tune, 8 * 6 * MIB)
+
+
 @pytest.mark.long
 def test_transformers_keeps_one_expert_of_a_stack(mixture: Path, tmp_path: Path) -> None:
     tune = scaled("experts.5.")(mixture, tmp_path / "tune")

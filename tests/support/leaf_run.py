@@ -125,7 +125,11 @@ def _load(path: Path, base: "LLM", expected: Any, pooling: bool) -> "tuple[LLM, 
     return tune, Load(
         equal_outputs=_outputs(tune, path, pooling) == expected,
         pieces=[len(each.extents) for each in made if len(each.extents) > 1],
-        common=sum(shared_bytes(each, theirs[name]) for name, each in mine.items()),
+        common=sum(
+            shared_bytes(each, theirs[name])
+            for name, each in mine.items()
+            if not name.endswith(pair_run.DERIVED)
+        ),
         report=engines.last_report(),
     )
 

@@ -34,6 +34,8 @@ from tensor_dedup.loader.residents.registry import registry
 if TYPE_CHECKING:
     from vllm import LLM
 
+# Made from the weights by attention's own processing: parameters that no loading code assembles.
+DERIVED = ("W_UV", "W_UK_T")
 _EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "gpt_oss")
 _ORDER = (*_EXPERTS, *(a for a in checkpoints.ARCHITECTURES if a not in _EXPERTS))
 
