@@ -201,6 +201,11 @@ def opened() -> Iterator[list[Any]]:
     gc.collect()
 
 
+def grown_by_ten(source: Path, target: Path) -> Path:
+    """vLLM puts 54 rows of zeros behind it, which no file has."""
+    return checkpoints.grown_vocabulary(source, target, rows=10)
+
+
 LLAMAS: dict[str, tuple[Change, int]] = {
     "a grown vocabulary": (grown, 32 * MIB),
     "q_proj": (scaled("layers.1.self_attn.q_proj"), 16 * MIB),
@@ -368,11 +373,11 @@ def _assert_kept_in_another_process(
 
 @pytest.mark.vllm
 @pytest.mark.usefixtures("warm")
-@pytest.mark.parametrize("case", LLAMAS)
+@pytest.mark.parametrize("case", [*LLAMAS, "ten more rows"])
 def test_vllm_reads_only_what_changed_of_a_known_fine_tune(
     case: str, llama: Path, tmp_path: Path, opened: list[Any]
 ) -> None:
-    change, common = LLAMAS[case]
+    change, common = LLAMAS.get(case, (grown_by_ten, 32 * MIB))
     tune = change(llama, tmp_path / "tune")
     shared.quiet(llama, tune)
     opened.append(engines.sharing(tune, cpu_weights="plain"))
