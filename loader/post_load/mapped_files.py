@@ -179,8 +179,6 @@ class MappedFiles:
         remembered = hashed.remembered
         if remembered is None:
             hashed.file.learned[hashed.start, hashed.nbytes] = digest
-            if leaves:
-                hashed.file.learned |= digests_by_place(hashed.start, hashed.nbytes, leaves)
         elif remembered != digest:
             self._hints.forget(hashed.file.fd)
             raise StaleHintError(
@@ -189,6 +187,8 @@ class MappedFiles:
                 "changing its times",
                 path=hashed.file.path,
             )
+        if leaves and not hashed.remembered_leaves:  # perhaps only the whole was remembered
+            hashed.file.learned |= digests_by_place(hashed.start, hashed.nbytes, leaves)
 
     def finish(self) -> None:
         """Write what was hashed as hints.
