@@ -317,7 +317,7 @@ class Resident:
     def copied(self) -> torch.Tensor:
         """Return a copy of the bytes in private memory, which takes no mapping of a slab."""
         copy = torch.empty(self.nbytes, dtype=torch.uint8)
-        into, at = memoryview(copy.numpy()), 0
+        into, at = copy.numpy().data, 0
         for slab, offset, nbytes in self.extents:
             end = at + nbytes
             while at < end:

@@ -201,7 +201,7 @@ def _assert_kept_in_another_process(
 ) -> None:
     """`changed` as `changed_bytes`; with `kernels` vLLM gets those that it has not on this CPU."""
     differ, tensors = changed or changed_bytes(base, tune)
-    options = {"worker_extension_cls": "with_kernels.Worker"} if kernels else {}
+    options: dict[str, Any] = {"worker_extension_cls": "with_kernels.Worker"} if kernels else {}
     unpacked = "unpacked_with_kernels.Worker" if kernels else "unpacked.Worker"
     with fleet.fleet(tmp_path) as engines, fleet.manager(tmp_path) as manager:
         plain_tune = engines.start(tune, None, worker_extension_cls=unpacked)
