@@ -106,7 +106,9 @@ def experts_in_vllm(base: Path, tune: Path, managed: bool) -> None:
         config: dict[str, Any] = {"memory_manager": str(manager.socket)} if manager else {}
         held: list[Any] = []
         _assert_costs_what_changed(base, tune, 92 * MIB, held, **config)
-        expected = plain.outputs(engines.sharing(tune, cpu_weights="plain"))
+        third = engines.sharing(tune, cpu_weights="plain", **config)
+        expected = plain.outputs(third)
+        engines.drop(third)
         with near_the_limit_of_mappings():
             for audited in ({}, {"audit": 1.0}, {"verify_bytes": True}):
                 again = engines.sharing(tune, cpu_weights="plain", **config, **audited)
@@ -114,6 +116,7 @@ def experts_in_vllm(base: Path, tune: Path, managed: bool) -> None:
                 assert last.private_bytes
                 assert "max_map_count" in dict(last.skipped).popitem()[1]
                 assert plain.outputs(again) == expected
+                engines.drop(again)
             assert verify().ok
 
 
