@@ -298,28 +298,39 @@ class Saves:
             began = time.perf_counter()
             extracted = extract()
             context = CaptureContext(
-                self._pool, self._devices, self._changing, self._saver.large(), self.finish
+                self._pool, self._devices, self._changing, self._saver.large(), self._finish_one
             )
             capture = StepCapture(extracted.chunks, context)
             pending = PendingSave(extracted, capture, self._commit, self._last(), self._saver.root)
             pending.times.metadata = time.perf_counter() - began
             eager = not (bool(self._hooked) if lazy is None else lazy)
-            safe = eager or capture.guard()
-            pending.streams = self._help(capture) or not capture.large_bytes
-            if eager:
-                pending.capture_now()
-            with self._lock:
-                self._pending.append(pending)
+            try:
+                safe = eager or capture.guard()
+                pending.streams = self._help(capture) or not capture.large_bytes
+                if eager:
+                    pending.capture_now()
+                with self._lock:
+                    self._pending.append(pending)
+            except BaseException:  # nobody else gives its blocks back
+                capture.settle()
+                capture.release()
+                raise
             thread.work = pending.run
         if eager or not safe:
             pending.hold()
         return pending
 
     def _help(self, capture: StepCapture) -> bool:
-        """Start threads that capture, if that pays; return whether there are some."""
+        """Start threads that capture, if that pays; return whether there are some.
+
+        Where the system has none to give, the save's own thread captures alone.
+        """
         helpers = self._helpers if capture.large_bytes >= _HELPED_BYTES else 0
-        for _ in range(helpers):
-            threading.Thread(target=capture.work, name="tensor-dedup-capture").start()
+        for number in range(helpers):
+            try:
+                threading.Thread(target=capture.work, name="tensor-dedup-capture").start()
+            except RuntimeError:
+                return number > 0
         return helpers > 0
 
     def _last(self) -> PendingSave | None:
@@ -374,6 +385,14 @@ class Saves:
             running = list(self._pending)
         for each in running:
             each.finish()
+
+    def _finish_one(self) -> bool:
+        """Wait until the oldest save has ended; return False if there is none."""
+        with self._lock:
+            running = [each for each in self._pending if not each.done()]
+        for each in running[:1]:
+            each.finish()
+        return bool(running)
 
     def close(self) -> None:
         """Wait for every save and free the pool. The error of a failed save is raised later."""

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from tensor_dedup.formats.pytorch.machine import DTYPES
 from tensor_dedup.store.checkpoints.errors import DamagedStateError, UnsupportedArrayError
-from tensor_dedup.store.gathered import Gathered, flat_bytes
+from tensor_dedup.store.gathered import Gathered, GatheredArray, GatheredTensor, flat_bytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -166,18 +166,15 @@ def in_groups(items: "Iterable[_T]", groups: Iterable[str]) -> "list[_T]":
 def pieces(tensors: "Mapping[str, Value]") -> list[NamedValue]:
     """Return the values as pieces, in order, each named by its key.
 
-    Contiguous little-endian arrays and tensors on the CPU are not copied; those on a device, with
-    other strides or the other byte order are. Any thread may call it, while nobody writes to the
+    Contiguous little-endian arrays and tensors on the CPU are not copied; conjugates and those on a
+    device, with other strides or the other byte order are. Any thread may call it, while nobody writes to the
     values.
 
     Raises:
         UnsupportedArrayError: one cannot be stored, such as arrays of objects, records, strings or
             times, quantised, sparse or meta tensors, and tensors of unknown subclasses.
     """
-    return [
-        held if type(held) is NamedValue and held.name == name else _in_memory(_piece(name, held))
-        for name, held in tensors.items()
-    ]
+    return [_in_memory(_piece(name, held)) for name, held in tensors.items()]
 
 
 def _in_memory(piece: NamedValue) -> NamedValue:
@@ -242,7 +239,7 @@ def _of_array(name: str, array: Any) -> NamedValue:
     if known is None:
         raise UnsupportedArrayError.at(name, f"an array of dtype {array.dtype}", dtype=dtype.str)
     plain = np.asarray(array)  # of a subclass, too
-    data = plain.reshape(-1).view(np.uint8).data if _lies_in_order(plain) else Gathered(plain)
+    data = plain.reshape(-1).view(np.uint8).data if _lies_in_order(plain) else GatheredArray(plain)
     return NamedValue(name, known, tuple(array.shape), data)
 
 
@@ -265,13 +262,15 @@ def _of_tensor(name: str, tensor: Any) -> NamedValue:
         return NamedValue(name, known, shape, memoryview(b""))
     import torch
 
-    held = tensor.detach().resolve_conj().resolve_neg().to("cpu")
+    held = tensor.detach()
+    if held.device.type != "cpu" or held.is_conj() or held.is_neg():
+        return NamedValue(name, known, shape, GatheredTensor(held))
     if not held.is_contiguous():
         # numpy lacks some dtypes. It has the one of 16 bytes.
         whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         kind = whole.get(held.element_size())
         bits = held if kind is None else held.view(kind)
-        return NamedValue(name, known, shape, Gathered(bits.numpy()))
+        return NamedValue(name, known, shape, GatheredArray(bits.numpy()))
     # Not view(-1): one element is contiguous whatever its stride, and would keep it.
     flat = held.as_strided((held.numel(),), (1,), held.storage_offset())
     return NamedValue(name, known, shape, memoryview(flat.view(torch.uint8).numpy()))

@@ -9,7 +9,7 @@ import pytest
 
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.store.files import RealFiles
-from tensor_dedup.store.gathered import Gathered, copy_flat, flat_bytes, place_of
+from tensor_dedup.store.gathered import GatheredArray, copy_flat, flat_bytes, place_of
 from tensor_dedup.store.writing.hashing import Hasher, change_hash, change_hashes
 
 BASE = np.arange(7 * 3 * 5 * 4, dtype=np.float32).reshape(7, 3, 5, 4)
@@ -34,7 +34,7 @@ WAYS: dict[str, Callable[[], np.ndarray[Any, Any]]] = {
 def test_slices_are_those_of_the_bytes_in_order(way: str) -> None:
     array, dice = WAYS[way](), random.Random(way)
     expected = array.astype(array.dtype.newbyteorder("<")).tobytes("C")
-    gathered = Gathered(array)
+    gathered = GatheredArray(array)
     assert gathered.nbytes == len(expected)
     assert bytes(gathered) == gathered[:] == expected
     for _ in range(200):
@@ -48,7 +48,7 @@ def test_slices_are_those_of_the_bytes_in_order(way: str) -> None:
 
 def test_a_place_is_one_of_an_array_and_how_it_lies() -> None:
     square = np.zeros((4, 4))
-    same = [Gathered(square.T), Gathered(square.T), Gathered(square[::-1]), Gathered(square[:2].T)]
+    same = [GatheredArray(square.T), GatheredArray(square.T), GatheredArray(square[::-1]), GatheredArray(square[:2].T)]
     assert [place_of(each) == place_of(same[0]) for each in same] == [True, True, False, False]
     assert place_of(flat_bytes(square.data)) == place_of(flat_bytes(square.view(np.uint64).data))
 
@@ -59,6 +59,6 @@ def test_change_hashes_are_those_of_the_bytes(leaves: float) -> None:
     turned = flat.reshape(256, -1).T
     copied = np.ascontiguousarray(turned)
     hasher = Hasher(RealFiles(), 2)
-    found = change_hashes(hasher, [Gathered(turned), copied.data, Gathered(turned)])
+    found = change_hashes(hasher, [GatheredArray(turned), copied.data, GatheredArray(turned)])
     hasher.close()
-    assert found == [change_hash(copied.data)] * 3 == [change_hash(Gathered(turned))] * 3
+    assert found == [change_hash(copied.data)] * 3 == [change_hash(GatheredArray(turned))] * 3
