@@ -108,7 +108,7 @@ class StateChunk(msgspec.Struct, frozen=True, eq=False):
         """Where the bytes are: nowhere before `make` was called, on a device, or on the host."""
         if self.make is not None:
             return "unmade"
-        return "device" if is_tensor(self.source) and self.source.device.type != "cpu" else "host"
+        return "device" if is_tensor(self.source) and _is_elsewhere(self.source) else "host"
 
     @property
     def nbytes(self) -> int | None:
@@ -263,7 +263,7 @@ def _of_tensor(name: str, tensor: Any) -> NamedValue:
     import torch
 
     held = tensor.detach()
-    if held.device.type != "cpu" or held.is_conj() or held.is_neg():
+    if _is_elsewhere(held) or held.is_conj() or held.is_neg():
         return NamedValue(name, known, shape, GatheredTensor(held))
     if not held.is_contiguous():
         # numpy lacks some dtypes. It has the one of 16 bytes.
@@ -274,6 +274,11 @@ def _of_tensor(name: str, tensor: Any) -> NamedValue:
     # Not view(-1): one element is contiguous whatever its stride, and would keep it.
     flat = held.as_strided((held.numel(),), (1,), held.storage_offset())
     return NamedValue(name, known, shape, memoryview(flat.view(torch.uint8).numpy()))
+
+
+def _is_elsewhere(tensor: Any) -> bool:
+    """Return whether a tensor's memory is not the host's."""
+    return bool(tensor.device.type != "cpu")
 
 
 @cache
