@@ -517,7 +517,11 @@ class StepCapture:
         if block is None:
             return False
         nbytes = large.view.nbytes
-        copy_flat(large.view, block[:nbytes])
+        try:
+            copy_flat(large.view, block[:nbytes])
+        except BaseException:
+            self._context.pool.give(block)
+            raise
         self._check(large)
         for place in large.places:
             self._pieces[place] = replace(self._pieces[place], data=block[:nbytes])

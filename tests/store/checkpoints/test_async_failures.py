@@ -14,9 +14,15 @@ import torch
 from disk_faults import NEEDS_SPACE, Faults, FaultyFiles
 from stores import Gate, assert_same, copied, gated, handle, network, shares, train
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints import CheckpointStore, PendingSave
+from tensor_dedup.store.checkpoints import (
+    CheckpointStore,
+    PendingSave,
+    background,
+    capture,
+)
 from tensor_dedup.store.errors import ChangedModelError, NoSpaceError
 from tensor_dedup.store.files import Handle, RealFiles
+from tensor_dedup.store.gathered import FlatBytes
 
 FULL = Faults(full_from=0)
 
@@ -99,6 +105,57 @@ class _Failing(Gate):
             self.fails = False
             raise OSError(28, "No space left on device")
         RealFiles.fsync(self, handle)
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_a_save_goes_on_where_the_system_has_no_more_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: int
+) -> None:
+    begin, names = threading.Thread.start, list[str]()
+
+    def start(thread: threading.Thread) -> None:
+        names.append(thread.name)
+        if names.count("tensor-dedup-capture") > started:
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(background, "_HELPED_BYTES", 1)
+    run, model = handle(tmp_path), network(1)
+    run._saves._helpers = 3
+    monkeypatch.setattr(threading.Thread, "start", start)
+    model = {name: torch.from_numpy(each) for name, each in model.items()}
+    expected = {name: each.clone() for name, each in model.items()}
+    pending = run.save_async(model, 0, lazy=True)
+    run.before_update()
+    for each in model.values():
+        each.fill_(7)
+    assert pending.wait().step == 0
+    assert names.count("tensor-dedup-capture") == started + 1
+    assert all(torch.equal(torch.as_tensor(run.load(0)[n]), each) for n, each in expected.items())
+    run.close()
+    assert allocated(run) == 0
+
+
+def test_a_save_that_does_not_start_gives_back_what_it_has_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, model = handle(tmp_path), network(1)
+    copy, failing = capture.copy_flat, [True]
+
+    def copy_flat(data: FlatBytes, into: memoryview) -> None:
+        if run._saves._pool.allocated > 200_000 and failing:  # there is a large copy by now
+            failing.clear()
+            raise MemoryError
+        copy(data, into)
+
+    monkeypatch.setattr(capture, "copy_flat", copy_flat)
+    with pytest.raises(MemoryError):
+        run.save_async(model, 0)
+    assert not failing
+    run._saves._pool.clear()
+    assert allocated(run) == 0
+    assert run.save_async(model, 0).wait().step == 0
+    assert_same(run.load(0), model)
 
 
 def test_what_raises_in_a_block_is_not_covered_by_what_failed(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from stores import PageablePool, shares
-from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.checkpoints import CheckpointStore, state
 from tensor_dedup.store.checkpoints.capture import (
     CaptureContext,
     CudaDevice,
@@ -24,6 +24,7 @@ from tensor_dedup.store.checkpoints.errors import UnsupportedArrayError
 from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.state import StateChunk
 from tensor_dedup.store.errors import ChangedModelError
+from tensor_dedup.store.gathered import Gathered
 from trainings import Training
 
 NOTES = Notes("run", 0, "pytorch", {})
@@ -240,6 +241,26 @@ def test_what_there_is_no_room_for_is_taken_from_where_it_lies() -> None:
     capture.hold()
     assert capture.lacks_room()  # whoever wants to change it waits until it is saved
     assert held(capture.snapshot(NOTES, {})) == expected
+
+
+def test_what_a_device_has_no_room_for_is_read_there_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(state, "_is_elsewhere", lambda tensor: tensor.dim() == 2)
+    plain = torch.randn(200, 200)
+    values = {"a": torch.randn(200, 300), "b": plain, "turned": plain.T, "same": plain}
+    expected = data_of(*values.values())
+    capture, device = staged(values, 60 * 4096)
+    assert [len(each.waiting) for each in device.begun] == [1]
+    assert all(isinstance(capture._pieces[at].data, Gathered) for at in (1, 2, 3))
+    capture.hold()
+    assert capture.lacks_room()
+    snapshot = capture.snapshot(NOTES, {})
+    assert held(snapshot) == expected
+    snapshot.check_unchanged()
+    plain.mul_(1)
+    with pytest.raises(ChangedModelError, match="'(b|turned)'"):
+        snapshot.check_unchanged()
 
 
 def test_what_was_begun_is_given_back_when_something_has_no_form() -> None:
