@@ -507,7 +507,8 @@ class StepCapture:
     def _capture(self, large: _Large) -> bool:
         """Find a piece in the store, or copy it; return False when there is no room."""
         if large.name not in self._context.changing:
-            key = change_hash(large.view)
+            # At the first step there is nothing that it could be equal to.
+            key = change_hash(large.view) if self._context.known else b""
             if key in self._context.known:
                 self._check(large)
                 self._found(large.places, key)
