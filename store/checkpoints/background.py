@@ -227,7 +227,11 @@ class _Standby:
         self._thread = threading.Thread(target=self._run, name="tensor-dedup-save", daemon=False)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # an interrupt, for one: it may have started, and waits
+            self._go.set()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -300,22 +304,26 @@ class Saves:
             context = CaptureContext(
                 self._pool, self._devices, self._changing, self._saver.large(), self._finish_one
             )
-            capture = StepCapture(extracted.chunks, context)
-            pending = PendingSave(extracted, capture, self._commit, self._last(), self._saver.root)
-            pending.times.metadata = time.perf_counter() - began
-            eager = not (bool(self._hooked) if lazy is None else lazy)
+            capture, pending = StepCapture(extracted.chunks, context), None
             try:
+                last, root = self._last(), self._saver.root
+                pending = PendingSave(extracted, capture, self._commit, last, root)
+                pending.times.metadata = time.perf_counter() - began
+                eager = not (bool(self._hooked) if lazy is None else lazy)
                 safe = eager or capture.guard()
                 pending.streams = self._help(capture) or not capture.large_bytes
                 if eager:
                     pending.capture_now()
                 with self._lock:
                     self._pending.append(pending)
-            except BaseException:  # nobody else gives its blocks back
-                capture.settle()
-                capture.release()
+                thread.work = pending.run
+            except BaseException:
+                if thread.work is None:  # nobody else ends it
+                    with self._lock:
+                        self._pending[:] = [each for each in self._pending if each is not pending]
+                    capture.settle()
+                    capture.release()
                 raise
-            thread.work = pending.run
         if eager or not safe:
             pending.hold()
         return pending

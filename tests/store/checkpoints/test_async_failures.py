@@ -158,6 +158,35 @@ def test_a_save_that_does_not_start_gives_back_what_it_has_taken(
     assert_same(run.load(0), model)
 
 
+def test_an_interrupt_while_a_save_starts_leaves_no_thread_and_no_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, begin, begun = handle(tmp_path), threading.Thread.start, list[threading.Thread]()
+
+    def start(thread: threading.Thread) -> None:
+        begin(thread)
+        begun.append(thread)
+        raise KeyboardInterrupt
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for owner, name, instead in (
+        (threading.Thread, "start", start),
+        (PendingSave, "run", property(interrupt)),  # when it is in the list of those that run
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, instead)
+            with pytest.raises(KeyboardInterrupt):
+                run.save_async(network(1), 0)
+    begun[0].join(60)
+    assert not begun[0].is_alive()
+    run.close()
+    assert allocated(run) == 0
+    assert run.steps() == []
+    assert run.save_async(network(1), 0).wait().step == 0
+
+
 def test_what_raises_in_a_block_is_not_covered_by_what_failed(tmp_path: Path) -> None:
     handle(tmp_path / "store").close()
     files = faulty(tmp_path)
