@@ -12,6 +12,7 @@ import torch
 
 import fresh
 import killed_training
+from tensor_dedup.integrations.deepspeed import Pointer
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import UnknownStepError
 from tensor_dedup.store.errors import StoreIOError
@@ -229,6 +230,60 @@ def ahead(root: str) -> None:
 
 def test_a_rank_that_is_ahead_deletes_nothing_that_others_need(tmp_path: Path) -> None:
     fresh.call(ahead, str(tmp_path / "store"))
+
+
+def reading(root: str) -> list[int]:
+    """How many pointer files each save of a rank reads, where four checkpoints are kept."""
+    first, second = engines(root, 2, keep_last=4)
+    counts, read = list[int](), Pointer.read
+
+    def counted(path: Path) -> Pointer | None:
+        counts[-1] += 1
+        return read(path)
+
+    # Bound to the class: whoever reads one is counted.
+    Pointer.read = staticmethod(counted)  # type: ignore[method-assign, assignment]
+    for number in range(8):
+        for engine, name in ((first, MODEL), (second, optimizer(1)), (first, optimizer(0))):
+            counts.append(0)
+            save(engine, root, "x" * (number + 1), name)
+    Pointer.read = read  # type: ignore[method-assign]
+    run = CheckpointStore(root, f"run/{optimizer(0).removesuffix('.pt')}")
+    assert run.steps() == [4, 5, 6, 7]
+    assert {path.name for path in Path(f"{root}-files").iterdir()} == {
+        "latest",
+        *("x" * number for number in (5, 6, 7, 8)),
+    }
+    return counts[-3:]
+
+
+def test_a_save_reads_few_pointers_of_what_is_kept(tmp_path: Path) -> None:
+    # Each reads those of its own file, and of one checkpoint whether it is whole; the last one
+    # reads all, once, because it has something to delete.
+    kept, files = 4, 3
+    found = fresh.call(reading, str(tmp_path / "store"))
+    assert max(found[:2]) <= 2 * (kept + files + 2)
+    assert found[2] <= files * (2 * kept + 4) + 2 * kept
+
+
+def left_behind(root: str) -> None:
+    (engine,) = engines(root, 1)
+    files = Path(f"{root}-files")
+    files.mkdir()
+    left = [files / f".{tag}.{MODEL}.part" for tag in ("1", "global_step22")]
+    others = [files / f".1.{optimizer(1)}.part", files / MODEL, files / f"mine.{MODEL}.part"]
+    for each in (*left, *others):
+        each.write_text("[")
+    save(engine, root, "333", MODEL)
+    assert not any(each.exists() for each in left)
+    assert all(each.exists() for each in others)  # another rank may be writing there
+    left[0].write_text("[")
+    save(engine, root, "4444", MODEL)
+    assert left[0].exists()  # by whoever trains at the same time, not by a kill
+
+
+def test_what_a_kill_left_of_a_pointer_is_removed(tmp_path: Path) -> None:
+    fresh.call(left_behind, str(tmp_path / "store"))
 
 
 def failing(root: str) -> None:
