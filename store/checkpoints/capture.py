@@ -383,8 +383,13 @@ class StepCapture:
             return piece
         if view.nbytes < PACK_BELOW:
             return replace(piece, data=self._copy_small(place, view))
-        new = _Large(piece.name, view, _writes_of(chunk.source), [])
-        self._large.setdefault(place_of(view), new).places.append(place)
+        written = _writes_of(chunk.source)
+        large = self._large.get(place_of(view))
+        if large is None:
+            self._large[place_of(view)] = _Large(piece.name, view, written, [place])
+        else:  # the same memory, perhaps written to by way of this one
+            large.places.append(place)
+            large.written = _either(large.written, written)
         return piece
 
     def _copy_small(self, place: int, view: FlatBytes) -> memoryview:
@@ -669,3 +674,10 @@ def _writes_of(value: Any) -> Callable[[], bool]:
 
 def _never() -> bool:
     return False
+
+
+def _either(one: Callable[[], bool], other: Callable[[], bool]) -> Callable[[], bool]:
+    """Return a function that tells of both writes; `_never` if nobody counts one of them."""
+    if one is _never or other is _never:
+        return _never
+    return lambda: one() or other()

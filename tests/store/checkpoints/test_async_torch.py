@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -120,6 +121,35 @@ def test_a_write_before_the_update_is_found() -> None:
     capture.work()
     with pytest.raises(ChangedModelError, match="'weight'"):
         capture.snapshot(NOTES, {})
+
+
+@pytest.mark.parametrize("first", ["tensor", "array"])
+def test_an_array_is_copied_at_once_where_a_tensor_shares_its_memory(first: str) -> None:
+    tensor = torch.randn(200, 200)
+    array, expected = tensor.numpy(), data_of(tensor)
+    values: dict[str, Any] = {"tensor": tensor, "array": array}
+    order = [first, *(values.keys() - {first})]
+    capture = StepCapture(
+        [StateChunk(values[name], name) for name in order],
+        CaptureContext(HostPool(1 << 20), [], set(), {}),
+    )
+    assert len(capture._large) == 1
+    capture.guard()
+    array += 1
+    capture.hold()
+    assert held(capture.snapshot(NOTES, {})) == 2 * expected
+
+
+def test_a_write_is_found_through_any_tensor_of_one_memory() -> None:
+    for number in range(2):
+        array = np.zeros((200, 200))
+        tensors = [torch.from_numpy(array), torch.from_numpy(array)]  # each counts its own
+        capture = capture_of({"a": tensors[0], "b": tensors[1]})
+        assert len(capture._large) == 1
+        tensors[number].add_(1)
+        capture.work()
+        with pytest.raises(ChangedModelError, match="'a'"):
+            capture.snapshot(NOTES, {})
 
 
 def test_all_kinds_of_tensors_are_copied_in_order() -> None:
