@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.errors import NotATrainingError, UnknownStepError
@@ -36,6 +36,8 @@ from tensor_dedup.store.store import Store
 from tensor_dedup.store.writing.hashing import Hasher
 
 _T = TypeVar("_T")
+# So many places are one fast tier's, from when it goes on from another one's last.
+_TURN: Final = 1 << 20
 
 
 class OutdatedError(Exception):
@@ -272,14 +274,24 @@ def ahead(one: StepPlace | None, other: StepPlace | None) -> bool:
 
 
 def diverged(one: StepPlace | None, other: StepPlace | None) -> bool:
-    """Whether two states of a step differ, and neither is later.
+    """Whether a fast tier's state of a step is none that the other one was made after.
 
-    A fast tier may count past a place without a step (a save failed), and die before a later step
-    is drained: another one that goes on from the second tier gives that step the same place.
+    A fast tier may die before its last steps are drained: another one that goes on from the second
+    tier does not know of them. It has later places (`next_turn`) and is what counts; the first one
+    is not to be lost, and not to be drained either. Both have one place where each of them counted
+    on from the second tier without that, as earlier versions do.
     """
     if one is None or other is None or not (one.readable and other.readable):
         return False
-    return one.sequence == other.sequence and one.manifest != other.manifest
+    if one.manifest == other.manifest:
+        return False
+    earlier = one.sequence // _TURN < other.sequence // _TURN
+    return earlier or one.sequence == other.sequence
+
+
+def next_turn(last: int) -> int:
+    """Return a place behind all that whoever gave this one may have given without draining them."""
+    return (last // _TURN + 1) * _TURN
 
 
 def counts(near: StepPlace | None, there: StepPlace | None) -> bool:
