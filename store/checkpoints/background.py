@@ -33,7 +33,13 @@ from tensor_dedup.store.checkpoints.capture import (
     SnapshotDevice,
     StepCapture,
 )
-from tensor_dedup.store.checkpoints.commit import Saved, Saver, StepSnapshot, StepSource
+from tensor_dedup.store.checkpoints.commit import (
+    Saved,
+    SaveLock,
+    Saver,
+    StepSnapshot,
+    StepSource,
+)
 from tensor_dedup.store.checkpoints.errors import BrokenSaveError, ForkedSaveError
 from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.runs import step_name
@@ -177,6 +183,10 @@ class PendingSave:
             self.times.write = time.perf_counter() - began
         except StoreError as error:
             self._error = error
+        except BaseException as error:  # of a provider's `make`, for one
+            self._error = self._broken("it ended with an error that is none of the store's")
+            self._error.__cause__ = error
+            raise
         finally:
             try:
                 self._capture.settle()
@@ -210,7 +220,7 @@ class PendingSave:
     def _end(self) -> None:
         if self._saved is None:
             if self._error is None:
-                self._error = self._broken("it ended with an error that is none of the store's")
+                self._error = self._broken("it ended")
             self._error.add_note(f"while {self.name} was saved in the background to {self.root}")
         self._capture.release()
         del self._extracted, self._previous  # the model is not kept, nor all saves before,
@@ -280,7 +290,7 @@ class Saves:
         weakref.finalize(self, _log_failures, self._pending)
 
     def _begin(self) -> None:
-        self._turn, self._lock = threading.Lock(), threading.Lock()
+        self._turn, self._lock = SaveLock(), threading.Lock()
         self._pending.clear()
 
     def forked(self) -> None:
@@ -297,6 +307,7 @@ class Saves:
 
         If an earlier save failed, its error is raised and nothing is saved.
         """
+        self._turn.check(self._saver.root)
         with self._turn, _Standby() as thread:
             self._wait_until_fewer_than(self._in_flight)
             began = time.perf_counter()

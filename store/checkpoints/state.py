@@ -8,6 +8,7 @@ A StateChunk is what a piece is made from when its turn comes, with hints for th
 Neither numpy nor torch is imported before an array or a tensor of theirs is met.
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from tensor_dedup.dtypes import BITS
 from tensor_dedup.formats.pytorch.machine import DTYPES
 from tensor_dedup.store.checkpoints.errors import DamagedStateError, UnsupportedArrayError
 from tensor_dedup.store.gathered import Gathered, GatheredArray, GatheredTensor, flat_bytes
@@ -201,6 +203,19 @@ def value(piece: NamedValue) -> "np.ndarray[Any, Any] | NamedValue":
         raise DamagedStateError.at(piece.name, what) from error
 
 
+def of_its_size(piece: NamedValue) -> NamedValue:
+    """Return a piece that somebody else has made, whose bytes are those of its dtype and shape.
+
+    Raises:
+        UnsupportedArrayError: they are fewer or more, so that nobody could load it.
+    """
+    bits = BITS.get(piece.dtype)
+    if bits is not None and bits * math.prod(piece.shape) != 8 * piece.nbytes:
+        what = f"{piece.nbytes} bytes are no {piece.dtype} of shape {piece.shape}"
+        raise UnsupportedArrayError.at(piece.name, what)
+    return piece
+
+
 def raw(held: "Value") -> memoryview:
     """Return the bytes of a piece, an array or a tensor, flat."""
     return flat_bytes(_piece("", held).data)[:]
@@ -220,7 +235,8 @@ def is_array(held: object) -> bool:
 
 def _piece(name: str, held: object) -> NamedValue:
     if isinstance(held, NamedValue):
-        return held if held.name == name else replace(held, name=name)
+        found = held if held.name == name else replace(held, name=name)
+        return of_its_size(found)
     if is_tensor(held):
         return _of_tensor(name, held)
     if is_array(held):

@@ -102,7 +102,12 @@ def test_a_place_of_a_tensor_is_one_of_its_values() -> None:
 
 def test_a_place_is_one_of_an_array_and_how_it_lies() -> None:
     square = np.zeros((4, 4))
-    same = [GatheredArray(square.T), GatheredArray(square.T), GatheredArray(square[::-1]), GatheredArray(square[:2].T)]
+    same = [
+        GatheredArray(square.T),
+        GatheredArray(square.T),
+        GatheredArray(square[::-1]),
+        GatheredArray(square[:2].T),
+    ]
     assert [place_of(each) == place_of(same[0]) for each in same] == [True, True, False, False]
     assert place_of(flat_bytes(square.data)) == place_of(flat_bytes(square.view(np.uint64).data))
 

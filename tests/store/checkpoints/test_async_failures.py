@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from disk_faults import NEEDS_SPACE, Faults, FaultyFiles
-from stores import Gate, assert_same, copied, gated, handle, network, shares, train
+from stores import Arrays, Gate, Model, assert_same, copied, gated, handle, network, shares, train
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints import (
     CheckpointStore,
@@ -20,6 +20,8 @@ from tensor_dedup.store.checkpoints import (
     background,
     capture,
 )
+from tensor_dedup.store.checkpoints.adapters import StateChunk
+from tensor_dedup.store.checkpoints.errors import BrokenSaveError, NestedSaveError
 from tensor_dedup.store.errors import ChangedModelError, NoSpaceError
 from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.gathered import FlatBytes
@@ -185,6 +187,65 @@ def test_an_interrupt_while_a_save_starts_leaves_no_thread_and_no_copy(
     assert allocated(run) == 0
     assert run.steps() == []
     assert run.save_async(network(1), 0).wait().step == 0
+
+
+class _Interrupting(RealFiles):
+    """A disk at which, once, a signal handler runs where a file is made durable."""
+
+    def __init__(self) -> None:
+        self.handler: Callable[[], object] | None = None
+
+    def fsync(self, handle: Handle) -> None:
+        handler, self.handler = self.handler, None
+        if handler is not None:
+            handler()
+        super().fsync(handle)
+
+
+def test_a_signal_handler_that_saves_in_the_middle_of_a_save_is_told(tmp_path: Path) -> None:
+    handle(tmp_path).close()
+    files, told = _Interrupting(), list[str]()
+    run, model = handle(tmp_path, files=files), network(1)
+
+    def handler() -> None:
+        with pytest.raises(NestedSaveError, match="when the call has returned") as caught:
+            run.save(model, 7)
+        told.append(str(caught.value))
+
+    files.handler = handler
+    run.save(model, 0)
+    assert len(told) == 1
+    assert run.steps() == [0]
+    assert_same(run.load(0), model)
+
+
+def test_a_model_that_saves_while_it_is_taken_apart_is_told(tmp_path: Path) -> None:
+    class Saving(Arrays):
+        def extract(self, model: Model) -> Model:
+            run.save_async(model, 7)
+            return model
+
+    run = CheckpointStore(tmp_path, "run", Saving())
+    with pytest.raises(NestedSaveError):
+        run.save_async(network(1), 0)
+    run.close()
+    assert run.steps() == []
+
+
+def test_what_a_part_of_the_model_raises_is_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+    def make() -> bytes:
+        raise ValueError("mine")
+
+    run = CheckpointStore(tmp_path, "run")
+    pending = run.save_async({"a": StateChunk(make=make, frozen=True)}, 0)
+    with pytest.raises(BrokenSaveError, match="none of the store's") as caught:
+        pending.wait()
+    assert isinstance(caught.value.__cause__, ValueError)
+    run.close()
 
 
 def test_what_raises_in_a_block_is_not_covered_by_what_failed(tmp_path: Path) -> None:

@@ -290,6 +290,23 @@ def test_another_state_with_the_same_place_is_reported_and_not_lost(tmp_path: Pa
     assert_same(alone(tmp_path, "fast").load(3), model_of(7))
 
 
+def test_a_second_tier_that_is_made_anew_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run() -> CheckpointStore:
+        return handle(tmp_path / "fast", drain=tmp_path / "second")
+
+    for first in range(2):  # nothing is new for a run without steps, nor when it is there
+        with run() as opened:
+            save(opened, first)
+    assert caplog.records == []
+    (tmp_path / "second").rename(tmp_path / "unmounted")
+    with run() as opened:
+        assert opened.steps() == [1]
+    assert "a new store is made for them" in caplog.text
+    assert "mount that disk" in caplog.text
+
+
 def test_what_a_dead_tier_has_not_drained_replaces_nothing(tmp_path: Path) -> None:
     with tiers(tmp_path) as run:
         save(run, 0, 1, 2)
