@@ -60,12 +60,11 @@ from tensor_dedup.store.checkpoints.runs import (
     step_numbers,
 )
 from tensor_dedup.store.checkpoints.sizes import run_stats
-from tensor_dedup.store.checkpoints.tiers import SecondTier, StoreTier
+from tensor_dedup.store.checkpoints.tiers import SecondTier, StoreTier, second_store
 from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
     NameTakenError,
-    NoStoreError,
     UnknownNameError,
 )
 from tensor_dedup.store.format.names import check_name, file_of
@@ -720,28 +719,12 @@ def _second_tier(drain: "StrPath | Store | Remote", fast: Store, order: StepOrde
     from tensor_dedup.store.remote.tier import RemoteTier
 
     if not isinstance(drain, Remote) and not is_url(str(drain)):
-        return StoreTier(_second_store(drain, fast, order), fast, order)
+        return StoreTier(second_store(drain, fast, order), fast, order)
     remote = drain if isinstance(drain, Remote) else Remote.open(drain)
     folder = remote.store_folder()
     if folder is not None:
         return StoreTier(Store.open(folder, create=False), fast, order)
     return RemoteTier(remote, fast, order)
-
-
-def _second_store(drain: "StrPath", fast: Store, order: StepOrder) -> Store:
-    """Open the store of a second tier, or make it, which for a run that has steps is said."""
-    try:
-        return Store.open(drain, create=False)
-    except NoStoreError:
-        made = Store.open(drain)
-    with fast._translated():
-        if step_numbers(fast._objects, order.run):
-            what = (
-                "%s: the run %r has steps here, and a new store is made for them in %s; if it had "
-            )
-            what += "been drained there before, end this, and mount that disk"
-            _LOG.warning(what, fast.path, order.run, made.path)
-    return made
 
 
 class TensorCasStore(CheckpointStore):

@@ -169,8 +169,8 @@ def pieces(tensors: "Mapping[str, Value]") -> list[NamedValue]:
     """Return the values as pieces, in order, each named by its key.
 
     Contiguous little-endian arrays and tensors on the CPU are not copied; conjugates and those on a
-    device, with other strides or the other byte order are. Any thread may call it, while nobody writes to the
-    values.
+    device, with other strides or the other byte order are. Any thread may call it, while nobody
+    writes to the values.
 
     Raises:
         UnsupportedArrayError: one cannot be stored, such as arrays of objects, records, strings or

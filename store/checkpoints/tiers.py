@@ -4,9 +4,11 @@ A remote is the other one (`tensor_dedup.store.remote.tier`). Two states of a st
 their places in the order of saving alone, so this is the same for both.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
@@ -27,7 +29,12 @@ from tensor_dedup.store.checkpoints.runs import (
     step_numbers,
 )
 from tensor_dedup.store.checkpoints.transfer import Transfer
-from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, UnknownNameError
+from tensor_dedup.store.errors import (
+    DamagedFileError,
+    MissingObjectError,
+    NoStoreError,
+    UnknownNameError,
+)
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import ContainerId, Objects
@@ -35,6 +42,7 @@ from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces
 from tensor_dedup.store.store import Store
 from tensor_dedup.store.writing.hashing import Hasher
 
+_LOG = logging.getLogger("tensor_dedup")
 _T = TypeVar("_T")
 # So many places are one fast tier's, from when it goes on from another one's last.
 _TURN: Final = 1 << 20
@@ -314,3 +322,17 @@ def unlink(objects: Objects, files: Iterable[str]) -> bool:
     # Also where another process has removed them: it may have died before that was durable.
     objects.files.sync_folder(objects.layout.refs)
     return found
+
+
+def second_store(folder: str | PathLike[str], fast: Store, order: StepOrder) -> Store:
+    """Open the store of a second tier, or make it, which for a run that has steps is said."""
+    try:
+        return Store.open(folder, create=False)
+    except NoStoreError:
+        made = Store.open(folder)
+    with fast._translated():
+        if step_numbers(fast._objects, order.run):
+            what = "%s: the run %r has steps here, and a new store is made in %s; if they had been "
+            what += "drained there before, end this, and mount that disk"
+            _LOG.warning(what, fast.path, order.run, made.path)
+    return made

@@ -289,7 +289,7 @@ def test_what_a_device_has_no_room_for_is_read_there_in_parts(
     assert held(snapshot) == expected
     snapshot.check_unchanged()
     plain.mul_(1)
-    with pytest.raises(ChangedModelError, match="'(b|turned)'"):
+    with pytest.raises(ChangedModelError, match=r"'(b|turned)'"):
         snapshot.check_unchanged()
 
 

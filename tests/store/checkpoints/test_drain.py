@@ -303,7 +303,7 @@ def test_a_second_tier_that_is_made_anew_is_told_of(
     (tmp_path / "second").rename(tmp_path / "unmounted")
     with run() as opened:
         assert opened.steps() == [1]
-    assert "a new store is made for them" in caplog.text
+    assert "a new store is made in" in caplog.text
     assert "mount that disk" in caplog.text
 
 

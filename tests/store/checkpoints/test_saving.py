@@ -45,7 +45,6 @@ from tensor_dedup.store.checkpoints.state import NamedValue
 from tensor_dedup.store.errors import BadNameError
 from tensor_dedup.store.store import Store
 
-
 WRONG = NamedValue("z", "F32", (7,), b"abc")
 TOO_SHORT: dict[str, Callable[[], tuple[Any, Any]]] = {
     "a value": lambda: (None, {"m": WRONG}),
