@@ -242,7 +242,7 @@ def reading(root: str) -> list[int]:
         return read(path)
 
     # Bound to the class: whoever reads one is counted.
-    Pointer.read = staticmethod(counted)  # type: ignore[method-assign, assignment]
+    Pointer.read = staticmethod(counted)  # type: ignore[method-assign]
     for number in range(8):
         for engine, name in ((first, MODEL), (second, optimizer(1)), (first, optimizer(0))):
             counts.append(0)

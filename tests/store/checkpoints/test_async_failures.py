@@ -24,7 +24,7 @@ from tensor_dedup.store.checkpoints.adapters import StateChunk
 from tensor_dedup.store.checkpoints.errors import BrokenSaveError, NestedSaveError
 from tensor_dedup.store.errors import ChangedModelError, NoSpaceError
 from tensor_dedup.store.files import Handle, RealFiles
-from tensor_dedup.store.gathered import FlatBytes
+from tensor_dedup.store.gathered import FlatBytes, copy_flat
 
 FULL = Faults(full_from=0)
 
@@ -122,10 +122,10 @@ def test_a_save_goes_on_where_the_system_has_no_more_threads(
         begin(thread)
 
     monkeypatch.setattr(background, "_HELPED_BYTES", 1)
-    run, model = handle(tmp_path), network(1)
+    run = handle(tmp_path)
     run._saves._helpers = 3
     monkeypatch.setattr(threading.Thread, "start", start)
-    model = {name: torch.from_numpy(each) for name, each in model.items()}
+    model = {name: torch.from_numpy(each) for name, each in network(1).items()}
     expected = {name: each.clone() for name, each in model.items()}
     pending = run.save_async(model, 0, lazy=True)
     run.before_update()
@@ -142,15 +142,15 @@ def test_a_save_that_does_not_start_gives_back_what_it_has_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, model = handle(tmp_path), network(1)
-    copy, failing = capture.copy_flat, [True]
+    failing = [True]
 
-    def copy_flat(data: FlatBytes, into: memoryview) -> None:
+    def copy(data: FlatBytes, into: memoryview) -> None:
         if run._saves._pool.allocated > 200_000 and failing:  # there is a large copy by now
             failing.clear()
             raise MemoryError
-        copy(data, into)
+        copy_flat(data, into)
 
-    monkeypatch.setattr(capture, "copy_flat", copy_flat)
+    monkeypatch.setattr(capture, "copy_flat", copy)
     with pytest.raises(MemoryError):
         run.save_async(model, 0)
     assert not failing

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
+from xxhash import xxh3_128_digest
 
 from stores import shares
 from tensor_dedup import digest
@@ -43,7 +45,7 @@ class Counted:
 @pytest.fixture
 def blake(monkeypatch: pytest.MonkeyPatch) -> Counted:
     """BLAKE3, counted."""
-    counted = Counted(digest.blake3)
+    counted = Counted(blake3)
     monkeypatch.setattr(digest, "blake3", counted)
     return counted
 
@@ -51,7 +53,7 @@ def blake(monkeypatch: pytest.MonkeyPatch) -> Counted:
 @pytest.fixture
 def change(monkeypatch: pytest.MonkeyPatch) -> Counted:
     """The change hash, counted."""
-    counted = Counted(hashing.xxh3_128_digest)
+    counted = Counted(xxh3_128_digest)
     monkeypatch.setattr(hashing, "xxh3_128_digest", counted)
     return counted
 
