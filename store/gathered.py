@@ -7,7 +7,6 @@ in memory. They are gathered a part at a time, so that nobody needs a copy of a 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 
 from tensor_dedup.store.buffers import address
@@ -15,7 +14,6 @@ from tensor_dedup.store.buffers import copy as copy_bytes
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from typing_extensions import Buffer
 
     Array: TypeAlias = "np.ndarray[Any, Any]"
@@ -93,7 +91,7 @@ class GatheredArray(Gathered):
 
         flat = np.frombuffer(memory, self._dtype)
         at = 0
-        for part in _parts(self._array, first, first + flat.size):
+        for part in parts_in_order(self._array, first, first + flat.size):
             into = flat[at : at + part.size].reshape(part.shape)
             for strip in _strips(part):
                 np.copyto(into[strip], part[strip])
@@ -102,47 +100,6 @@ class GatheredArray(Gathered):
             row = self._array.shape[-1]
             for byte in range(start, stop):
                 flat[(byte - first) % row :: row] = 0
-
-
-class GatheredTensor(Gathered):
-    """The bytes of a tensor in C order, on whatever device it is, conjugate and negative or not.
-
-    A device has copied a part when it is read; its copies come after what was submitted before.
-    """
-
-    __slots__ = ("_stream", "_tensor")
-
-    def __init__(self, tensor: "torch.Tensor") -> None:
-        self._tensor, self._stream = tensor.detach(), None
-        if tensor.is_cuda:
-            import torch
-
-            # That of the model: other threads have the device's first one.
-            self._stream = torch.cuda.current_stream(tensor.device)
-        super().__init__(tensor.numel(), tensor.element_size())
-
-    @property
-    def place(self) -> Hashable:
-        # docstring inherited
-        held = self._tensor
-        seen = held.is_conj(), held.is_neg()
-        return held.device, held.data_ptr(), held.shape, held.stride(), held.dtype, *seen
-
-    def _gather(self, memory: memoryview, first: int) -> None:
-        # docstring inherited
-        import torch
-
-        flat = torch.frombuffer(memory, dtype=torch.uint8).view(self._tensor.dtype)
-        at = 0
-        with self._in_order():
-            for part in _parts(self._tensor, first, first + flat.numel()):
-                flat[at : at + part.numel()].view(part.shape).copy_(part)
-                at += part.numel()
-
-    def _in_order(self) -> AbstractContextManager[object]:
-        import torch
-
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
 FlatBytes: TypeAlias = memoryview | Gathered
@@ -183,7 +140,7 @@ class _Sliced(Protocol):
 _Some = TypeVar("_Some", bound=_Sliced)
 
 
-def _parts(array: _Some, start: int, stop: int) -> Iterator[_Some]:
+def parts_in_order(array: _Some, start: int, stop: int) -> Iterator[_Some]:
     """Yield parts of an array that together have the elements from `start` to `stop`, in C order"""
     if start >= stop:
         return
@@ -197,14 +154,14 @@ def _parts(array: _Some, start: int, stop: int) -> Iterator[_Some]:
     within = size // array.shape[0]
     first, last = -(-start // within), stop // within  # the rows that are in it as a whole
     if first > last:
-        yield from _parts(array[last], start - last * within, stop - last * within)
+        yield from parts_in_order(array[last], start - last * within, stop - last * within)
         return
     if start < first * within:
-        yield from _parts(array[first - 1], start - (first - 1) * within, within)
+        yield from parts_in_order(array[first - 1], start - (first - 1) * within, within)
     if first < last:
         yield array[first:last]
     if last * within < stop:
-        yield from _parts(array[last], 0, stop - last * within)
+        yield from parts_in_order(array[last], 0, stop - last * within)
 
 
 def _strips(array: "Array") -> Iterator[Any]:

@@ -10,7 +10,8 @@ Neither numpy nor torch is imported before an array or a tensor of theirs is met
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
@@ -21,7 +22,7 @@ from msgspec.structs import replace
 from tensor_dedup.dtypes import BITS
 from tensor_dedup.formats.pytorch.machine import DTYPES
 from tensor_dedup.store.checkpoints.errors import DamagedStateError, UnsupportedArrayError
-from tensor_dedup.store.gathered import Gathered, GatheredArray, GatheredTensor, flat_bytes
+from tensor_dedup.store.gathered import Gathered, GatheredArray, flat_bytes, parts_in_order
 
 if TYPE_CHECKING:
     import numpy as np
@@ -290,6 +291,47 @@ def _of_tensor(name: str, tensor: Any) -> NamedValue:
     # Not view(-1): one element is contiguous whatever its stride, and would keep it.
     flat = held.as_strided((held.numel(),), (1,), held.storage_offset())
     return NamedValue(name, known, shape, memoryview(flat.view(torch.uint8).numpy()))
+
+
+class GatheredTensor(Gathered):
+    """The bytes of a tensor in C order, on whatever device it is, conjugate and negative or not.
+
+    A device has copied a part when it is read; its copies come after what was submitted before.
+    """
+
+    __slots__ = ("_stream", "_tensor")
+
+    def __init__(self, tensor: "torch.Tensor") -> None:
+        self._tensor, self._stream = tensor.detach(), None
+        if tensor.is_cuda:
+            import torch
+
+            # That of the model: other threads have the device's first one.
+            self._stream = torch.cuda.current_stream(tensor.device)
+        super().__init__(tensor.numel(), tensor.element_size())
+
+    @property
+    def place(self) -> Hashable:
+        # docstring inherited
+        held = self._tensor
+        seen = held.is_conj(), held.is_neg()
+        return held.device, held.data_ptr(), held.shape, held.stride(), held.dtype, *seen
+
+    def _gather(self, memory: memoryview, first: int) -> None:
+        # docstring inherited
+        import torch
+
+        flat = torch.frombuffer(memory, dtype=torch.uint8).view(self._tensor.dtype)
+        at = 0
+        with self._in_order():
+            for part in parts_in_order(self._tensor, first, first + flat.numel()):
+                flat[at : at + part.numel()].view(part.shape).copy_(part)
+                at += part.numel()
+
+    def _in_order(self) -> AbstractContextManager[object]:
+        import torch
+
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
 def _is_elsewhere(tensor: Any) -> bool:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.store.checkpoints.state import GatheredTensor
 from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.gathered import (
     Gathered,
     GatheredArray,
-    GatheredTensor,
     copy_flat,
     flat_bytes,
     place_of,
