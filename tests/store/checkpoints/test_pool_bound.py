@@ -14,12 +14,13 @@ import pytest
 import torch
 
 import fresh
-from stores import Gate, gated
+from stores import Gate, gated, handle
 from tensor_dedup.store.buffers import PAGE
 from tensor_dedup.store.checkpoints import CheckpointStore, state
 from tensor_dedup.store.checkpoints.adapters import StateChunk
 from tensor_dedup.store.checkpoints.capture import CaptureContext, HostPool, StepCapture
 from tensor_dedup.store.checkpoints.notes import Notes
+from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.writing.containers import PACK_BELOW
 
 MIB = 1 << 20
@@ -196,6 +197,45 @@ def test_what_is_small_waits_for_room_that_other_saves_have(tmp_path: Path) -> N
     small.fill_(2)
     run.close()
     assert (run.load(1)["small"] == 1).all()
+
+
+class _InTurn(RealFiles):
+    """A disk at which each thread that makes something durable has a gate of its own, in order."""
+
+    def __init__(self) -> None:
+        self.gates = [threading.Event() for _ in range(3)]
+        self._threads: list[int] = []
+
+    def fsync(self, handle: Handle) -> None:
+        thread = threading.get_ident()
+        if thread not in self._threads:
+            self._threads.append(thread)
+        assert self.gates[self._threads.index(thread)].wait(60)
+        super().fsync(handle)
+
+
+def test_what_is_small_waits_for_no_more_saves_than_give_it_room(tmp_path: Path) -> None:
+    handle(tmp_path).close()
+    large, small, files = torch.randn(200, 200), torch.randn(9), _InTurn()
+    room = 2 * (large.nbytes // PAGE * PAGE + PAGE + PACK_BELOW)
+    run = handle(tmp_path, files=files, in_flight=3, pool_bytes=room, compress=None)
+    for step in range(2):
+        pending = run.save_async({"large": large, "small": small}, step)
+        large.add_(1)
+    assert run._saves._pool.allocated == room
+    thread = threading.Thread(target=lambda: run.save_async({"small": small}, 2))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    files.gates[0].set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert not pending.done()
+    assert run._saves._pool.allocated <= room
+    for gate in files.gates:
+        gate.set()
+    run.close()
+    assert run.steps() == [0, 1, 2]
 
 
 def test_what_is_small_makes_a_pool_grow_that_has_not_so_much_in_all() -> None:
