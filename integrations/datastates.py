@@ -38,6 +38,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from glob import escape
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -126,6 +127,7 @@ class _FileRun(CheckpointStore):
         self._next: int | None = None
         self._replaced: set[int] = set()
         self._file: Path | None = None
+        self._swept = set[Path]()
         self._kept, self._completed = keep_last, completed
 
     def begin(self, state: Any, job: _Job, *, lazy: bool) -> PendingSave:
@@ -160,6 +162,7 @@ class _FileRun(CheckpointStore):
                 self._replaced |= self._steps_of([before])
         pointer = [TITLE, saved.name, saved.manifest, job.key, job.counts]
         folder = job.path.parent
+        self._sweep(folder.parent, job.path.name)
         # Beside the folder, of which all may be pruned meanwhile, and before others have to wait.
         part = _written(job.path, json.dumps(pointer))
         # The lock, so that no rank removes a pointer that was just written.
@@ -173,6 +176,15 @@ class _FileRun(CheckpointStore):
             _written(job.path, folder.name).replace(folder.parent / _LATEST)
             _sync_folder(folder.parent)
         return whole
+
+    def _sweep(self, folder: Path, name: str) -> None:
+        """Remove, once, what a kill left of pointers of this file, which nobody else writes."""
+        if folder in self._swept:
+            return
+        self._swept.add(folder)
+        for left in folder.glob(f".*.{escape(name)}.part"):
+            with suppress(OSError):
+                left.unlink()
 
     def close(self) -> None:
         # docstring inherited
@@ -193,19 +205,22 @@ class _FileRun(CheckpointStore):
         with _only_warned(path), suppress(FileNotFoundError):
             newest = path.parents[1] / _tag(path.parents[1])
             latest = Pointer.read(newest / path.name)
-            if latest is None or not is_whole(newest, latest.key):
-                return  # what is named may be saved anew, and not by all ranks yet
+            if latest is None:
+                return
             read = ((each, Pointer.read(each)) for each in path.parents[1].glob(f"*/{path.name}"))
             pointers = {each: pointer for each, pointer in read if pointer is not None}
             steps = {s: each for each, found in pointers.items() for s in self._steps_of([found])}
             last = max(self._steps_of([latest]), default=-1)
-            # From the last one back, because whether one is whole is in the files of all ranks.
-            back = (step for step in sorted(steps, reverse=True) if step <= last)
+            back = [step for step in sorted(steps, reverse=True) if step <= last]
+            gone = [step for step in sorted(self._replaced) if step < last and step not in steps]
+            if len(back) <= self._kept and not gone:
+                return  # after most saves; whether one is whole is in the files of all ranks
+            if not is_whole(newest, latest.key):
+                return  # what is named may be saved anew, and not by all ranks yet
             whole = (s for s in back if is_whole(steps[s].parent, pointers[steps[s]].key))
             kept = list(islice(whole, self._kept))
             first = kept[-1] if len(kept) == self._kept else 0
             old = [step for step in sorted(steps) if step < first]
-            gone = [step for step in sorted(self._replaced) if step < last and step not in steps]
             for step in (*old, *gone):
                 with suppress(PinnedStepError, NotATrainingError):
                     with suppress(UnknownStepError):
@@ -538,7 +553,7 @@ def _tag(folder: Path) -> str:
 def _written(file: Path, text: str) -> Path:
     """Write a small durable file that is to be renamed, whose name no other rank writes.
 
-    What a kill leaves of it is written over when the same tag is saved again.
+    What a kill leaves of it is removed when the next training saves this file.
     """
     part = file.parents[1] / f".{file.parent.name}.{file.name}.part"
     with part.open("w") as opened:

@@ -3,7 +3,7 @@
 StoreError
   - of its use:    NotAStoreError, NoStoreError, BadNameError, NotTextError, NameTakenError,
                    UnknownNameError, UnknownTensorError, BadDigestError, BadRangeError,
-                   ExportTargetError, ClosedCheckpointError
+                   ExportTargetError, NotAFolderError, ClosedCheckpointError
   - of the world:  StoreBusyError, NoSpaceError, StoreAccessError, StoreIOError, LostHitError,
                    ChangedModelError
   - of a bug:      ContradictoryManifestError
@@ -53,11 +53,16 @@ class NotAStoreError(AdvisedError):
     """The folder is not a store."""
 
     exit_status = WRONG_USE
-    advice = "name a store with --store or TENSOR_DEDUP_STORE, or import into a new folder"
+    advice = "name the folder of a store, or a new one, with --store or TENSOR_DEDUP_STORE"
 
 
 class NoStoreError(NotAStoreError):
     """There is no store in the folder yet: it is empty, or does not exist."""
+
+    advice = (
+        "`tensor-dedup import` makes one; to use another, name it with --store or "
+        "TENSOR_DEDUP_STORE"
+    )
 
 
 class BadNameError(AdvisedError):
@@ -94,7 +99,7 @@ class UnknownTensorError(AdvisedError):
     """The checkpoint has no tensor of this name."""
 
     exit_status = WRONG_USE
-    advice = "see `tensor-dedup show`"
+    advice = "see `tensor-dedup show NAME`"
 
 
 class BadDigestError(AdvisedError):
@@ -116,6 +121,13 @@ class ExportTargetError(AdvisedError):
 
     exit_status = WRONG_USE
     advice = "give a folder that is empty or does not exist"
+
+
+class NotAFolderError(AdvisedError):
+    """A path leads through a file, as through a folder."""
+
+    exit_status = WRONG_USE
+    advice = "a part of this path is a file: name another path, or move that file away"
 
 
 class ClosedCheckpointError(AdvisedError):
@@ -250,4 +262,6 @@ def os_errors(root: Path) -> Iterator[None]:
             raise NoSpaceError.at(path, what, errno=error.errno) from error
         if error.errno in _DENIED:
             raise StoreAccessError.at(path, what, errno=error.errno) from error
+        if error.errno == errno.ENOTDIR:
+            raise NotAFolderError.at(path, what, errno=error.errno) from error
         raise StoreIOError.at(path, what, errno=error.errno) from error

@@ -1,10 +1,13 @@
-"""The bytes of arrays that lie otherwise in memory than in a file: in other strides, or big-endian.
+"""The bytes of arrays and tensors that lie otherwise in memory than in a file.
 
-They are gathered a part at a time, so that nobody needs a copy of a whole array.
+They lie in other strides, big-endian, on a device, or as the conjugate or the negative of what is
+in memory. They are gathered a part at a time, so that nobody needs a copy of a whole array.
 """
 
-from collections.abc import Hashable, Iterator
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar
 
 from tensor_dedup.store.buffers import address
 from tensor_dedup.store.buffers import copy as copy_bytes
@@ -15,63 +18,88 @@ if TYPE_CHECKING:
 
     Array: TypeAlias = "np.ndarray[Any, Any]"
 
-# Elements that are copied together, which a cache holds, and columns that are.
-_AT_ONCE: Final = 1 << 19
+# Bytes that are copied together, which a cache holds, and columns that are.
+_AT_ONCE: Final = 2 << 20
 _STRIP: Final = 16
 # Of fewer rows, the lines stay in a cache as they are.
 _ROWS: Final = 64
 
 
-class Gathered:
-    """The bytes of an array in C order and little-endian; a slice of it is a copy of them.
+class Gathered(ABC):
+    """Bytes as a file has them, which lie otherwise in memory; a slice of it is a copy of them.
 
-    Any thread may read it. What somebody writes to the array meanwhile is in some slices only.
+    Any thread may read it. What somebody writes to that memory meanwhile is in some slices only.
     """
 
-    __slots__ = ("_array", "_dtype", "nbytes")
+    __slots__ = ("_width", "nbytes")
 
-    def __init__(self, array: "Array") -> None:
-        self._array, self._dtype = array, array.dtype.newbyteorder("<")
-        self.nbytes = int(array.nbytes)
+    def __init__(self, count: int, width: int) -> None:
+        """It has `count` elements of `width` bytes."""
+        self._width, self.nbytes = width, count * width
 
     def __getitem__(self, part: slice) -> memoryview:
         import numpy as np
 
         start, stop, _ = part.indices(self.nbytes)
-        width = self._dtype.itemsize
-        first = start // width
-        flat = np.empty(max(-(-stop // width) - first, 0), self._dtype)
-        self._gather(flat, first)
-        return flat.view(np.uint8).data[start - first * width : stop - first * width]
+        first, last = start // self._width, -(-stop // self._width)
+        memory = np.empty(max(last - first, 0) * self._width, np.uint8).data
+        if memory.nbytes:
+            self._gather(memory, first)
+        return memory[start - first * self._width : stop - first * self._width]
 
     def __bytes__(self) -> bytes:
         return bytes(self[:])
 
     @property
+    @abstractmethod
     def place(self) -> Hashable:
-        """Where the array lies, and how: equal for two that are the same bytes."""
+        """Where the bytes lie, and how: equal for two that are the same ones."""
+
+    def copy_into(self, memory: memoryview) -> None:
+        """Copy all bytes into memory of their size, with the GIL released."""
+        count = max(_AT_ONCE // self._width, 1)
+        for first in range(0, self.nbytes // self._width, count):
+            start = first * self._width
+            self._gather(memory[start : start + count * self._width], first)
+
+    @abstractmethod
+    def _gather(self, memory: memoryview, first: int) -> None:
+        """Fill memory with the elements from number `first` on."""
+
+
+class GatheredArray(Gathered):
+    """The bytes of an array in C order and little-endian; those in `gaps` of a row are zeros."""
+
+    __slots__ = ("_array", "_dtype", "_gaps")
+
+    def __init__(self, array: "Array", gaps: Sequence[tuple[int, int]] = ()) -> None:
+        """With `gaps`, the array is one of bytes, and a row is its last dimension."""
+        self._array, self._dtype = array, array.dtype.newbyteorder("<")
+        self._gaps = gaps
+        super().__init__(array.size, self._dtype.itemsize)
+
+    @property
+    def place(self) -> Hashable:
+        # docstring inherited
         array = self._array
         start = array.__array_interface__["data"][0]
         return start, array.shape, array.strides, array.dtype.str
 
-    def copy_into(self, memory: memoryview) -> None:
-        """Copy all bytes into memory of their size, with the GIL released."""
+    def _gather(self, memory: memoryview, first: int) -> None:
+        # docstring inherited
         import numpy as np
 
         flat = np.frombuffer(memory, self._dtype)
-        for first in range(0, flat.size, _AT_ONCE):
-            self._gather(flat[first : first + _AT_ONCE], first)
-
-    def _gather(self, flat: "Array", first: int) -> None:
-        """Fill an array of one dimension with the elements from number `first` on."""
-        import numpy as np
-
         at = 0
-        for part in _parts(self._array, first, first + flat.size):
+        for part in parts_in_order(self._array, first, first + flat.size):
             into = flat[at : at + part.size].reshape(part.shape)
             for strip in _strips(part):
                 np.copyto(into[strip], part[strip])
             at += part.size
+        for start, stop in self._gaps:
+            row = self._array.shape[-1]
+            for byte in range(start, stop):
+                flat[(byte - first) % row :: row] = 0
 
 
 FlatBytes: TypeAlias = memoryview | Gathered
@@ -100,27 +128,40 @@ def copy_flat(data: FlatBytes, into: memoryview) -> None:
         copy_bytes(data, into)
 
 
-def _parts(array: "Array", start: int, stop: int) -> "Iterator[Array]":
+class _Sliced(Protocol):
+    """What an array and a tensor have in common."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+_Some = TypeVar("_Some", bound=_Sliced)
+
+
+def parts_in_order(array: _Some, start: int, stop: int) -> Iterator[_Some]:
     """Yield parts of an array that together have the elements from `start` to `stop`, in C order"""
     if start >= stop:
         return
-    if (start, stop) == (0, array.size):
+    size = math.prod(array.shape)
+    if (start, stop) == (0, size):
         yield array
         return
-    if array.ndim == 1:
+    if len(array.shape) == 1:
         yield array[start:stop]
         return
-    within = array.size // len(array)
+    within = size // array.shape[0]
     first, last = -(-start // within), stop // within  # the rows that are in it as a whole
     if first > last:
-        yield from _parts(array[last], start - last * within, stop - last * within)
+        yield from parts_in_order(array[last], start - last * within, stop - last * within)
         return
     if start < first * within:
-        yield from _parts(array[first - 1], start - (first - 1) * within, within)
+        yield from parts_in_order(array[first - 1], start - (first - 1) * within, within)
     if first < last:
         yield array[first:last]
     if last * within < stop:
-        yield from _parts(array[last], 0, stop - last * within)
+        yield from parts_in_order(array[last], 0, stop - last * within)
 
 
 def _strips(array: "Array") -> Iterator[Any]:

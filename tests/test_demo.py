@@ -197,6 +197,17 @@ def test_a_full_disk_is_said_before_anything_is_written(
     assert result.stderr.startswith("demo: on two idle cores this takes two minutes and 7.2 GiB of")
 
 
+def test_what_stays_on_the_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "weights").write_bytes(bytes(1 << 20))
+    (tmp_path / "of-somebody").write_bytes(bytes(1 << 20))
+    for equal in (True, False):
+        monkeypatch.setattr(demo, "_language_models", lambda *_, equal=equal, **__: equal)
+        result = CliRunner().invoke(demo.main, ["--work", str(tmp_path)])
+        assert result.exit_code == (not equal)
+        assert f"1.0 MiB of checkpoints stay in {tmp_path} for the next run" in result.stderr
+
+
 def test_what_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(demo.main, ["--work", str(tmp_path), str(tmp_path / "nothing")])
     assert result.exit_code == 2

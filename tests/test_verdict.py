@@ -1,6 +1,7 @@
 """What `analyze` advises, by what checkpoints have in common."""
 
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -33,8 +34,8 @@ def both(names: list[str], changed: int = 0, paths: tuple[str, str] = ("a b", "c
 @pytest.mark.parametrize(
     ("analysis", "sentence", "command"),
     [
-        (both(QKV), "to save 2.9 KiB. Start each one", "SERVER 'a b' --tensor-dedup '{"),
-        (both(QKV, 0, ("run@1", "c")), "Start each", "SERVER store://run@1 --tensor-dedup"),
+        (both(QKV), "to save 2.9 KiB. Start each on", "SERVER 'a b' --port 8001 --kv-cache-m"),
+        (both(QKV, 0, ("run@1", "c")), "Start each", "SERVER store://run@1 --port"),
         (both([*QKV, "x"], 1), "save 2.9 KiB (2.0 KiB less in vLLM, which", "SERVER 'a b' "),
         (both(EXPERTS, 1), "leaves little of it to share there", "tensor-dedup import 'a b'"),
         (both(["x", "y"], 1), "Transformers and Diffusers share", "tensor-dedup import 'a b'"),
@@ -59,6 +60,17 @@ def test_the_advice_fits(analysis: Analysis, sentence: str, command: str) -> Non
     assert sentence in found.sentence
     assert found.command.startswith(command.replace("SERVER", vllm_server()))
     assert bool(found.command) == bool(command)
+
+
+def test_a_command_has_the_store_that_was_given(tmp_path: Path) -> None:
+    (found,) = advice(both(["x", "y"], 1, ("store://a", "run@2")), "my store")
+    assert found.command == "tensor-dedup diff store://a run@2 --store 'my store'"
+    (found,) = advice(both(QKV, 0, ("run@1", "c")), str(tmp_path))
+    assert found.command.endswith(
+        f""" --tensor-dedup '{{"memory_manager": "auto", "store": "{tmp_path}"}}'"""
+    )
+    (found,) = advice(both(QKV), str(tmp_path))
+    assert found.command.endswith(""" --tensor-dedup '{"memory_manager": "auto"}'""")
 
 
 @pytest.mark.parametrize(

@@ -296,11 +296,15 @@ def drop_what_is_overwritten(views: Sequence[View]) -> None:
 
 
 class StorageRange(NamedTuple):
-    """Bytes `start` to `stop` of a storage; `source` is set if they are one source tensor's."""
+    """Bytes `start` to `stop` of a storage; `source` is set if they are one source tensor's.
+
+    `zeros` tells that they are zeros, as those that vLLM puts behind a vocabulary.
+    """
 
     start: int
     stop: int
     source: SourceTensor | None
+    zeros: bool = False
 
 
 def parts_of(view: View) -> list[StorageRange]:
@@ -321,7 +325,15 @@ def _part(write: Write) -> StorageRange | None:
     if not write.overwrites or not target.is_contiguous():
         return None
     start = target.offset * target.dtype.itemsize
-    return StorageRange(start, start + target.numel * target.dtype.itemsize, _copied_whole(write))
+    stop = start + target.numel * target.dtype.itemsize
+    return StorageRange(start, stop, _copied_whole(write), _is_zeros(write))
+
+
+def _is_zeros(write: Write) -> bool:
+    """Return whether a write that overwrites its target leaves nothing but zero bytes there."""
+    if write.func is torch.ops.aten.fill_.Scalar:
+        return write.args[1:] == (0,) and isinstance(write.args[1], int)
+    return write.func is torch.ops.aten.zero_.default
 
 
 def _copied_whole(write: Write) -> SourceTensor | None:

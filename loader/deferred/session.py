@@ -14,6 +14,7 @@ from weakref import WeakSet
 
 import torch
 
+from tensor_dedup.digest import digest
 from tensor_dedup.loader.checkpoint_io.sources import raise_stale
 from tensor_dedup.loader.cuda.residents import DeviceResident
 from tensor_dedup.loader.deferred.evaluate import Prefetcher
@@ -58,6 +59,7 @@ STREAM_BYTES = 512 << 20
 
 Named = tuple[str, "torch.Tensor"]
 Found = tuple["AnyResident | None", bool]
+_KnownPart = tuple["SourceTensor | None", Content]
 # What is smaller shares a slab with others of its layer. A slab is a descriptor, and a quantised
 # layer has several tensors where another has one.
 _OWN_SLAB_BYTES = 16 << 20
@@ -271,7 +273,7 @@ class LoadSession:
             self._install(each, resident)
             return
         made = self.make(each)
-        if same_bytes(made.tensor, self.provider.map(resident).cpu()):
+        if same_bytes(made.tensor, self._seen(resident)):
             self._install(each, resident)
         elif verify:
             self.ledger.collisions += 1
@@ -318,15 +320,18 @@ class LoadSession:
         known, provider = self._contents(each), self.provider
         if not known or not isinstance(provider, HostProvider) or provider.keep_alignment:
             return False
-        sources, contents = [source for source, _ in known], [content for _, content in known]
+        contents = [content for _, content in known]
         shape, stride = tuple(each.parameter.shape), tuple(each.parameter.stride())
         geometry = ResidentKey(dtype_name(each.parameter.dtype), shape, stride, "")
 
         def read(number: int, leaves: Sequence[int] | None, write: Write) -> None:
-            if leaves is None:
-                self.reader.read_pieces(sources[number], write)
+            source, content = known[number]
+            if source is None:
+                write(memoryview(bytes(content.end - content.start)), 0)
+            elif leaves is None:
+                self.reader.read_pieces(source, write)
             else:
-                self.reader.read_leaves(sources[number], leaves, write)
+                self.reader.read_leaves(source, leaves, write)
 
         check = partial(self._check_known, known)
 
@@ -343,17 +348,18 @@ class LoadSession:
             if resident is None:
                 return False
             if len(contents) == 1 and resident.key.digest != contents[0].digest:
-                raise_stale(sources[0], resident.key.digest, "it", contents[0].digest)
+                source, _ = known[0]
+                assert source is not None
+                raise_stale(source, resident.key.digest, "it", contents[0].digest)
             if not self._is_as_loaded(each, resident):
                 return True
             return self._install_known(each, provider, resident, contents)
         finally:
             provider.end_known()
 
-    def _check_known(
-        self, known: Sequence[tuple[SourceTensor, Content]], number: int, data: memoryview
-    ) -> None:
+    def _check_known(self, known: Sequence[_KnownPart], number: int, data: memoryview) -> None:
         source, content = known[number]
+        assert source is not None, "of zeros no single leaf is taken"
         if (found := self.reader.digest(data)) != content.digest:
             raise_stale(source, found, "it", content.digest)
 
@@ -369,7 +375,7 @@ class LoadSession:
         if entered is None:
             return False
         first, made = entered
-        if not made and not self.agrees(first, tensor := resident.map()):
+        if not made and not self.agrees(first, tensor := resident.seen()):
             self.keep_private(each, NotShared.COLLISION, ScratchTensor(tensor, tensor))
             return True
         self._install(each, first, made=made)
@@ -390,7 +396,7 @@ class LoadSession:
         if not verify and not self.sampled():
             return True
         made = self.make(each)
-        equal = same_bytes(made.tensor, resident.map(writable=False))
+        equal = same_bytes(made.tensor, resident.seen())
         if not equal and not verify:
             raise_audit(each.name, "the leaves of others", "the tensor made from its checkpoint")
         if not equal:
@@ -399,18 +405,25 @@ class LoadSession:
         self.give_back(made)
         return equal
 
-    def _contents(self, each: DeferredParameter) -> list[tuple[SourceTensor, Content]]:
-        """Return the sources of known digests that a tensor consists of, or nothing."""
+    def _contents(self, each: DeferredParameter) -> list[_KnownPart]:
+        """Return the sources of known digests that a tensor consists of, or nothing.
+
+        None stands for zeros, which no source has.
+        """
         if self.config.hash_algorithm != "blake3" or not has_name(each.parameter.dtype):
             return []
-        found = []
-        for start, stop, source in parts_of(_view(each)):
+        found: list[_KnownPart] = []
+        for start, stop, source, zeros in parts_of(_view(each)):
             if start == stop:  # padding of a vocabulary that needs none
                 continue
-            if source is None or source.digest is None:
+            if zeros:
+                known = digest(bytes(stop - start))
+                found.append((None, Content(start, stop, known, ())))
+            elif source is None or source.digest is None:
                 return []
-            found.append((source, Content(start, stop, source.digest, source.leaves)))
-        return found
+            else:
+                found.append((source, Content(start, stop, source.digest, source.leaves)))
+        return found if any(source is not None for source, _ in found) else []
 
     def _note_contents(self, each: DeferredParameter, resident: AnyResident) -> None:
         """Remember what a resident consists of whose sources have all been read."""
@@ -450,7 +463,7 @@ class LoadSession:
             return
         self.ahead.begin(self._must_be_read)
         self._note_contents(each, first)
-        if not made and not self.agrees(first, tensor := resident.map()):
+        if not made and not self.agrees(first, tensor := resident.seen()):
             self.keep_private(each, NotShared.COLLISION, ScratchTensor(tensor, tensor))
             return
         self._install(each, first, made=made)
@@ -562,6 +575,12 @@ class LoadSession:
         """Return whether this hit is one of those to audit, chosen at random."""
         return self.config.audit > 0 and self._rng.random() < self.config.audit
 
+    def _seen(self, resident: AnyResident) -> torch.Tensor:
+        """Return the bytes of a resident in host memory, to be compared."""
+        if isinstance(resident, Resident):
+            return resident.seen()
+        return self.provider.map(resident).cpu()
+
     def agrees(self, resident: AnyResident, tensor: torch.Tensor) -> bool:
         """Compare a hit by content where that is asked for; return whether it may be used.
 
@@ -573,7 +592,7 @@ class LoadSession:
         verify = self.config.verifies_bytes
         if not (verify or self.sampled()):
             return True
-        if same_bytes(tensor.cpu(), self.provider.map(resident).cpu()):
+        if same_bytes(tensor.cpu(), self._seen(resident)):
             return True
         if not verify:
             raise_audit(f"a tensor of {resident.key.digest}", "the resident", "its equal")

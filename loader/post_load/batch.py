@@ -23,7 +23,7 @@ from tensor_dedup.loader.cuda.shared import BATCH_BYTES, OWN_SLAB_BYTES
 from tensor_dedup.loader.residents.compare import require_as_hashed
 from tensor_dedup.loader.residents.leaves import may_have_parts
 from tensor_dedup.loader.residents.manager import ResidentRequest
-from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM, registry
 from tensor_dedup.loader.residents.resident import Resident, pack, resident_key, tensor_bytes
 from tensor_dedup.loader.residents.slab import (
     SharedMemoryError,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.post_load.mapped_files import FileRange, MappedFiles
     from tensor_dedup.loader.residents.process_mappings import ProcessMappings
     from tensor_dedup.loader.residents.provider import HostProvider
+    from tensor_dedup.types import ResidentKey
 
 NamedParameter: TypeAlias = tuple[str, nn.Parameter]
 _Geometry: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -62,15 +63,17 @@ def reason_of_class(parameter: nn.Parameter) -> str | None:
     return f"a parameter of class {kind.__name__} is left alone"
 
 
-def slab_batches(items: Iterable[_T], nbytes: Callable[[_T], int]) -> Iterator[list[_T]]:
-    """Yield lists of items that fill one slab each, and large items by themselves.
+def slab_batches(
+    items: Iterable[_T], nbytes: Callable[[_T], int], own: int = OWN_SLAB_BYTES
+) -> Iterator[list[_T]]:
+    """Yield lists of items that fill one slab each, and items of `own` bytes by themselves.
 
     Items are consumed one batch at a time. `nbytes` returns the size of an item.
     """
     batch: list[_T] = []
     size = 0
     for item in items:
-        if nbytes(item) >= OWN_SLAB_BYTES:
+        if nbytes(item) >= own:
             yield [item]
             continue
         batch.append(item)
@@ -132,6 +135,11 @@ class MissingResident:
     number: int
 
 
+def content_recipe(key: ResidentKey) -> str:
+    """Return the recipe of a tensor of which only its content is known."""
+    return f"content:{key}"
+
+
 class HashBatch:
     """Parameters that are hashed together, some of which become residents. For one thread.
 
@@ -175,6 +183,10 @@ class HashBatch:
         self._context.bytes_hashed += sum(each.data.nbytes for each in self.candidates)
         self._context.hash_seconds += time.perf_counter() - began
         return found
+
+    def leaves(self, number: int) -> Sequence[bytes]:
+        """Return the leaf digests of a large candidate once `digests` has returned, or nothing."""
+        return self._sources[number].leaves or ()
 
     def abandon(self) -> None:
         """Wait until nothing is being read any more."""
@@ -235,7 +247,7 @@ class HashBatch:
         wanted = [(resident_key(m.candidate.data, m.digest), m) for m in firsts]
         made = self._context.provider.get_or_build(
             [
-                ResidentRequest(f"content:{key}", each.candidate.data, each.digest)
+                ResidentRequest(content_recipe(key), each.candidate.data, each.digest)
                 for key, each in wanted
             ],
             self._check_copied,
@@ -262,6 +274,8 @@ class SourceBytes:
     def __init__(self, tensor: torch.Tensor, file_range: FileRange | None) -> None:
         self.tensor: Final = tensor
         self._file_range = file_range
+        large = file_range is not None and tensor.nbytes >= LEAF_SHARED_FROM
+        self.leaves: list[bytes] | None = [] if large else None
 
     @property
     def misalignment(self) -> int:
@@ -273,7 +287,9 @@ class SourceBytes:
         nbytes, file_range = self.tensor.nbytes, self._file_range
         if file_range is None or algorithm != "blake3" or nbytes < _MIN_THREADED_BYTES:
             return submit(tensor_bytes(self.tensor), algorithm)
-        return stream(nbytes, file_range.read)
+        if self.leaves:  # it is hashed again
+            self.leaves.clear()
+        return stream(nbytes, file_range.read, self.leaves)
 
     def copy_into(self, writer: SlabWriter) -> tuple[int, Future[str]]:
         """Start copying and hashing with BLAKE3; return the offset in the slab and the digest.
@@ -297,7 +313,7 @@ class SourceBytes:
                 writer.put(data[offset : offset + len(piece)], start + offset)
                 writer.get(piece, start + offset)
 
-        return start, stream(nbytes, read)
+        return start, stream(nbytes, read, self.leaves)
 
 
 class SlabFill:

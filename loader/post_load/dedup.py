@@ -25,16 +25,18 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 from torch import nn
 
-from tensor_dedup.loader.cuda.shared import BATCH_BYTES, OWN_SLAB_BYTES
+from tensor_dedup.loader.cuda.shared import BATCH_BYTES
 from tensor_dedup.loader.ledger import LoadLedger, NotShared
 from tensor_dedup.loader.post_load.batch import (
     DedupCandidate,
     DedupContext,
     HashBatch,
     MissingResident,
+    content_recipe,
     reason_of_class,
     slab_batches,
 )
+from tensor_dedup.loader.post_load.known_leaves import build_of_known_leaves, note_leaves
 from tensor_dedup.loader.post_load.on_gpu import GpuModuleDedup
 from tensor_dedup.loader.post_load.replaced_storages import ReplacedStorages
 from tensor_dedup.loader.post_load.replicas import (
@@ -48,15 +50,17 @@ from tensor_dedup.loader.residents.compare import raise_audit, same_bytes
 from tensor_dedup.loader.residents.mappings import is_as_mapped
 from tensor_dedup.loader.residents.param_data import overlapping, param_data, set_param_data
 from tensor_dedup.loader.residents.process_mappings import ProcessMappings
-from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM, registry
 from tensor_dedup.loader.residents.resident import Resident, resident_key, sharable
-from tensor_dedup.loader.residents.slab import SharedMemoryError
+from tensor_dedup.loader.residents.slab import MappingLimitError, SharedMemoryError
 from tensor_dedup.loader.unsharing.lookup import is_mapping_of, residents_of
 from tensor_dedup.loader.unsharing.private import map_shared
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.post_load.batch import NamedParameter
 
+# What others may take leaves of has a slab of its own: nobody keeps a slab of many for some leaves.
+_OWN_SLAB_BYTES: Final = LEAF_SHARED_FROM
 # Batches that are read while the loader goes on.
 _UNDER_WAY: Final = 2
 
@@ -107,7 +111,7 @@ class ModuleDedup:
             return
         if any(id(parameter) in each for each in (self._shares, self._waiting, self._begun)):
             return
-        if parameter.nbytes >= OWN_SLAB_BYTES:
+        if parameter.nbytes >= _OWN_SLAB_BYTES:
             self._begin([(name, parameter)])
             return
         # Smaller ones wait until there is enough for a slab, or until their model is complete.
@@ -125,7 +129,7 @@ class ModuleDedup:
         self._take_back_written()
         for buffer in self.model.buffers():
             self._restore_views_with(buffer)
-        for batch in slab_batches(self._left(), _nbytes):
+        for batch in slab_batches(self._left(), _nbytes, _OWN_SLAB_BYTES):
             self._begin(batch, wait=True)
         self._replicas.order(self.model.named_parameters(), self._shares)
         self._on_gpus.share(list(self._left()))
@@ -149,7 +153,7 @@ class ModuleDedup:
         """Share those parameters, given by id, that are private now. The model is complete."""
         self._claim(each for each in self.model.parameters() if id(each) not in parameters)
         left = (item for item in self._left() if id(item[1]) in parameters)
-        for batch in slab_batches(left, _nbytes):
+        for batch in slab_batches(left, _nbytes, _OWN_SLAB_BYTES):
             self._begin(batch, wait=True)
         self._replicas.order(self.model.named_parameters(), self._shares)
         self._end()
@@ -228,7 +232,7 @@ class ModuleDedup:
                 self._reasons[id(candidate.parameter)] = NotShared.CHANGED
                 continue
             if candidate.file_range is not None and self._context.files is not None:
-                self._context.files.learn(candidate.file_range, digest)
+                self._context.files.learn(candidate.file_range, digest, batch.leaves(number))
             key = resident_key(candidate.data, digest)
             replica = self._replicas.choose(key, candidate.name)
             resident = registry.lookup(key, replica)
@@ -248,11 +252,36 @@ class ModuleDedup:
         key = resident_key(param_data(candidate.parameter), remembered)
         replica = self._replicas.choose(key, candidate.name)
         resident = registry.lookup(key, replica)
+        made = False
+        if resident is None and replica == 0:
+            resident, made = self._build_known(candidate)
         if resident is None:
             self._replicas.release(key, replica)
             return False
-        self._install([_Found(candidate.parameter, resident, replica, made=False)])
+        self._install([_Found(candidate.parameter, resident, replica, made)])
         return True
+
+    def _build_known(self, candidate: DedupCandidate) -> tuple[Resident | None, bool]:
+        """Build what hints know leaf by leaf of what others have, reading only the rest.
+
+        Return the resident, or None where nobody has a part, and whether it is new.
+        """
+        provider = self._context.provider
+        try:
+            built = build_of_known_leaves(candidate, self._context)
+            if built is None or not self._equal(built, candidate.parameter):
+                return None, False
+            entered = provider.enter_known(content_recipe(built.key), built)
+        finally:
+            provider.end_known()
+        if entered is None:
+            return None, False
+        resident, made = entered
+        if made:
+            self._context.built.add(resident)
+            note_first_name(resident, candidate.name)
+            note_leaves(resident, candidate, self._context)
+        return resident, made
 
     def _build(self, batch: HashBatch, missing: Sequence[MissingResident]) -> list[_Found]:
         try:
@@ -264,6 +293,7 @@ class ModuleDedup:
             if made:
                 self._context.built.add(resident)
                 note_first_name(resident, each.candidate.name)
+                note_leaves(resident, each.candidate, self._context)
         return [
             _Found(each.candidate.parameter, resident, each.replica, made)
             for each, (resident, made) in zip(missing, built, strict=True)
@@ -279,6 +309,9 @@ class ModuleDedup:
                 shared = map_shared(resident)
             except SharedMemoryError as error:
                 self._reasons[id(parameter)] = str(error)
+                if isinstance(error, MappingLimitError):
+                    # The parameter is looked at again in the end, and may become a replica.
+                    self._context.provider.note_not_by_leaf(str(error))
                 continue
             self._replaced.enter(parameter)
             set_param_data(parameter, shared)
@@ -296,7 +329,7 @@ class ModuleDedup:
         audited = config.audit > 0 and self._context.rng.random() < config.audit
         if not (config.verifies_bytes or audited):
             return True
-        if same_bytes(param_data(parameter), resident.map(writable=False)):
+        if same_bytes(param_data(parameter), resident.seen()):
             return True
         if not config.verifies_bytes:
             raise_audit(f"a tensor of {resident.key.digest}", "the resident", "its equal")

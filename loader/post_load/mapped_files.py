@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from tensor_dedup.digest import digests_by_place, leaf_places
 from tensor_dedup.errors import ChangedFileError, UnreadableFileError
 from tensor_dedup.loader.checkpoint_io.hints import QUIET_NS, FileIdentity, HintIndex
 from tensor_dedup.loader.checkpoint_io.sources import StaleHintError
@@ -65,6 +66,21 @@ class FileRange(NamedTuple):
     def remembered(self) -> str | None:
         """The digest that a hint gives for the range, or None."""
         return self.file.known.get((self.start, self.nbytes))
+
+    @property
+    def remembered_leaves(self) -> tuple[str, ...]:
+        """The digests that hints give for the leaves of the range; empty unless all are known."""
+        return self._leaves_in(self.file.known)
+
+    @property
+    def learned_leaves(self) -> tuple[str, ...]:
+        """The digests that this load computed for the leaves; empty unless there are all."""
+        return self._leaves_in(self.file.learned)
+
+    def _leaves_in(self, digests: Mapping[tuple[int, int], str]) -> tuple[str, ...]:
+        places = leaf_places(self.start, self.nbytes)
+        found = tuple(digests[place] for place in places if place in digests)
+        return found if len(found) == len(places) else ()
 
     def read(self, into: memoryview, offset: int) -> None:
         """Fill a buffer with the bytes from `offset` on. Any thread, until the files are closed.
@@ -154,8 +170,8 @@ class MappedFiles:
                 for at in range(start, each.file.asked, _ASK_BYTES):
                     os.posix_fadvise(each.file.fd, at, _ASK_BYTES, os.POSIX_FADV_WILLNEED)
 
-    def learn(self, hashed: FileRange, digest: str) -> None:
-        """Record the digest of a range.
+    def learn(self, hashed: FileRange, digest: str, leaves: Sequence[bytes] = ()) -> None:
+        """Record the digest of a range, and those of its leaves where they are known.
 
         Raises:
             StaleHintError: The hint, which is deleted, gave another digest.
@@ -171,6 +187,8 @@ class MappedFiles:
                 "changing its times",
                 path=hashed.file.path,
             )
+        if leaves and not hashed.remembered_leaves:  # perhaps only the whole was remembered
+            hashed.file.learned |= digests_by_place(hashed.start, hashed.nbytes, leaves)
 
     def finish(self) -> None:
         """Write what was hashed as hints.

@@ -131,7 +131,7 @@ class ReplicaAssigner:
 
 def _equal(group: Sequence[tuple[str, ReplicaShare]]) -> bool:
     """Return whether all have equal bytes; each was compared only with its own tensor before."""
-    first, *rest = (share.resident.map(writable=False) for _, share in group)
+    first, *rest = (share.resident.seen() for _, share in group)
     return all(same_bytes(first, each) for each in rest)
 
 

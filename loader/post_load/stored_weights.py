@@ -16,11 +16,11 @@ from weakref import WeakSet
 import torch
 
 from tensor_dedup.loader.checkpoint_io.from_store import FromStore
-from tensor_dedup.loader.cuda.shared import BATCH_BYTES, OWN_SLAB_BYTES
+from tensor_dedup.loader.cuda.shared import BATCH_BYTES
 from tensor_dedup.loader.residents.compare import raise_audit, same_bytes
 from tensor_dedup.loader.residents.manager import ResidentQuery, ResidentRequest
 from tensor_dedup.loader.residents.provider import host_provider_for
-from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM, registry
 from tensor_dedup.loader.residents.slab import SharedMemoryError
 from tensor_dedup.loader.torch_dtypes import torch_dtype
 from tensor_dedup.loader.unsharing.private import map_shared
@@ -154,9 +154,9 @@ class StoredWeights:
             for each in sorted(file.tensors.values(), key=lambda each: each.spec.start)
             if each.spec.start > source.spec.start and self._is_shared(each)
         )
-        for each in after if size < OWN_SLAB_BYTES else ():
+        for each in after if size < LEAF_SHARED_FROM else ():
             key = _key(each)
-            if each.spec.nbytes >= OWN_SLAB_BYTES or size + each.spec.nbytes > BATCH_BYTES:
+            if each.spec.nbytes >= LEAF_SHARED_FROM or size + each.spec.nbytes > BATCH_BYTES:
                 break
             if key not in self._held and key not in batch and registry.lookup(key) is None:
                 batch[key] = each

@@ -51,7 +51,7 @@ def require_as_hashed(
         ChangedFileError: A copy has another digest.
     """
     copied = [(file, each) for tensor, each in made if (file := memory.file(tensor)) is not None]
-    views = [tensor_bytes(resident.map(writable=False)) for _, resident in copied]
+    views = [tensor_bytes(resident.seen()) for _, resident in copied]
     hashes = [submit(view, algorithm) for view in views]
     for (file, resident), found in zip(copied, hashes, strict=True):
         if found.result() != resident.key.digest:

@@ -191,7 +191,8 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         """
         leases = [lease for donor in self._having for lease in leases_of(donor)]
         plan = PartsPlan(geometry, pieces, leases)
-        if not plan.fits:
+        if plan.unfit is not None:
+            self._note_whole(plan.unfit)
             return None
         put = self.client.reserve([self._key(recipe)], self.checkpoint).put
         self._admitted = _Admitted(put, recipe, plan, pieces)
@@ -298,13 +299,16 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         try:
             pieces = pieces_in_common(request.tensor, donors) if donors else None
         except SharedMemoryError as error:
-            if self.not_by_leaf is None:
-                self.not_by_leaf = str(error)
-                _log.warning("a tensor is put whole: %s", str(error))
+            self._note_whole(str(error))
             return
         if pieces is not None:
             leases = [lease for donor in donors for lease in leases_of(donor)]
             self._put_pieces(request, pieces, leases, found)
+
+    def _note_whole(self, reason: str) -> None:
+        if self.not_by_leaf is None:
+            self.not_by_leaf = reason
+            _log.warning("a tensor is put whole: %s", reason)
 
     def _put_pieces(
         self,
@@ -314,7 +318,8 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         found: dict[str, tuple[Resident, bool]],
     ) -> None:
         plan = PartsPlan(request.key, pieces, leases)
-        if not plan.fits:
+        if plan.unfit is not None:
+            self._note_whole(plan.unfit)
             return
         key = self._key(request.recipe)
         layer = NewLayer(record_of_parts(request.key, plan.parts), plan.tensors)
@@ -370,9 +375,12 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         self, layer: LayerFound | None, key: ResidentKey, *, hashed: bool = False
     ) -> Resident | None:
         """Return the resident of a layer: a whole tensor, or one in parts, hashed if not before."""
-        composition = None if layer is None else composition_in(layer.record)
-        if layer is None or composition is None:
-            return super()._of_layer(layer, key)
+        whole = super()._of_layer(layer, key)
+        if layer is None or whole is not None:
+            return whole  # most are: a record that is no composition is refused by an exception
+        composition = composition_in(layer.record)
+        if composition is None:
+            return None
         found = composition.key
         if replace(found, digest=key.digest) != key or key.digest not in ("", found.digest):
             return None

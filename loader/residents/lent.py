@@ -270,10 +270,17 @@ class PartsPlan:
         if self.rest_bytes:
             # What is smaller need not begin with a page where others have the same bytes.
             self.tensors += (NewTensor(max(self.rest_bytes, PAGE_ALIGNED_FROM)),)
-        covered = sum(nbytes for _, _, nbytes in parts) == pieces[-1].end
         key = replace(geometry, digest=_ANY_DIGEST)  # as long as every other
-        small = len(record_of_parts(key, self.parts)) <= MAX_RECORD
-        self.fits = covered and small and len(self.tensors) <= MAX_RECORD_DIGESTS
+        nbytes = len(record_of_parts(key, self.parts))
+        self.unfit: str | None = None  # why a manager cannot have it so
+        if sum(size for _, _, size in parts) < pieces[-1].end:
+            self.unfit = "a part of it lies in memory that is not leased"
+        elif nbytes > MAX_RECORD:
+            need = f"its {len(self.parts)} parts need a record of {nbytes} bytes"
+            self.unfit = f"{need}, and a manager takes {MAX_RECORD}"
+        elif len(self.tensors) > MAX_RECORD_DIGESTS:
+            need = f"its parts are of {len(self.tensors)} tensors"
+            self.unfit = f"{need}, and a record names {MAX_RECORD_DIGESTS}"
 
     def fill(
         self, data: memoryview, digest: str, put: Put, missing: Sequence[TensorSlot]

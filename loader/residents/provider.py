@@ -234,10 +234,14 @@ class HostProvider:
         try:
             return build()
         except MappingLimitError as error:
-            if self._not_by_leaf is None:
-                self._not_by_leaf = str(error)
-                _log.warning("a tensor is copied whole: %s", str(error))
+            self.note_not_by_leaf(str(error))
             return None
+
+    def note_not_by_leaf(self, reason: str) -> None:
+        """Remember why a tensor was copied although others have leaves of it; the first is told."""
+        if self._not_by_leaf is None:
+            self._not_by_leaf = reason
+            _log.warning("a tensor is copied whole: %s", reason)
 
     def build_known(
         self,

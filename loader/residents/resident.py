@@ -6,6 +6,7 @@ copy-on-write view, so writing through a tensor never affects another model.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
@@ -21,8 +22,8 @@ from tensor_dedup.loader.residents.mappings import (
     as_mapped,
 )
 from tensor_dedup.loader.residents.slab import (
-    ByteArray,
     ExtentLayout,
+    MappingLimitError,
     Slab,
     SlabExtent,
     SlabUsageError,
@@ -184,9 +185,9 @@ def is_of_bytes(key: ResidentKey) -> bool:
 
 
 def _tensor_over(
-    array: ByteArray, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
+    flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
-    storage = torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
+    storage = flat.untyped_storage()
     # set_, and not as_strided: a view would carry its flat base along.
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, tuple(shape), tuple(stride))
 
@@ -299,7 +300,30 @@ class Resident:
         if self._layout is None:
             self._layout = ExtentLayout(self.extents)
         array = self._layout.map(self, writable=writable)
-        return _tensor_over(array, dtype, self.key.shape, self.key.stride)
+        flat = torch.frombuffer(array, dtype=torch.uint8)
+        return _tensor_over(flat, dtype, self.key.shape, self.key.stride)
+
+    def seen(self) -> torch.Tensor:
+        """Return the bytes to be read and compared: mapped, or a copy near the limit of mappings.
+
+        Raises:
+            OutOfMemoryError: The kernel refused the mapping.
+        """
+        try:
+            return self.map(writable=False)
+        except MappingLimitError:
+            return self.copied()
+
+    def copied(self) -> torch.Tensor:
+        """Return a copy of the bytes in private memory, which takes no mapping of a slab."""
+        copy = torch.empty(self.nbytes, dtype=torch.uint8)
+        into, at = copy.numpy().data, 0
+        for slab, offset, nbytes in self.extents:
+            end = at + nbytes
+            while at < end:
+                count = os.preadv(slab.fileno, [into[at:end]], offset + nbytes - (end - at))
+                at += count
+        return _tensor_over(copy, torch_dtype(self.key.dtype), self.key.shape, self.key.stride)
 
 
 def pack(

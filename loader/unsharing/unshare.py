@@ -74,7 +74,7 @@ def verify() -> ResidentCheck:
 def _shared_tensors(unknown: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every shared tensor with its digest; add what cannot be hashed to `unknown`."""
     for resident in registry.residents():
-        yield resident.key.digest, resident.map(writable=False)
+        yield resident.key.digest, resident.seen()
     for entry, tensor in COPIES.alive():
         if is_of_bytes(entry.known.key) and not tensor.is_meta:
             yield entry.known.key.digest, tensor

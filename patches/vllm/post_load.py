@@ -16,6 +16,7 @@ from tensor_dedup.loader.deferred.session import share_by_content, slabs
 from tensor_dedup.loader.deferred.trace import UntraceableError
 from tensor_dedup.loader.ledger import NotShared
 from tensor_dedup.loader.residents.resident import sharable
+from tensor_dedup.loader.residents.slab import SharedMemoryError
 from tensor_dedup.patches.vllm.kernels import kept_by_others
 from tensor_dedup.patches.vllm.load_formats import KEY, LOAD_FORMAT
 
@@ -121,7 +122,7 @@ def _share(session: LoadSession, finals: list[tuple[str, nn.Parameter]]) -> None
         nbytes = parameter.nbytes
         try:
             replace_data(parameter, session.provider.map(resident))
-        except UntraceableError as error:
+        except (UntraceableError, SharedMemoryError) as error:
             _enter_private(session, label, parameter, str(error))
         else:
             session.enter(label, nbytes, resident, made=made)

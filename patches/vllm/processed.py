@@ -30,6 +30,7 @@ from tensor_dedup.loader.ledger import NotShared
 from tensor_dedup.loader.residents.compare import raise_audit, same_bytes
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.residents.resident import Resident, sharable_anywhere
+from tensor_dedup.loader.residents.slab import MappingLimitError, SharedMemoryError
 from tensor_dedup.patches.vllm.kernels import dispatch, kept_by_others, linear_kernel, scales_kept
 
 if TYPE_CHECKING:
@@ -262,7 +263,13 @@ class ProcessedLayer:
             if resident is None:
                 session.ledger.add(label, parameter.nbytes, shared=False, sources=sources)
                 continue
-            replace_data(parameter, session.provider.map(resident))
+            try:
+                tensor = session.provider.map(resident)
+            except SharedMemoryError as error:  # it keeps the memory that it has
+                session.ledger.add(label, parameter.nbytes, shared=False, sources=sources)
+                session.ledger.skip(label, str(error))
+                continue
+            replace_data(parameter, tensor)
             session.enter(label, parameter.nbytes, resident, made=made, sources=sources)
             if record is not None and isinstance(resident, Resident):
                 record.residents[name] = (resident, type(parameter))
@@ -279,7 +286,7 @@ class ProcessedLayer:
         """
         for name, (resident, _) in record.residents.items():
             rebuilt = self.layer._parameters.get(name)
-            if rebuilt is None or not same_bytes(rebuilt.detach(), resident.map()):
+            if rebuilt is None or not same_bytes(rebuilt.detach(), resident.seen()):
                 # Processing may have made this one; then another says which layer it is.
                 each = self.deferred.get(name) or next(iter(self.deferred.values()))
                 raise_audit(f"{each.name} ({name})", "the resident", "the layer rebuilt")
@@ -291,7 +298,11 @@ class ProcessedLayer:
             if name in layer._parameters:
                 delattr(layer, name)
         for name, (resident, kind) in record.residents.items():
-            tensor = resident.map()
+            reason = None
+            try:
+                tensor = resident.map()
+            except MappingLimitError as error:
+                tensor, reason = resident.copied(), str(error)
             now = layer._parameters.get(name)
             if now is not None and type(now) is kind:
                 replace_data(now, tensor)
@@ -304,7 +315,10 @@ class ProcessedLayer:
             each = self.deferred.get(name)
             sources = each.sources if each is not None else ()
             label = each.name if each is not None else f"{self._path}.{name}"
-            session.enter(label, tensor.nbytes, record, made=False, sources=sources)
+            used = record if reason is None else None
+            session.enter(label, tensor.nbytes, used, made=False, sources=sources)
+            if reason is not None:
+                session.ledger.skip(label, reason)
         for each in self.deferred.values():
             self.context.done(each)
         setattr(layer, RECORD, record)

@@ -7,18 +7,25 @@ both memories in turns. Nothing else of them changes.
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from bench.stats import ENVIRONMENT
+from demonstration import models
+from demonstration.engine import facts
 from tensor_dedup import enable, report, unshare
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.residents import leaves
 from tensor_dedup.loader.residents.leaves import build_from_leaves
 from tensor_dedup.loader.residents.param_data import set_param_data
 from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM, registry
@@ -120,6 +127,63 @@ class PlacedModel:
         for parameter, tensor in zip(self._parameters, tensors, strict=True):
             set_param_data(parameter, tensor)
         self._run()
+
+
+@dataclass(frozen=True)
+class GrownVocabulary:
+    """What the demonstration's grown vocabulary adds to a process that has its base, in bytes.
+
+    By the kernel's account (PSS, every page of the weights read), without its KV cache: sharing
+    whole tensors only, and by leaf, when its digests are not known and when they are. `again` is
+    what the base adds when it is loaded once more.
+    """
+
+    whole: int
+    unknown: int
+    known: int
+    again: int
+
+
+def grown_vocabulary(work: Path) -> GrownVocabulary:
+    """Load the demonstration's base, and beside it the same with 256 more rows of vocabulary.
+
+    Weights are plain. The checkpoints are made in `work` where they are missing: 2 GB. The index of
+    hints must be a new one.
+    """
+    os.environ.update(ENVIRONMENT)
+    from bench.loading import engine, let_go, prepare_process
+    from bench.process_memory import pss, settle
+
+    base, grown = work / models.BASE, work / "grown-vocabulary"
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        for path in (base, grown):
+            if not path.is_dir():
+                pool.submit(models.make, path.name, work).result()
+    prepare_process(base)
+
+    def added(path: Path, *, known: bool, by_leaf: bool = True) -> int:
+        settle()
+        before = pss()
+        one = engine(path, dedup={"cpu_weights": "plain"})
+        cache = facts(one)["kv_cache"]
+        settle()
+        found = pss() - before - int(cache)
+        last = report().models[-1]
+        let_go(one)
+        del one
+        settle()
+        if not last.shared_bytes or last.known != known or (last.leaf_shared_bytes > 0) != by_leaf:
+            raise UnsupportedError(f"nothing to measure: {last}")
+        return found
+
+    first = engine(base, dedup={"cpu_weights": "plain"})
+    facts(first)
+    unknown, known = added(grown, known=False), added(grown, known=True)
+    with patch.object(leaves, "LEAF_SHARED_FROM", 1 << 62):
+        whole = added(grown, known=True, by_leaf=False)
+    again = added(base, known=True, by_leaf=False)
+    let_go(first)
+    return GrownVocabulary(whole, unknown, known, again)
 
 
 def _require_leaves() -> None:

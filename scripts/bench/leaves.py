@@ -11,6 +11,8 @@ put into a memory manager, until the first byte of each tensor was read, as sess
 leaves do it and as ours do, whole tensors and tensors in parts.
 *models*: vLLM decodes, and Diffusers' UNet makes a step, with weights of which every other leaf is
 another model's, and with copies of them in private memory; each pair makes both memories anew.
+*vocabulary*: the PSS that a fine-tune of the demonstration adds to a process that has its base, a
+whole engine without its KV cache, every page of the weights read; plain weights, one run.
 *multiply*: the same of eight matrices of 64 MiB alone, in such memory, in private memory and in
 whole slabs. In one thread and in turns, each pair in the other order than the one before. Times are
 the processor's, which other work on the machine changes less than the clock's.
@@ -52,6 +54,8 @@ from tensor_dedup.types import ResidentKey
 ROW: Final = 1024
 ROWS_OF_A_LEAF: Final = LEAF_BYTES // (4 * ROW)
 MATRICES: Final = 8
+MIB: Final = 1 << 20
+MOST_VOCABULARY: Final = 16 * MIB
 ATTACHED: Final = 300
 # What a single short attach takes varies more than the 2 % that are to be shown.
 ATTACHES: Final = 16
@@ -294,6 +298,25 @@ def model_rows(pairs: int) -> list[str]:
     return rows
 
 
+def vocabulary_rows(_pairs: int) -> list[str]:
+    """Measure what the demonstration's grown vocabulary adds, once."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[ENVIRONMENT] = str(Path(folder) / "hints.sqlite")
+        found = leaf_models.grown_vocabulary(Path(folder))
+    private, again = (f"{each / MIB:.2f} MiB" for each in (found.whole, found.again))
+    what = f"memory that the demonstration's grown vocabulary adds (its base again: {again})"
+    rows = []
+    for kind, added in (("unknown", found.unknown), ("known", found.known)):
+        met = "met" if added <= MOST_VOCABULARY else "missed"
+        cells = (
+            f"{what}, {kind}",
+            *(private, f"{added / MIB:.2f} MiB", f"{added / found.whole:.3f} x"),
+            *(f"≤ {MOST_VOCABULARY // MIB} MiB", met),
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
 def token(weights: list[torch.Tensor], vector: torch.Tensor) -> None:
     """Multiply a vector with every matrix."""
     for weight in weights:
@@ -356,6 +379,7 @@ PARTS: Final[Mapping[str, Callable[[int], Sequence[str]]]] = {
     "map": map_rows,
     "attach": attach_rows,
     "models": model_rows,
+    "vocabulary": vocabulary_rows,
     "multiply": multiply_rows,
 }
 

@@ -27,6 +27,7 @@ from demonstration import gallery, models, pictures, run, show
 from tensor_dedup.cli import INTERRUPTED, data_errors
 from tensor_dedup.cli.output import console as console_of_tables
 from tensor_dedup.formats.checkpoint import open_checkpoint
+from tensor_dedup.text_table import human
 
 # Loads and answers, each of them done by both sides.
 _STEPS = {"loaded": "loaded", "answered": "answered"}
@@ -81,6 +82,15 @@ def main(
     except KeyboardInterrupt:
         click.echo("interrupted", err=True)
         raise SystemExit(INTERRUPTED) from None
+    if not paths:
+        kept = [folder / "pipelines"] if diffusers else models.paths(folder)
+        files = [file for path in kept for file in path.rglob("*") if file.is_file()]
+        console.print(
+            f"demo: {human(sum(file.stat().st_size for file in files))} of checkpoints stay in "
+            f"{folder} for the next run; delete them to have the space back",
+            highlight=False,
+            soft_wrap=True,
+        )
     if not equal:
         raise SystemExit(1)
 

@@ -20,6 +20,8 @@ def show(
 ) -> None:
     """Print what each load did, what both sides cost, and whether they said the same."""
     console.print(_loads_table(names, shared))
+    console.print("Known: were its files hashed before? Read: from files. Hashed: of that, and of")
+    console.print("what was made from it. Allocated: new memory. Shared: there before this load.")
     console.print(_beside_table(names, plain, shared))
     console.print("Memory: what a load added (PSS) beside its KV cache, every page of it read.")
     console.print("The first model's row also has what engines need once.")

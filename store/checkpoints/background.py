@@ -33,7 +33,13 @@ from tensor_dedup.store.checkpoints.capture import (
     SnapshotDevice,
     StepCapture,
 )
-from tensor_dedup.store.checkpoints.commit import Saved, Saver, StepSnapshot, StepSource
+from tensor_dedup.store.checkpoints.commit import (
+    Saved,
+    SaveLock,
+    Saver,
+    StepSnapshot,
+    StepSource,
+)
 from tensor_dedup.store.checkpoints.errors import BrokenSaveError, ForkedSaveError
 from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.runs import step_name
@@ -177,6 +183,10 @@ class PendingSave:
             self.times.write = time.perf_counter() - began
         except StoreError as error:
             self._error = error
+        except BaseException as error:  # of a provider's `make`, for one
+            self._error = self._broken("it ended with an error that is none of the store's")
+            self._error.__cause__ = error
+            raise
         finally:
             try:
                 self._capture.settle()
@@ -210,7 +220,7 @@ class PendingSave:
     def _end(self) -> None:
         if self._saved is None:
             if self._error is None:
-                self._error = self._broken("it ended with an error that is none of the store's")
+                self._error = self._broken("it ended")
             self._error.add_note(f"while {self.name} was saved in the background to {self.root}")
         self._capture.release()
         del self._extracted, self._previous  # the model is not kept, nor all saves before,
@@ -227,7 +237,11 @@ class _Standby:
         self._thread = threading.Thread(target=self._run, name="tensor-dedup-save", daemon=False)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # an interrupt, for one: it may have started, and waits
+            self._go.set()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -276,7 +290,7 @@ class Saves:
         weakref.finalize(self, _log_failures, self._pending)
 
     def _begin(self) -> None:
-        self._turn, self._lock = threading.Lock(), threading.Lock()
+        self._turn, self._lock = SaveLock(), threading.Lock()
         self._pending.clear()
 
     def forked(self) -> None:
@@ -293,33 +307,49 @@ class Saves:
 
         If an earlier save failed, its error is raised and nothing is saved.
         """
+        self._turn.check(self._saver.root)
         with self._turn, _Standby() as thread:
             self._wait_until_fewer_than(self._in_flight)
             began = time.perf_counter()
             extracted = extract()
             context = CaptureContext(
-                self._pool, self._devices, self._changing, self._saver.large(), self.finish
+                self._pool, self._devices, self._changing, self._saver.large(), self._finish_one
             )
-            capture = StepCapture(extracted.chunks, context)
-            pending = PendingSave(extracted, capture, self._commit, self._last(), self._saver.root)
-            pending.times.metadata = time.perf_counter() - began
-            eager = not (bool(self._hooked) if lazy is None else lazy)
-            safe = eager or capture.guard()
-            pending.streams = self._help(capture) or not capture.large_bytes
-            if eager:
-                pending.capture_now()
-            with self._lock:
-                self._pending.append(pending)
-            thread.work = pending.run
+            capture, pending = StepCapture(extracted.chunks, context), None
+            try:
+                last, root = self._last(), self._saver.root
+                pending = PendingSave(extracted, capture, self._commit, last, root)
+                pending.times.metadata = time.perf_counter() - began
+                eager = not (bool(self._hooked) if lazy is None else lazy)
+                safe = eager or capture.guard()
+                pending.streams = self._help(capture) or not capture.large_bytes
+                if eager:
+                    pending.capture_now()
+                with self._lock:
+                    self._pending.append(pending)
+                thread.work = pending.run
+            except BaseException:
+                if thread.work is None:  # nobody else ends it
+                    with self._lock:
+                        self._pending[:] = [each for each in self._pending if each is not pending]
+                    capture.settle()
+                    capture.release()
+                raise
         if eager or not safe:
             pending.hold()
         return pending
 
     def _help(self, capture: StepCapture) -> bool:
-        """Start threads that capture, if that pays; return whether there are some."""
+        """Start threads that capture, if that pays; return whether there are some.
+
+        Where the system has none to give, the save's own thread captures alone.
+        """
         helpers = self._helpers if capture.large_bytes >= _HELPED_BYTES else 0
-        for _ in range(helpers):
-            threading.Thread(target=capture.work, name="tensor-dedup-capture").start()
+        for number in range(helpers):
+            try:
+                threading.Thread(target=capture.work, name="tensor-dedup-capture").start()
+            except RuntimeError:
+                return number > 0
         return helpers > 0
 
     def _last(self) -> PendingSave | None:
@@ -374,6 +404,14 @@ class Saves:
             running = list(self._pending)
         for each in running:
             each.finish()
+
+    def _finish_one(self) -> bool:
+        """Wait until the oldest save has ended; return False if there is none."""
+        with self._lock:
+            running = [each for each in self._pending if not each.done()]
+        for each in running[:1]:
+            each.finish()
+        return bool(running)
 
     def close(self) -> None:
         """Wait for every save and free the pool. The error of a failed save is raised later."""

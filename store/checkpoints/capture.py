@@ -249,14 +249,15 @@ class CaptureContext:
     """What the captures of one handle have in common.
 
     `known` has the pieces in the store, by change hash; `changing` the names of large tensors that
-    had changed at the previous save. `make_room` waits until earlier saves have given back theirs.
+    had changed at the previous save. `make_room` waits until an earlier save has given back what it
+    has of the pool, and returns False where there is none.
     """
 
     pool: HostPool
     devices: Sequence[SnapshotDevice]
     changing: set[str]
     known: Mapping[bytes, StoredPiece]
-    make_room: Callable[[], None] = lambda: None
+    make_room: Callable[[], bool] = lambda: False
 
 
 @dataclass(slots=True)
@@ -372,23 +373,30 @@ class StepCapture:
             self._stage(place, chunk)
 
     def _on_host(self, place: int, chunk: StateChunk) -> NamedValue:
-        """Return a piece whose bytes are on the host, a small one as a copy; note a large one."""
+        """Return a piece that no device copies, a small one as a copy; note a large one.
+
+        It may be on a device that there is no room for: it is read there, part by part.
+        """
         piece = chunk.piece()
         view = flat_bytes(piece.data)
         if chunk.frozen or (isinstance(view, memoryview) and type(view.obj) is bytes):
             return piece
         if view.nbytes < PACK_BELOW:
             return replace(piece, data=self._copy_small(place, view))
-        if chunk.residence != "device":  # otherwise it is a copy by now
-            new = _Large(piece.name, view, _writes_of(chunk.source), [])
-            self._large.setdefault(place_of(view), new).places.append(place)
+        written = _writes_of(chunk.source)
+        large = self._large.get(place_of(view))
+        if large is None:
+            self._large[place_of(view)] = _Large(piece.name, view, written, [place])
+        else:  # the same memory, perhaps written to by way of this one
+            large.places.append(place)
+            large.written = _either(large.written, written)
         return piece
 
     def _copy_small(self, place: int, view: FlatBytes) -> memoryview:
         """Copy a small piece of the host into a block with others.
 
         It may change, or make room for the next chunk, before anybody asks again. So where there is
-        no room, other saves are waited for, and then the pool grows.
+        no room, other saves are waited for, one by one, and then the pool grows.
 
         The first block is small, as most models need no other.
         """
@@ -396,11 +404,9 @@ class StepCapture:
         size = -(-view.nbytes // _ALIGNED) * _ALIGNED
         if packed is None or packed.nbytes + size > packed.block.nbytes:
             room = min(2 * packed.block.nbytes, _PACKED) if packed else PACK_BELOW
-            block = pool.take(room)
-            if block is None:
-                self._context.make_room()
-                block = pool.take(room) or pool.take(PACK_BELOW, beyond=True)
-            if block is None:
+            while (block := pool.take(room)) is None and self._context.make_room():
+                pass
+            if block is None and (block := pool.take(PACK_BELOW, beyond=True)) is None:
                 raise MemoryError
             packed = self._packed = _Copy(block, 0, False, [], small=True)
             self._copied.append(packed)
@@ -506,7 +512,8 @@ class StepCapture:
     def _capture(self, large: _Large) -> bool:
         """Find a piece in the store, or copy it; return False when there is no room."""
         if large.name not in self._context.changing:
-            key = change_hash(large.view)
+            # At the first step there is nothing that it could be equal to.
+            key = change_hash(large.view) if self._context.known else b""
             if key in self._context.known:
                 self._check(large)
                 self._found(large.places, key)
@@ -516,7 +523,11 @@ class StepCapture:
         if block is None:
             return False
         nbytes = large.view.nbytes
-        copy_flat(large.view, block[:nbytes])
+        try:
+            copy_flat(large.view, block[:nbytes])
+        except BaseException:
+            self._context.pool.give(block)
+            raise
         self._check(large)
         for place in large.places:
             self._pieces[place] = replace(self._pieces[place], data=block[:nbytes])
@@ -646,8 +657,11 @@ class StepCapture:
         self._pieces, self._written, self._without_room = [], [], []
         self._unmade, self._large, self._packed = [], {}, None
         copied, self._copied = self._copied, []
+        kept = self._context
         for copy in copied:
-            self._context.pool.give(copy.block, page_locked=copy.page_locked)
+            kept.pool.give(copy.block, page_locked=copy.page_locked)
+        # The handle, which made room, is not kept: whoever drops it may still hold the save.
+        self._context = CaptureContext(kept.pool, kept.devices, kept.changing, {})
 
 
 def _writes_of(value: Any) -> Callable[[], bool]:
@@ -663,3 +677,10 @@ def _writes_of(value: Any) -> Callable[[], bool]:
 
 def _never() -> bool:
     return False
+
+
+def _either(one: Callable[[], bool], other: Callable[[], bool]) -> Callable[[], bool]:
+    """Return a function that tells of both writes; `_never` if nobody counts one of them."""
+    if one is _never or other is _never:
+        return _never
+    return lambda: one() or other()

@@ -60,7 +60,7 @@ from tensor_dedup.store.checkpoints.runs import (
     step_numbers,
 )
 from tensor_dedup.store.checkpoints.sizes import run_stats
-from tensor_dedup.store.checkpoints.tiers import SecondTier, StoreTier
+from tensor_dedup.store.checkpoints.tiers import SecondTier, StoreTier, second_store
 from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
@@ -719,7 +719,7 @@ def _second_tier(drain: "StrPath | Store | Remote", fast: Store, order: StepOrde
     from tensor_dedup.store.remote.tier import RemoteTier
 
     if not isinstance(drain, Remote) and not is_url(str(drain)):
-        return StoreTier(Store.open(drain), fast, order)
+        return StoreTier(second_store(drain, fast, order), fast, order)
     remote = drain if isinstance(drain, Remote) else Remote.open(drain)
     folder = remote.store_folder()
     if folder is not None:

@@ -20,7 +20,7 @@ from typing import Protocol, Self, TypeAlias, TypeVar
 from tensor_dedup.digest import digest
 from tensor_dedup.store.checkpoints.background_encoder import BackgroundEncoder, EncodingJob
 from tensor_dedup.store.checkpoints.bases import FirstStep
-from tensor_dedup.store.checkpoints.errors import NamedTwiceError
+from tensor_dedup.store.checkpoints.errors import NamedTwiceError, NestedSaveError
 from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.policy import Compress, Deltas, Encoding, checked_compress
 from tensor_dedup.store.checkpoints.run_cache import (
@@ -374,6 +374,33 @@ class Saved:
     seconds: float
 
 
+class SaveLock:
+    """A lock that says when the thread that asks for it has it already, instead of hanging.
+
+    A signal handler runs in the middle of whatever its thread does, and so does a provider.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._owner = threading.Lock(), 0
+
+    def check(self, root: Path) -> None:
+        """Check that this thread does not have it; call it before the `with`.
+
+        Raises:
+            NestedSaveError: it has.
+        """
+        if self._owner == threading.get_ident():
+            raise NestedSaveError.at(root, "a save was begun in the middle of another one")
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        self._owner = 0
+        self._lock.release()
+
+
 class Saver:
     """Commits the steps of one handle, one at a time. Safe from any thread."""
 
@@ -389,7 +416,7 @@ class Saver:
         self._objects, self._order, self._workers = objects, order, workers
         self._compress, self._base = checked_compress(compress), base
         self._cache = RunCache(objects, workers)
-        self._lock = threading.Lock()
+        self._lock = SaveLock()
         self._synced = SyncedFolders()
         self.reset()
 
@@ -400,7 +427,7 @@ class Saver:
 
     def reset(self) -> None:
         """Begin anew in a forked child, where the holder of a lock does not exist."""
-        self._lock = threading.Lock()
+        self._lock = SaveLock()
         self._order.renew_lock()
         self._deltas = Deltas()
         self._last = self._shown = LastStep()
@@ -457,6 +484,7 @@ class Saver:
             NameTakenError: the step must be new, and the name exists.
             ChangedModelError: the model was written to meanwhile.
             NamedTwiceError, EscapingPathError, NotTextError: a name is invalid.
+            NestedSaveError: this thread is committing a step of this handle.
             StoreError: the disk failed, as NoSpaceError, StoreIOError or another subclass says.
         """
         try:
@@ -470,6 +498,7 @@ class Saver:
 
     def _commit(self, step: StepSource) -> Saved:
         began = time.monotonic()
+        self._lock.check(self.root)
         with self._encoder.saving(), self._lock:
             last, self._last = self._last, LastStep()  # an error leaves none: the next save asks
             with self._cache.session() as (index, hasher):

@@ -9,8 +9,9 @@ tiers, and the fast one lets go of what is drained and not among its last.
 What is still to be drained follows from the two tiers alone: a step of the fast tier that the
 second one lacks, or has from an earlier place in the order, and a pin. No list of it can be lost,
 and whoever opens the run with both tiers next goes on. Of two states of a step the one with the
-later place counts, wherever it is, and only that one is ever drained. Two fast tiers that are used
-in turn can give one place to different states: then the second tier's counts, and the other one is
+later place counts, wherever it is, and only that one is ever drained. A fast tier that goes on from
+steps of another one gives its own places far behind those: what the other one had not drained comes
+before, if that is used again, and where both have a step, the state that was not drained is
 reported and stays where it is.
 
 Three things change both tiers: a drained step, a deleted one and an unpinned one. Each happens
@@ -59,6 +60,7 @@ from tensor_dedup.store.checkpoints.tiers import (
     ahead,
     counts,
     diverged,
+    next_turn,
     undrained,
     unlink,
 )
@@ -132,10 +134,14 @@ class Drain:
         self.start()
 
     def _count_on(self) -> None:
-        """See that no step gets a place that was given before the fast tier was emptied."""
+        """See that no step gets a place that was given elsewhere, drained or not.
+
+        Where the second tier has later steps than the fast one, that was emptied, or another one
+        was used: it may have died with steps that nobody here knows of.
+        """
         last = max((place.sequence for place in self._seen.places.values()), default=0)
         if last > max((place.sequence for place in self._order.places().values()), default=0):
-            self._order.at_least(last)
+            self._order.at_least(next_turn(last))
             self._order.next()  # so that the fast tier knows it, and with it its other users
 
     def _begin(self) -> None:

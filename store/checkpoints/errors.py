@@ -13,6 +13,7 @@ StoreError
                    NamedTwiceError       two tensors have one name, or a file a tensor's place
                    NotATrainingError     the checkpoint was imported, not saved by a run
                    ForkedSaveError       a save of another process is waited for
+                   NestedSaveError       a signal handler saves in the middle of a save
   - of the world:  BrokenSaveError       a background save ended with an unexpected error
                    DrainError            steps are on the fast tier only
                    DivergedStepError     two fast tiers have saved a step, and neither is later
@@ -153,6 +154,15 @@ class BrokenSaveError(AdvisedError):
     """A background save ended with an unexpected error. Nothing was committed."""
 
     advice = "save again, and report what its thread has printed"
+
+
+class NestedSaveError(AdvisedError):
+    """A thread began a save in the middle of another one of the same handle. Nothing was saved.
+
+    A signal handler does, or a provider that saves. The other save is not affected.
+    """
+
+    advice = "let the signal handler note the signal, and save when the call has returned"
 
 
 class DrainError(AdvisedError):

@@ -8,8 +8,10 @@ A StateChunk is what a piece is made from when its turn comes, with hints for th
 Neither numpy nor torch is imported before an array or a tensor of theirs is met.
 """
 
+import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
@@ -17,9 +19,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec.structs import replace
 
+from tensor_dedup.dtypes import BITS
 from tensor_dedup.formats.pytorch.machine import DTYPES
 from tensor_dedup.store.checkpoints.errors import DamagedStateError, UnsupportedArrayError
-from tensor_dedup.store.gathered import Gathered, flat_bytes
+from tensor_dedup.store.gathered import Gathered, GatheredArray, flat_bytes, parts_in_order
 
 if TYPE_CHECKING:
     import numpy as np
@@ -108,7 +111,7 @@ class StateChunk(msgspec.Struct, frozen=True, eq=False):
         """Where the bytes are: nowhere before `make` was called, on a device, or on the host."""
         if self.make is not None:
             return "unmade"
-        return "device" if is_tensor(self.source) and self.source.device.type != "cpu" else "host"
+        return "device" if is_tensor(self.source) and _is_elsewhere(self.source) else "host"
 
     @property
     def nbytes(self) -> int | None:
@@ -166,18 +169,15 @@ def in_groups(items: "Iterable[_T]", groups: Iterable[str]) -> "list[_T]":
 def pieces(tensors: "Mapping[str, Value]") -> list[NamedValue]:
     """Return the values as pieces, in order, each named by its key.
 
-    Contiguous little-endian arrays and tensors on the CPU are not copied; those on a device, with
-    other strides or the other byte order are. Any thread may call it, while nobody writes to the
-    values.
+    Contiguous little-endian arrays and tensors on the CPU are not copied; conjugates and those on a
+    device, with other strides or the other byte order are. Any thread may call it, while nobody
+    writes to the values.
 
     Raises:
         UnsupportedArrayError: one cannot be stored, such as arrays of objects, records, strings or
             times, quantised, sparse or meta tensors, and tensors of unknown subclasses.
     """
-    return [
-        held if type(held) is NamedValue and held.name == name else _in_memory(_piece(name, held))
-        for name, held in tensors.items()
-    ]
+    return [_in_memory(_piece(name, held)) for name, held in tensors.items()]
 
 
 def _in_memory(piece: NamedValue) -> NamedValue:
@@ -204,6 +204,19 @@ def value(piece: NamedValue) -> "np.ndarray[Any, Any] | NamedValue":
         raise DamagedStateError.at(piece.name, what) from error
 
 
+def of_its_size(piece: NamedValue) -> NamedValue:
+    """Return a piece that somebody else has made, whose bytes are those of its dtype and shape.
+
+    Raises:
+        UnsupportedArrayError: they are fewer or more, so that nobody could load it.
+    """
+    bits = BITS.get(piece.dtype)
+    if bits is not None and bits * math.prod(piece.shape) != 8 * piece.nbytes:
+        what = f"{piece.nbytes} bytes are no {piece.dtype} of shape {piece.shape}"
+        raise UnsupportedArrayError.at(piece.name, what)
+    return piece
+
+
 def raw(held: "Value") -> memoryview:
     """Return the bytes of a piece, an array or a tensor, flat."""
     return flat_bytes(_piece("", held).data)[:]
@@ -223,7 +236,8 @@ def is_array(held: object) -> bool:
 
 def _piece(name: str, held: object) -> NamedValue:
     if isinstance(held, NamedValue):
-        return held if held.name == name else replace(held, name=name)
+        found = held if held.name == name else replace(held, name=name)
+        return of_its_size(found)
     if is_tensor(held):
         return _of_tensor(name, held)
     if is_array(held):
@@ -242,7 +256,7 @@ def _of_array(name: str, array: Any) -> NamedValue:
     if known is None:
         raise UnsupportedArrayError.at(name, f"an array of dtype {array.dtype}", dtype=dtype.str)
     plain = np.asarray(array)  # of a subclass, too
-    data = plain.reshape(-1).view(np.uint8).data if _lies_in_order(plain) else Gathered(plain)
+    data = plain.reshape(-1).view(np.uint8).data if _lies_in_order(plain) else GatheredArray(plain)
     return NamedValue(name, known, tuple(array.shape), data)
 
 
@@ -265,16 +279,64 @@ def _of_tensor(name: str, tensor: Any) -> NamedValue:
         return NamedValue(name, known, shape, memoryview(b""))
     import torch
 
-    held = tensor.detach().resolve_conj().resolve_neg().to("cpu")
+    held = tensor.detach()
+    if _is_elsewhere(held) or held.is_conj() or held.is_neg():
+        return NamedValue(name, known, shape, GatheredTensor(held))
     if not held.is_contiguous():
         # numpy lacks some dtypes. It has the one of 16 bytes.
         whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         kind = whole.get(held.element_size())
         bits = held if kind is None else held.view(kind)
-        return NamedValue(name, known, shape, Gathered(bits.numpy()))
+        return NamedValue(name, known, shape, GatheredArray(bits.numpy()))
     # Not view(-1): one element is contiguous whatever its stride, and would keep it.
     flat = held.as_strided((held.numel(),), (1,), held.storage_offset())
     return NamedValue(name, known, shape, memoryview(flat.view(torch.uint8).numpy()))
+
+
+class GatheredTensor(Gathered):
+    """The bytes of a tensor in C order, on whatever device it is, conjugate and negative or not.
+
+    A device has copied a part when it is read; its copies come after what was submitted before.
+    """
+
+    __slots__ = ("_stream", "_tensor")
+
+    def __init__(self, tensor: "torch.Tensor") -> None:
+        self._tensor, self._stream = tensor.detach(), None
+        if tensor.is_cuda:
+            import torch
+
+            # That of the model: other threads have the device's first one.
+            self._stream = torch.cuda.current_stream(tensor.device)
+        super().__init__(tensor.numel(), tensor.element_size())
+
+    @property
+    def place(self) -> Hashable:
+        # docstring inherited
+        held = self._tensor
+        seen = held.is_conj(), held.is_neg()
+        return held.device, held.data_ptr(), held.shape, held.stride(), held.dtype, *seen
+
+    def _gather(self, memory: memoryview, first: int) -> None:
+        # docstring inherited
+        import torch
+
+        flat = torch.frombuffer(memory, dtype=torch.uint8).view(self._tensor.dtype)
+        at = 0
+        with self._in_order():
+            for part in parts_in_order(self._tensor, first, first + flat.numel()):
+                flat[at : at + part.numel()].view(part.shape).copy_(part)
+                at += part.numel()
+
+    def _in_order(self) -> AbstractContextManager[object]:
+        import torch
+
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def _is_elsewhere(tensor: Any) -> bool:
+    """Return whether a tensor's memory is not the host's."""
+    return bool(tensor.device.type != "cpu")
 
 
 @cache

@@ -4,11 +4,13 @@ A remote is the other one (`tensor_dedup.store.remote.tier`). Two states of a st
 their places in the order of saving alone, so this is the same for both.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.errors import NotATrainingError, UnknownStepError
@@ -27,7 +29,12 @@ from tensor_dedup.store.checkpoints.runs import (
     step_numbers,
 )
 from tensor_dedup.store.checkpoints.transfer import Transfer
-from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, UnknownNameError
+from tensor_dedup.store.errors import (
+    DamagedFileError,
+    MissingObjectError,
+    NoStoreError,
+    UnknownNameError,
+)
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import ContainerId, Objects
@@ -35,7 +42,10 @@ from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces
 from tensor_dedup.store.store import Store
 from tensor_dedup.store.writing.hashing import Hasher
 
+_LOG = logging.getLogger("tensor_dedup")
 _T = TypeVar("_T")
+# So many places are one fast tier's, from when it goes on from another one's last.
+_TURN: Final = 1 << 20
 
 
 class OutdatedError(Exception):
@@ -272,14 +282,24 @@ def ahead(one: StepPlace | None, other: StepPlace | None) -> bool:
 
 
 def diverged(one: StepPlace | None, other: StepPlace | None) -> bool:
-    """Whether two states of a step differ, and neither is later.
+    """Whether a fast tier's state of a step is none that the other one was made after.
 
-    A fast tier may count past a place without a step (a save failed), and die before a later step
-    is drained: another one that goes on from the second tier gives that step the same place.
+    A fast tier may die before its last steps are drained: another one that goes on from the second
+    tier does not know of them. It has later places (`next_turn`) and is what counts; the first one
+    is not to be lost, and not to be drained either. Both have one place where each of them counted
+    on from the second tier without that, as earlier versions do.
     """
     if one is None or other is None or not (one.readable and other.readable):
         return False
-    return one.sequence == other.sequence and one.manifest != other.manifest
+    if one.manifest == other.manifest:
+        return False
+    earlier = one.sequence // _TURN < other.sequence // _TURN
+    return earlier or one.sequence == other.sequence
+
+
+def next_turn(last: int) -> int:
+    """Return a place behind all that whoever gave this one may have given without draining them."""
+    return (last // _TURN + 1) * _TURN
 
 
 def counts(near: StepPlace | None, there: StepPlace | None) -> bool:
@@ -302,3 +322,17 @@ def unlink(objects: Objects, files: Iterable[str]) -> bool:
     # Also where another process has removed them: it may have died before that was durable.
     objects.files.sync_folder(objects.layout.refs)
     return found
+
+
+def second_store(folder: str | PathLike[str], fast: Store, order: StepOrder) -> Store:
+    """Open the store of a second tier, or make it, which for a run that has steps is said."""
+    try:
+        return Store.open(folder, create=False)
+    except NoStoreError:
+        made = Store.open(folder)
+    with fast._translated():
+        if step_numbers(fast._objects, order.run):
+            what = "%s: the run %r has steps here, and a new store is made in %s; if they had been "
+            what += "drained there before, end this, and mount that disk"
+            _LOG.warning(what, fast.path, order.run, made.path)
+    return made

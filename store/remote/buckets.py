@@ -39,6 +39,7 @@ from tensor_dedup.store.remote.errors import (
     RemoteBusyError,
     RemoteUnreachableError,
     RemoteUrlError,
+    UnlistedRemoteError,
 )
 from tensor_dedup.store.remote.layout import (
     CONTAINER_BYTES,
@@ -79,6 +80,8 @@ _MISTYPED: Final = re.compile(r"(s3|gs|az|https?|file|oci):(?!//)", re.IGNORECAS
 # Of what lacks its scheme, or has one that no remote has: a path of a folder begins otherwise.
 _USER_IN_PATH: Final = re.compile(r"//.*@|[^./:][^/:]*:.*@", re.DOTALL)
 _SHOWN: Final = 240
+# Where a machine in a cloud is asked for its credentials, when the environment has none.
+_METADATA: Final = re.compile(r"/latest/(api/token|meta-data)|/metadata/identity|/computeMetadata/")
 # What may lead to a server of the user's own, by http too; Google's is in the key of an account.
 _ENDPOINTS: Final = (
     *("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
@@ -92,6 +95,8 @@ _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
 _NO_RANGES: Final = ("non-partial response", "Range request not supported")
 # So much of an object is held here that has come instead of a range.
 _WHOLE_BYTES: Final = 3 * CONTAINER_BYTES
+# And of a web server without WebDAV that is asked for a list.
+_LISTS_NOTHING: Final = re.compile(r"status code: (4\d\d|501)|decoding PROPFIND")
 # So long whole objects are asked for when one has come instead of a range.
 _ASK_AGAIN_S: Final = 60.0
 _SECRETS: Final = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS", re.IGNORECASE)
@@ -447,6 +452,9 @@ class ServerBucket(Bucket):
             raise RemoteAccessError.at(self.at(key), scrubbed(str(error))) from None
         except (exceptions.BaseError, OSError) as error:
             text = str(error)
+            if _METADATA.search(text):
+                what = "there are no credentials in the environment"
+                raise RemoteAccessError.at(self.url, what) from None
             kind = RemoteAccessError if _is_about_credentials(text) else RemoteUnreachableError
             raise kind.at(self.at(key), scrubbed(text)) from None
         except BaseException as error:
@@ -611,10 +619,16 @@ class ServerBucket(Bucket):
         # docstring inherited
         import obstore
 
-        with self._translated(prefix):
-            for batch in obstore.list(self._store, prefix, chunk_size=1000):
-                self.traffic.add()
-                yield from map(_status_of, batch)
+        try:
+            with self._translated(prefix):
+                for batch in obstore.list(self._store, prefix, chunk_size=1000):
+                    self.traffic.add()
+                    yield from map(_status_of, batch)
+        except (RemoteUnreachableError, RemoteAccessError) as error:
+            if self.read_only and _LISTS_NOTHING.search(str(error)):
+                what = "a web server of plain files cannot be listed"
+                raise UnlistedRemoteError.at(self.url, what) from None
+            raise
 
     def delete(self, key: str) -> None:
         # docstring inherited
@@ -645,7 +659,7 @@ def _version_of(meta: Any) -> str:
 
 
 def _is_about_credentials(text: str) -> bool:
-    signs = ("401 ", "403 ", "credential", "Credential", "ExpiredToken", "169.254.169.254")
+    signs = ("401 ", "403 ", "credential", "Credential", "ExpiredToken")
     return any(sign in text for sign in signs)
 
 
@@ -714,7 +728,7 @@ def _open_store(url: str, *, sending: bool = False) -> "ObjectStore":
         return from_url(url, client_options=client, retry_config=retry)
     except (BaseError, ValueError) as error:
         if "Account must be specified" in str(error):
-            what = "no account is named: set AZURE_STORAGE_ACCOUNT_NAME"
+            what = "no account is named"
             raise RemoteAccessError.at(url, what) from None
         raise RemoteUrlError.at(url, scrubbed(str(error))) from None
     except BaseException as error:

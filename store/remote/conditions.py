@@ -14,6 +14,7 @@ from tensor_dedup.store.remote.errors import (
     NoConditionsError,
     NotARemoteError,
     RemoteUnreachableError,
+    TakenPlaceError,
     remote_damage,
 )
 
@@ -43,11 +44,10 @@ def prepare(bucket: Bucket) -> bool:
         what = f"it holds {first.key} and no {layout.MARKER}"
         raise NotARemoteError.at(bucket.url, what)
     if (other := bucket.foreign()) is not None:
-        what = f"it holds {other} and no remote; push to an empty folder or one to be made"
-        raise NotARemoteError.at(bucket.url, what)
+        raise TakenPlaceError.at(bucket.url, f"it holds {other} and no remote")
     if (outer := bucket.outer()) is not None:
-        what = f"it lies inside {outer}, which is a remote or a store; push to a place outside it"
-        raise NotARemoteError.at(bucket.url, what)
+        what = f"it lies inside {outer}, which is a remote or a store"
+        raise TakenPlaceError.at(bucket.url, what)
     _probe(bucket)
     if not bucket.put_if(layout.MARKER, marker, None):
         found = bucket.get(layout.MARKER, layout.TEXT_BYTES)

@@ -1,9 +1,10 @@
 """The errors of remotes. Each names the object by its URL, and never holds a credential.
 
 RemoteError
-  - of its use:    RemoteUrlError, NotARemoteError, NoBucketError, ReadOnlyRemoteError
+  - of its use:    RemoteUrlError, NotARemoteError, NoBucketError, TakenPlaceError,
+                   ReadOnlyRemoteError, UnlistedRemoteError
   - of the world:  RemoteUnreachableError (and NoRangesError), RemoteAccessError, RemoteBusyError,
-    NoConditionsError
+                   NoConditionsError
   - with those of the store: UnknownRemoteNameError, RemoteNameTakenError, DamagedRemoteError,
     MissingRemoteError, CorruptRemoteTensorError, UncertainRemoteError
 """
@@ -11,7 +12,7 @@ RemoteError
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import PurePath
-from typing import Self
+from typing import Final, Self
 
 from tensor_dedup.errors import NOBODY_THERE, WRONG_USE
 from tensor_dedup.store.errors import (
@@ -24,6 +25,16 @@ from tensor_dedup.store.errors import (
     UnfitForCollectionError,
     UnknownNameError,
 )
+
+# How each service takes credentials.
+_CREDENTIALS: Final = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_SESSION_TOKEN, if they are "
+    "temporary), or renew them",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or renew them",
+    "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or renew them",
+    "oci": "run `docker login` or `oras login`",
+    **dict.fromkeys(("http", "https"), "use the object storage or the folder that it serves"),
+}
 
 
 class RemoteError(AdvisedError):
@@ -56,6 +67,13 @@ class NoBucketError(NotARemoteError):
     advice = "check its name; if it is right, create the bucket with its provider's own tools"
 
 
+class TakenPlaceError(NotARemoteError):
+    """A push can make no remote here: there is something else, or it lies inside something else."""
+
+    exit_status = WRONG_USE
+    advice = "push to an empty folder or to one to be made, outside it"
+
+
 class ReadOnlyRemoteError(RemoteError):
     """A remote behind a plain web server cannot be written to."""
 
@@ -76,16 +94,28 @@ class NoRangesError(RemoteUnreachableError):
     advice = "pull from a server that knows ranges"
 
 
+class UnlistedRemoteError(RemoteUnreachableError):
+    """A plain web server gives objects by their names, and no list of them."""
+
+    exit_status = WRONG_USE
+    advice = (
+        "name the object storage or the folder that it serves; from here, `pull` and `remote show` "
+        "take the name of a checkpoint or of a step (RUN@STEP)"
+    )
+
+
 class RemoteAccessError(RemoteError):
     """The server refuses the credentials, or there are none."""
 
     exit_status = NOBODY_THERE
-    advice = (
-        "set the credentials of this service in the environment (for S3 AWS_ACCESS_KEY_ID, "
-        "AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN; for Azure AZURE_STORAGE_ACCOUNT_NAME, "
-        "AZURE_STORAGE_ACCOUNT_KEY; for a registry `docker login` or `oras login`), "
-        "or renew them if they have expired"
-    )
+    advice = "give the credentials of this service, or renew them if they have expired"
+
+    @classmethod
+    def at(cls, path: PurePath | str, what: str, **facts: object) -> Self:
+        # docstring inherited
+        scheme = str(path).partition("://")[0]
+        advice = _CREDENTIALS.get(scheme, cls.advice)
+        return cls(f"{path}: {what}; {advice}", path=str(path), **facts)
 
 
 class NoConditionsError(RemoteError):
@@ -148,7 +178,7 @@ class CorruptRemoteTensorError(_LostRemotelyError, CorruptTensorError):
 class UncertainRemoteError(UnfitForCollectionError):
     """It is not certain what is in use on a remote, so nothing is deleted there."""
 
-    advice = "push the broken checkpoint again, or delete it with `tensor-dedup remote delete`"
+    advice = "push the broken checkpoint again, or run `tensor-dedup remote delete URL NAME`"
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """A remote: checkpoints in object storage, in a folder, or behind a plain web server."""
 
+import shlex
 from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
@@ -16,6 +17,7 @@ from tensor_dedup.store.remote.errors import (
     RemoteUnreachableError,
     RemoteUrlError,
     UnknownRemoteNameError,
+    UnlistedRemoteError,
 )
 from tensor_dedup.store.remote.pull import (
     RemoteManifest,
@@ -208,10 +210,17 @@ class Remote:
         """Return `names_of`, with what a list says of each reference; None where none was asked."""
         if find_ref(self.bucket, name) is not None:
             return {name: None}
-        if found := list_refs(self.bucket, name):
-            return {**found}
-        self.has(name)  # for the errors where there is no remote
-        folder, what = self.store_folder(), f"no checkpoint {name!r}"
+        what = f"no checkpoint {name!r}"
+        try:
+            if found := list_refs(self.bucket, name):
+                return {**found}
+        except UnlistedRemoteError:
+            self.has(name)  # for the errors where there is no remote
+            what += ", and a run cannot be looked for where nothing can be listed"
+            raise UnlistedRemoteError.at(self.url, what) from None
+        self.has(name)
+        folder = self.store_folder()
         if folder is not None:
-            raise UnknownNameError.at(folder, what, name=name)
+            look = f"see `tensor-dedup list --store {shlex.quote(str(folder))}`"
+            raise UnknownNameError(f"{folder}: {what}; {look}", path=str(folder), name=name)
         raise UnknownRemoteNameError.at(self.url, what, name=name)

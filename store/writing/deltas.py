@@ -376,12 +376,15 @@ def _leaves(piece: Fresh) -> range:
     return range(0, piece.view.nbytes, LEAF_BYTES)
 
 
-def _checked_leaf(piece: Fresh, at: int) -> bytes:
+def _checked_leaf(piece: Fresh, at: int) -> memoryview:
+    """Return a leaf that stays as it was hashed: of memory that others write to, a copy."""
+    if piece.private:
+        return piece.view[at : at + LEAF_BYTES]
     data = bytes(piece.view[at : at + LEAF_BYTES])
     number = at // LEAF_BYTES * DIGEST_BYTES
     if leaf_digests(data) != [piece.hashed.leaves[number : number + DIGEST_BYTES]]:
         raise changed_in_memory(piece.name)
-    return data
+    return memoryview(data)
 
 
 def _encoded_in_memory(piece: Fresh, plan: Plan, at: int) -> bytes | None:
@@ -389,7 +392,7 @@ def _encoded_in_memory(piece: Fresh, plan: Plan, at: int) -> bytes | None:
         return b""
     data = _checked_leaf(piece, at)
     try:
-        return encoded_leaf(memoryview(data), at, plan)
+        return encoded_leaf(data, at, plan)
     except (CorruptTensorError, MissingObjectError):
         return None  # the anchor is not what it should be
 

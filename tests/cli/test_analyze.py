@@ -320,7 +320,7 @@ def test_names_in_the_hub_cache_and_steps_are_checkpoints(
     text = run(*names, *where).stdout
     assert "\ntiny@abc111 " in text
     # vLLM does not know revisions in names.
-    assert f"{tmp_path}/hub/models--Qwen--tiny/snapshots/abc111 --tensor-dedup" in text
+    assert f"{tmp_path}/hub/models--Qwen--tiny/snapshots/abc111 --port" in text
     unclear = run("Qwen/tiny", *where)
     assert (unclear.returncode, unclear.stdout) == (2, "")
     assert "name one of Qwen/tiny@abc111, Qwen/tiny@def222" in unclear.stderr
@@ -379,7 +379,7 @@ def test_a_row_says_what_a_checkpoint_adds_and_why(models: list[Path]) -> None:
         229_824, 29_760, 15_360, 54_528, 229_824,
     ]  # fmt: skip
     text = "\n".join(lines).replace(" \\\n    --", " --")  # where the folder's name is long
-    assert f"  {vllm_server()} {models[0]} --tensor-dedup" in text
+    assert f"  {vllm_server()} {models[0]} --port 8001 --kv-cache-memory-bytes 1G --te" in text
     assert f"  tensor-dedup import {models[-1]} --compress auto" in text
 
 

@@ -35,7 +35,26 @@ def test_leaves_at_the_same_offset_are_counted(paths: list[Path]) -> None:
     document = found.to_dict()
     assert document["leaf_shared_bytes"] == 4 * LEAF_BYTES
     assert [c["leaf_shared_bytes"] for c in document["checkpoints"]] == [0, 4 * LEAF_BYTES]
-    assert "shared by leaf: + 4.9 KiB instead of 8.0 MiB" in document["checkpoints"][1]["changes"]
+    why = "shared by leaf: + 4.9 KiB instead of 8.0 MiB: 4,000 new rows"
+    assert why in document["checkpoints"][1]["changes"]
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (noise(5, 10) + BASE[10:], "1 changed leaf"),
+        (noise(5, 10) + BASE[10:-10] + noise(6, 10), "2 changed leaves"),
+        (noise(5, 10) + BASE[10:] + b"1", "1 new row, 1 changed leaf"),
+        (BASE[:-1], "1 fewer row"),
+    ],
+)
+def test_why_not_more_of_it_is_shared_by_leaf(
+    tmp_path: Path, paths: list[Path], data: bytes, why: str
+) -> None:
+    found = analyze([paths[0], made(tmp_path / "tune", data)])
+    assert found.leaf_shared_bytes
+    [text] = [each for each in found.reasons[1].changes if "by leaf" in each]
+    assert text.endswith(f": {why}")
 
 
 def test_a_shifted_tail_is_private(tmp_path: Path, paths: list[Path]) -> None:

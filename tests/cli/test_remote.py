@@ -85,7 +85,10 @@ def test_deleting(folder: Path) -> None:
     assert "Refusing" in run("remote", "delete", url, "base", status=2).stderr
     run("remote", "delete", url, "base", "--yes")
     assert "no checkpoints" in run("remote", "list", url).stdout
-    assert "unused objects are younger than the lease, " in run("remote", "gc", url).stdout
+    young = run("remote", "gc", url).stdout.splitlines()
+    assert young[0] == "Deleted: 0 objects, 0 B"
+    assert re.fullmatch(r"Too young: 5 unused objects, .* less than 168 hours ago, .*", young[1])
+    assert len(young) == 2
     plan = json.loads(run("remote", "gc", url, "--lease", "0", "--dry-run", "--json").stdout)
     assert plan["delete"]
     assert not plan["done"]
@@ -116,6 +119,8 @@ def test_a_lease_is_a_number_of_hours(folder: Path, lease: str) -> None:
         ("pull URL ../../x", 2, "cannot be the name"),
         ("remote list URL", 3, "there is no remote"),
         ("remote list STORE", 2, "is a store"),
+        ("push base INSIDE", 2, "which is a remote or a store; push to an empty folder"),
+        ("push base file:///dev/null/x", 2, "name another path"),
         ("remote delete URL base --yes", 3, "there is no remote"),
         ("pull OTHER tune", 2, "no checkpoint 'tune'"),
         ("pull OTHER tiny", 2, "--replace"),
@@ -146,6 +151,7 @@ def test_exit_statuses(
         "URL": f"file://{folder}/nothing",
         "OTHER": f"file://{folder}/others",
         "STORE": str(folder / "another"),
+        "INSIDE": f"file://{folder}/others/inside",
     }
     if says == "AWS_ACCESS_KEY_ID":
         says = ""  # nobody answers here, with credentials or without
@@ -198,6 +204,36 @@ def test_what_only_a_configured_remote_has_is_pulled_as_the_error_says(
         said = run("export", "nope", folder / "x", status=2).stderr
         assert "may be a secret" in said
         assert "hidden-word" not in said
+
+
+def test_hints_have_the_store_and_the_url_of_the_command(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, remote, nowhere = folder / "store", folder / "a remote", folder / "nowhere"
+    monkeypatch.setenv("TENSOR_DEDUP_STORE", str(nowhere))
+    where, url = ["--store", str(here)], f"file://{remote}"
+    run("push", "base", url, *where)
+    for words in (
+        ["show", "nope", *where],
+        ["remote", "show", url, "nope"],
+        ["pull", url, "nope", *where],
+        ["pull", str(here), "nope", "--store", str(folder / "other")],
+    ):
+        [command] = re.findall("see `tensor-dedup (.*)`\n", run(*words, status=2).stderr)
+        assert "base" in run(*shlex.split(command)).stdout
+    [command] = re.findall("`tensor-dedup (gc .*?)`", run("delete", "base", "--yes", *where).stdout)
+    assert json.loads(run(*shlex.split(command), "--dry-run", "--json").stdout)["trash"]
+    [command] = re.findall("`tensor-dedup (import .*?)`", run("list", *where[:1], nowhere).stdout)
+    run(*shlex.split(command), str(folder / "base"))
+    assert "base" in run("list").stdout
+    # What another store lacks is no business of this one.
+    run("push", "tune", str(nowhere), *where)
+    for path in (nowhere / "manifests").rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[:-1])
+    said = run("pull", str(nowhere), "tune", "--store", str(folder / "other"), status=1).stderr
+    assert "`tensor-dedup repair" in said
+    assert "--store" not in said
 
 
 def test_a_damaged_remote_is_said(folder: Path) -> None:

@@ -147,7 +147,9 @@ def test_what_deleting_gives_back_and_when_is_said(shell: Shell) -> None:
         said(main, "import", shell.root / "m", "--name", name, *here)
     assert "no space to give back" in said(main, "delete", "m", "--yes", *here)
     text = said(main, "delete", "twin", "--yes", *here)
-    assert re.search(r"gc` moves \d{2}\.\d KiB .* to the trash.*24 hours later.*--grace 0", text)
+    assert re.search(
+        r"gc --store \S+` moves \d{2}\.\d KiB .* to the trash.*24 hours later.*--grace 0", text
+    )
     assert "a gc 24 hours later deletes" in said(main, "gc", "--yes", *here)
     text = said(main, "gc", "--grace", "0", "--dry-run", *here)
     assert re.search(r"To delete: [1-9]\d* files, \d{2}\.\d KiB", text)
@@ -269,7 +271,7 @@ def test_each_fault_is_a_sentence_with_the_next_step(shell: Shell) -> None:
     foreign = shell.store / "containers" / "ab" / "notes.txt"
     write(foreign.parent, {foreign.name: b"mine"})
     *faults, _, last = shell.run("verify", "--full").stdout.splitlines()
-    repair = "run `tensor-dedup repair --from PATH`"
+    repair = f"run `tensor-dedup repair --from PATH --store {shell.store}`"
     assert faults[:2] == [
         f"{foreign}: nothing in a store has such a name; move it out of the store",
         f"{path}: its last bytes do not lead to its table; {repair}",
@@ -351,12 +353,26 @@ def test_a_path_that_leads_nowhere_is_wrong_use(shell: Shell) -> None:
 def test_where_nothing_was_imported_yet_is_said(shell: Shell) -> None:
     result = shell.run("export", "m", "out")
     assert (result.returncode, result.stdout) == (2, "")
-    assert "there is no store yet" in result.stderr
+    makes = f"`tensor-dedup import --store {shell.store}` makes one; to use another, name it"
+    assert f"there is no store yet; {makes}" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     for verb in ("list", "stats", "gc", "du"):
         assert said(main, verb, "--store", shell.store).startswith(f"no store yet at {shell.store}")
         json.loads(said(main, verb, "--json", "--store", shell.store))
     assert not shell.store.exists()
+
+
+def test_a_path_through_a_file_is_wrong_use(shell: Shell) -> None:
+    shell.document("import", shell.root / "m")
+    shell.store = shell.root / "m" / "config.json" / "x"
+    result = shell.run("import", shell.root / "m")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert f"{shell.store}: Not a directory; a part of this path is a file: name" in result.stderr
+    for option in ("--html", "--write-markers"):
+        below = shell.root / "m" / "config.json" / "x.html"
+        result = shell.run("analyze", shell.root / "m", shell.root / "m", option, below)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert "or a part of this path is a file; name" in result.stderr
 
 
 def test_a_damaged_marker_is_mended(shell: Shell) -> None:

@@ -12,6 +12,7 @@ import torch
 
 import fresh
 import killed_training
+from tensor_dedup.integrations.deepspeed import Pointer
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import UnknownStepError
 from tensor_dedup.store.errors import StoreIOError
@@ -21,9 +22,16 @@ WIDTH = 160  # so that weights are too large to be copied at once
 
 
 def rank(
-    root: str, number: int, group: str, ranks: int, stage: int, steps: int, **options: Any
+    root: str,
+    number: int,
+    group: str,
+    ranks: int,
+    stage: int,
+    steps: int,
+    micro: int,
+    **options: Any,
 ) -> None:
-    """Train from `latest` to the end, with a checkpoint after each step."""
+    """Train from `latest` to the end: batches of `micro` parts, a checkpoint after each step."""
     here = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(value) for name, value in here.items()})
     torch.set_num_threads(1)
@@ -44,7 +52,8 @@ def rank(
     )
     model[0].requires_grad_(False)
     config = {
-        "train_batch_size": 4 * ranks,
+        "train_batch_size": 4 * ranks * micro,
+        "gradient_accumulation_steps": micro,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
         "zero_optimization": {"stage": stage},
         "datastates_ckpt": {"store": root, "run": "run", **options},
@@ -59,12 +68,16 @@ def rank(
     engine.load_checkpoint(f"{root}-files")
     unfinished = 0
     while engine.global_steps < steps:
-        dice = torch.Generator().manual_seed(engine.global_steps * ranks + number)
-        loss = engine(torch.randn(4, 64, generator=dice)).square().mean()
-        engine.backward(loss)
-        killed_training.record(root, engine.global_steps * ranks + number, loss.item())
-        unfinished += saves._last is not None and not saves._last.done()
-        engine.step()
+        before = engine.global_steps
+        for part in range(before * micro, (before + 1) * micro):
+            assert engine.global_steps == before
+            dice = torch.Generator().manual_seed(part * ranks + number)
+            loss = engine(torch.randn(4, 64, generator=dice)).square().mean()
+            engine.backward(loss)
+            killed_training.record(root, part * ranks + number, loss.item())
+            unfinished += saves._last is not None and not saves._last.done()
+            engine.step()  # which changes nothing before the last part
+        assert engine.global_steps == before + 1
         engine.save_checkpoint(f"{root}-files")
     with Path(f"{root}.unfinished").open("a") as file:
         file.write(f"{unfinished}\n")
@@ -78,7 +91,7 @@ def latest(root: str) -> int:
     return int(path.read_text().removeprefix("global_step")) if path.exists() else 0
 
 
-def training(root: str, alone: str, ranks: int, stage: int, kills: int) -> list[int]:
+def training(root: str, alone: str, ranks: int, stage: int, kills: int, micro: int) -> list[int]:
     """Kill a training so many times, then let it end; `latest` after each kill."""
     import deepspeed  # noqa: F401
     import torch._dynamo  # noqa: F401
@@ -88,7 +101,7 @@ def training(root: str, alone: str, ranks: int, stage: int, kills: int) -> list[
     steps = killed_training.enough_steps(kills)
 
     def once(root: str, /, *, number: int, group: str) -> None:
-        rank(root, number, group, ranks, stage, steps, keep_last=1, compress=None)
+        rank(root, number, group, ranks, stage, steps, micro, keep_last=1, compress=None)
 
     for folder in (root, alone):
         Store.open(folder)  # one rank makes it
@@ -98,23 +111,25 @@ def training(root: str, alone: str, ranks: int, stage: int, kills: int) -> list[
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stage", "kills"),
+    ("ranks", "stage", "kills", "micro"),
     [
-        (2, 2, 1),
-        *(pytest.param(2, stage, 6, marks=pytest.mark.long) for stage in (0, 1, 2, 3)),
-        *(pytest.param(4, stage, 4, marks=pytest.mark.long) for stage in (0, 1, 2, 3)),
-        pytest.param(3, 3, 4, marks=pytest.mark.long),
+        (2, 2, 1, 1),
+        (2, 2, 1, 3),
+        *(pytest.param(2, stage, 6, 1, marks=pytest.mark.long) for stage in (0, 1, 2, 3)),
+        *(pytest.param(2, stage, 4, 3, marks=pytest.mark.long) for stage in (0, 1, 2, 3)),
+        *(pytest.param(4, stage, 4, 1, marks=pytest.mark.long) for stage in (0, 1, 2, 3)),
+        pytest.param(3, 3, 4, 2, marks=pytest.mark.long),
     ],
 )
 def test_a_killed_training_ends_as_one_that_is_not(
-    tmp_path: Path, ranks: int, stage: int, kills: int
+    tmp_path: Path, ranks: int, stage: int, kills: int, micro: int
 ) -> None:
     root, alone = str(tmp_path / "killed"), str(tmp_path / "alone")
-    found = fresh.call(training, root, alone, ranks, stage, kills)
+    found = fresh.call(training, root, alone, ranks, stage, kills, micro)
     steps = killed_training.enough_steps(kills)
     assert len(found) == kills
     assert all(0 < each < steps for each in found)
-    killed_training.assert_same_losses(root, alone, steps * ranks)
+    killed_training.assert_same_losses(root, alone, steps * ranks * micro)
     unfinished = Path(f"{alone}.unfinished").read_text().split()
     assert any(int(each) > 0 for each in unfinished)
     assert latest(root) == latest(alone) == steps
@@ -215,6 +230,59 @@ def ahead(root: str) -> None:
 
 def test_a_rank_that_is_ahead_deletes_nothing_that_others_need(tmp_path: Path) -> None:
     fresh.call(ahead, str(tmp_path / "store"))
+
+
+def reading(root: str) -> list[int]:
+    """How many pointer files each save of a rank reads, where four checkpoints are kept."""
+    first, second = engines(root, 2, keep_last=4)
+    counts, read = list[int](), Pointer.read
+
+    def counted(path: Path) -> Pointer | None:
+        counts[-1] += 1
+        return read(path)
+
+    # Bound to the class: whoever reads one is counted.
+    Pointer.read = staticmethod(counted)  # type: ignore[method-assign]
+    for number in range(8):
+        for engine, name in ((first, MODEL), (second, optimizer(1)), (first, optimizer(0))):
+            counts.append(0)
+            save(engine, root, "x" * (number + 1), name)
+    Pointer.read = read  # type: ignore[method-assign]
+    run = CheckpointStore(root, f"run/{optimizer(0).removesuffix('.pt')}")
+    assert run.steps() == [4, 5, 6, 7]
+    assert {path.name for path in Path(f"{root}-files").iterdir()} == {
+        "latest",
+        *("x" * number for number in (5, 6, 7, 8)),
+    }
+    return counts[-3:]
+
+
+def test_a_save_reads_few_pointers_of_what_is_kept(tmp_path: Path) -> None:
+    # Each reads those of its own file, when it saves and when it closes, and whether its checkpoint
+    # is whole. Only the last one, who has something to delete, asks that of others.
+    kept, files = 4, 3
+    found = fresh.call(reading, str(tmp_path / "store"))
+    assert max(found[:2]) <= 3 * (kept + files) < found[2]
+
+
+def left_behind(root: str) -> None:
+    (engine,) = engines(root, 1)
+    files = Path(f"{root}-files")
+    files.mkdir()
+    left = [files / f".{tag}.{MODEL}.part" for tag in ("1", "global_step22")]
+    others = [files / f".1.{optimizer(1)}.part", files / MODEL, files / f"mine.{MODEL}.part"]
+    for each in (*left, *others):
+        each.write_text("[")
+    save(engine, root, "333", MODEL)
+    assert not any(each.exists() for each in left)
+    assert all(each.exists() for each in others)  # another rank may be writing there
+    left[0].write_text("[")
+    save(engine, root, "4444", MODEL)
+    assert left[0].exists()  # by whoever trains at the same time, not by a kill
+
+
+def test_what_a_kill_left_of_a_pointer_is_removed(tmp_path: Path) -> None:
+    fresh.call(left_behind, str(tmp_path / "store"))
 
 
 def failing(root: str) -> None:

@@ -214,6 +214,34 @@ def test_tensors_that_begin_within_a_page(of_base: int, of_tune: int) -> None:
     assert held
 
 
+def test_leaves_of_others_that_lie_otherwise_in_a_page_are_not_taken() -> None:
+    """Who has most decides how the tensor lies; what does not lie so would need pages between."""
+    tune = rows(12, 300)
+    # Which leaves each has, and how far from a multiple of 64 bytes it begins.
+    bases = []
+    for number, (first, last, offset) in enumerate([(6, 12, 8), (4, 6, 24), (0, 4, 8)]):
+        base = rows(last, 301 + number)
+        common = slice(first * ROWS_OF_A_LEAF, last * ROWS_OF_A_LEAF)
+        base[common] = tune[common]
+        bases.append((base, offset))
+    held = [build(offset_by(base, n), keep_alignment=True)[0] for base, n in bases]
+    assert len({resident.offset % PAGE for resident in held}) == 2
+    contents = contents_of([tune])
+    for resident, (base, _) in zip(held, bases, strict=True):
+        note_contents(resident, contents_of([base]))
+    read: list[int] = []
+    key, fetch = resident_key(tune, ""), reader_of([tune], read)
+    known = build_from_contents(key, contents, fetch, check_of(contents), digest_of)
+    (unknown,) = build(offset_by(tune, 16), keep_alignment=True)
+    for made in (known, unknown):
+        assert made is not None
+        assert torch.equal(made.map(), tune)
+        assert shared_bytes(made.map(), held[1].map()) == 0
+        for donor in (held[0], held[2]):
+            assert shared_bytes(made.map(), donor.map()) > 3 * LEAF_BYTES
+    assert sum(read) == 2 * LEAF_BYTES
+
+
 def test_a_last_leaf_that_is_shorter_than_a_page() -> None:
     whole = rows(10, 8).flatten()
     held = build(offset_by(whole, 8), keep_alignment=True)
@@ -325,6 +353,33 @@ def test_near_the_limit_of_mappings_a_tensor_is_copied_whole(
         assert len(whole.extents) == 1
         assert torch.equal(whole.map(), tune)
         assert "max_map_count" in (provider.not_by_leaf or "")
+
+
+def test_near_the_limit_of_mappings_everything_is_still_checked(
+    base: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What consists of parts cannot be mapped any more, and is read to be compared and hashed."""
+    qkv = {name: rows(4, 310 + number) for number, name in enumerate("qkv")}
+    tune = {**qkv, "q": changed(qkv["q"], 1)}
+    paths = [
+        deferring.save(tmp_path / f"{n}.safetensors", each) for n, each in enumerate((qkv, tune))
+    ]
+    held = [load_file_of_qkv(None, path, known=False) for path in paths]
+    assert held[1][1].ledger.leaf_shared_bytes  # or nothing is tested here
+    (resident,) = build(changed(base, 4))
+    monkeypatch.setattr(libc, "max_mappings", libc.count_mappings)
+    monkeypatch.setattr(mappings.BUDGET, "_until", 0.0)
+    assert torch.equal(resident.copied(), changed(base, 4))
+    for known in (False, True):
+        for config in ({}, {"audit": 1.0}, {"verify_bytes": True}):
+            again, session, _ = load_file_of_qkv(None, paths[1], known=known, **config)
+            assert torch.equal(again, torch.cat([*tune.values()]))
+            assert not session.ledger.collisions
+            [reason] = session.ledger.skipped.values()
+            assert "max_map_count" in reason
+    assert verify().ok
+    wrong = registry.register(Resident(resident_key(base, "1" * 64), resident.extents))
+    assert verify().mismatches == (wrong.key.digest,)
 
 
 def enter_streamed(

@@ -35,9 +35,14 @@ from process_state import slab_memory
 from tensor_dedup import libc, shared_bytes, verify
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import AuditError
-from tensor_dedup.loader.residents import host_manager, mappings
+from tensor_dedup.loader.residents import host_manager, lent, mappings
 from tensor_dedup.loader.residents.host_manager import HostSession, host_session
-from tensor_dedup.loader.residents.lent import LentInParts, composition_in, record_of_parts
+from tensor_dedup.loader.residents.lent import (
+    LentInParts,
+    LentResident,
+    composition_in,
+    record_of_parts,
+)
 from tensor_dedup.loader.residents.manager import ResidentQuery
 from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM, registry
 from tensor_dedup.loader.residents.resident import (
@@ -357,6 +362,38 @@ def test_near_the_limit_of_mappings_a_tensor_is_put_whole(
     assert "max_map_count" in (provider.not_by_leaf or "")
     assert torch.equal(resident.map(), tune)
     assert held
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "why"),
+    [("MAX_RECORD", 100, "takes 100"), ("MAX_RECORD_DIGESTS", 1, "names 1")],
+    ids=["record", "tensors"],
+)
+@pytest.mark.parametrize("known", [False, True], ids=["unknown", "known"])
+def test_what_no_record_can_tell_is_put_whole_and_the_reason_is_told(
+    limit: str, most: int, why: str, known: bool, process: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, first = rows(LEAVES, 270 + 2 * len(limit) + known), process()
+    provider = first.provider()
+    [(held, _)] = provider.get_or_build([request_for(base)])
+    provider.note_contents(held, contents_of([base]))
+    for number, reason in ((3, None), (4, why)):
+        tune, mine = changed(base, number), process()
+        provider = mine.provider()
+        monkeypatch.setattr(mine, "provider", lambda kept=provider: kept)
+        if known:
+            resident, _ = load_known(mine, [tune], f"known {limit} {number}")
+        else:
+            [(resident, _)] = provider.get_or_build([request_for(tune)])
+        if reason is None:
+            assert isinstance(resident, LentInParts)  # or nothing is tested here
+            assert provider.not_by_leaf is None
+            monkeypatch.setattr(lent, limit, most)
+            continue
+        assert resident is None if known else isinstance(resident, LentResident)
+        if resident is not None:
+            assert torch.equal(resident.map(), tune)
+        assert reason in (provider.not_by_leaf or "")
 
 
 def test_a_record_that_is_no_tensor_is_not_used(process: Make) -> None:

@@ -144,6 +144,26 @@ def test_a_hint_gives_the_digest_without_reading(path: Path, index: HintIndex) -
     untrusting.close()
 
 
+def test_leaves_that_were_not_remembered_with_the_whole_are_when_it_is_read(
+    index: HintIndex, tmp_path: Path
+) -> None:
+    path = deferring.save(tmp_path / "large.safetensors", {"w": torch.rand(9 << 18)})
+    plain = SourceFile(path, None, "blake3")
+    read(plain.tensors["w"])
+    whole = (plain.tensors["w"].spec.start, 9 << 20)
+    assert len(plain.hashed) == 1 + 5
+    remembered(index, path, {whole: plain.hashed[whole]})
+    for expected in (0, 5):
+        file = SourceFile(path, index, "blake3")
+        assert file.tensors["w"].digest == plain.hashed[whole]
+        assert len(file.tensors["w"].leaves) == expected
+        read(file.tensors["w"])
+        with hinted.opened(path) as fd:
+            index.record(fd, file.identity, hinted.old_enough(file.identity), "blake3", file.hashed)
+        file.close()
+    plain.close()
+
+
 def test_a_hint_that_lies_is_caught_when_the_bytes_are_read(path: Path, index: HintIndex) -> None:
     file = SourceFile(path, None, "blake3")
     spec = file.tensors["w"].spec

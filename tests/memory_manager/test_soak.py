@@ -6,6 +6,7 @@ import random
 import signal
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,7 +95,8 @@ def soak(folder: Path, clients: int, seconds: float, seed: int) -> None:
             time.sleep(rng.uniform(0.01, 0.1))
             victim = alive.pop(rng.randrange(len(alive)))
             assert victim.pid is not None
-            os.kill(victim.pid, rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
+            with suppress(ProcessLookupError):  # its time was up, and starting others has reaped it
+                os.kill(victim.pid, rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
             victim.join(managers.PATIENCE_S)
             assert victim.exitcode in (-signal.SIGKILL, -signal.SIGTERM, 0), victim.exitcode
             killed += 1

@@ -1,8 +1,5 @@
 """Base and fine-tune of every architecture, sharing, give exactly what plain vLLM gives."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import msgspec
@@ -15,10 +12,6 @@ from tensor_dedup.formats.safetensors import read_header
 
 pytestmark = pytest.mark.vllm
 
-# First, see pair_run.
-_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "gpt_oss")
-_ORDER = (*_EXPERTS, *(a for a in checkpoints.ARCHITECTURES if a not in _EXPERTS))
-_RUN = Path(pair_run.__file__)
 # One of each way to lay weights out and to load them runs everywhere; the others, which load as one
 # of these does, in long runs only.
 _SHORT = {
@@ -40,8 +33,6 @@ _ONE_LAYER = {
     "mixtral": "model.layers.2.block_sparse_moe.experts.",
     "gpt_oss": "model.layers.2.mlp.experts.",
 }
-# Made from the weights by attention's own processing: parameters that no loading code assembles.
-_DERIVED = ("W_UV", "W_UK_T")
 # How much more than a plain load one of ours may read beside the checkpoint (hints, /proc): far
 # less than any checkpoint here has.
 _BESIDE_BYTES = 100_000
@@ -55,19 +46,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(root: Path, request: pytest.FixtureRequest) -> dict[str, pair_run.Result]:
     """What is tested here, in one process of its own; what it said is in the test's output."""
-    file = root / "result.json"
-    asked = {
-        item.callspec.params["arch"]
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and "arch" in getattr(item, "fixturenames", ())
-        if item.path == request.path and hasattr(item, "callspec")
-    }
-    archs = [arch for arch in _ORDER if arch in asked]
-    command = [sys.executable, str(_RUN), str(root / "checkpoints"), str(file), *archs]
-    environment = {**os.environ, "PYTHONPATH": str(_RUN.parent)}
-    done = subprocess.run(command, env=environment, check=False, stderr=subprocess.PIPE, text=True)
-    sys.stderr.write(done.stderr[-10_000:])
-    return msgspec.json.decode(file.read_bytes(), type=dict[str, pair_run.Result])
+    written = pair_run.apart(pair_run.__file__, root, request)
+    return msgspec.json.decode(written, type=dict[str, pair_run.Result])
 
 
 @pytest.fixture(
@@ -154,7 +134,7 @@ def _assert_shared(result: pair_run.Result) -> None:
     assert first.shared is None
     for load in others:
         assert load.shared is not None
-        forms = {f: s for f, s in load.shared.items() if not f.endswith(_DERIVED)}
+        forms = {f: s for f, s in load.shared.items() if not f.endswith(pair_run.DERIVED)}
         assert {form.removesuffix(engines.PACKED) for form in forms} == set(result.assembled)
         wrong = [f for f, s in forms.items() if s != (f.removesuffix(engines.PACKED) in unchanged)]
         assert not wrong

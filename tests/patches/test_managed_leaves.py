@@ -95,23 +95,13 @@ def slab_pss(*llms: Any) -> int:
 # One block of an fp8 weight.
 
 
-def block_changed(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Change the signs of 128 x 128 numbers of the second layer's q, all in its second leaf."""
-    if not name.endswith("layers.1.self_attn.q_proj.weight"):
-        return tensor
-    rows = LEAF_BYTES // tensor.shape[1]
-    changed = tensor.view(torch.uint8).clone()
-    changed[rows + 128 : rows + 256, 128:256] ^= 0x80
-    return changed.view(tensor.dtype)
-
-
 @pytest.mark.parametrize("managed", [False, True], ids=["alone", "managed"])
 def test_of_an_fp8_weight_with_one_changed_block_the_other_leaves_are_shared(
     llama: Path, managed: bool, tmp_path: Path, opened: list[Any]
 ) -> None:
     tmp_path.chmod(0o700)
     base = quantised.make("fp8 block", llama, tmp_path / "base")
-    tune = checkpoints.mapped(base, tmp_path / "tune", block_changed)
+    tune = checkpoints.mapped(base, tmp_path / "tune", quantised.block_changed)
     [name] = checkpoints.different(base, tune)
     old, new = (checkpoints.tensors(path)[name].view(torch.uint8) for path in (base, tune))
     assert int((old != new).sum()) == 128 * 128

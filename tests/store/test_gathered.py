@@ -6,10 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.store.checkpoints.state import GatheredTensor
 from tensor_dedup.store.files import RealFiles
-from tensor_dedup.store.gathered import Gathered, copy_flat, flat_bytes, place_of
+from tensor_dedup.store.gathered import (
+    Gathered,
+    GatheredArray,
+    copy_flat,
+    flat_bytes,
+    place_of,
+)
 from tensor_dedup.store.writing.hashing import Hasher, change_hash, change_hashes
 
 BASE = np.arange(7 * 3 * 5 * 4, dtype=np.float32).reshape(7, 3, 5, 4)
@@ -34,7 +42,12 @@ WAYS: dict[str, Callable[[], np.ndarray[Any, Any]]] = {
 def test_slices_are_those_of_the_bytes_in_order(way: str) -> None:
     array, dice = WAYS[way](), random.Random(way)
     expected = array.astype(array.dtype.newbyteorder("<")).tobytes("C")
-    gathered = Gathered(array)
+    gathered = GatheredArray(array)
+    assert_gathers(gathered, expected, dice)
+
+
+def assert_gathers(gathered: Gathered, expected: bytes, dice: random.Random) -> None:
+    """These are its bytes, as a whole and in slices."""
     assert gathered.nbytes == len(expected)
     assert bytes(gathered) == gathered[:] == expected
     for _ in range(200):
@@ -46,9 +59,55 @@ def test_slices_are_those_of_the_bytes_in_order(way: str) -> None:
     assert whole == expected
 
 
+NUMBERS = torch.randn(7, 12, 5, dtype=torch.complex64)
+TENSORS: dict[str, Callable[[], torch.Tensor]] = {
+    "as it is": lambda: NUMBERS,
+    "conjugate": NUMBERS.conj,
+    "conjugate, transposed": lambda: NUMBERS.mH[:, ::2],
+    "negative": lambda: NUMBERS.conj().imag,
+    "negative, of two bytes": lambda: torch._neg_view(NUMBERS.real.bfloat16()),
+    "expanded": lambda: NUMBERS[:1].conj().expand(4, 12, 5),
+    "of no dimension": lambda: NUMBERS[0, 0, 0].conj(),
+    "empty": lambda: NUMBERS[:, :0].conj(),
+    "of numbers that are learnt": lambda: NUMBERS.real.clone().requires_grad_().T,
+}
+
+
+@pytest.mark.parametrize("way", TENSORS)
+@pytest.mark.filterwarnings("ignore:The use of `x.T` on tensors")
+def test_slices_of_a_tensor_are_those_of_its_bytes(way: str) -> None:
+    tensor, dice = TENSORS[way](), random.Random(way)
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    expected = bytes(plain.flatten().view(torch.uint8).numpy())
+    assert_gathers(GatheredTensor(tensor), expected, dice)
+
+
+def test_slices_of_records_have_zeros_between_their_fields() -> None:
+    kind = np.dtype([("a", "u1"), ("b", "<f8"), ("c", "<u2")], align=True)
+    records, dice = np.frombuffer(random.Random(1).randbytes(24 * 35), kind), random.Random(2)
+    for array in (records, records.reshape(5, 7).T[::-1]):
+        rows = array[..., np.newaxis].view(np.uint8)
+        expected = np.zeros(array.shape, kind)
+        for name in "abc":
+            expected[name] = array[name]
+        gathered = GatheredArray(rows, [(1, 8), (18, 24)])
+        assert_gathers(gathered, expected.tobytes(), dice)
+
+
+def test_a_place_of_a_tensor_is_one_of_its_values() -> None:
+    assert place_of(GatheredTensor(NUMBERS)) == place_of(GatheredTensor(NUMBERS[:]))
+    others = [NUMBERS, NUMBERS.conj(), NUMBERS[:3], torch._neg_view(NUMBERS), NUMBERS.mT]
+    assert len({place_of(GatheredTensor(each)) for each in others}) == len(others)
+
+
 def test_a_place_is_one_of_an_array_and_how_it_lies() -> None:
     square = np.zeros((4, 4))
-    same = [Gathered(square.T), Gathered(square.T), Gathered(square[::-1]), Gathered(square[:2].T)]
+    same = [
+        GatheredArray(square.T),
+        GatheredArray(square.T),
+        GatheredArray(square[::-1]),
+        GatheredArray(square[:2].T),
+    ]
     assert [place_of(each) == place_of(same[0]) for each in same] == [True, True, False, False]
     assert place_of(flat_bytes(square.data)) == place_of(flat_bytes(square.view(np.uint64).data))
 
@@ -59,6 +118,6 @@ def test_change_hashes_are_those_of_the_bytes(leaves: float) -> None:
     turned = flat.reshape(256, -1).T
     copied = np.ascontiguousarray(turned)
     hasher = Hasher(RealFiles(), 2)
-    found = change_hashes(hasher, [Gathered(turned), copied.data, Gathered(turned)])
+    found = change_hashes(hasher, [GatheredArray(turned), copied.data, GatheredArray(turned)])
     hasher.close()
-    assert found == [change_hash(copied.data)] * 3 == [change_hash(Gathered(turned))] * 3
+    assert found == [change_hash(copied.data)] * 3 == [change_hash(GatheredArray(turned))] * 3

@@ -173,6 +173,30 @@ def test_damage_to_the_base_is_said_of_the_base(tmp_path: Path, store: Store) ->
     assert_clean(store, expected)
 
 
+def test_a_damaged_tensor_is_no_anchor(tmp_path: Path, store: Store) -> None:
+    """The index lists no leaf of a record that is marked, now and when it is made anew."""
+    (raw,) = (store.path / "containers").rglob("*.raw")
+    flip(raw, raw.read_bytes().index(BASE[:64]) + 9)
+    grown, more = saved(tmp_path / "grown", GROWN), saved(tmp_path / "more", CHANGED)
+    hashed = Hashed(bytes.fromhex(digest(GROWN)), b"".join(leaf_digests(GROWN)))
+    with store._session() as (index, _):
+        assert index.find_alike(hashed.leaves)
+    assert store.verify(full=True).faults
+    with store._session() as (index, _):
+        assert index.find_alike(hashed.leaves) == []
+    (store.path / "index.sqlite").unlink()
+    again = open_store(store.path)
+    with again._session() as (index, _):
+        assert index.find_alike(hashed.leaves) == []
+    again.import_(grown)
+    assert codec_of(again, "grown") == ("raw", None)
+    # What is whole beside it is an anchor as ever.
+    again.import_(more)
+    assert codec_of(again, "more") == ("leaves", digest(GROWN))
+    assert stored(again, "grown") == content(grown)
+    assert stored(again, "more") == content(more)
+
+
 def test_damage_to_a_leaf_of_its_own_is_found(tmp_path: Path, store: Store) -> None:
     grown = saved(tmp_path / "grown", GROWN)
     store.import_(grown)

@@ -11,13 +11,16 @@ engine of a process is one. So these come first, and a process has every archite
 
 import gc
 import os
+import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import msgspec
+import pytest
 
 import engines
 import plain
@@ -30,6 +33,11 @@ from tensor_dedup.loader.residents.registry import registry
 
 if TYPE_CHECKING:
     from vllm import LLM
+
+# Made from the weights by attention's own processing: parameters that no loading code assembles.
+DERIVED = ("W_UV", "W_UK_T")
+_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "gpt_oss")
+_ORDER = (*_EXPERTS, *(a for a in checkpoints.ARCHITECTURES if a not in _EXPERTS))
 
 
 class Load(msgspec.Struct):
@@ -119,13 +127,13 @@ def _load(path: Path, before: "LLM | None", expected: object, pooling: bool) -> 
     )
 
 
-def main(root: Path, result: Path, archs: list[str]) -> None:
-    """Run these architectures; `{architecture: Result}` as JSON holds those that are done."""
-    for arch in archs:
-        checkpoints.make(arch, root)
-    engines.leave_alone(*root.rglob(checkpoints.WEIGHTS))
-    first, results = archs[0], {}
-    engines.warm_up(checkpoints.make(first, root).base, pooling=first in checkpoints.POOLING)
+def in_turn(archs: Sequence[str], base: Path, result: Path, run: Callable[[str], Any]) -> None:
+    """Run architectures, of the first of which `base` is a checkpoint, each with hints of its own.
+
+    `{architecture: what it returned}` as JSON holds those that are done.
+    """
+    results = {}
+    engines.warm_up(base, pooling=archs[0] in checkpoints.POOLING)
     for number, arch in enumerate(archs):
         os.environ[ENVIRONMENT] = str(result.parent / f"{arch}.sqlite")
         # Every other one takes the way of large tensors; those here are all small.
@@ -133,8 +141,36 @@ def main(root: Path, result: Path, archs: list[str]) -> None:
             if number % 2:
                 small.enter_context(patch.object(session, "STREAM_BYTES", 0))
                 small.enter_context(patch.object(evaluate, "MAX_AHEAD_BYTES", 0))
-            results[arch] = run(arch, root)
+            results[arch] = run(arch)
         result.write_bytes(msgspec.json.encode(results))
+
+
+def apart(script: str, root: Path, request: pytest.FixtureRequest) -> bytes:
+    """Have a script as this one run what is asked for by the tests of a module, by their `arch`.
+
+    Return what it has written; what it said is in the test's output.
+    """
+    asked = {
+        item.callspec.params["arch"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and "arch" in getattr(item, "fixturenames", ())
+        if item.path == request.path and hasattr(item, "callspec")
+    }
+    archs = [arch for arch in _ORDER if arch in asked]
+    file = root / "result.json"
+    command = [sys.executable, script, str(root / "checkpoints"), str(file), *archs]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(command, env=environment, check=False, stderr=subprocess.PIPE, text=True)
+    sys.stderr.write(done.stderr[-10_000:])
+    return file.read_bytes()
+
+
+def main(root: Path, result: Path, archs: list[str]) -> None:
+    """Run these architectures, and write the result of each."""
+    for arch in archs:
+        checkpoints.make(arch, root)
+    engines.leave_alone(*root.rglob(checkpoints.WEIGHTS))
+    in_turn(archs, checkpoints.make(archs[0], root).base, result, lambda arch: run(arch, root))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import safetensors.torch
 import torch
 
 import tiny_checkpoints as checkpoints
+from tensor_dedup.digest import LEAF_BYTES
 
 Tensors = dict[str, torch.Tensor]
 _GROUP = 32
@@ -70,6 +71,19 @@ def with_kv_scales(source: Path, target: Path) -> Path:
             (target / file.name).write_bytes(file.read_bytes())
     safetensors.torch.save_file(held, target / checkpoints.WEIGHTS, {"format": "pt"})
     return target
+
+
+def block_changed(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Change the signs of 128 x 128 numbers of an fp8 weight of the second layer's q.
+
+    They are in its second leaf.
+    """
+    if not name.endswith("layers.1.self_attn.q_proj.weight"):
+        return tensor
+    rows = LEAF_BYTES // tensor.shape[1]
+    changed = tensor.view(torch.uint8).clone()
+    changed[rows + 128 : rows + 256, 128:256] ^= 0x80
+    return changed.view(tensor.dtype)
 
 
 _IN_GGUF = {

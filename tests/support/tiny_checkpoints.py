@@ -165,6 +165,24 @@ def make(arch: str, root: Path) -> Pair:
     return Pair(base, fine_tune, different(base, fine_tune))
 
 
+def make_large(arch: str, root: Path, rows: int, new_rows: int, changed_row: int) -> Pair:
+    """A random checkpoint of `arch` with so many rows of vocabulary, and a fine-tune with more.
+
+    One of the rows that both have differs. Everything else is equal.
+    """
+    base, fine_tune = root / arch / BASE, root / arch / FINE_TUNE
+    model: Any = _random_model(arch, vocab_size=rows)
+    _save(model, base)
+    model.resize_token_embeddings(rows + new_rows, mean_resizing=False)
+    with torch.no_grad():
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            if layer is not None:
+                layer.weight[changed_row] *= 1.5
+                layer.weight[rows:].normal_()
+    _save(model, fine_tune)
+    return Pair(base, fine_tune, different(base, fine_tune))
+
+
 def save(model: Any, target: Path) -> Path:
     """A random model of any size, made by its own constructor, in bfloat16."""
     torch.manual_seed(0)
@@ -295,13 +313,13 @@ VARIANTS: dict[str, Callable[[Path, Path], Path]] = {
 }
 
 
-def _random_model(arch: str) -> hf.PreTrainedModel:
+def _random_model(arch: str, **other: Any) -> hf.PreTrainedModel:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         # GPTBigCode's module still uses torch.jit.script, which this torch calls deprecated.
         warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)
         kind, config, settings = _RECIPES[arch]
-        built: Any = getattr(hf, kind)(getattr(hf, config)(**settings))
+        built: Any = getattr(hf, kind)(getattr(hf, config)(**{**settings, **other}))
         model: hf.PreTrainedModel = built.to(torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -3,11 +3,13 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import eq, ne
 from pathlib import PurePath
 
 from tensor_dedup.analyze.contributions import Contribution
 from tensor_dedup.analyze.fusion import LostPart
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
+from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.layer_names import split, unwrapped
 from tensor_dedup.natural import natural
 from tensor_dedup.text_table import human
@@ -74,7 +76,7 @@ def _reasons(
     own = added.own
     changed = [t for t in own if unwrapped(t.name) in there]
     alike = [t for t in changed if _form(t) == _form(there[unwrapped(t.name)])]
-    whole = added.adds_bytes >= _WHOLE * checkpoint.nbytes
+    whole = added.adds_bytes - added.leaf_shared_bytes >= _WHOLE * checkpoint.nbytes
     if not own:
         same = _content(checkpoint) == _content(other)
         words = f"equals {name_shown(other.path)}" if same else "all of it is there already"
@@ -92,16 +94,36 @@ def _reasons(
     resized = [t for t in changed if _form(t) != _form(there[unwrapped(t.name)])]
     found = [_resized(resized, there), _places("changed", alike, checkpoint)]
     found += [_places("added", new, checkpoint), *_lost(lost)]
-    found.append(_by_leaf(added))
+    found.append(_by_leaf(added, there))
     return Reasons(nearest, tuple(filter(None, found)))
 
 
-def _by_leaf(added: Contribution) -> str:
-    """What sharing by leaf leaves of the tensors that have leaves in common with others."""
+def _by_leaf(added: Contribution, there: Mapping[str, AnalyzedTensor]) -> str:
+    """What sharing by leaf leaves of the tensors that have leaves in common with others, and why.
+
+    The reason is that of the tensors with leaves of their namesakes: rows, and leaves that differ.
+    """
     if not added.leaf_shared_bytes:
         return ""
+    rows, leaves = set[int](), 0
+    for tensor in added.own:
+        old = there.get(unwrapped(tensor.name))
+        if old is None or not any(map(eq, tensor.leaves, old.leaves)):
+            continue
+        whole = min(tensor.nbytes, old.nbytes) // LEAF_BYTES
+        leaves += sum(map(ne, tensor.leaves[:whole], old.leaves[:whole]))
+        if tensor.nbytes == old.nbytes:
+            leaves += tensor.leaves[whole:] != old.leaves[whole:]
+        elif tensor.shape[1:] == old.shape[1:] and tensor.dtype == old.dtype:
+            rows.add(tensor.shape[0] - old.shape[0])
+    why = [
+        f"{abs(n):,} {'new' if n > 0 else 'fewer'} row{'s' * (abs(n) > 1)}" for n in sorted(rows)
+    ]
+    if leaves:
+        why.append(f"{leaves:,} changed lea{'ves' if leaves > 1 else 'f'}")
     rest = added.adds_bytes - added.leaf_shared_bytes
-    return f"shared by leaf: + {human(rest)} instead of {human(added.adds_bytes)}"
+    text = f"shared by leaf: + {human(rest)} instead of {human(added.adds_bytes)}"
+    return f"{text}: {', '.join(why)}" if why else text
 
 
 def name_shown(path: str) -> str:

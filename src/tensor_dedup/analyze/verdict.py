@@ -1,9 +1,11 @@
 """What to do about it: the sentence an analysis ends in, and the command to go on with."""
 
+import json
 import os
 import shlex
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 from tensor_dedup.analyze.analysis import Analysis
 from tensor_dedup.analyze.changes import name_shown
@@ -17,6 +19,8 @@ from tensor_dedup.text_table import human
 _LITTLE = 0.01
 # What starts vLLM's server where its command runs.
 VLLM_COMMAND = "vllm serve"
+# Without them a second server meets the first one's port, and plans with memory that it has.
+_OF_ITS_OWN = "--port 8001 --kv-cache-memory-bytes 1G"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +41,28 @@ def headline(analysis: Analysis) -> str:
     )
 
 
-def advice(analysis: Analysis) -> list[Advice]:
-    """Return what to do about these checkpoints, the most useful first."""
+def advice(analysis: Analysis, store: str | None = None) -> list[Advice]:
+    """Return what to do about these checkpoints, the most useful first.
+
+    `store` is the folder of their store, where that is not the user's default.
+    """
     first = analysis.checkpoints[0].path
     if len(analysis.checkpoints) == 1:
-        again = f"tensor-dedup analyze {shlex.quote(first)} OTHER"
+        again = _command("analyze", first, "OTHER", store=store)
         return [Advice("Name a second checkpoint to see what the two share.", again)]
     found = []
     if analysis.saving >= _LITTLE:
-        found.append(_together(analysis, first))
-    found += _differences(analysis)
+        found.append(_together(analysis, first, store))
+    found += _differences(analysis, store)
     return found or [Advice("They have too little in common: load each of them as you do now.")]
 
 
-def _differences(analysis: Analysis) -> list[Advice]:
+def _command(*words: str, store: str | None) -> str:
+    where = [] if store is None else ["--store", store]
+    return shlex.join(["tensor-dedup", *words, *where])
+
+
+def _differences(analysis: Analysis, store: str | None) -> list[Advice]:
     """About what may be a full fine-tune: between it and its base there may be little on disk."""
     both = zip(analysis.checkpoints, analysis.reasons, strict=True)
     full = [(each.path, why.nearest) for each, why in both if why.full and not _stored(each.path)]
@@ -64,10 +76,10 @@ def _differences(analysis: Analysis) -> list[Advice]:
         f"{who} share{'s' * one} no memory with the others. If {'it is' if one else 'they are'} "
         f"fine-tuned from {base}, a store that holds that may need the differences alone:"
     )
-    return [Advice(sentence, f"tensor-dedup import {shlex.quote(path)} --compress auto")]
+    return [Advice(sentence, _command("import", path, "--compress", "auto", store=store))]
 
 
-def _together(analysis: Analysis, first: str) -> Advice:
+def _together(analysis: Analysis, first: str, store: str | None) -> Advice:
     saved = human(analysis.shared_bytes)
     paths = [checkpoint.path for checkpoint in analysis.checkpoints]
     names = {tensor.name for checkpoint in analysis.checkpoints for tensor in checkpoint.tensors}
@@ -76,15 +88,17 @@ def _together(analysis: Analysis, first: str) -> Advice:
     lost = analysis.shared_bytes - analysis.vllm.shared_bytes
     if in_vllm and analysis.vllm.shared_bytes >= _LITTLE * analysis.total_bytes:
         left = f" ({human(lost)} less in vLLM, which fuses layers)" if lost > 0 else ""
-        share = """--tensor-dedup '{"memory_manager": "auto"}'"""
+        model, config = _for_vllm(first), {"memory_manager": "auto"}
+        if store is not None and model.startswith(SCHEME):
+            config["store"] = str(Path(store).absolute())
+        share = f"--tensor-dedup {shlex.quote(json.dumps(config))}"
         return Advice(
-            f"Load them together to save {saved}{left}. Start each one like this:",
-            f"{vllm_server()} {shlex.quote(_for_vllm(first))} {share}",
+            f"Load them together to save {saved}{left}. Start each on a port of its own:",
+            f"{vllm_server()} {shlex.quote(model)} {_OF_ITS_OWN} {share}",
         )
     if not outside:
-        two = " ".join(map(shlex.quote, paths[:2]))
         sentence = f"The store keeps them in {saved} less than plain files would take."
-        return Advice(sentence, f"tensor-dedup diff {two}")
+        return Advice(sentence, _command("diff", *paths[:2], store=store))
     memory = (
         "vLLM fuses layers, which leaves little of it to share there"
         if in_vllm
@@ -92,7 +106,7 @@ def _together(analysis: Analysis, first: str) -> Advice:
     )
     return Advice(
         f"A store keeps them in {saved} less; {memory}.",
-        f"tensor-dedup import {shlex.quote(outside[0])}",
+        _command("import", outside[0], store=store),
     )
 
 

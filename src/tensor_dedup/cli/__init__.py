@@ -11,13 +11,15 @@ found, with status 1 where there is some.
 import importlib
 import io
 import os
+import re
+import shlex
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from pathlib import Path
-from typing import Final
+from pathlib import Path, PurePath
+from typing import Final, TypeVar
 
 import click
 
@@ -27,6 +29,10 @@ from tensor_dedup.errors import NOBODY_THERE, WRONG_DATA, WRONG_USE, TensorDedup
 INTERRUPTED: Final = 128 + signal.SIGINT
 _WHOLE: Final = 1000
 _HYPHEN: Final = "\ue000"  # of no text
+_HINT: Final = re.compile(r"`(tensor-dedup ([a-z]+)[^`]*)`")
+# Where the click context keeps what was given for these.
+_GIVEN: Final = "tensor_dedup.given."
+_Value = TypeVar("_Value")
 
 VERBS: Mapping[str, str] = {
     "analyze": "Show which tensors checkpoints share, and what sharing them saves.",
@@ -72,6 +78,9 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Memory": ("serve", "status", "top", "pin", "unpin", "evict", "stop"),
     "Other": ("doctor", "completion"),
 }
+# Verbs whose hints are about the store of the command that gives them. A push is not: it is from a
+# store that has what is lacking here.
+_OF_THE_STORE: Final = {*GROUPS["Compare"], *GROUPS["Store"], *GROUPS["Runs"], "pull"}
 _COMMANDS: Mapping[str, str] = {
     "analyze": "tensor_dedup.cli.analyze:command",
     "cat": "tensor_dedup.cli.contents:cat",
@@ -145,14 +154,51 @@ def data_errors() -> Iterator[None]:
     try:
         yield
     except TensorDedupError as error:
-        raise _FAILURES[error.exit_status](_one_line(error)) from error
+        said = repeating_given(_one_line(error), error.facts.get("path", ""))
+        raise _FAILURES[error.exit_status](said) from error
     except BrokenPipeError:
         raise  # `| head` has seen enough: click ends the command without a message
     except UnicodeEncodeError as error:
         what = f"{error.object!a} has no form in this locale ({error.encoding}); "
         raise WrongUse(f"{what}set LC_ALL=C.UTF-8 or PYTHONUTF8=1") from error
+    except (NotADirectoryError, FileExistsError) as error:
+        what = "it is there already, or a part of this path is a file; name another path"
+        raise WrongUse(printable(f"{error.filename or error}: {what}")) from error
     except OSError as error:
         raise Failure(_one_line(error)) from error
+
+
+def remember_given(context: click.Context, parameter: click.Parameter, value: _Value) -> _Value:
+    """The `callback` of `--store` and of URL: hints repeat what was given."""
+    context.meta[f"{_GIVEN}{parameter.name}"] = value
+    return value
+
+
+def given(name: str) -> str | None:
+    """Return the `store` or the `url` of the command line, or None."""
+    context = click.get_current_context(silent=True)
+    found = None if context is None else context.meta.get(_GIVEN + name)
+    return found if isinstance(found, str) else None
+
+
+def repeating_given(text: str, path: object = None) -> str:
+    """Return a text whose commands in backquotes have the store and the URL of this command line.
+
+    `path` is what the text is about: what is outside the store may be in that which has the URL.
+    """
+    store, url = given("store"), given("url")
+    if store and url and path is not None and not PurePath(str(path)).is_relative_to(store):
+        store = None
+
+    def repeated(found: re.Match[str]) -> str:
+        command, verb = found.groups()
+        if url is not None:
+            command = re.sub(r"\bURL\b", lambda _: shlex.quote(url), command)
+        if store is not None and verb in _OF_THE_STORE and "--store" not in command:
+            command += f" --store {shlex.quote(store)}"
+        return f"`{command}`"
+
+    return _HINT.sub(repeated, text)
 
 
 def _one_line(error: Exception) -> str:

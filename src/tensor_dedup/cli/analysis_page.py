@@ -14,7 +14,7 @@ from pathlib import Path
 from tensor_dedup.analyze import Analysis
 from tensor_dedup.analyze.picture import Cell, Section, draw, percent, sections
 from tensor_dedup.analyze.verdict import advice, headline
-from tensor_dedup.cli import visible
+from tensor_dedup.cli import given, visible
 from tensor_dedup.text_table import human
 
 # More columns than this are joined with their neighbours.
@@ -256,7 +256,7 @@ def _level(cell: Cell) -> int:
 
 
 def _advice(analysis: Analysis) -> Iterator[str]:
-    for each in advice(analysis):
+    for each in advice(analysis, given("store")):
         yield f"<p>{_text(each.sentence)}</p>"
         if each.command:
             words = " ".join(f"<span>{_text(word)}</span>" for word in each.command.split(" "))

@@ -10,7 +10,7 @@ from rich.text import Text
 from tensor_dedup.analyze import Analysis
 from tensor_dedup.analyze.picture import Cell, Section, draw, percent, sections
 from tensor_dedup.analyze.verdict import advice, headline
-from tensor_dedup.cli import printable
+from tensor_dedup.cli import given, printable
 from tensor_dedup.cli.output import wrapped
 from tensor_dedup.text_table import human
 
@@ -225,12 +225,24 @@ def _legend(symbols: _Symbols, columns: Sequence[Section], width: int) -> list[T
 
 def _advice(analysis: Analysis, width: int) -> list[Text]:
     lines = []
-    for each in advice(analysis):
+    for each in advice(analysis, given("store")):
         lines += _broken(printable(each.sentence), width)
-        command = f"  {printable(each.command)}"
-        if len(command) > width:  # as a shell takes it, too
-            command = command.replace(" --", " \\\n    --")
-        lines += [Text(line, style="bold") for line in command.splitlines() if line.strip()]
+        if each.command:
+            lines += [Text(line, style="bold") for line in _typed(printable(each.command), width)]
+    return lines
+
+
+def _typed(command: str, width: int) -> list[str]:
+    """A command in lines as a shell takes it, which end before an option."""
+    first, *options = f"  {command}".split(" --")
+    lines = [first]
+    for option in options:
+        longer = f"{lines[-1]} --{option}"
+        if len(longer) + len(" \\") > width:
+            lines[-1] += " \\"
+            longer = f"    --{option}"
+            lines.append("")
+        lines[-1] = longer
     return lines
 
 

@@ -10,7 +10,7 @@ import click
 
 from tensor_dedup.analyze import analyze
 from tensor_dedup.analyze.stored import SCHEME, full_name
-from tensor_dedup.cli import WrongUse
+from tensor_dedup.cli import WrongUse, repeating_given
 from tensor_dedup.cli.output import ByteBar, counted, json_option, say
 from tensor_dedup.cli.store import (
     damage_lines,
@@ -153,10 +153,11 @@ def find(digest: str, store: str | None, as_json: bool) -> None:
     opened = existing(store)
     found = opened.find(digest)
     if not found:
-        raise WrongUse(
+        said = (
             f"{opened.path}: no tensor has a digest that begins with {digest}; `tensor-dedup show` "
             "prints those of a checkpoint"
         )
+        raise WrongUse(repeating_given(said))
     if as_json:
         say({"digest": digest, "tensors": [each.to_dict() for each in found]}, as_json)
         return

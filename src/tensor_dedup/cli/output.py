@@ -25,7 +25,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from tensor_dedup.cli import Declined, WrongUse, printable
+from tensor_dedup.cli import Declined, WrongUse, printable, repeating_given
 from tensor_dedup.sizes import parse_size
 from tensor_dedup.text_table import human
 
@@ -243,7 +243,7 @@ def say_lines(*lines: str, indent: int | None = None) -> None:
     """Print lines on stdout; at a terminal, each in as many as it needs, as `wrapped` does."""
     width = console().width
     for line in lines:
-        for part in wrapped(printable(line), width, indent):
+        for part in wrapped(printable(repeating_given(line)), width, indent):
             click.echo(part)
 
 

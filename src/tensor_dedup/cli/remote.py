@@ -12,7 +12,7 @@ from typing import Final
 
 import click
 
-from tensor_dedup.cli import INTERRUPTED, Verbs, WrongUse, printable
+from tensor_dedup.cli import INTERRUPTED, Verbs, WrongUse, printable, remember_given
 from tensor_dedup.cli.output import (
     ByteBar,
     ask,
@@ -105,9 +105,13 @@ def _check_order(name: str, url: str, usage: str) -> None:
         raise WrongUse(f"the name stands where the URL belongs: tensor-dedup {usage}")
 
 
+# An error that repeats the URL in a hint comes after it was opened, so there is no secret in it.
+url_argument = click.argument("url", metavar="URL", callback=remember_given)
+
+
 @click.command(name="push")
 @name_argument
-@click.argument("url", metavar="URL")
+@url_argument
 @click.option("--replace", is_flag=True, help="Replace the checkpoint that has this name there.")
 @store_option
 @json_option
@@ -129,7 +133,7 @@ def push(name: str, url: str, replace: bool, store: str | None, as_json: bool) -
 
 
 @click.command(name="pull")
-@click.argument("url", metavar="URL")
+@url_argument
 @click.argument("name", required=False)
 @click.option("--replace", is_flag=True, help="Replace the checkpoint that has this name here.")
 @store_option
@@ -174,9 +178,10 @@ def _lines(name: str, result: TransferResult, where: str) -> list[str]:
     rate = int(result.wire_bytes / result.seconds) if result.seconds > 0 else 0
     steps = f"{counted(len(result.names), 'checkpoint')}, " if len(result.names) > 1 else ""
     anchors = counted(result.anchor_pieces, "further piece")
+    were = "was" if result.moved_pieces == 1 else "were"
     return [
         f"{name}: {steps}{human(result.nbytes)}; {counted(result.moved_pieces, 'piece')} of "
-        f"{result.pieces} were not {where}"
+        f"{result.pieces} {were} not {where}"
         + (f"; {anchors} came too: differences refer to them" if result.anchor_pieces else ""),
         f"{human(result.wire_bytes)} on the wire ({human(rate)}/s), "
         f"{human(result.saved_bytes)} saved",
@@ -205,7 +210,7 @@ def _opened(url: str) -> Remote:
 
 
 @command.command(name="list")
-@click.argument("url", metavar="URL")
+@url_argument
 @json_option
 @click.pass_context
 def list_(ctx: click.Context, url: str, as_json: bool) -> None:
@@ -267,7 +272,7 @@ def _damage_of(checkpoint: RemoteCheckpoint) -> str:
 
 
 @command.command(name="show")
-@click.argument("url", metavar="URL")
+@url_argument
 @click.argument("name")
 @json_option
 def show(url: str, name: str, as_json: bool) -> None:
@@ -337,7 +342,7 @@ def _show_run(remote: Remote, name: str, steps: Sequence[str], as_json: bool) ->
 
 
 @command.command(name="du")
-@click.argument("url", metavar="URL")
+@url_argument
 @json_option
 @click.pass_context
 def du(ctx: click.Context, url: str, as_json: bool) -> None:
@@ -351,16 +356,17 @@ def du(ctx: click.Context, url: str, as_json: bool) -> None:
         say({"url": remote.url, **found.to_dict()}, as_json)
     else:
         _print(remote, found.checkpoints, found.run_unique_bytes)
+        meaning = ": no checkpoint needs that" if found.unused_bytes else ""
         say_lines(
             f"{human(found.stored_bytes)} in {counted(found.containers, 'container')}, "
-            f"{human(found.unused_bytes)} of them unused"
+            f"{human(found.unused_bytes)} of it unused{meaning}"
         )
     if any(each.damage is not None for each in found.checkpoints):
         ctx.exit(1)
 
 
 @command.command(name="delete")
-@click.argument("url", metavar="URL")
+@url_argument
 @click.argument("name")
 @yes_option
 @json_option
@@ -379,7 +385,11 @@ def delete(url: str, name: str, yes: bool, as_json: bool) -> None:
     ask(f"Delete {what} from {remote.url}?", yes)
     for each in [*steps, *pins] or [name]:
         remote.delete(each)
-    say({"deleted": name}, as_json, f"{what} is deleted; `remote gc` gives its space back")
+    say(
+        {"deleted": name},
+        as_json,
+        f"{what} is deleted; `tensor-dedup remote gc URL` frees its space",
+    )
 
 
 def _finite(_: click.Context, __: click.Parameter, hours: float) -> float:
@@ -389,7 +399,7 @@ def _finite(_: click.Context, __: click.Parameter, hours: float) -> float:
 
 
 @command.command(name="gc")
-@click.argument("url", metavar="URL")
+@url_argument
 @click.option(
     "--lease",
     type=click.FloatRange(min=0),
@@ -407,37 +417,44 @@ def gc(url: str, lease: float, dry_run: bool, yes: bool, as_json: bool) -> None:
 
     Only objects older than the lease are condemned. So space is freed by the second of two runs
     that are a lease apart or, for objects that are younger at the first run, by a third, after
-    another lease. With a lease of 0 one run deletes almost
-    all: the catalog it replaces goes by the next one. If anything cannot be read, nothing is
+    another lease. With a lease of 0, while nobody pushes, one run deletes
+    almost all: the catalog it replaces goes by the next one. If anything cannot be read, nothing is
     deleted.
     """
     remote = _opened(url)
     plan = remote.gc(lease, dry_run=True)
     if not dry_run:
         if plan.delete:
-            ask(f"{'. '.join(_gc_lines(plan))}. Do it?", yes)
+            hurry = "" if lease >= DEFAULT_LEASE_HOURS else " Nobody may push meanwhile."
+            ask(f"{'. '.join(_gc_lines(plan, lease))}.{hurry} Do it?", yes)
         plan = remote.gc(lease)
-    say(plan.to_dict(), as_json, *(plan.delete if dry_run else ()), *_gc_lines(plan))
+    say(plan.to_dict(), as_json, *(plan.delete if dry_run else ()), *_gc_lines(plan, lease))
 
 
-def _gc_lines(plan: RemoteGcPlan) -> list[str]:
+def _gc_lines(plan: RemoteGcPlan, lease: float) -> list[str]:
+    new, before = len(plan.condemn), plan.waiting - len(plan.condemn)
     deleted = f"{counted(len(plan.delete), 'object')}, {human(plan.deleted_bytes)}"
-    young = counted(plan.young, "unused object")
-    are = "is" if plan.young == 1 else "are"
-    return [
-        f"Condemned: {counted(len(plan.condemn), 'object')}, {human(plan.condemned_bytes)}",
-        f"{'Deleted' if plan.done else 'To delete'}: {deleted}",
-        f"Waiting for the lease: {counted(plan.waiting, 'object')}",
-        *(
-            [f"{young} {are} younger than the lease, {human(plan.young_bytes)}"]
-            if plan.young
-            else []
-        ),
-    ]
+    lines = [f"{'Deleted' if plan.done else 'To delete'}: {deleted}"]
+    if new:
+        lines.append(
+            f"{'Condemned' if plan.done else 'To condemn'}: {counted(new, 'unused object')}, "
+            f"{human(plan.condemned_bytes)}, which a gc {lease:g} hours later deletes"
+        )
+    if before > 0:
+        lines.append(
+            f"Waiting: {counted(before, 'object')}, condemned less than {lease:g} hours ago or "
+            "found damaged"
+        )
+    if plan.young:
+        lines.append(
+            f"Too young: {counted(plan.young, 'unused object')}, {human(plan.young_bytes)}, "
+            f"written less than {lease:g} hours ago, which a later gc condemns"
+        )
+    return lines
 
 
 @command.command(name="verify")
-@click.argument("url", metavar="URL")
+@url_argument
 @click.option("--full", is_flag=True, help="Download and check every byte.")
 @json_option
 @click.pass_context

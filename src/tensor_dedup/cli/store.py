@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tensor_dedup.analyze.stored import full_name, pull_suggested
-from tensor_dedup.cli import Failure, WrongUse, printable
+from tensor_dedup.cli import Failure, WrongUse, printable, remember_given
 from tensor_dedup.cli.output import (
     ByteBar,
     Dotted,
@@ -63,6 +63,7 @@ def store_option(verb: _Verb) -> _Verb:
         "--store",
         type=click.Path(file_okay=False),
         metavar="DIR",
+        callback=remember_given,
         help=f"The store; by default ${ENVIRONMENT}, else `store` of tensor-dedup.toml, "
         f"else {short(own_path())}.",
     )(verb)

@@ -27,7 +27,7 @@ from tensor_dedup.store.checkpoints.adapters.pytorch import PyTorchAdapter
 from tensor_dedup.store.checkpoints.adapters.sklearn import SklearnAdapter
 from tensor_dedup.store.checkpoints.adapters.xgboost import XGBoostAdapter
 from tensor_dedup.store.checkpoints.errors import UnknownAdapterError, UnknownModelError
-from tensor_dedup.store.checkpoints.state import StateChunk
+from tensor_dedup.store.checkpoints.state import NamedValue, StateChunk, of_its_size
 
 __all__ = [
     "LightGBMAdapter",
@@ -104,7 +104,10 @@ def chunks_of(adapter: ModelAdapter, model: object) -> Iterator[StateChunk]:
             return chunks
         if "extract" in vars(kind):
             break
-    return (StateChunk(value, name) for name, value in adapter.extract(model).items())
+    return (
+        StateChunk(of_its_size(value) if type(value) is NamedValue else value, name)
+        for name, value in adapter.extract(model).items()
+    )
 
 
 def _names(model: Any, depth: int) -> Iterator[str]:

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tensor_dedup.store.checkpoints.adapters.plain import Wire, dtype_of, dtype_wire
 from tensor_dedup.store.checkpoints.errors import DamagedStateError, UnsupportedArrayError
-from tensor_dedup.store.checkpoints.state import NUMPY_CODES
+from tensor_dedup.store.checkpoints.state import NUMPY_CODES, NamedValue
+from tensor_dedup.store.gathered import GatheredArray
 
 if TYPE_CHECKING:
     import numpy as np
@@ -13,11 +14,11 @@ if TYPE_CHECKING:
 _CODES: Final = frozenset(NUMPY_CODES.values())
 
 
-def storable(array: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any], Wire]":
-    """Return an array that can be a piece, and the original dtype, or None if it is unchanged.
+def storable(array: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any] | NamedValue, Wire]":
+    """Return what can be a piece, and the original dtype, or None if it is unchanged.
 
     Times become 64-bit integers. Strings and records become bytes, in one more dimension, with
-    zeros between fields.
+    zeros between fields. Nothing is copied.
 
     Raises:
         UnsupportedArrayError: the dtype depends on the machine or holds Python objects, or the
@@ -37,7 +38,7 @@ def storable(array: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any], Wire
     if little.str in _CODES:
         return array, dtype_wire(dtype)  # the piece has the order of this format
     if dtype.kind in "mM":
-        return np.ascontiguousarray(array, little).view("<i8").reshape(array.shape), dtype.str
+        return array.view(np.dtype(np.int64).newbyteorder(dtype.byteorder)), dtype.str
     if dtype.kind not in "USV" or dtype.hasobject:
         raise UnsupportedArrayError.at("", f"an array of dtype {dtype}")
     try:
@@ -106,18 +107,15 @@ def ordered(array: "np.ndarray[Any, Any]", order: Sequence[int]) -> "np.ndarray[
     return result
 
 
-def _as_bytes(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+def _as_bytes(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any] | NamedValue":
     import numpy as np
 
     shape = (*array.shape, array.dtype.itemsize)
     if not array.size or not array.dtype.itemsize:
         return np.zeros(shape, np.uint8)
-    rows = np.frombuffer(array.tobytes(), np.uint8).reshape(shape)
-    if not list(_gaps(array.dtype)):
-        return rows
-    rows = rows.copy()
-    blank_gaps(rows, array.dtype)
-    return rows
+    rows = array[..., np.newaxis].view(np.uint8)
+    gaps = _gaps(array.dtype)
+    return NamedValue("", "U8", shape, GatheredArray(rows, gaps)) if gaps else rows
 
 
 def _gaps(dtype: "np.dtype[Any]") -> "list[tuple[int, int]]":

@@ -37,6 +37,7 @@ from tensor_dedup.store.checkpoints.state import (
     dtype_names,
     is_array,
     is_tensor,
+    of_its_size,
     raw,
     tensor_fault,
 )
@@ -277,7 +278,7 @@ class _Walk:
 
     def _other(self, value: Any, place: ValuePath, depth: int) -> "_Walking":
         if isinstance(value, NamedValue):
-            return PieceLeaf(self._add(place, value))
+            return PieceLeaf(self._add(place, of_its_size(value)))
         if isinstance(value, PieceSeries):
             return self._series(value, place)
         if isinstance(value, StateChunk):

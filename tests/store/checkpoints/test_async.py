@@ -1,7 +1,9 @@
 """What is saved in the background is what the model was when it was saved; nothing gets lost."""
 
+import gc
 import os
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -410,3 +412,18 @@ def test_the_pool_uses_blocks_again_and_never_has_more_than_it_may() -> None:
     assert pool.take(9 * PAGE) is not None  # these may not
     assert pool.allocated == 10 * PAGE
     assert pool.take(11 * PAGE) is None
+
+
+def test_a_handle_that_is_dropped_is_gone_whoever_has_its_saves(tmp_path: Path) -> None:
+    """Its descriptors go with it, and what it could have waited for."""
+    run, model = handle(tmp_path / "store"), network(1)
+    run.save_async(model, 0).wait()
+    train(model, 1, "layer0.weight")
+    pending = run.save_async(model, 1)
+    assert pending.wait().step == 1
+    assert shares(run)
+    gone = weakref.ref(run)
+    del run
+    gc.collect()
+    assert gone() is None
+    assert pending.done()

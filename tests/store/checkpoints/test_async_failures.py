@@ -12,11 +12,19 @@ import pytest
 import torch
 
 from disk_faults import NEEDS_SPACE, Faults, FaultyFiles
-from stores import Gate, assert_same, copied, gated, handle, network, shares, train
+from stores import Arrays, Gate, Model, assert_same, copied, gated, handle, network, shares, train
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints import CheckpointStore, PendingSave
+from tensor_dedup.store.checkpoints import (
+    CheckpointStore,
+    PendingSave,
+    background,
+    capture,
+)
+from tensor_dedup.store.checkpoints.adapters import StateChunk
+from tensor_dedup.store.checkpoints.errors import BrokenSaveError, NestedSaveError
 from tensor_dedup.store.errors import ChangedModelError, NoSpaceError
 from tensor_dedup.store.files import Handle, RealFiles
+from tensor_dedup.store.gathered import FlatBytes, copy_flat
 
 FULL = Faults(full_from=0)
 
@@ -99,6 +107,145 @@ class _Failing(Gate):
             self.fails = False
             raise OSError(28, "No space left on device")
         RealFiles.fsync(self, handle)
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_a_save_goes_on_where_the_system_has_no_more_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: int
+) -> None:
+    begin, names = threading.Thread.start, list[str]()
+
+    def start(thread: threading.Thread) -> None:
+        names.append(thread.name)
+        if names.count("tensor-dedup-capture") > started:
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(background, "_HELPED_BYTES", 1)
+    run = handle(tmp_path)
+    run._saves._helpers = 3
+    monkeypatch.setattr(threading.Thread, "start", start)
+    model = {name: torch.from_numpy(each) for name, each in network(1).items()}
+    expected = {name: each.clone() for name, each in model.items()}
+    pending = run.save_async(model, 0, lazy=True)
+    run.before_update()
+    for each in model.values():
+        each.fill_(7)
+    assert pending.wait().step == 0
+    assert names.count("tensor-dedup-capture") == started + 1
+    assert all(torch.equal(torch.as_tensor(run.load(0)[n]), each) for n, each in expected.items())
+    run.close()
+    assert allocated(run) == 0
+
+
+def test_a_save_that_does_not_start_gives_back_what_it_has_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, model = handle(tmp_path), network(1)
+    failing = [True]
+
+    def copy(data: FlatBytes, into: memoryview) -> None:
+        if run._saves._pool.allocated > 200_000 and failing:  # there is a large copy by now
+            failing.clear()
+            raise MemoryError
+        copy_flat(data, into)
+
+    monkeypatch.setattr(capture, "copy_flat", copy)
+    with pytest.raises(MemoryError):
+        run.save_async(model, 0)
+    assert not failing
+    run._saves._pool.clear()
+    assert allocated(run) == 0
+    assert run.save_async(model, 0).wait().step == 0
+    assert_same(run.load(0), model)
+
+
+def test_an_interrupt_while_a_save_starts_leaves_no_thread_and_no_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, begin, begun = handle(tmp_path), threading.Thread.start, list[threading.Thread]()
+
+    def start(thread: threading.Thread) -> None:
+        begin(thread)
+        begun.append(thread)
+        raise KeyboardInterrupt
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for owner, name, instead in (
+        (threading.Thread, "start", start),
+        (PendingSave, "run", property(interrupt)),  # when it is in the list of those that run
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, instead)
+            with pytest.raises(KeyboardInterrupt):
+                run.save_async(network(1), 0)
+    begun[0].join(60)
+    assert not begun[0].is_alive()
+    run.close()
+    assert allocated(run) == 0
+    assert run.steps() == []
+    assert run.save_async(network(1), 0).wait().step == 0
+
+
+class _Interrupting(RealFiles):
+    """A disk at which, once, a signal handler runs where a file is made durable."""
+
+    def __init__(self) -> None:
+        self.handler: Callable[[], object] | None = None
+
+    def fsync(self, handle: Handle) -> None:
+        handler, self.handler = self.handler, None
+        if handler is not None:
+            handler()
+        super().fsync(handle)
+
+
+def test_a_signal_handler_that_saves_in_the_middle_of_a_save_is_told(tmp_path: Path) -> None:
+    handle(tmp_path).close()
+    files, told = _Interrupting(), list[str]()
+    run, model = handle(tmp_path, files=files), network(1)
+
+    def handler() -> None:
+        with pytest.raises(NestedSaveError, match="when the call has returned") as caught:
+            run.save(model, 7)
+        told.append(str(caught.value))
+
+    files.handler = handler
+    run.save(model, 0)
+    assert len(told) == 1
+    assert run.steps() == [0]
+    assert_same(run.load(0), model)
+
+
+def test_a_model_that_saves_while_it_is_taken_apart_is_told(tmp_path: Path) -> None:
+    class Saving(Arrays):
+        def extract(self, model: Model) -> Model:
+            run.save_async(model, 7)
+            return model
+
+    run = CheckpointStore(tmp_path, "run", Saving())
+    with pytest.raises(NestedSaveError):
+        run.save_async(network(1), 0)
+    run.close()
+    assert run.steps() == []
+
+
+def test_what_a_part_of_the_model_raises_is_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+    def make() -> bytes:
+        raise ValueError("mine")
+
+    run = CheckpointStore(tmp_path, "run")
+    pending = run.save_async({"a": StateChunk(make=make, frozen=True)}, 0)
+    with pytest.raises(BrokenSaveError, match="none of the store's") as caught:
+        pending.wait()
+    assert isinstance(caught.value.__cause__, ValueError)
+    run.close()
 
 
 def test_what_raises_in_a_block_is_not_covered_by_what_failed(tmp_path: Path) -> None:

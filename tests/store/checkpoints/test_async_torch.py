@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from stores import PageablePool, shares
-from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.checkpoints import CheckpointStore, state
 from tensor_dedup.store.checkpoints.capture import (
     CaptureContext,
     CudaDevice,
@@ -24,6 +25,7 @@ from tensor_dedup.store.checkpoints.errors import UnsupportedArrayError
 from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.state import StateChunk
 from tensor_dedup.store.errors import ChangedModelError
+from tensor_dedup.store.gathered import Gathered
 from trainings import Training
 
 NOTES = Notes("run", 0, "pytorch", {})
@@ -119,6 +121,35 @@ def test_a_write_before_the_update_is_found() -> None:
     capture.work()
     with pytest.raises(ChangedModelError, match="'weight'"):
         capture.snapshot(NOTES, {})
+
+
+@pytest.mark.parametrize("first", ["tensor", "array"])
+def test_an_array_is_copied_at_once_where_a_tensor_shares_its_memory(first: str) -> None:
+    tensor = torch.randn(200, 200)
+    array, expected = tensor.numpy(), data_of(tensor)
+    values: dict[str, Any] = {"tensor": tensor, "array": array}
+    order = [first, *(values.keys() - {first})]
+    capture = StepCapture(
+        [StateChunk(values[name], name) for name in order],
+        CaptureContext(HostPool(1 << 20), [], set(), {}),
+    )
+    assert len(capture._large) == 1
+    capture.guard()
+    array += 1
+    capture.hold()
+    assert held(capture.snapshot(NOTES, {})) == 2 * expected
+
+
+def test_a_write_is_found_through_any_tensor_of_one_memory() -> None:
+    for number in range(2):
+        array = np.zeros((200, 200))
+        tensors = [torch.from_numpy(array), torch.from_numpy(array)]  # each counts its own
+        capture = capture_of({"a": tensors[0], "b": tensors[1]})
+        assert len(capture._large) == 1
+        tensors[number].add_(1)
+        capture.work()
+        with pytest.raises(ChangedModelError, match="'a'"):
+            capture.snapshot(NOTES, {})
 
 
 def test_all_kinds_of_tensors_are_copied_in_order() -> None:
@@ -240,6 +271,26 @@ def test_what_there_is_no_room_for_is_taken_from_where_it_lies() -> None:
     capture.hold()
     assert capture.lacks_room()  # whoever wants to change it waits until it is saved
     assert held(capture.snapshot(NOTES, {})) == expected
+
+
+def test_what_a_device_has_no_room_for_is_read_there_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(state, "_is_elsewhere", lambda tensor: tensor.dim() == 2)
+    plain = torch.randn(200, 200)
+    values = {"a": torch.randn(200, 300), "b": plain, "turned": plain.T, "same": plain}
+    expected = data_of(*values.values())
+    capture, device = staged(values, 60 * 4096)
+    assert [len(each.waiting) for each in device.begun] == [1]
+    assert all(isinstance(capture._pieces[at].data, Gathered) for at in (1, 2, 3))
+    capture.hold()
+    assert capture.lacks_room()
+    snapshot = capture.snapshot(NOTES, {})
+    assert held(snapshot) == expected
+    snapshot.check_unchanged()
+    plain.mul_(1)
+    with pytest.raises(ChangedModelError, match=r"'(b|turned)'"):
+        snapshot.check_unchanged()
 
 
 def test_what_was_begun_is_given_back_when_something_has_no_form() -> None:

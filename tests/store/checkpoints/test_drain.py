@@ -269,7 +269,6 @@ def diverge(root: Path) -> None:
     died.save(model_of(7), 3, {"loss": 7.0})
     with handle(root / "other", drain=open_store(root / "second")) as run:
         save(run, 3, 4)
-    assert died._places()[3].sequence == alone(root)._places()[3].sequence
     assert manifests(root, "fast")[3] != manifests(root, "second")[3]
 
 
@@ -289,6 +288,47 @@ def test_another_state_with_the_same_place_is_reported_and_not_lost(tmp_path: Pa
     assert_same(alone(tmp_path).load(3), model_of(3))
     assert alone(tmp_path, "fast").steps() == [3, 7]
     assert_same(alone(tmp_path, "fast").load(3), model_of(7))
+
+
+def test_a_second_tier_that_is_made_anew_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run() -> CheckpointStore:
+        return handle(tmp_path / "fast", drain=tmp_path / "second")
+
+    for first in range(2):  # nothing is new for a run without steps, nor when it is there
+        with run() as opened:
+            save(opened, first)
+    assert caplog.records == []
+    (tmp_path / "second").rename(tmp_path / "unmounted")
+    with run() as opened:
+        assert opened.steps() == [1]
+    assert "a new store is made in" in caplog.text
+    assert "mount that disk" in caplog.text
+
+
+def test_what_a_dead_tier_has_not_drained_replaces_nothing(tmp_path: Path) -> None:
+    with tiers(tmp_path) as run:
+        save(run, 0, 1, 2)
+    died = alone(tmp_path, "fast")
+    for step in range(3, 9):  # more than the other one will save
+        died.save(model_of(100 + step), step)
+    with handle(tmp_path / "other", drain=open_store(tmp_path / "second")) as run:
+        assert run.latest() == 2
+        save(run, 5, 10)
+    run = tiers(tmp_path, keep_fast=None)
+    with pytest.raises(DrainError, match="from 5, is not"):
+        run.drain()
+    assert run.latest() == alone(tmp_path).latest() == 10
+    for each in (run, alone(tmp_path)):
+        assert_same(each.load(5), model_of(5))
+        assert_same(each.load(8), model_of(108))  # nothing is lost of what nobody replaced
+    assert_same(alone(tmp_path, "fast").load(5), model_of(105))
+    save(run, 11)
+    run.save(model_of(7), 5)  # which ends the quarrel
+    run.close()
+    assert alone(tmp_path).latest() == 5
+    assert in_save_order(alone(tmp_path)._places())[-3:] == [10, 11, 5]
 
 
 def test_a_pin_of_another_state_keeps_the_one_that_counts(tmp_path: Path) -> None:

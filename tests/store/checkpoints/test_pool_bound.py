@@ -14,12 +14,13 @@ import pytest
 import torch
 
 import fresh
-from stores import Gate, gated
+from stores import Gate, gated, handle
 from tensor_dedup.store.buffers import PAGE
-from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.checkpoints import CheckpointStore, state
 from tensor_dedup.store.checkpoints.adapters import StateChunk
 from tensor_dedup.store.checkpoints.capture import CaptureContext, HostPool, StepCapture
 from tensor_dedup.store.checkpoints.notes import Notes
+from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.writing.containers import PACK_BELOW
 
 MIB = 1 << 20
@@ -36,20 +37,58 @@ def _status(key: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
 
 
+RECORD = np.dtype([("flag", "u1"), ("number", "<f8")], align=True)
+
+
+def of_order(weight: torch.Tensor, order: str) -> Any:
+    """Something of the size of a tensor that lies in memory in this way."""
+    ways: dict[str, Callable[[], Any]] = {
+        "C": lambda: weight,
+        "device": lambda: weight,
+        "turned": lambda: weight.T,
+        "big-endian": lambda: weight.numpy().astype(">f4"),
+        "conjugate": lambda: torch.view_as_complex(weight.view(-1, 512, 2)).conj(),
+        "negative": lambda: torch._neg_view(weight),
+        "dates": lambda: weight.numpy().view(">M8[us]").T,
+        "texts": lambda: weight.numpy().view("S16").T,
+        "records": lambda: weight.numpy().view(RECORD),
+    }
+    return ways[order]()
+
+
+def change(weight: Any) -> None:
+    """Change it in place, without a copy of it."""
+    kind = weight.dtype.kind if isinstance(weight, np.ndarray) else "f"
+    if kind == "f":
+        weight *= 1.0001
+    elif kind == "V":
+        weight["number"] += 1
+    else:
+        numbers = weight.view(">i8") if kind == "M" else weight.T.view(np.uint8)
+        numbers += 1
+
+
+def plain(value: Any) -> Any:
+    """The same numbers in an array; NaT is not itself."""
+    if isinstance(value, torch.Tensor):
+        return value.resolve_conj().resolve_neg().numpy()
+    return value.view("i8") if value.dtype.kind == "M" else value
+
+
 def growth(root: str, way: str, count: int, options: dict[str, Any], order: str = "C") -> int:
     """By how many bytes the process grew, at most, while two steps were saved after the first."""
     torch.set_num_threads(1)
+    if order == "device":  # there is none here: what lies there is read the same way
+        state._is_elsewhere = lambda tensor: tensor is not None
     model: Any = {f"weight{n}": torch.randn(TENSOR // 4096, 1024) for n in range(count)}
-    if order == "turned":
-        model = {name: weight.T for name, weight in model.items()}
-    if order == "big-endian":
-        model = {name: weight.numpy().astype(">f4") for name, weight in model.items()}
+    model = {name: of_order(weight, order) for name, weight in model.items()}
+    assert all(each.nbytes == TENSOR for each in model.values())
     with CheckpointStore(root, "run", pool_bytes=POOL, **options) as run:
         for step in range(3):
             if step == 1:
                 run._saves.finish()  # what it has beside its pool is let go of
                 base = _status("VmRSS") - run._saves._pool.allocated
-                expected = model[f"weight{count - 1}"][:9] * 1
+                expected = plain(model[f"weight{count - 1}"][:9]).copy()
                 Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
             if way == "save":
                 run.save(model, step)
@@ -60,10 +99,10 @@ def growth(root: str, way: str, count: int, options: dict[str, Any], order: str 
                 run.before_update()
                 assert way == "eager" or 0 < run._saves._pool.allocated <= POOL
             for weight in model.values():
-                weight *= 1.0001
+                change(weight)
     found = _status("VmHWM") - base
     assert run.steps() == [0, 1, 2]
-    assert (np.asarray(run.load(1)[f"weight{count - 1}"][:9]) == np.asarray(expected)).all()
+    assert (plain(run.load(1)[f"weight{count - 1}"][:9]) == expected).all()
     return found
 
 
@@ -78,6 +117,14 @@ def growth(root: str, way: str, count: int, options: dict[str, Any], order: str 
         ("lazy", {"in_flight": 2}, "turned"),
         ("frozen", {}, "turned"),
         ("eager", {}, "big-endian"),
+        ("save", {}, "device"),
+        ("lazy", {"in_flight": 2}, "device"),
+        ("save", {}, "conjugate"),
+        ("lazy", {}, "conjugate"),
+        ("eager", {}, "negative"),
+        ("save", {}, "dates"),
+        ("save", {}, "texts"),
+        ("eager", {}, "records"),
     ],
 )
 def test_a_save_takes_its_pool_and_no_copy_beside_it(
@@ -150,6 +197,45 @@ def test_what_is_small_waits_for_room_that_other_saves_have(tmp_path: Path) -> N
     small.fill_(2)
     run.close()
     assert (run.load(1)["small"] == 1).all()
+
+
+class _InTurn(RealFiles):
+    """A disk at which each thread that makes something durable has a gate of its own, in order."""
+
+    def __init__(self) -> None:
+        self.gates = [threading.Event() for _ in range(3)]
+        self._threads: list[int] = []
+
+    def fsync(self, handle: Handle) -> None:
+        thread = threading.get_ident()
+        if thread not in self._threads:
+            self._threads.append(thread)
+        assert self.gates[self._threads.index(thread)].wait(60)
+        super().fsync(handle)
+
+
+def test_what_is_small_waits_for_no_more_saves_than_give_it_room(tmp_path: Path) -> None:
+    handle(tmp_path).close()
+    large, small, files = torch.randn(200, 200), torch.randn(9), _InTurn()
+    room = 2 * (large.nbytes // PAGE * PAGE + PAGE + PACK_BELOW)
+    run = handle(tmp_path, files=files, in_flight=3, pool_bytes=room, compress=None)
+    for step in range(2):
+        pending = run.save_async({"large": large, "small": small}, step)
+        large.add_(1)
+    assert run._saves._pool.allocated == room
+    thread = threading.Thread(target=lambda: run.save_async({"small": small}, 2))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    files.gates[0].set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert not pending.done()
+    assert run._saves._pool.allocated <= room
+    for gate in files.gates:
+        gate.set()
+    run.close()
+    assert run.steps() == [0, 1, 2]
 
 
 def test_what_is_small_makes_a_pool_grow_that_has_not_so_much_in_all() -> None:

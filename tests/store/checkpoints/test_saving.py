@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 import fresh
 from stores import (
+    Arrays,
     Model,
     assert_same,
     copied,
@@ -27,6 +29,7 @@ from stores import (
     train,
 )
 from tensor_dedup.store.checkpoints import CheckpointStore, TensorCasStore
+from tensor_dedup.store.checkpoints.adapters import StateChunk
 from tensor_dedup.store.checkpoints.errors import (
     BadMetricError,
     BadStepError,
@@ -34,11 +37,35 @@ from tensor_dedup.store.checkpoints.errors import (
     NotATrainingError,
     UnknownAdapterError,
     UnknownStepError,
+    UnsupportedArrayError,
 )
 from tensor_dedup.store.checkpoints.policy import Compress
 from tensor_dedup.store.checkpoints.runs import describe_all, run_names
+from tensor_dedup.store.checkpoints.state import NamedValue
 from tensor_dedup.store.errors import BadNameError
 from tensor_dedup.store.store import Store
+
+WRONG = NamedValue("z", "F32", (7,), b"abc")
+TOO_SHORT: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "a value": lambda: (None, {"m": WRONG}),
+    "made in the background": lambda: (
+        None,
+        {"m": StateChunk(make=lambda: WRONG, frozen=True)},
+    ),
+    "of an adapter": lambda: (Arrays(), {"z": WRONG}),
+}
+
+
+@pytest.mark.parametrize("way", TOO_SHORT)
+def test_what_nobody_could_load_is_not_saved(tmp_path: Path, way: str) -> None:
+    adapter, model = TOO_SHORT[way]()
+    run = CheckpointStore(tmp_path, "run", adapter)
+    with pytest.raises(UnsupportedArrayError, match="3 bytes are no F32"):
+        run.save(model, 0)
+    with pytest.raises(UnsupportedArrayError, match="3 bytes are no F32"):
+        run.save_async(model, 0).wait()
+    run.close()
+    assert run.steps() == []
 
 
 def test_steps_come_back_and_share_what_did_not_change(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from remotes import MemoryBucket, Proxy
 from s3_faults import FaultyProxy, MemoryS3, Request, Response, client
 from stores import content, noise, open_store, safetensors, stored, three, u8, write
 from tensor_dedup.digest import digest
-from tensor_dedup.errors import NOBODY_THERE, StoreError, TensorDedupError
+from tensor_dedup.errors import NOBODY_THERE, WRONG_USE, StoreError, TensorDedupError
 from tensor_dedup.store import Store
 from tensor_dedup.store.errors import EscapingPathError, NewerFormatError, NoSpaceError
 from tensor_dedup.store.files import Handle, RealFiles
@@ -33,6 +34,7 @@ from tensor_dedup.store.remote.errors import (
     RemoteAccessError,
     RemoteUnreachableError,
     RemoteUrlError,
+    UnlistedRemoteError,
 )
 
 
@@ -554,6 +556,28 @@ def test_azure_without_an_account(store: Store, monkeypatch: pytest.MonkeyPatch)
     assert "write s3://" not in str(caught.value)
 
 
+def test_without_credentials(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the machine's own are asked for, where a cloud has them."""
+
+    class NoneHere(BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            self.send_response(403)
+            self.end_headers()
+
+        def log_message(self, format: str, *_: object) -> None:
+            """Say nothing."""
+
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    with remotes.answered(NoneHere) as host:
+        monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://{host}")
+        with pytest.raises(RemoteAccessError) as caught:
+            store.push("s3://bucket/x", "mine")
+    said = str(caught.value)
+    assert said.startswith("s3://bucket/x: there are no credentials in the environment; set AWS_")
+    assert len(said) < 200
+
+
 def test_nobody_answers(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in remotes._VARIABLES.items():
         monkeypatch.setenv(name, value)
@@ -595,7 +619,7 @@ def test_a_condition_that_nobody_made_is_an_answer_that_cannot_be_used(
 def test_refused_credentials(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that answers 403 to everybody."""
     import threading
-    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+    from http.server import ThreadingHTTPServer
 
     class Refusing(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -616,8 +640,9 @@ def test_refused_credentials(store: Store, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
     try:
-        with pytest.raises(RemoteAccessError, match="AWS_SESSION_TOKEN"):
+        with pytest.raises(RemoteAccessError, match="AWS_SESSION_TOKEN") as caught:
             store.push("s3://bucket/x", "mine")
+        assert "AZURE" not in str(caught.value)
     finally:
         server.shutdown()
         server.server_close()
@@ -698,7 +723,14 @@ def test_a_range_that_was_ignored_once_is_asked_for_again(
 def test_a_list_that_cannot_be_read_is_no_empty_one(tmp_path: Path, store: Store) -> None:
     store.push(f"file://{tmp_path}/served", "mine")
     with remotes.web(tmp_path / "served") as url:  # which has none to read
-        assert Remote.open(url).steps("run-001") == []
+        remote = Remote.open(url)
+        assert remote.steps("run-001") == []
+        for look in (remote.names, remote.usage, remote.verify, remote.gc):
+            with pytest.raises(UnlistedRemoteError, match=r"cannot be listed; name the") as caught:
+                look()
+            assert caught.value.exit_status == WRONG_USE
+        with pytest.raises(UnlistedRemoteError, match="no checkpoint 'nope', and a run"):
+            store.pull(url, "nope")
 
     class Silent(MemoryBucket):
         def list(self, prefix: str) -> Iterator[ObjectStatus]:

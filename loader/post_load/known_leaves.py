@@ -1,0 +1,107 @@
+"""Build a parameter whose leaves are remembered from those of others, and read only the rest.
+
+This is for what a loader leaves as a range of a file: what it has merged or cast was read by then.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import wait
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tensor_dedup.digest import leaf_places, stream
+from tensor_dedup.loader.post_load.batch import content_recipe
+from tensor_dedup.loader.residents.leaves import Content, build_from_contents
+from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM
+from tensor_dedup.loader.residents.resident import Resident, digest_of, resident_key
+from tensor_dedup.loader.residents.slab import SharedMemoryError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from concurrent.futures import Future
+
+    from tensor_dedup.loader.post_load.batch import DedupCandidate, DedupContext
+    from tensor_dedup.loader.post_load.mapped_files import FileRange, MappedFiles
+    from tensor_dedup.loader.residents.provider import Admit
+    from tensor_dedup.loader.residents.resident import Write
+
+
+def build_of_known_leaves(candidate: DedupCandidate, context: DedupContext) -> Resident | None:
+    """Return a new resident of which others have a part, without reading that; None if none has.
+
+    It is entered with `HostProvider.enter_known`; call `end_known` in any case.
+
+    Raises:
+        StaleHintError: What was read is not what was remembered.
+        ChangedFileError, UnreadableFileError: The file cannot be read any more.
+    """
+    file_range, files = candidate.file_range, context.files
+    if file_range is None or files is None or candidate.data.nbytes < LEAF_SHARED_FROM:
+        return None
+    whole, leaves = file_range.remembered, file_range.remembered_leaves
+    if whole is None or not leaves or context.config.hash_algorithm != "blake3":
+        return None
+    content = Content(0, file_range.nbytes, whole, leaves)
+    geometry = resident_key(candidate.data, "")
+    began = time.perf_counter()
+
+    def build(others: Sequence[Resident], admit: Admit | None) -> Resident | None:
+        others = [each for each in others if each not in context.built]
+        read = partial(_read, file_range, files, context)
+        return build_from_contents(geometry, [content], read, _check, digest_of, others, admit)
+
+    recipe = content_recipe(replace(geometry, digest=whole))
+    try:
+        made = context.provider.build_known(recipe, geometry, [content], build)
+    except SharedMemoryError:
+        return None  # met again, and said, on the ordinary way
+    context.hash_seconds += time.perf_counter() - began
+    if made is not None:
+        context.bytes_hashed += made.nbytes
+        files.learn(file_range, made.key.digest)
+    return made
+
+
+def note_leaves(resident: Resident, candidate: DedupCandidate, context: DedupContext) -> None:
+    """Remember the leaves of a resident that are known from its file, so that others find them."""
+    file_range = candidate.file_range
+    if file_range is None or resident.nbytes < LEAF_SHARED_FROM:
+        return
+    leaves = file_range.learned_leaves or file_range.remembered_leaves
+    if leaves:
+        content = Content(0, resident.nbytes, resident.key.digest, leaves)
+        context.provider.note_contents(resident, [content])
+
+
+def _read(
+    file_range: FileRange,
+    files: MappedFiles,
+    context: DedupContext,
+    _number: int,
+    numbers: Sequence[int] | None,
+    write: Write,
+) -> None:
+    """Read those leaves of a range, or all of it, and compare each with what is remembered."""
+    places = leaf_places(0, file_range.nbytes)
+
+    def begin(number: int) -> tuple[int, int, Future[str]]:
+        start, size = places[number]
+
+        def pass_on(piece: memoryview, offset: int) -> None:
+            file_range.read(piece, start + offset)
+            write(piece, start + offset)
+
+        context.bytes_hashed += size
+        return start, size, stream(size, pass_on)
+
+    begun = [begin(number) for number in (range(len(places)) if numbers is None else numbers)]
+    wait([future for _, _, future in begun])  # all of them, whatever happened to one
+    for start, size, future in begun:
+        part = file_range._replace(start=file_range.start + start, nbytes=size)
+        files.learn(part, future.result())
+
+
+def _check(_number: int, _data: memoryview) -> None:
+    """Check nothing: there is one content, and its digest is compared with the whole's."""
