@@ -30,6 +30,7 @@ from tensor_dedup.errors import NotInstalledError, StoreError
 from tensor_dedup.store.errors import os_errors
 from tensor_dedup.store.files import Files
 from tensor_dedup.store.objects import make_folders
+from tensor_dedup.store.remote.environment import SECRETS, allows_http, check_environment
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
     NoBucketError,
@@ -82,15 +83,6 @@ _USER_IN_PATH: Final = re.compile(r"//.*@|[^./:][^/:]*:.*@", re.DOTALL)
 _SHOWN: Final = 240
 # Where a machine in a cloud is asked for its credentials, when the environment has none.
 _METADATA: Final = re.compile(r"/latest/(api/token|meta-data)|/metadata/identity|/computeMetadata/")
-# What may lead to a server of the user's own, by http too; Google's is in the key of an account.
-_ENDPOINTS: Final = (
-    *("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
-    *("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL"),
-)
-_GOOGLE_KEY: Final = "GOOGLE_SERVICE_ACCOUNT_KEY"
-# What the variables of a service begin with, as obstore reads them.
-_VARIABLES: Final = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
-_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
 # What obstore says of a server that answers a range with the whole object.
 _NO_RANGES: Final = ("non-partial response", "Range request not supported")
 # So much of an object is held here that has come instead of a range.
@@ -99,7 +91,6 @@ _WHOLE_BYTES: Final = 3 * CONTAINER_BYTES
 _LISTS_NOTHING: Final = re.compile(r"status code: (4\d\d|501)|decoding PROPFIND")
 # So long whole objects are asked for when one has come instead of a range.
 _ASK_AGAIN_S: Final = 60.0
-_SECRETS: Final = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS", re.IGNORECASE)
 # The process that began to use obstore.
 _used_by = 0
 _In = TypeVar("_In")
@@ -667,7 +658,7 @@ def scrubbed(text: str) -> str:
     """Return the first line of a server's message, without anything that may be a credential."""
     text = " ".join(text.partition("Debug source")[0].split())
     for name, value in os.environ.items():
-        if len(value) >= 6 and _SECRETS.search(name):
+        if len(value) >= 6 and SECRETS.search(name):
             text = text.replace(value, "***")
     text = re.sub(r"<AWSAccessKeyId>[^<]*", "<AWSAccessKeyId>***", text)
     return _USER.sub("//", _QUERY.sub("", text))[:_SHOWN]
@@ -680,30 +671,6 @@ def _raise_panic(where: str, error: BaseException) -> None:
         raise RemoteUnreachableError.at(where, what) from None
 
 
-def _check_environment(url: str) -> None:
-    """Check the variables that obstore would panic about."""
-    prefix = _VARIABLES.get(urlsplit(url).scheme)
-    for name in sorted(os.environ) if prefix is not None else ():
-        value = os.environ[name]
-        if not name.startswith(prefix or "") or name == _GOOGLE_KEY:  # which is JSON
-            continue
-        if name in _ENDPOINTS and not _is_endpoint(value):
-            state = "is no URL" if value else "is set and empty; unset it"
-            raise RemoteUnreachableError.at(url, f"the variable {name} {state}")
-        if (_SECRETS.search(name) or name.endswith("REGION")) and _CONTROL.search(value):
-            what = f"the variable {name} has a line break in it, as of a file that ends in one"
-            raise RemoteAccessError.at(url, what)
-
-
-def _is_endpoint(value: str) -> bool:
-    try:
-        parts = urlsplit(value)
-    except ValueError:
-        return False
-    whole = parts.scheme in _WEB and bool(parts.netloc)
-    return whole and not any(each.isspace() or _CONTROL.match(each) for each in value)
-
-
 def _open_store(url: str, *, sending: bool = False) -> "ObjectStore":
     try:
         from obstore.exceptions import BaseError
@@ -711,15 +678,13 @@ def _open_store(url: str, *, sending: bool = False) -> "ObjectStore":
     except ImportError as error:
         what = f"needs obstore, which is not installed; {install_hint('remote')}"
         raise NotInstalledError(f"{url}: {what}", url=url) from error
-    _check_environment(url)
-    endpoints = (os.environ.get(name, "") for name in (*_ENDPOINTS, _GOOGLE_KEY))
-    plain = url.startswith("http://") or any("http://" in endpoint for endpoint in endpoints)
+    check_environment(url)
     # A connection that has gone silent is given up long before a slow one is. What is being sent
     # is no silence, but obstore cannot tell.
     client: Any = {"timeout": f"{_SENDING_S}s", "connect_timeout": "10s"}
     if not sending:
         client |= {"timeout": "600s", "read_timeout": f"{_SILENCE_S}s"}
-    if plain:
+    if allows_http(url):
         client["allow_http"] = True
     # It counts from the first attempt: one that fails late must be sent again, too.
     retrying = timedelta(seconds=2 * _SENDING_S if sending else 120)
