@@ -162,7 +162,12 @@ class HashBatch:
         return all(each.file_range is not None for each in self.candidates)
 
     def begin(self) -> None:
-        """Start hashing, and copying what cannot be resident yet."""
+        """Start hashing, and copying what cannot be resident yet.
+
+        Raises:
+            ChangedFileError: A file has become shorter.
+            UnreadableFileError: A file cannot be read.
+        """
         began = time.perf_counter()
         if self._context.files is not None:
             ranges = (each.file_range for each in self.candidates)
@@ -196,7 +201,7 @@ class HashBatch:
         return [self._begun[number].result() for number in range(len(self.candidates))]
 
     def _begin(self) -> None:
-        new = {n for n, each in enumerate(self.candidates) if self._is_new(each.data)}
+        new = {n for n, each in enumerate(self.candidates) if self._is_new(each)}
         self._begin_hashing(n for n in range(len(self.candidates)) if n not in new)
         if not new:
             return
@@ -213,15 +218,17 @@ class HashBatch:
         algorithm = self._context.config.hash_algorithm
         self._begun.update((n, self._sources[n].digest(algorithm)) for n in numbers)
 
-    def _is_new(self, data: torch.Tensor) -> bool:
+    def _is_new(self, candidate: DedupCandidate) -> bool:
         """Return whether no resident can have these bytes or a part of them."""
-        context = self._context
+        context, data, file_range = self._context, candidate.data, candidate.file_range
         if context.provider.manager.in_use or context.config.hash_algorithm != "blake3":
             return False
         key = resident_key(data, "")
         if (key.dtype, key.shape, key.stride) in context.resident_before:
             return False
-        return not may_have_parts(data, context.built)
+        # Memory that is mapped from a file which has become shorter would end the process.
+        read = file_range.read if file_range is not None else None
+        return not may_have_parts(data, context.built, read)
 
     def build(self, missing: Sequence[MissingResident]) -> list[tuple[Resident, bool]]:
         """Return a resident for each, and whether it was made by this call.

@@ -179,15 +179,23 @@ def _mark(key: ResidentKey, start: int, what: bytes | memoryview) -> str:
     return blake3(rows.encode() + what, derive_key_context=_MARK_CONTEXT).hexdigest()
 
 
-def may_have_parts(tensor: torch.Tensor, own: Container[Resident] = ()) -> bool:
+def may_have_parts(
+    tensor: torch.Tensor,
+    own: Container[Resident] = (),
+    read: Callable[[memoryview, int], None] | None = None,
+) -> bool:
     """Return whether residents may have leaves of a sharable tensor, by samples of both.
 
-    Reads a page of each leaf at most.
+    Reads a page of each leaf at most: with `read(into, offset)`, which fills a buffer with bytes of
+    the tensor and whose errors are passed on, or in memory.
     """
     if tensor.nbytes < LEAF_SHARED_FROM:
         return False
     residents = [each for each in registry.alike(resident_key(tensor, "")) if each not in own]
-    mine = _samples_in(tensor_bytes(tensor)) if residents else ()
+    if not residents:
+        return False
+    data = tensor_bytes(tensor)
+    mine = _samples_in(data) if read is None else _samples_read(data.nbytes, read)
     return any(any(map(eq, mine, _samples_of(each))) for each in residents)
 
 
@@ -379,6 +387,15 @@ def _leaves_in_common(
 def _samples_in(data: memoryview) -> tuple[bytes, ...]:
     starts = range(0, data.nbytes, LEAF_BYTES)
     return tuple(bytes(data[start : start + _SAMPLE_BYTES]) for start in starts)
+
+
+def _samples_read(nbytes: int, read: Callable[[memoryview, int], None]) -> tuple[bytes, ...]:
+    samples = []
+    for start in range(0, nbytes, LEAF_BYTES):
+        sample = bytearray(min(_SAMPLE_BYTES, nbytes - start))
+        read(memoryview(sample), start)
+        samples.append(bytes(sample))
+    return tuple(samples)
 
 
 def _samples_of(resident: Resident) -> tuple[bytes, ...]:
