@@ -149,8 +149,7 @@ class StoreIndex:
                 if known.get(container) != state or container in written:
                     self._take(container, state)
         with transaction(self._db):
-            for container in known.keys() - there:
-                self._delete(container)
+            self._delete(known.keys() - there)
         self.fresh = True
 
     def add(self, container: ContainerId, table: Table, file_bytes: int) -> None:
@@ -159,7 +158,7 @@ class StoreIndex:
             with transaction(self._db):
                 # To delete looks at every place of every container.
                 if self._known_state(container) is not None:
-                    self._delete(container)
+                    self._delete([container])
                 self._insert(container, table, str(file_bytes), frozenset())
         except sqlite3.DatabaseError:
             self._fall_back()
@@ -334,7 +333,7 @@ class StoreIndex:
             table = None  # verify names it; here it is a miss
         with transaction(self._db):
             # In one step with what follows: other processes refresh the same file.
-            self._delete(container)
+            self._delete([container])
             if table is None:
                 return
             if self._objects.data_is_whole(container, table):
@@ -371,11 +370,20 @@ class StoreIndex:
             ],
         )
 
-    def _delete(self, container: ContainerId) -> None:
-        found = "(SELECT id FROM container WHERE name = ?)"
-        self._db.execute(f"DELETE FROM place WHERE container IN {found}", (container.name,))
-        self._db.execute(f"DELETE FROM leaf WHERE container IN {found}", (container.name,))
-        self._db.execute("DELETE FROM container WHERE name = ?", (container.name,))
+    def _delete(self, containers: Iterable[ContainerId]) -> None:
+        names = [container.name for container in containers]
+        for start in range(0, len(names), _BATCH):
+            part = names[start : start + _BATCH]
+            found = f"(SELECT id FROM container WHERE name IN ({','.join('?' * len(part))}))"
+            # Looks at every leaf of every container, so not for those that have none.
+            if self._rows(
+                f"SELECT 1 FROM place WHERE container IN {found} "
+                f"AND base IS NULL AND nbytes >= {LEAF_BYTES} LIMIT 1",
+                part,
+            ):
+                self._db.execute(f"DELETE FROM leaf WHERE container IN {found}", part)
+            self._db.execute(f"DELETE FROM place WHERE container IN {found}", part)
+            self._db.execute(f"DELETE FROM container WHERE id IN {found}", part)
 
 
 @contextlib.contextmanager

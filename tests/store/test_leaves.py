@@ -292,6 +292,23 @@ def test_every_leaf_leads_to_what_has_it(
         assert len(index.find_alike(asked)) == 1
 
 
+def test_the_index_forgets_the_leaves_of_containers_that_are_gone(
+    tmp_path: Path, store: Store
+) -> None:
+    def listed() -> int:
+        with store._session() as (index, _):
+            return int(index._rows("SELECT count(*) FROM leaf")[0][0])
+
+    other = noise(9, 3 * LEAF_BYTES)
+    store.import_(saved(tmp_path / "grown", GROWN))
+    store.import_(saved(tmp_path / "other", other))
+    assert listed() == 7 + 3
+    for name, left in [("grown", 7 + 3), ("base", 3), ("other", 0)]:
+        store.delete(name)
+        store.gc(0)
+        assert listed() == left
+
+
 @pytest.mark.parametrize(("version", "change"), [(2, "DROP TABLE"), (3, "DELETE FROM")])
 def test_an_index_of_an_earlier_version_is_filled_anew(
     tmp_path: Path, store: Store, version: int, change: str
