@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.post_load.mapped_files import FileRange, MappedFiles
     from tensor_dedup.loader.residents.process_mappings import ProcessMappings
     from tensor_dedup.loader.residents.provider import HostProvider
+    from tensor_dedup.loader.residents.resident import ReadInto
     from tensor_dedup.types import ResidentKey
 
 NamedParameter: TypeAlias = tuple[str, nn.Parameter]
@@ -120,6 +121,11 @@ class DedupCandidate:
     parameter: nn.Parameter
     data: torch.Tensor
     file_range: FileRange | None
+
+    @property
+    def read(self) -> ReadInto | None:
+        """A function that reads the bytes from the file that backs them, if any."""
+        return None if self.file_range is None else self.file_range.read
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,15 +226,13 @@ class HashBatch:
 
     def _is_new(self, candidate: DedupCandidate) -> bool:
         """Return whether no resident can have these bytes or a part of them."""
-        context, data, file_range = self._context, candidate.data, candidate.file_range
+        context, data = self._context, candidate.data
         if context.provider.manager.in_use or context.config.hash_algorithm != "blake3":
             return False
         key = resident_key(data, "")
         if (key.dtype, key.shape, key.stride) in context.resident_before:
             return False
-        # Memory that is mapped from a file which has become shorter would end the process.
-        read = file_range.read if file_range is not None else None
-        return not may_have_parts(data, context.built, read)
+        return not may_have_parts(data, context.built, candidate.read)
 
     def build(self, missing: Sequence[MissingResident]) -> list[tuple[Resident, bool]]:
         """Return a resident for each, and whether it was made by this call.
@@ -254,7 +258,9 @@ class HashBatch:
         wanted = [(resident_key(m.candidate.data, m.digest), m) for m in firsts]
         made = self._context.provider.get_or_build(
             [
-                ResidentRequest(content_recipe(key), each.candidate.data, each.digest)
+                ResidentRequest(
+                    content_recipe(key), each.candidate.data, each.digest, each.candidate.read
+                )
                 for key, each in wanted
             ],
             self._check_copied,
