@@ -8,6 +8,7 @@ When the SQLite file cannot be used, the index of that session is in memory.
 import contextlib
 import re
 import sqlite3
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,9 @@ from tensor_dedup.store.objects import ContainerId, Objects
 if TYPE_CHECKING:
     from tensor_dedup.store.files import Handle
 
-_SCHEMA_VERSION, _WITHOUT_LEAVES = 3, 2
+_SCHEMA_VERSION = 4
+# These have no leaves, or only some of them.
+_EARLIER_VERSIONS = (2, 3)
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS container (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, kind TEXT NOT NULL, state TEXT NOT NULL);
@@ -146,8 +149,7 @@ class StoreIndex:
                 if known.get(container) != state or container in written:
                     self._take(container, state)
         with transaction(self._db):
-            for container in known.keys() - there:
-                self._delete(container)
+            self._delete(known.keys() - there)
         self.fresh = True
 
     def add(self, container: ContainerId, table: Table, file_bytes: int) -> None:
@@ -156,7 +158,7 @@ class StoreIndex:
             with transaction(self._db):
                 # To delete looks at every place of every container.
                 if self._known_state(container) is not None:
-                    self._delete(container)
+                    self._delete([container])
                 self._insert(container, table, str(file_bytes), frozenset())
         except sqlite3.DatabaseError:
             self._fall_back()
@@ -231,8 +233,8 @@ class StoreIndex:
     def find_alike(self, leaves: bytes) -> list[PieceAlike]:
         """Return anchors that seem to have leaves in common with these, at the same offsets.
 
-        `leaves` are concatenated leaf digests. Not all of them are looked at: the caller compares
-        all with those in the tables of what is found. The likeliest anchors come first.
+        `leaves` are concatenated leaf digests, which the caller compares with those in the tables
+        of what is found. The anchors that have most of them come first.
         """
         try:
             return self._find_alike(leaves)
@@ -241,17 +243,22 @@ class StoreIndex:
             return self._find_alike(leaves)
 
     def _find_alike(self, leaves: bytes) -> list[PieceAlike]:
-        wanted = _leaf_samples(leaves)
-        rows = self._rows(
-            f"WITH wanted(digest, number) AS (VALUES {','.join(['(?, ?)'] * len(wanted))}) "
-            "SELECT c.name, c.kind, l.offset FROM wanted w "
-            "JOIN leaf l ON l.digest = w.digest AND l.number = w.number "
-            "JOIN container c ON c.id = l.container GROUP BY c.id, l.offset "
-            f"ORDER BY count(*) DESC, c.kind, c.name, l.offset LIMIT {_MOST_ALIKE}",
-            [value for sample in wanted for value in sample],
-        )
-        with _malformed():
-            return [PieceAlike(_container(name, kind), int(at)) for name, kind, at in rows]
+        wanted = _numbered(leaves)
+        common: Counter[tuple[str, str, int]] = Counter()
+        for start in range(0, len(wanted), _BATCH):
+            part = wanted[start : start + _BATCH]
+            rows = self._rows(
+                f"WITH wanted(digest, number) AS (VALUES {','.join(['(?, ?)'] * len(part))}) "
+                "SELECT c.kind, c.name, l.offset, count(*) FROM wanted w "
+                "JOIN leaf l ON l.digest = w.digest AND l.number = w.number "
+                "JOIN container c ON c.id = l.container GROUP BY c.id, l.offset",
+                [value for leaf in part for value in leaf],
+            )
+            with _malformed():
+                for kind, name, at, count in rows:
+                    common[str(kind), str(name), int(at)] += int(count)
+        best = sorted(common, key=lambda place: (-common[place], place))[:_MOST_ALIKE]
+        return [PieceAlike(_container(name, kind), at) for kind, name, at in best]
 
     def places(self, container: ContainerId) -> set[Entry]:
         """Return the entries of one container."""
@@ -326,7 +333,7 @@ class StoreIndex:
             table = None  # verify names it; here it is a miss
         with transaction(self._db):
             # In one step with what follows: other processes refresh the same file.
-            self._delete(container)
+            self._delete([container])
             if table is None:
                 return
             if self._objects.data_is_whole(container, table):
@@ -359,15 +366,24 @@ class StoreIndex:
                 for record in table.records
                 if record.offset not in bad and record.base is None
                 if record.nbytes >= LEAF_BYTES
-                for leaf, number in _leaf_samples(record.leaves)
+                for leaf, number in _numbered(record.leaves)
             ],
         )
 
-    def _delete(self, container: ContainerId) -> None:
-        found = "(SELECT id FROM container WHERE name = ?)"
-        self._db.execute(f"DELETE FROM place WHERE container IN {found}", (container.name,))
-        self._db.execute(f"DELETE FROM leaf WHERE container IN {found}", (container.name,))
-        self._db.execute("DELETE FROM container WHERE name = ?", (container.name,))
+    def _delete(self, containers: Iterable[ContainerId]) -> None:
+        names = [container.name for container in containers]
+        for start in range(0, len(names), _BATCH):
+            part = names[start : start + _BATCH]
+            found = f"(SELECT id FROM container WHERE name IN ({','.join('?' * len(part))}))"
+            # Looks at every leaf of every container, so not for those that have none.
+            if self._rows(
+                f"SELECT 1 FROM place WHERE container IN {found} "
+                f"AND base IS NULL AND nbytes >= {LEAF_BYTES} LIMIT 1",
+                part,
+            ):
+                self._db.execute(f"DELETE FROM leaf WHERE container IN {found}", part)
+            self._db.execute(f"DELETE FROM place WHERE container IN {found}", part)
+            self._db.execute(f"DELETE FROM container WHERE id IN {found}", part)
 
 
 @contextlib.contextmanager
@@ -399,19 +415,10 @@ def _entry(digest: object, offset: object, nbytes: object, base: object) -> Entr
     return digest, offset, nbytes, base
 
 
-def _leaf_samples(leaves: bytes) -> list[tuple[bytes, int]]:
-    """Return the leaves by which a piece is found, with their numbers: 0, 1, 2, 4, 8 and so on.
-
-    Of pieces with some leaves in common these are likely to be some, and a large one takes few
-    entries.
-    """
-    count = len(leaves) // DIGEST_BYTES
-    numbers = [0, *(1 << power for power in range(max(0, count - 1).bit_length()))]
-    return [
-        (leaves[at * DIGEST_BYTES : at * DIGEST_BYTES + _LEAF_BYTES_KEPT], at)
-        for at in numbers
-        if at < count
-    ]
+def _numbered(leaves: bytes) -> list[tuple[bytes, int]]:
+    """Return the leaves by which a piece is found, as the index has them, and their numbers."""
+    starts = range(0, len(leaves), DIGEST_BYTES)
+    return [(leaves[at : at + _LEAF_BYTES_KEPT], number) for number, at in enumerate(starts)]
 
 
 class _IndexFile:
@@ -522,7 +529,7 @@ def drop_index(objects: Objects) -> None:
 
 def _prepare(db: sqlite3.Connection) -> None:
     version = db.execute("PRAGMA user_version").fetchone()[0]
-    if version == _WITHOUT_LEAVES:
+    if version in _EARLIER_VERSIONS:
         _forget(db)
         version = _SCHEMA_VERSION
     if version not in (0, _SCHEMA_VERSION):
@@ -540,8 +547,9 @@ def _prepare(db: sqlite3.Connection) -> None:
 def _forget(db: sqlite3.Connection) -> None:
     """Make an index of an earlier version one that knows nothing yet: containers know it all."""
     with transaction(db):
-        if db.execute("PRAGMA user_version").fetchone()[0] == _WITHOUT_LEAVES:
+        if db.execute("PRAGMA user_version").fetchone()[0] in _EARLIER_VERSIONS:
             db.execute("DELETE FROM place")
             db.execute("DELETE FROM container")
+            db.execute("DROP TABLE IF EXISTS leaf")
             db.execute(_SCHEMA[_SCHEMA.rindex("CREATE") :])
             db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")

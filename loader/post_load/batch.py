@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.post_load.mapped_files import FileRange, MappedFiles
     from tensor_dedup.loader.residents.process_mappings import ProcessMappings
     from tensor_dedup.loader.residents.provider import HostProvider
+    from tensor_dedup.loader.residents.resident import ReadInto
     from tensor_dedup.types import ResidentKey
 
 NamedParameter: TypeAlias = tuple[str, nn.Parameter]
@@ -121,6 +122,11 @@ class DedupCandidate:
     data: torch.Tensor
     file_range: FileRange | None
 
+    @property
+    def read(self) -> ReadInto | None:
+        """A function that reads the bytes from the file that backs them, if any."""
+        return None if self.file_range is None else self.file_range.read
+
 
 @dataclass(frozen=True, slots=True)
 class MissingResident:
@@ -162,7 +168,12 @@ class HashBatch:
         return all(each.file_range is not None for each in self.candidates)
 
     def begin(self) -> None:
-        """Start hashing, and copying what cannot be resident yet."""
+        """Start hashing, and copying what cannot be resident yet.
+
+        Raises:
+            ChangedFileError: A file has become shorter.
+            UnreadableFileError: A file cannot be read.
+        """
         began = time.perf_counter()
         if self._context.files is not None:
             ranges = (each.file_range for each in self.candidates)
@@ -196,7 +207,7 @@ class HashBatch:
         return [self._begun[number].result() for number in range(len(self.candidates))]
 
     def _begin(self) -> None:
-        new = {n for n, each in enumerate(self.candidates) if self._is_new(each.data)}
+        new = {n for n, each in enumerate(self.candidates) if self._is_new(each)}
         self._begin_hashing(n for n in range(len(self.candidates)) if n not in new)
         if not new:
             return
@@ -213,15 +224,15 @@ class HashBatch:
         algorithm = self._context.config.hash_algorithm
         self._begun.update((n, self._sources[n].digest(algorithm)) for n in numbers)
 
-    def _is_new(self, data: torch.Tensor) -> bool:
+    def _is_new(self, candidate: DedupCandidate) -> bool:
         """Return whether no resident can have these bytes or a part of them."""
-        context = self._context
+        context, data = self._context, candidate.data
         if context.provider.manager.in_use or context.config.hash_algorithm != "blake3":
             return False
         key = resident_key(data, "")
         if (key.dtype, key.shape, key.stride) in context.resident_before:
             return False
-        return not may_have_parts(data, context.built)
+        return not may_have_parts(data, context.built, candidate.read)
 
     def build(self, missing: Sequence[MissingResident]) -> list[tuple[Resident, bool]]:
         """Return a resident for each, and whether it was made by this call.
@@ -247,7 +258,9 @@ class HashBatch:
         wanted = [(resident_key(m.candidate.data, m.digest), m) for m in firsts]
         made = self._context.provider.get_or_build(
             [
-                ResidentRequest(content_recipe(key), each.candidate.data, each.digest)
+                ResidentRequest(
+                    content_recipe(key), each.candidate.data, each.digest, each.candidate.read
+                )
                 for key, each in wanted
             ],
             self._check_copied,

@@ -297,7 +297,7 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         """Put what no tensor of the manager has of one, if these have a part of it."""
         donors = [each for each in donors if each.key.digest != request.digest]
         try:
-            pieces = pieces_in_common(request.tensor, donors) if donors else None
+            pieces = pieces_in_common(request.tensor, donors, request.read) if donors else None
         except SharedMemoryError as error:
             self._note_whole(str(error))
             return

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tensor_dedup.loader.residents.resident import Write
+    from tensor_dedup.loader.residents.resident import ReadInto, Write
     from tensor_dedup.types import ResidentKey
 
 # The first bytes of a leaf: enough to tell most leaves apart without reading them.
@@ -95,13 +95,43 @@ class LeafPiece(NamedTuple):
     there: SlabExtent | None
 
 
+class _Leaves:
+    """The leaves of a sharable tensor: in memory or, with `read`, in the file that backs it.
+
+    Memory that is mapped from a file which has become shorter ends the process that looks at it, so
+    each leaf is looked at there only when `read`, which raises, has just read its end.
+    """
+
+    def __init__(self, tensor: torch.Tensor, read: ReadInto | None) -> None:
+        self.nbytes: Final = tensor.nbytes
+        self._address, self._data, self._read = tensor.data_ptr(), tensor_bytes(tensor), read
+
+    def samples(self) -> tuple[bytes, ...]:
+        return tuple(self._sample(start) for start in range(0, self.nbytes, LEAF_BYTES))
+
+    def _sample(self, start: int) -> bytes:
+        if self._read is None:
+            return bytes(self._data[start : start + _SAMPLE_BYTES])
+        sample = bytearray(min(_SAMPLE_BYTES, self.nbytes - start))
+        self._read(memoryview(sample), start)
+        return bytes(sample)
+
+    def equals(self, start: int, size: int, address: int) -> bool:
+        """Return whether a leaf holds the bytes at an address."""
+        if self._read is not None:
+            # To read all of it takes 1.3 times as long as to compare it where it is mapped.
+            self._read(memoryview(bytearray(1)), start + size - 1)
+        return libc.equal(self._address + start, address, size)
+
+
 def build_from_leaves(
-    tensor: torch.Tensor, digest: str, own: Container[Resident] = ()
+    tensor: torch.Tensor, digest: str, own: Container[Resident] = (), read: ReadInto | None = None
 ) -> Resident | None:
     """Return a resident of a sharable tensor, mapped in part from others; None if none has a part.
 
     `digest` is that of `tensor_bytes` and is not checked. Residents in `own` are not used: they
-    belong to the model that the tensor is for.
+    belong to the model that the tensor is for. `read(into, offset)` fills a buffer with bytes of
+    the tensor from the file that backs it, if any; its errors are passed on.
 
     Raises:
         MappingLimitError: This process has too many mappings for one that consists of parts.
@@ -112,7 +142,7 @@ def build_from_leaves(
     key = resident_key(tensor, digest)
     residents = [each for each in registry.alike(key) if each not in own]
     data = tensor_bytes(tensor)
-    taken = _taken(tensor, residents)
+    taken = _taken(_Leaves(tensor, read), residents)
     pieces = _planned(taken, data.nbytes)
     if pieces is None:
         return None
@@ -122,22 +152,24 @@ def build_from_leaves(
     return Resident(key, rest.extents(), shared_in(pieces))
 
 
-def pieces_in_common(tensor: torch.Tensor, residents: Sequence[Resident]) -> list[LeafPiece] | None:
+def pieces_in_common(
+    tensor: torch.Tensor, residents: Sequence[Resident], read: ReadInto | None = None
+) -> list[LeafPiece] | None:
     """Return the pieces of a sharable tensor of which these residents have parts; None if none has.
 
-    The residents begin with pages. Every leaf that is there was compared byte by byte.
+    The residents begin with pages. Every leaf that is there was compared byte by byte, in memory or
+    with `read` as in `build_from_leaves`.
 
     Raises:
         MappingLimitError: This process has too many mappings for one that consists of parts.
     """
-    return _planned(_taken(tensor, residents), tensor.nbytes)
+    return _planned(_taken(_Leaves(tensor, read), residents), tensor.nbytes)
 
 
-def _taken(tensor: torch.Tensor, residents: Sequence[Resident]) -> list[tuple[int, int, Resident]]:
-    data = tensor_bytes(tensor)
-    common = _leaves_in_common(tensor.data_ptr(), data, residents)
+def _taken(leaves: _Leaves, residents: Sequence[Resident]) -> list[tuple[int, int, Resident]]:
+    common = _leaves_in_common(leaves, residents)
     return [
-        (n * LEAF_BYTES, min((n + 1) * LEAF_BYTES, data.nbytes), each)
+        (n * LEAF_BYTES, min((n + 1) * LEAF_BYTES, leaves.nbytes), each)
         for n, each in sorted(common.items())
     ]
 
@@ -179,15 +211,17 @@ def _mark(key: ResidentKey, start: int, what: bytes | memoryview) -> str:
     return blake3(rows.encode() + what, derive_key_context=_MARK_CONTEXT).hexdigest()
 
 
-def may_have_parts(tensor: torch.Tensor, own: Container[Resident] = ()) -> bool:
+def may_have_parts(
+    tensor: torch.Tensor, own: Container[Resident] = (), read: ReadInto | None = None
+) -> bool:
     """Return whether residents may have leaves of a sharable tensor, by samples of both.
 
-    Reads a page of each leaf at most.
+    Reads a page of each leaf at most, in memory or with `read` as in `build_from_leaves`.
     """
     if tensor.nbytes < LEAF_SHARED_FROM:
         return False
     residents = [each for each in registry.alike(resident_key(tensor, "")) if each not in own]
-    mine = _samples_in(tensor_bytes(tensor)) if residents else ()
+    mine = _Leaves(tensor, read).samples() if residents else ()
     return any(any(map(eq, mine, _samples_of(each))) for each in residents)
 
 
@@ -351,13 +385,11 @@ def relink(resident: Resident, own: Container[Resident] = ()) -> Resident:
     return build_from_leaves(resident.map(writable=False), resident.key.digest, own) or resident
 
 
-def _leaves_in_common(
-    address: int, data: memoryview, residents: Sequence[Resident]
-) -> dict[int, Resident]:
-    """Return the resident that has each leaf of these bytes, by number, where one has."""
+def _leaves_in_common(leaves: _Leaves, residents: Sequence[Resident]) -> dict[int, Resident]:
+    """Return the resident that has each leaf of a tensor, by number, where one has."""
     if not residents:
         return {}
-    mine = _samples_in(data)
+    mine = leaves.samples()
     likely = [(sum(map(eq, mine, _samples_of(each))), each) for each in residents]
     # Who has most is compared first; the sort is stable, so the older of two equals.
     likely.sort(key=lambda pair: -pair[0])
@@ -369,16 +401,11 @@ def _leaves_in_common(
         if donors and each.offset % PAGE != donors[0].offset % PAGE:
             continue  # its pages do not lie beside the others'
         wanted = [n for n, (a, b) in enumerate(zip(mine, _samples[each], strict=False)) if a == b]
-        found = _equal_leaves(address, data.nbytes, each, [n for n in wanted if n not in taken])
+        found = _equal_leaves(leaves, each, [n for n in wanted if n not in taken])
         if found:
             donors.append(each)
             taken.update(dict.fromkeys(found, each))
     return taken
-
-
-def _samples_in(data: memoryview) -> tuple[bytes, ...]:
-    starts = range(0, data.nbytes, LEAF_BYTES)
-    return tuple(bytes(data[start : start + _SAMPLE_BYTES]) for start in starts)
 
 
 def _samples_of(resident: Resident) -> tuple[bytes, ...]:
@@ -394,10 +421,8 @@ def _samples_of(resident: Resident) -> tuple[bytes, ...]:
     return known
 
 
-def _equal_leaves(
-    address: int, nbytes: int, resident: Resident, numbers: Sequence[int]
-) -> list[int]:
-    """Return which of these leaves of `nbytes` bytes at an address are those of a resident."""
+def _equal_leaves(leaves: _Leaves, resident: Resident, numbers: Sequence[int]) -> list[int]:
+    """Return which of these leaves of a tensor are those of a resident."""
     if not numbers:
         return []
     mapped = resident.map(writable=False)
@@ -405,9 +430,9 @@ def _equal_leaves(
     equal = []
     for number in numbers:
         start = number * LEAF_BYTES
-        size = min(LEAF_BYTES, nbytes - start)
+        size = min(LEAF_BYTES, leaves.nbytes - start)
         inside = start + size <= resident.nbytes
-        if inside and libc.equal(address + start, theirs + start, size):
+        if inside and leaves.equals(start, size, theirs + start):
             equal.append(number)
     return equal
 

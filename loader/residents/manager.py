@@ -15,7 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeVar
 
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from tensor_dedup.loader.residents.leaves import Content, LeafPiece
+    from tensor_dedup.loader.residents.resident import ReadInto
     from tensor_dedup.types import ResidentKey
 
 _log = logging.getLogger(__name__)
@@ -67,11 +68,15 @@ class ResidentQuery(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ResidentRequest:
-    """A tensor to make resident: its recipe, its bytes and their digest."""
+    """A tensor to make resident: its recipe, its bytes and their digest.
+
+    `read` reads the bytes from the file that backs the tensor, if any.
+    """
 
     recipe: str
     tensor: torch.Tensor
     digest: str
+    read: ReadInto | None = field(default=None, compare=False)
 
     @property
     def key(self) -> ResidentKey:

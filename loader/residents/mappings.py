@@ -3,6 +3,7 @@
 Imports no torch. Other mappings are looked up in the kernel: `residents.process_mappings`.
 """
 
+import errno
 import sys
 import time
 from array import array
@@ -186,9 +187,10 @@ def _pages(address: int, nbytes: int) -> Iterator[bytes]:
             pagemap.seek(first * _ENTRY_BYTES)
             yield from _read(pagemap, (last - first) * _ENTRY_BYTES)
     except OSError as error:
+        short = error.errno in (errno.EMFILE, errno.ENFILE)
         raise UnsupportedError(
             f"{_PAGEMAP}: {error.strerror}; whether memory is shared cannot be told here, "
-            "mount /proc to ask",
+            f"{'raise ulimit -n' if short else 'mount /proc'} to ask",
             errno=error.errno,
         ) from error
 

@@ -217,7 +217,9 @@ class HostProvider:
 
     def _build(self, requests: Sequence[ResidentRequest]) -> list[Resident]:
         parts = [
-            self._of_leaves(partial(build_from_leaves, each.tensor, each.digest, self._built))
+            self._of_leaves(
+                partial(build_from_leaves, each.tensor, each.digest, self._built, each.read)
+            )
             for each in requests
         ]
         items = [

@@ -50,6 +50,8 @@ __all__ = [
 ]
 
 
+# Fills a buffer with the bytes of a tensor from an offset on; puts bytes at an offset.
+ReadInto = Callable[[memoryview, int], None]
 Write = Callable[[memoryview, int], None]
 # A cast of a cast of a cast is followed no further.
 _MAX_CASTS: Final = 3

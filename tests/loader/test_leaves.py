@@ -1,8 +1,10 @@
 """Tensors that differ from a resident in some leaves have the others in common with it."""
 
 import gc
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from lent_tensors import (
 from process_state import forked, slab_memory, slabs
 from tensor_dedup import libc, shared_bytes, unshare, verify
 from tensor_dedup.digest import LEAF_BYTES, digest, leaf_places
-from tensor_dedup.errors import AuditError
+from tensor_dedup.errors import AuditError, ChangedFileError
 from tensor_dedup.loader.checkpoint_io.sources import StaleHintError
 from tensor_dedup.loader.residents import mappings
 from tensor_dedup.loader.residents.leaves import (
@@ -197,6 +199,38 @@ def test_equal_samples_are_no_equal_leaves() -> None:
     assert resident.leaf_shared_bytes in (0, LEAF_BYTES)
     assert torch.equal(resident.map(), tune)
     assert held
+
+
+@pytest.mark.parametrize("before", ["samples", "leaves"])
+def test_a_file_that_is_cut_before_its_leaves_are_compared_is_an_error(
+    before: str, tmp_path: Path
+) -> None:
+    """Memory that is mapped from it is not looked at any more: that would end the process."""
+    base = rows(10, 7)
+    tune, [held] = changed(base, 3), build(base)
+    path = tmp_path / "weights"
+    path.write_bytes(tensor_bytes(tune))
+    whole = digest_of(tune)
+    storage: Any = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=tune.nbytes)
+    mapped = torch.empty(0).set_(storage, 0, tune.shape, tune.stride())
+
+    def build_it(*, cut: bool) -> int:
+        def read(into: memoryview, offset: int) -> None:
+            if cut and (len(into) == 1) == (before == "leaves"):
+                os.truncate(path, 100)
+            if path.stat().st_size == 100:
+                raise ChangedFileError("it became shorter", path=str(path))
+            into[:] = tensor_bytes(tune)[offset : offset + len(into)]
+
+        request = ResidentRequest("test:mapped", mapped, whole, read)
+        try:
+            [(resident, _)] = HostProvider().get_or_build([request])
+        except ChangedFileError:
+            return -1
+        return resident.leaf_shared_bytes
+
+    assert forked(lambda: build_it(cut=False)) == held.nbytes - LEAF_BYTES
+    assert forked(lambda: build_it(cut=True)) == -1
 
 
 @pytest.mark.parametrize(("of_base", "of_tune"), [(8, 8), (8, 24), (0, 16), (24, 0)])

@@ -18,6 +18,7 @@ from tensor_dedup.loader.ledger import NotShared
 from tensor_dedup.loader.post_load.batch import DedupContext
 from tensor_dedup.loader.post_load.dedup import ModuleDedup
 from tensor_dedup.loader.post_load.mapped_files import FileRange, MappedFiles
+from tensor_dedup.loader.residents.leaves import may_have_parts
 from tensor_dedup.loader.residents.provider import HostProvider
 from tensor_dedup.loader.residents.slab import OutOfMemoryError, SlabWriter
 
@@ -138,6 +139,27 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error(
         found.settle()
     found.abandon()
     files.close()
+
+
+def test_a_file_that_is_cut_before_its_leaves_are_looked_at_is_an_error(tmp_path: Path) -> None:
+    """The memory in which it is mapped would end the process."""
+    path, count = tmp_path / "weights", LARGE + COUNT
+    path.write_bytes(as_file(1.0, count))
+    held = model_of(weight=torch.ones(LARGE))
+    shared(held)
+
+    def load() -> bool:
+        model, files = mapped(path, count), MappedFiles("blake3", trust=True)
+        found = dedup_of(model, files)
+        looked_at = may_have_parts(model.weight)
+        os.truncate(path, 100)
+        with pytest.raises(ChangedFileError, match="became shorter while it was being loaded"):
+            found.note("weight")
+        found.abandon()
+        files.close()
+        return looked_at
+
+    assert process_state.forked(load)
 
 
 def test_memory_of_what_was_copied_for_nothing_is_given_back(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """shares_memory: the same physical memory, whatever the addresses, until one side writes."""
 
 import os
+import resource as limits
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,12 @@ from process_state import forked
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.residents import mappings
 from tensor_dedup.loader.residents.mappings import MAPPINGS, SlabRange
-from tensor_dedup.loader.residents.resident import Resident, pack, shares_memory
+from tensor_dedup.loader.residents.resident import (
+    Resident,
+    pack,
+    shared_bytes,
+    shares_memory,
+)
 from tensor_dedup.memory_manager.protocol.layout import PAGE
 
 COLUMNS = PAGE // 4  # a row of float32 is a page
@@ -161,6 +167,19 @@ def test_without_proc_the_answer_is_an_error_and_no_guess(
     with pytest.raises(UnsupportedError, match="cannot be told"):
         shares_memory(one, two)
     assert not shares_memory(one, one.clone())
+
+
+def test_without_a_descriptor_the_advice_is_to_allow_more(resident: Resident) -> None:
+    one, two = resident.map(), resident.map()
+    assert shared_bytes(one, two) == one.nbytes
+    soft, hard = limits.getrlimit(limits.RLIMIT_NOFILE)
+    limits.setrlimit(limits.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(UnsupportedError, match="raise ulimit -n to ask"):
+            shared_bytes(one, two)
+    finally:
+        limits.setrlimit(limits.RLIMIT_NOFILE, (soft, hard))
+    assert shared_bytes(one, two) == one.nbytes
 
 
 def test_classes_whose_values_are_elsewhere_share_nothing() -> None:

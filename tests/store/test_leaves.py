@@ -28,6 +28,7 @@ from stores import (
 )
 from tensor_dedup.digest import LEAF_BYTES, digest, leaf_digests
 from tensor_dedup.store import Store
+from tensor_dedup.store import index as index_module
 from tensor_dedup.store.codecs.interface import AGAINST_BASE
 from tensor_dedup.store.codecs.records import entry
 from tensor_dedup.store.errors import CorruptTensorError, UnfitForCollectionError
@@ -48,6 +49,7 @@ def changed(data: bytes, *places: int, nbytes: int = ROW) -> bytes:
 
 
 CHANGED = changed(BASE, 3 * LEAF_BYTES + 5)
+SPREAD = changed(BASE, *(number * LEAF_BYTES + 5 for number in (0, 1, 2, 4)))
 GROWN = BASE + noise(2, 256 * ROW)
 SHRUNK = BASE[: 4 * LEAF_BYTES]
 
@@ -76,8 +78,8 @@ def store(tmp_path: Path) -> Store:
 @pytest.mark.parametrize("compress", [None, "auto"])
 @pytest.mark.parametrize(
     ("data", "leaves"),
-    [(CHANGED, 1), (GROWN, 1), (SHRUNK, 0), (changed(GROWN, 7, 2 * LEAF_BYTES), 3)],
-    ids=["one row changed", "grown", "shrunk", "grown and changed"],
+    [(CHANGED, 1), (SPREAD, 4), (GROWN, 1), (SHRUNK, 0), (changed(GROWN, 7, 2 * LEAF_BYTES), 3)],
+    ids=["one row changed", "four rows changed", "grown", "shrunk", "grown and changed"],
 )
 def test_a_tensor_costs_the_leaves_that_differ(
     tmp_path: Path, store: Store, data: bytes, leaves: int, compress: str | None
@@ -277,10 +279,43 @@ def test_a_reader_that_does_not_know_leaves_deletes_nothing(
     assert stored(open_store(store.path), "grown") == content(tmp_path / "grown")
 
 
-def test_an_index_of_an_earlier_version_is_filled_anew(tmp_path: Path, store: Store) -> None:
+@pytest.mark.parametrize("number", range(7))
+def test_every_leaf_leads_to_what_has_it(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """However many leaves are asked for, and wherever the one in common is."""
+    monkeypatch.setattr(index_module, "_BATCH", 2)
+    leaves = leaf_digests(BASE)
+    assert len(leaves) == 7
+    asked = b"".join(each if at == number else bytes(32) for at, each in enumerate(leaves))
+    with store._session() as (index, _):
+        assert len(index.find_alike(asked)) == 1
+
+
+def test_the_index_forgets_the_leaves_of_containers_that_are_gone(
+    tmp_path: Path, store: Store
+) -> None:
+    def listed() -> int:
+        with store._session() as (index, _):
+            return int(index._rows("SELECT count(*) FROM leaf")[0][0])
+
+    other = noise(9, 3 * LEAF_BYTES)
+    store.import_(saved(tmp_path / "grown", GROWN))
+    store.import_(saved(tmp_path / "other", other))
+    assert listed() == 7 + 3
+    for name, left in [("grown", 7 + 3), ("base", 3), ("other", 0)]:
+        store.delete(name)
+        store.gc(0)
+        assert listed() == left
+
+
+@pytest.mark.parametrize(("version", "change"), [(2, "DROP TABLE"), (3, "DELETE FROM")])
+def test_an_index_of_an_earlier_version_is_filled_anew(
+    tmp_path: Path, store: Store, version: int, change: str
+) -> None:
     with sqlite3.connect(store.path / "index.sqlite") as db:
-        db.execute("DROP TABLE leaf")
-        db.execute("PRAGMA user_version = 2")
+        db.execute(f"{change} leaf")
+        db.execute(f"PRAGMA user_version = {version}")
     db.close()
     again = open_store(store.path)
     assert again.verify(full=True).faults == []
