@@ -23,8 +23,8 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from tensor_dedup.errors import StoreError
@@ -61,6 +61,9 @@ from tensor_dedup.store.checkpoints.tiers import (
     counts,
     diverged,
     next_turn,
+    other_tier,
+    set_tier_note,
+    tier_note,
     undrained,
     unlink,
 )
@@ -69,8 +72,10 @@ from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
     NewerFormatError,
+    StoreIOError,
     UnknownNameError,
 )
+from tensor_dedup.store.format.identity import TierNote
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading.reader import StoredCheckpoint
@@ -118,6 +123,7 @@ class Drain:
         the space that it will take, or a function says that this was long enough.
 
         Raises:
+            OtherTierError: the second tier is not the one that the fast one has drained the run to.
             StoreError: a tier cannot be read.
         """
         with fast._translated():
@@ -126,6 +132,8 @@ class Drain:
         self._fast, self._run, self._order = fast, order.run, order
         self._retention, self._keep_fast, self._backlog = retention, keep_fast, backlog
         self._wait_for_encoding = wait_for_encoding
+        self._note, self._noted = tier_note(fast, self._run), False
+        self._check_tier()
         self._seen = second.content()
         with fast._locked():
             self._count_on()
@@ -143,6 +151,40 @@ class Drain:
         if last > max((place.sequence for place in self._order.places().values()), default=0):
             self._order.at_least(next_turn(last))
             self._order.next()  # so that the fast tier knows it, and with it its other users
+
+    def _check_tier(self) -> None:
+        """Check that the second tier is still the one that was drained to: a disk may be unmounted.
+
+        Raises:
+            OtherTierError: it is not.
+        """
+        if self._note is not None and self.second.identity() != self._note.identity:
+            raise other_tier(self._fast, self._run, self._note, self.second.where)
+
+    def _identify_tier(self) -> None:
+        """Check the second tier, or see which it is if nothing was drained to it yet."""
+        self._note = self._note or tier_note(self._fast, self._run)
+        if self._note is None:
+            identity = self.second.identity(make=True)
+            if identity is None:
+                what = f"no identity could be written to {self.second.where}"
+                raise StoreIOError.at(self._fast.path, what)
+            self._note = TierNote(identity, self.second.where)
+        self._check_tier()
+
+    def _note_tier(self) -> None:
+        """Note on the fast tier which second tier has its steps, before it lets go of any."""
+        if not self._noted and self._note is not None:
+            if tier_note(self._fast, self._run) is None:
+                set_tier_note(self._fast, self._run, self._note)
+            self._noted = True
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Hold the lock under which a name goes from both; the second tier is the right one."""
+        with self.second.naming():
+            self._check_tier()
+            yield
 
     def _begin(self) -> None:
         self._changed = threading.Condition()
@@ -234,6 +276,7 @@ class Drain:
     def _look(self) -> TierContent:
         """What the second tier has now, or had when it could be read last."""
         try:
+            self._check_tier()
             self._seen = self.second.content()
         except StoreError as error:
             _LOG.warning("going by what was known of %s: %s", self.second.where, error)
@@ -262,7 +305,7 @@ class Drain:
 
     def delete(self, step: int) -> None:
         """Delete a step from both tiers. Raises what CheckpointStore.delete does."""
-        with self.second.session(), self.second.naming():
+        with self.second.session(), self._naming():
             self.second.check_deletable(step)
             there = self.second.place(step)
             with self._fast._locked():
@@ -323,7 +366,7 @@ class Drain:
 
     def unpin(self, step: int) -> None:
         """Unpin a step on both tiers. Raises if the second one cannot be reached."""
-        with self.second.session(), self.second.naming():
+        with self.second.session(), self._naming():
             self.second.check_pin(step)
             with self._fast._locked():
                 check_pin(self._objects, self._run, step)
@@ -521,6 +564,7 @@ class Drain:
 
     def _drain(self, step: int) -> None:
         """Copy one step, as it is now, unless the second tier has it or a later state of it."""
+        self._identify_tier()
         with self.second.session():
             try:
                 with self._fast._locked():
@@ -534,8 +578,10 @@ class Drain:
                 raise DivergedStepError.at(self._fast.path, what, run=self._run, step=step)
             if ahead(near, place):
                 self.second.copy(step, place)
+                self._check_tier()  # the disk may have gone away just before the copy
                 place = self.second.place(step)
             if place is not None:
+                self._note_tier()
                 self._seen.places[step] = place
                 with self._fast._locked():
                     self._order.at_least(place.sequence)
@@ -573,7 +619,7 @@ class Drain:
 
     def _drop(self, step: int, place: StepPlace) -> None:
         """Delete a step from both, unless it was pinned or saved again."""
-        with self.second.naming():
+        with self._naming():
             now = self.second.place(step)
             if now is None or now.reference != place.reference:
                 return
@@ -596,7 +642,7 @@ class Drain:
 
     def _let_go(self, step: int) -> None:
         files = [file_of(step_name(self._run, step))]
-        with self.second.naming():
+        with self._naming():
             there, kept = self.second.place(step), self.second.is_kept(step)
             with self._fast._locked(), self._objects.naming():
                 if step in kept_steps(self._objects, self._run):

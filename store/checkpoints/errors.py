@@ -16,6 +16,7 @@ StoreError
                    NestedSaveError       a signal handler saves in the middle of a save
   - of the world:  BrokenSaveError       a background save ended with an unexpected error
                    DrainError            steps are on the fast tier only
+                   OtherTierError        the second tier is not the one of before, or not mounted
                    DivergedStepError     two fast tiers have saved a step, and neither is later
   - StateError, taking a model apart:
                    UnsupportedValueError    a Python value has no form in a checkpoint
@@ -172,6 +173,23 @@ class DrainError(AdvisedError):
     """
 
     advice = "see to its cause; the next handle with this `drain` copies them first"
+
+
+class OtherTierError(StoreError):
+    """The second tier is not the one that the fast tier has drained this run to.
+
+    It may not be mounted. Nothing was made or written there, and the fast tier keeps what it has.
+    """
+
+    @classmethod
+    def of(cls, fast: PurePath, run: str, known: str, where: str, note: PurePath) -> Self:
+        """Return the error about the one at `where`, where `known` was that of the last one."""
+        now = "what is there now" if known == where else where
+        what = f"the run {run!r} was drained to {known}, and {now} is empty or another one"
+        advice = "mount that disk, or give the second tier of before; "
+        advice += f"to start over with this one on purpose, delete {note}"
+        facts = {"run": run, "second": where, "known": known, "note": str(note)}
+        return cls(f"{fast}: {what}; {advice}", path=str(fast), **facts)
 
 
 class DivergedStepError(AdvisedError):

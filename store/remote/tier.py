@@ -26,7 +26,12 @@ from tensor_dedup.store.checkpoints.runs import (
     parse_step_name,
     step_name,
 )
-from tensor_dedup.store.checkpoints.tiers import OutdatedError, TierContent
+from tensor_dedup.store.checkpoints.tiers import (
+    OutdatedError,
+    TierContent,
+    other_tier,
+    tier_note,
+)
 from tensor_dedup.store.errors import (
     BadNameError,
     CorruptTensorError,
@@ -34,12 +39,13 @@ from tensor_dedup.store.errors import (
     NewerFormatError,
     UnknownNameError,
 )
+from tensor_dedup.store.format.identity import TEXT_BYTES, identity_in, new_text
 from tensor_dedup.store.format.manifests import Manifest
 from tensor_dedup.store.locks import draining, pulling
 from tensor_dedup.store.reading.reader import StoredCheckpoint
 from tensor_dedup.store.remote import layout
 from tensor_dedup.store.remote.buckets import ObjectStatus
-from tensor_dedup.store.remote.conditions import prepare
+from tensor_dedup.store.remote.conditions import check_remote, prepare
 from tensor_dedup.store.remote.errors import (
     CorruptRemoteTensorError,
     DamagedRemoteError,
@@ -93,6 +99,7 @@ class RemoteTier:
         """See that the remote can be written to, and make one where nothing is.
 
         Raises:
+            OtherTierError: the run was drained, and nothing is there now.
             NoConditionsError: the server could lose names.
             RemoteError: it cannot be reached or written to, or is something else.
         """
@@ -101,7 +108,20 @@ class RemoteTier:
         # Manifests never change. A reference is read again when it is listed with another state.
         self._manifests: dict[str, _Described] = {}
         self._refs: dict[str, tuple[ObjectStatus, _Ref | None]] = {}
+        note = tier_note(fast, self._run)
+        if note is not None and self._bucket.get(layout.MARKER, layout.TEXT_BYTES) is None:
+            raise other_tier(fast, self._run, note, self.where)
         prepare(self._bucket)
+
+    def identity(self, *, make: bool = False) -> str | None:
+        # docstring inherited
+        found = self._bucket.get(layout.IDENTITY, TEXT_BYTES)
+        if make and (found is None or identity_in(found[0]) is None):
+            check_remote(self._bucket)
+            # Whoever was first, that is it.
+            self._bucket.put_if(layout.IDENTITY, new_text(), None if found is None else found[1])
+            found = self._bucket.get(layout.IDENTITY, TEXT_BYTES)
+        return None if found is None else identity_in(found[0])
 
     def session(self) -> AbstractContextManager[None]:
         # docstring inherited; a remote has nothing to hold
