@@ -222,6 +222,7 @@ class Drain:
 
     def described(self) -> list[Step]:
         """Describe each step, in order. Raises if the second tier cannot be read."""
+        self._check_tier()
         there = self.second.content().places
         found = {each.step: each for each in self.second.described()}
         with self._fast._locked():
@@ -340,6 +341,7 @@ class Drain:
 
         Raises if the second tier cannot be reached.
         """
+        self._check_tier()
         with self.second.session():
             there = self.second.content()
             dropped = [s for s in self._dropped(there) if among is None or s in among]

@@ -37,6 +37,7 @@ from tensor_dedup.store.checkpoints.errors import (
     DivergedStepError,
     DrainError,
     NotATrainingError,
+    OtherTierError,
     PinnedStepError,
     UnknownStepError,
 )
@@ -301,10 +302,106 @@ def test_a_second_tier_that_is_made_anew_is_told_of(
             save(opened, first)
     assert caplog.records == []
     (tmp_path / "second").rename(tmp_path / "unmounted")
+    shutil.rmtree(tmp_path / "fast" / "tiers")  # as an earlier version left it
     with run() as opened:
         assert opened.steps() == [1]
     assert "a new store is made in" in caplog.text
     assert "mount that disk" in caplog.text
+
+
+@pytest.fixture(params=["folder", "url"])
+def second(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A second tier in a folder, as a store or as a remote."""
+    folder = tmp_path / "second"
+    return str(folder) if request.param == "folder" else folder.as_uri()
+
+
+def test_a_second_tier_that_is_not_mounted_is_an_error(tmp_path: Path, second: str) -> None:
+    folder, aside = tmp_path / "second", tmp_path / "unmounted"
+
+    def run(drain: str = second) -> CheckpointStore:
+        return handle(tmp_path / "fast", drain=drain, keep_fast=2)
+
+    with run() as opened:
+        save(opened, 0, 1, 2, 3)
+    assert (opened.undrained(), alone(tmp_path, "fast").steps()) == ([], [2, 3])
+    folder.rename(aside)
+    for _ in range(2):  # with an empty mount point, and without
+        with pytest.raises(OtherTierError, match="mount that disk") as caught:
+            run()
+        assert str(tmp_path / "fast") in str(caught.value)
+        assert second in str(caught.value)
+        folder.mkdir(exist_ok=True)
+        assert list(folder.iterdir()) == []
+    folder.rmdir()
+    other = second.replace("/second", "/other")
+    with handle(tmp_path / "elsewhere", drain=other) as opened:
+        save(opened, 7)
+    with pytest.raises(OtherTierError, match="is empty or another one") as caught:
+        run(other)
+    assert other in str(caught.value)
+    aside.rename(folder)
+    with run() as opened:
+        save(opened, 4, 5)
+        assert opened.steps() == [0, 1, 2, 3, 4, 5]
+    folder.rename(aside)
+    Path(str(caught.value.facts["note"])).unlink()  # to start over on purpose
+    with run() as opened:
+        save(opened, 6)
+        assert opened.steps() == [4, 5, 6]
+    with run() as opened:
+        assert opened.steps() == [4, 5, 6]
+
+
+def test_a_second_tier_that_goes_away_loses_nothing(tmp_path: Path, second: str) -> None:
+    folder, aside = tmp_path / "second", tmp_path / "unmounted"
+    run = handle(tmp_path / "fast", drain=second)
+    save(run, 0, 1, 2, 3)
+    run.drain()
+    assert alone(tmp_path, "fast").steps() == [3]
+    folder.rename(aside)
+    folder.mkdir()
+    save(run, 4, 5, 6, 7)
+    assert run.steps() == [0, 1, 2, 3, 4, 5, 6, 7]
+    with pytest.raises(DrainError):
+        run.close()
+    assert alone(tmp_path, "fast").steps() == [3, 4, 5, 6, 7]
+    assert run.undrained() == [4, 5, 6, 7]
+    assert not (folder / "FORMAT").exists()
+    shutil.rmtree(folder)
+    with handle(tmp_path / "elsewhere", drain=second) as other:  # another one in its place
+        save(other, 9)
+    for call in (lambda: run.delete(4), run.prune, run.metrics, run.drain):
+        with pytest.raises(StoreError, match="is empty or another one"):
+            call()
+    with pytest.raises(DrainError):
+        run.close()
+    shutil.rmtree(folder)
+    aside.rename(folder)
+    with handle(tmp_path / "fast", drain=second) as run:
+        run.drain()
+        assert run.steps() == [0, 1, 2, 3, 4, 5, 6, 7]
+        for step in range(8):
+            assert_same(run.load(step), model_of(step))
+
+
+def test_a_fast_tier_of_an_earlier_version_gets_its_note(tmp_path: Path, second: str) -> None:
+    with handle(tmp_path / "fast", drain=second, keep_fast=2) as run:
+        save(run, 0, 1)
+    note, identity = tmp_path / "fast" / "tiers" / "run", tmp_path / "second" / "identity"
+    first = note.read_bytes()
+    note.unlink()
+    identity.unlink()
+    with handle(tmp_path / "fast", drain=second, keep_fast=2) as run:
+        save(run, 2)
+        assert run.steps() == [0, 1, 2]
+    assert note.read_bytes() != first
+    again = identity.read_bytes()
+    note.write_bytes(b"damaged")  # which protects no more, and stops nobody
+    with handle(tmp_path / "fast", drain=second) as run:
+        save(run, 3)
+    assert identity.read_bytes() == again
+    assert b"second tier" in note.read_bytes()
 
 
 def test_what_a_dead_tier_has_not_drained_replaces_nothing(tmp_path: Path) -> None:
