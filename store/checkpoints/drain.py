@@ -277,8 +277,10 @@ class Drain:
     def _look(self) -> TierContent:
         """What the second tier has now, or had when it could be read last."""
         try:
-            self._check_tier()
-            self._seen = self.second.content()
+            content = self.second.content()
+            if not self._seen.places.keys() <= content.places.keys():  # deleted, or unmounted
+                self._check_tier()
+            self._seen = content
         except StoreError as error:
             _LOG.warning("going by what was known of %s: %s", self.second.where, error)
         return self._seen

@@ -172,7 +172,7 @@ class StoreTier:
             found = self._identity()
             if found is None and make:
                 Store.open(self.path, create=False, files=objects.files)  # raises if it is gone
-                with self.naming():
+                with objects.naming():
                     found = self._identity()
                     if found is None:
                         objects.publish(new_text(), objects.layout.identity)
