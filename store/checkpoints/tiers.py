@@ -167,17 +167,22 @@ class StoreTier:
 
     def identity(self, *, make: bool = False) -> str | None:
         # docstring inherited
-        objects = self._objects
         with self._second._translated():
             found = self._identity()
-            if found is None and make:
-                Store.open(self.path, create=False, files=objects.files)  # raises if it is gone
-                with objects.naming():
-                    found = self._identity()
-                    if found is None:
-                        objects.publish(new_text(), objects.layout.identity)
-                        found = self._identity()
-        return found
+        return self._make_identity() if found is None and make else found
+
+    def _make_identity(self) -> str | None:
+        objects = self._objects
+        Store.open(self.path, create=False, files=objects.files)  # raises if it is gone
+        with self._second._locked():
+            new = objects.tmp_path()
+            objects.publish(new_text(), new)  # not in the lock, which others wait for
+            with objects.naming():
+                if self._identity() is None:
+                    objects.place(new, objects.layout.identity)
+                else:  # another fast tier was faster
+                    objects.files.unlink(new)
+            return self._identity()
 
     def _identity(self) -> str | None:
         text = _read(self._objects, self._objects.layout.identity)
