@@ -65,6 +65,7 @@ from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
     NameTakenError,
+    NoSpaceError,
     UnknownNameError,
 )
 from tensor_dedup.store.format.names import check_name, file_of
@@ -407,7 +408,12 @@ class CheckpointStore:
             self._check_replaceable(step)
         if self._drain is not None:
             self._drain.wait_for_room()
-        saved = self._saver.commit(snapshot)
+        try:
+            saved = self._saver.commit(snapshot)
+        except NoSpaceError:
+            if self._drain is None or not self._drain.free_space():
+                raise
+            saved = self._saver.commit(snapshot)
         self._warn_of_metrics(snapshot.notes)
         if self._drain is not None:  # which applies the rules to what is drained
             if snapshot.notes.run == self.run_id:

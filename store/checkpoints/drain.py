@@ -72,6 +72,7 @@ from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
     NewerFormatError,
+    StoreBusyError,
     StoreIOError,
     UnknownNameError,
 )
@@ -83,6 +84,8 @@ from tensor_dedup.store.store import Store
 
 _LOG = logging.getLogger("tensor_dedup")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
+# A sweep of the fast tier waits so long for those who have it open, and where the disk is full.
+_SWEEP_WAIT_S, _FULL_WAIT_S = 2.0, 60.0
 # How soon a pause ends when the program does.
 _POLL_S = 0.5
 # What is wrong with this step itself: those behind it are drained all the same.
@@ -132,6 +135,7 @@ class Drain:
         self._fast, self._run, self._order = fast, order.run, order
         self._retention, self._keep_fast, self._backlog = retention, keep_fast, backlog
         self._wait_for_encoding = wait_for_encoding
+        self._released = 0  # how many steps were let go of since the last sweep
         self._note, self._noted = tier_note(fast, self._run), False
         self._check_tier()
         self._seen = second.content()
@@ -536,6 +540,8 @@ class Drain:
         except StoreError as error:
             return self._pause(step, error)
         self._tidy()
+        if self._released >= self._backlog:
+            self._sweep(_SWEEP_WAIT_S)
         with self._changed:
             self._error, self._pauses = None, 0
             if self._queue.get(step) is mark:
@@ -654,7 +660,28 @@ class Drain:
                         return  # the pin is still to be drained
                     files.insert(0, file_of(step_name(self._run, step, kept=True)))
                 if _is_drained(self._order.place(step), there):
-                    unlink(self._objects, files)
+                    self._released += unlink(self._objects, files)
+
+    def free_space(self) -> bool:
+        """Free the space of what the fast tier has let go of; return whether there was any."""
+        return self._sweep(_FULL_WAIT_S) > 0
+
+    def _sweep(self, wait_s: float) -> int:
+        """Delete what nothing on the fast tier uses; return how many bytes that freed.
+
+        There is no grace: what was let go of is on the second tier. Where others have the fast tier
+        open for longer than a while, that comes after the next step.
+        """
+        try:
+            freed = self._fast._sweep(wait_s).freed_bytes
+        except StoreBusyError:
+            return 0
+        except StoreError as error:
+            what = "%s: the space of what was let go of is not freed: %s"
+            _LOG.warning(what, self._fast.path, error)
+            return 0
+        self._released = 0
+        return freed
 
 
 def _is_drained(near: StepPlace | None, there: StepPlace | None) -> bool:

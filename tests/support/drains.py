@@ -90,6 +90,13 @@ ACTS = {
         (OLD, {**OLD, 2: 2}),
         {"keep_fast": 2},
     ),
+    "sweeping": Act(
+        undrained((2, 2), (3, 3)),
+        drain,
+        ({**OLD, 2: 2, 3: 3},),
+        (OLD, {**OLD, 2: 2}, {**OLD, 2: 2, 3: 3}),
+        {"drain_backlog": 2},
+    ),
     "replacing": Act(undrained((0, 5)), drain, ({0: 5, 1: 1},), (OLD, {0: 5, 1: 1}), _ALL),
     "retention": Act(
         undrained((2, 2)),

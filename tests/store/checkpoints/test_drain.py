@@ -43,6 +43,7 @@ from tensor_dedup.store.checkpoints.errors import (
 )
 from tensor_dedup.store.checkpoints.runs import StepOrder, in_save_order
 from tensor_dedup.store.checkpoints.tiers import StoreTier
+from tensor_dedup.store.errors import NoSpaceError
 from tensor_dedup.store.files import Handle, RealFiles
 
 
@@ -171,6 +172,69 @@ def test_the_fast_tier_lets_go_of_what_is_drained(tmp_path: Path) -> None:
         assert list(run.metrics()) == [0, 1, 2, 3]
     run.store.gc(0)
     assert size(tmp_path, "fast") < size(tmp_path, "second")
+
+
+class SmallDisk(RealFiles):
+    """A disk on which the files of one store have no more than so many bytes together."""
+
+    def __init__(self, root: Path, capacity: int) -> None:
+        self.root, self.capacity = root, capacity
+
+    def pwrite(self, handle: Handle, data: bytes | memoryview, offset: int) -> None:
+        used = sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file())
+        if used + len(data) > self.capacity:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.root))
+        super().pwrite(handle, data, offset)
+
+
+def noise(seed: int) -> Model:
+    return {"weight": np.random.default_rng(seed).integers(0, 256, 1 << 20, np.uint8)}
+
+
+def test_the_space_of_what_was_let_go_of_is_freed(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"drain_backlog": 2, "compress": None}
+    with tiers(tmp_path, **options) as run:
+        assert run.save({"a": noise(0)["weight"], "b": noise(0)["weight"]}, 0).new_tensors == 1
+        for step in range(1, 12):
+            run.save(noise(step), step)
+        run.drain()
+        assert alone(tmp_path, "fast").steps() == [11]
+    assert size(tmp_path, "second") > 12 << 20
+    # Its last step, and what was let go of since the last sweep.
+    assert size(tmp_path, "fast") < 4 << 20
+    assert alone(tmp_path, "fast").store.verify(full=True).faults == []
+
+
+def test_a_full_fast_tier_is_swept_before_a_save_fails(tmp_path: Path) -> None:
+    disk = SmallDisk(tmp_path / "fast", 5 << 20)
+    run = handle(
+        tmp_path / "fast",
+        files=disk,
+        drain=open_store(tmp_path / "second"),
+        drain_backlog=20,  # so that nothing is swept before
+        compress=None,
+    )
+    with run:
+        for step in range(9):
+            run.save(noise(step), step)
+            run.drain()
+            assert_same(run.load(step), noise(step))
+    assert alone(tmp_path).steps() == [*range(9)]
+    # What is not drained, or not let go of, stays: then the disk is full.
+    run = handle(
+        tmp_path / "fast",
+        files=disk,
+        drain=open_store(tmp_path / "second"),
+        keep_fast=None,
+        compress=None,
+    )
+    with pytest.raises(NoSpaceError):
+        for step in range(9, 15):
+            run.save(noise(step), step)
+    run.close()
+    assert [s for s in run.steps() if s >= 9]
+    for step in run.steps():
+        assert_same(run.load(step), noise(step))
 
 
 def test_nothing_leaves_the_fast_tier_before_it_is_drained(tmp_path: Path) -> None:
