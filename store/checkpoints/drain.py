@@ -135,7 +135,8 @@ class Drain:
         self._fast, self._run, self._order = fast, order.run, order
         self._retention, self._keep_fast, self._backlog = retention, keep_fast, backlog
         self._wait_for_encoding = wait_for_encoding
-        self._released = 0  # how many steps were let go of since the last sweep
+        # How many steps were let go of since the last sweep, and what all sweeps have freed.
+        self._released = self._freed = 0
         self._note, self._noted = tier_note(fast, self._run), False
         self._check_tier()
         self._seen = second.content()
@@ -338,8 +339,9 @@ class Drain:
         self._seen.places.pop(step, None)
         with self._fast._locked(), self._objects.naming():
             if near is None or self._order.status(step) == near.reference:
-                file = file_of(step_name(self._run, step))
-                return unlink(self._objects, [file]) or removed
+                gone = unlink(self._objects, [file_of(step_name(self._run, step))])
+                self._released += gone
+                return gone or removed
         return removed
 
     def prune(self, *, dry_run: bool, among: Collection[int] | None) -> list[int]:
@@ -663,25 +665,32 @@ class Drain:
                     self._released += unlink(self._objects, files)
 
     def free_space(self) -> bool:
-        """Free the space of what the fast tier has let go of; return whether there was any."""
-        return self._sweep(_FULL_WAIT_S) > 0
+        """Free the space of what the fast tier has let go of; return whether there was any.
 
-    def _sweep(self, wait_s: float) -> int:
-        """Delete what nothing on the fast tier uses; return how many bytes that freed.
+        Where there is none, wait until what is to be drained is drained, and let go of.
+        """
+        before = self._freed
+        self._sweep(_FULL_WAIT_S)
+        if self._freed == before:
+            with suppress(DrainError):
+                self.wait()
+            self._sweep(_FULL_WAIT_S)
+        return self._freed > before
+
+    def _sweep(self, wait_s: float) -> None:
+        """Delete what nothing on the fast tier uses.
 
         There is no grace: what was let go of is on the second tier. Where others have the fast tier
         open for longer than a while, that comes after the next step.
         """
         try:
-            freed = self._fast._sweep(wait_s).freed_bytes
+            self._freed += self._fast._sweep(wait_s).freed_bytes
+            self._released = 0
         except StoreBusyError:
-            return 0
+            pass
         except StoreError as error:
             what = "%s: the space of what was let go of is not freed: %s"
             _LOG.warning(what, self._fast.path, error)
-            return 0
-        self._released = 0
-        return freed
 
 
 def _is_drained(near: StepPlace | None, there: StepPlace | None) -> bool:
