@@ -41,7 +41,7 @@ from tensor_dedup.store.checkpoints.errors import (
 )
 from tensor_dedup.store.checkpoints.notes import Notes, checked
 from tensor_dedup.store.checkpoints.policy import Compress
-from tensor_dedup.store.checkpoints.retention import Mode, Retention, best, goal
+from tensor_dedup.store.checkpoints.retention import Mode, Retention, best, goal, is_whole
 from tensor_dedup.store.checkpoints.runs import (
     Step,
     StepOrder,
@@ -188,6 +188,7 @@ class CheckpointStore:
                 lose steps.
         """
         _check_limits(run_id, in_flight, pool_bytes)
+        _check_kinds(run_id, config, weights, drain)
         if drain is None and (keep_fast, drain_backlog) != (1, 8):
             what = f"keep_fast={keep_fast}, drain_backlog={drain_backlog} without `drain`"
             raise BadOptionError.of(BadOption.FAST, f"run {run_id!r}", what)
@@ -712,9 +713,24 @@ class CheckpointStore:
 
 def _check_limits(run: str, in_flight: int, pool_bytes: int | HostPool | None) -> None:
     given = pool_bytes.capacity if isinstance(pool_bytes, HostPool) else pool_bytes
-    if in_flight < 1 or (given or 0) < 0:
-        what = f"in_flight={in_flight}, pool_bytes={pool_bytes}"
+    if not is_whole(in_flight, 1) or not (given is None or is_whole(given, 0)):
+        what = f"in_flight={in_flight!r}, pool_bytes={pool_bytes!r}"
         raise BadOptionError.of(BadOption.LIMIT, f"run {run!r}", what)
+
+
+def _check_kinds(run: str, config: object, weights: object, drain: object) -> None:
+    """Check what only a later save, or nothing that says so, would notice."""
+    where = f"run {run!r}"
+    if not isinstance(config, str | PathLike | Mapping | None):
+        raise BadOptionError.of(BadOption.FILES, where, f"config={config!r}")
+    if not isinstance(weights, str):
+        raise BadOptionError.of(BadOption.WEIGHTS, where, f"weights={weights!r}")
+    if isinstance(drain, str | PathLike | Store | None):
+        return
+    from tensor_dedup.store.remote.remote import Remote
+
+    if not isinstance(drain, Remote):
+        raise BadOptionError.of(BadOption.DRAIN, where, f"drain={drain!r}")
 
 
 def _second_tier(drain: "StrPath | Store | Remote", fast: Store, order: StepOrder) -> SecondTier:

@@ -37,7 +37,7 @@ from tensor_dedup.store.checkpoints.errors import (
     PinnedStepError,
     UnknownStepError,
 )
-from tensor_dedup.store.checkpoints.retention import Retention
+from tensor_dedup.store.checkpoints.retention import Retention, is_whole
 from tensor_dedup.store.checkpoints.runs import (
     Step,
     StepOrder,
@@ -704,8 +704,8 @@ def _check_options(fast: Store, second: SecondTier, keep_fast: int | None, backl
         ids = [(each.device, each.inode) for each in (one, two) if each is not None]
         if len(ids) == 2 and ids[0] == ids[1]:
             raise BadOptionError.of(BadOption.DRAIN, where, "that is the store itself")
-    if backlog < 1 or (keep_fast is not None and keep_fast < 1):
-        what = f"keep_fast={keep_fast}, drain_backlog={backlog}"
+    if not is_whole(backlog, 1) or not (keep_fast is None or is_whole(keep_fast, 1)):
+        what = f"keep_fast={keep_fast!r}, drain_backlog={backlog!r}"
         raise BadOptionError.of(BadOption.FAST, where, what)
 
 

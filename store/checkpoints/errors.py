@@ -117,6 +117,8 @@ class BadOption(Enum):
     LIMIT = "let one save or more be unfinished, and give the pool bytes, or none"
     COMPRESS = 'give "auto", "always" or None'
     DRAIN = "drain to a folder or a remote of its own"
+    FILES = 'give a folder, or texts by path, as in {"config.json": "{}"}'
+    WEIGHTS = 'name a part of what is saved, as in weights="model", or give ""'
     RUN = "call the run something else, and give the step to `load`"
     FAST = "give keep_fast=1 or more, or None, and drain_backlog=1 or more, beside `drain`"
     PROVIDER = "give a type, or its module and name, and StateProvider(name=, state=, restore=)"

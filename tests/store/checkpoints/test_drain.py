@@ -229,9 +229,13 @@ def test_a_full_fast_tier_is_swept_before_a_save_fails(tmp_path: Path) -> None:
         keep_fast=None,
         compress=None,
     )
-    with pytest.raises(NoSpaceError):
+
+    def fill() -> None:
         for step in range(9, 15):
             run.save(noise(step), step)
+
+    with pytest.raises(NoSpaceError):
+        fill()
     run.close()
     assert [s for s in run.steps() if s >= 9]
     for step in run.steps():
@@ -825,6 +829,35 @@ def test_options_that_make_no_sense(tmp_path: Path, what: str) -> None:
     with pytest.raises(BadOptionError) as caught:
         CheckpointStore(root, "run", Arrays(), **options[what])
     assert caught.value.kind is (BadOption.DRAIN if "itself" in what else BadOption.FAST)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({"in_flight": "2"}, BadOption.LIMIT),
+        ({"in_flight": 1.5}, BadOption.LIMIT),
+        ({"pool_bytes": "1G"}, BadOption.LIMIT),
+        ({"pool_bytes": 1.5}, BadOption.LIMIT),
+        ({"drain_backlog": "x"}, BadOption.FAST),
+        ({"keep_fast": True}, BadOption.FAST),
+        ({"drain": 5}, BadOption.DRAIN),
+        ({"config": 5}, BadOption.FILES),
+        ({"weights": 5}, BadOption.WEIGHTS),
+    ],
+    ids=str,
+)
+def test_options_of_another_kind(tmp_path: Path, options: Any, kind: BadOption) -> None:
+    (name,) = options
+    with pytest.raises(BadOptionError, match=name) as caught:
+        handle(tmp_path / "fast", **({"drain": tmp_path / "second"} | options))
+    assert caught.value.kind is kind
+    assert repr(options[name]) in str(caught.value)
+
+
+def test_whole_numbers_of_numpy_are_options(tmp_path: Path) -> None:
+    with handle(tmp_path, in_flight=np.int64(2), pool_bytes=np.int64(1 << 20)) as run:
+        run.save_async(model_of(0), 0)
+    assert run.steps() == [0]
 
 
 def larger_model_of(step: int) -> Model:
