@@ -60,7 +60,7 @@ from tensor_dedup.store.checkpoints.runs import (
     step_numbers,
 )
 from tensor_dedup.store.checkpoints.sizes import run_stats
-from tensor_dedup.store.checkpoints.tiers import SecondTier, StoreTier, second_store
+from tensor_dedup.store.checkpoints.tiers import SecondTier, StoreTier, second_store, tier_note
 from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
@@ -173,7 +173,8 @@ class CheckpointStore:
         steps that were saved last (None: all), and what is not drained stays. A copy that fails is
         tried again, after half a second to a minute; while `drain_backlog` steps are not drained, a
         save waits. The second tier must be there when this is called, since it alone knows which
-        step is the latest; later on it may be away. Only one `root` at a time may drain a run.
+        step is the latest; later on it may be away. Only one `root` at a time may drain a run, and
+        to one second tier: `root` notes which it is, unless `keep_fast` is None.
 
         Raises:
             BadNameError: the run's name is invalid.
@@ -181,6 +182,8 @@ class CheckpointStore:
                 called as a step of another run would be; `kind` says which.
             NotAStoreError: `root` or `drain` holds something else.
             UnknownNameError: there is no checkpoint `base`.
+            OtherTierError: `drain` is empty, as a disk that is not mounted, or is not what the run
+                was drained to.
             StoreIOError, StoreAccessError: the second store cannot be read.
             RemoteUrlError: a URL names no remote.
             RemoteUnreachableError, RemoteAccessError, NotARemoteError, ReadOnlyRemoteError,
@@ -220,7 +223,7 @@ class CheckpointStore:
         if drain is not None:
             self._drain = Drain(
                 self.store,
-                _second_tier(drain, self.store, self._steps),
+                _second_tier(drain, self.store, self._steps, lets_go=keep_fast is not None),
                 self._steps,
                 self._retention,
                 wait_for_encoding=self._saver.wait_for_encoding,
@@ -733,20 +736,24 @@ def _check_kinds(run: str, config: object, weights: object, drain: object) -> No
         raise BadOptionError.of(BadOption.DRAIN, where, f"drain={drain!r}")
 
 
-def _second_tier(drain: "StrPath | Store | Remote", fast: Store, order: StepOrder) -> SecondTier:
+def _second_tier(
+    drain: "StrPath | Store | Remote", fast: Store, order: StepOrder, *, lets_go: bool
+) -> SecondTier:
     if isinstance(drain, Store):
         return StoreTier(drain, fast, order)
     from tensor_dedup.store.remote.buckets import is_url
     from tensor_dedup.store.remote.remote import Remote
     from tensor_dedup.store.remote.tier import RemoteTier
 
+    # What lets go of nothing may be drained anywhere, as to a second copy.
+    note = tier_note(fast, order.run) if lets_go else None
     if not isinstance(drain, Remote) and not is_url(str(drain)):
-        return StoreTier(second_store(drain, fast, order), fast, order)
+        return StoreTier(second_store(drain, fast, order, note), fast, order)
     remote = drain if isinstance(drain, Remote) else Remote.open(drain)
     folder = remote.store_folder()
     if folder is not None:
         return StoreTier(Store.open(folder, create=False), fast, order)
-    return RemoteTier(remote, fast, order)
+    return RemoteTier(remote, fast, order, note)
 
 
 class TensorCasStore(CheckpointStore):

@@ -137,7 +137,7 @@ class Drain:
         self._wait_for_encoding = wait_for_encoding
         # How many steps were let go of since the last sweep, and what all sweeps have freed.
         self._released = self._freed = 0
-        self._note, self._noted = tier_note(fast, self._run), False
+        self._note, self._noted = self._read_note(), False
         self._check_tier()
         self._seen = second.content()
         with fast._locked():
@@ -157,6 +157,10 @@ class Drain:
             self._order.at_least(next_turn(last))
             self._order.next()  # so that the fast tier knows it, and with it its other users
 
+    def _read_note(self) -> TierNote | None:
+        """Read the note on the fast tier; one that lets go of nothing may be drained anywhere."""
+        return None if self._keep_fast is None else tier_note(self._fast, self._run)
+
     def _check_tier(self) -> None:
         """Check that the second tier is still the one that was drained to: a disk may be unmounted.
 
@@ -168,7 +172,7 @@ class Drain:
 
     def _identify_tier(self) -> None:
         """Check the second tier, or see which it is if nothing was drained to it yet."""
-        self._note = self._note or tier_note(self._fast, self._run)
+        self._note = self._note or self._read_note()
         if self._note is None:
             identity = self.second.identity(make=True)
             if identity is None:
@@ -179,8 +183,8 @@ class Drain:
 
     def _note_tier(self) -> None:
         """Note on the fast tier which second tier has its steps, before it lets go of any."""
-        if not self._noted and self._note is not None:
-            if tier_note(self._fast, self._run) is None:
+        if not self._noted and self._note is not None and self._keep_fast is not None:
+            if self._read_note() is None:
                 set_tier_note(self._fast, self._run, self._note)
             self._noted = True
 

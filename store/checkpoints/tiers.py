@@ -398,16 +398,17 @@ def other_tier(fast: Store, run: str, note: TierNote, where: str) -> OtherTierEr
     return OtherTierError.of(fast.path, run, note.where, where, note_path(fast, run))
 
 
-def second_store(folder: str | PathLike[str], fast: Store, order: StepOrder) -> Store:
+def second_store(
+    folder: str | PathLike[str], fast: Store, order: StepOrder, note: TierNote | None
+) -> Store:
     """Open the store of a second tier, or make it, which for a run that has steps is said.
 
     Raises:
-        OtherTierError: the run was drained, and nothing is there now.
+        OtherTierError: the run was drained, as the `note` says, and nothing is there now.
     """
     try:
         return Store.open(folder, create=False)
     except NoStoreError as error:
-        note = tier_note(fast, order.run)
         if note is not None:
             raise other_tier(fast, order.run, note, str(Path(folder))) from error
         made = Store.open(folder)

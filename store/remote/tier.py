@@ -30,7 +30,6 @@ from tensor_dedup.store.checkpoints.tiers import (
     OutdatedError,
     TierContent,
     other_tier,
-    tier_note,
 )
 from tensor_dedup.store.errors import (
     BadNameError,
@@ -39,7 +38,7 @@ from tensor_dedup.store.errors import (
     NewerFormatError,
     UnknownNameError,
 )
-from tensor_dedup.store.format.identity import TEXT_BYTES, identity_in, new_text
+from tensor_dedup.store.format.identity import TEXT_BYTES, TierNote, identity_in, new_text
 from tensor_dedup.store.format.manifests import Manifest
 from tensor_dedup.store.locks import draining, pulling
 from tensor_dedup.store.reading.reader import StoredCheckpoint
@@ -95,11 +94,13 @@ class RemoteTier:
         MissingRemoteError,
     )
 
-    def __init__(self, remote: Remote, fast: Store, order: StepOrder) -> None:
+    def __init__(
+        self, remote: Remote, fast: Store, order: StepOrder, note: TierNote | None = None
+    ) -> None:
         """See that the remote can be written to, and make one where nothing is.
 
         Raises:
-            OtherTierError: the run was drained, and nothing is there now.
+            OtherTierError: the run was drained, as the `note` says, and nothing is there now.
             NoConditionsError: the server could lose names.
             RemoteError: it cannot be reached or written to, or is something else.
         """
@@ -108,7 +109,6 @@ class RemoteTier:
         # Manifests never change. A reference is read again when it is listed with another state.
         self._manifests: dict[str, _Described] = {}
         self._refs: dict[str, tuple[ObjectStatus, _Ref | None]] = {}
-        note = tier_note(fast, self._run)
         if note is not None and self._bucket.get(layout.MARKER, layout.TEXT_BYTES) is None:
             raise other_tier(fast, self._run, note, self.where)
         prepare(self._bucket)

@@ -425,6 +425,19 @@ def test_a_second_tier_that_is_not_mounted_is_an_error(tmp_path: Path, second: s
         assert opened.steps() == [4, 5, 6]
 
 
+def test_what_lets_go_of_nothing_is_drained_anywhere(tmp_path: Path, second: str) -> None:
+    with handle(tmp_path / "fast", drain=second) as run:
+        save(run, 0, 1)
+    for name in ("one", "two"):  # as `runs drain` does, for a copy
+        copy = second.replace("/second", f"/{name}")
+        with handle(tmp_path / "fast", drain=copy, keep_fast=None) as run:
+            run.drain()
+        with handle(tmp_path / "elsewhere", drain=copy, keep_fast=None) as run:
+            assert run.steps() == [1]
+    with handle(tmp_path / "fast", drain=second) as run:
+        assert run.steps() == [0, 1]
+
+
 def test_a_second_tier_that_goes_away_loses_nothing(tmp_path: Path, second: str) -> None:
     folder, aside = tmp_path / "second", tmp_path / "unmounted"
     run = handle(tmp_path / "fast", drain=second)
