@@ -60,7 +60,7 @@ from tensor_dedup.store.checkpoints.runs import (
     step_numbers,
 )
 from tensor_dedup.store.checkpoints.sizes import run_stats
-from tensor_dedup.store.checkpoints.tiers import SecondTier, StoreTier, second_store, tier_note
+from tensor_dedup.store.checkpoints.tiers import second_tier
 from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
@@ -223,7 +223,7 @@ class CheckpointStore:
         if drain is not None:
             self._drain = Drain(
                 self.store,
-                _second_tier(drain, self.store, self._steps, lets_go=keep_fast is not None),
+                second_tier(drain, self.store, self._steps, lets_go=keep_fast is not None),
                 self._steps,
                 self._retention,
                 wait_for_encoding=self._saver.wait_for_encoding,
@@ -734,26 +734,6 @@ def _check_kinds(run: str, config: object, weights: object, drain: object) -> No
 
     if not isinstance(drain, Remote):
         raise BadOptionError.of(BadOption.DRAIN, where, f"drain={drain!r}")
-
-
-def _second_tier(
-    drain: "StrPath | Store | Remote", fast: Store, order: StepOrder, *, lets_go: bool
-) -> SecondTier:
-    if isinstance(drain, Store):
-        return StoreTier(drain, fast, order)
-    from tensor_dedup.store.remote.buckets import is_url
-    from tensor_dedup.store.remote.remote import Remote
-    from tensor_dedup.store.remote.tier import RemoteTier
-
-    # What lets go of nothing may be drained anywhere, as to a second copy.
-    note = tier_note(fast, order.run) if lets_go else None
-    if not isinstance(drain, Remote) and not is_url(str(drain)):
-        return StoreTier(second_store(drain, fast, order, note), fast, order)
-    remote = drain if isinstance(drain, Remote) else Remote.open(drain)
-    folder = remote.store_folder()
-    if folder is not None:
-        return StoreTier(Store.open(folder, create=False), fast, order)
-    return RemoteTier(remote, fast, order, note)
 
 
 class TensorCasStore(CheckpointStore):
