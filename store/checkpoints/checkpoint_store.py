@@ -60,7 +60,6 @@ from tensor_dedup.store.checkpoints.runs import (
     step_numbers,
 )
 from tensor_dedup.store.checkpoints.sizes import run_stats
-from tensor_dedup.store.checkpoints.tiers import second_tier
 from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
@@ -221,6 +220,8 @@ class CheckpointStore:
         self._saves = Saves(self.commit, self._saver, pool, in_flight=in_flight, threads=threads)
         self._drain: Drain | None = None
         if drain is not None:
+            from tensor_dedup.store.remote.tier import second_tier
+
             self._drain = Drain(
                 self.store,
                 second_tier(drain, self.store, self._steps, lets_go=keep_fast is not None),

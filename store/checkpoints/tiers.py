@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.errors import (
@@ -53,9 +53,6 @@ from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces
 from tensor_dedup.store.store import Store
 from tensor_dedup.store.writing.hashing import Hasher
-
-if TYPE_CHECKING:
-    from tensor_dedup.store.remote.remote import Remote
 
 _LOG = logging.getLogger("tensor_dedup")
 _T = TypeVar("_T")
@@ -401,7 +398,7 @@ def other_tier(fast: Store, run: str, note: TierNote, where: str) -> OtherTierEr
     return OtherTierError.of(fast.path, run, note.where, where, note_path(fast, run))
 
 
-def _second_store(
+def second_store(
     folder: str | PathLike[str], fast: Store, order: StepOrder, note: TierNote | None
 ) -> Store:
     """Open the store of a second tier, or make it, which for a run that has steps is said.
@@ -421,29 +418,3 @@ def _second_store(
             what += "drained there before, end this, and mount that disk"
             _LOG.warning(what, fast.path, order.run, made.path)
     return made
-
-
-def second_tier(
-    drain: "str | PathLike[str] | Store | Remote", fast: Store, order: StepOrder, *, lets_go: bool
-) -> SecondTier:
-    """Open the second tier of a run, behind a fast one that `lets_go` of what is drained.
-
-    Raises:
-        OtherTierError: it is not the one that the run was drained to.
-        StoreError: it cannot be opened.
-    """
-    if isinstance(drain, Store):
-        return StoreTier(drain, fast, order)
-    from tensor_dedup.store.remote.buckets import is_url
-    from tensor_dedup.store.remote.remote import Remote
-    from tensor_dedup.store.remote.tier import RemoteTier
-
-    # What lets go of nothing may be drained anywhere, as to a second copy.
-    note = tier_note(fast, order.run) if lets_go else None
-    if not isinstance(drain, Remote) and not is_url(str(drain)):
-        return StoreTier(_second_store(drain, fast, order, note), fast, order)
-    remote = drain if isinstance(drain, Remote) else Remote.open(drain)
-    folder = remote.store_folder()
-    if folder is not None:
-        return StoreTier(Store.open(folder, create=False), fast, order)
-    return RemoteTier(remote, fast, order, note)

@@ -9,6 +9,7 @@ tier at a time may drain a run. What anybody else does to a name meanwhile, the 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from os import PathLike
 from typing import Final, TypeVar
 
 from tensor_dedup.errors import StoreError
@@ -28,8 +29,12 @@ from tensor_dedup.store.checkpoints.runs import (
 )
 from tensor_dedup.store.checkpoints.tiers import (
     OutdatedError,
+    SecondTier,
+    StoreTier,
     TierContent,
     other_tier,
+    second_store,
+    tier_note,
 )
 from tensor_dedup.store.errors import (
     BadNameError,
@@ -43,7 +48,7 @@ from tensor_dedup.store.format.manifests import Manifest
 from tensor_dedup.store.locks import draining, pulling
 from tensor_dedup.store.reading.reader import StoredCheckpoint
 from tensor_dedup.store.remote import layout
-from tensor_dedup.store.remote.buckets import ObjectStatus
+from tensor_dedup.store.remote.buckets import ObjectStatus, is_url
 from tensor_dedup.store.remote.conditions import check_remote, prepare
 from tensor_dedup.store.remote.errors import (
     CorruptRemoteTensorError,
@@ -396,3 +401,25 @@ class _StepGuard(NameGuard):
             raise OutdatedError from error
         if now != self._manifest:
             raise OutdatedError
+
+
+def second_tier(
+    drain: str | PathLike[str] | Store | Remote, fast: Store, order: StepOrder, *, lets_go: bool
+) -> SecondTier:
+    """Open the second tier of a run, behind a fast one that `lets_go` of what is drained.
+
+    Raises:
+        OtherTierError: it is not the one that the run was drained to.
+        StoreError: it cannot be opened.
+    """
+    if isinstance(drain, Store):
+        return StoreTier(drain, fast, order)
+    # What lets go of nothing may be drained anywhere, as to a second copy.
+    note = tier_note(fast, order.run) if lets_go else None
+    if not isinstance(drain, Remote) and not is_url(str(drain)):
+        return StoreTier(second_store(drain, fast, order, note), fast, order)
+    remote = drain if isinstance(drain, Remote) else Remote.open(drain)
+    folder = remote.store_folder()
+    if folder is not None:
+        return StoreTier(Store.open(folder, create=False), fast, order)
+    return RemoteTier(remote, fast, order, note)
