@@ -100,7 +100,7 @@ class Retention:
 
 def is_whole(value: object, least: int) -> bool:
     """Return whether an option is a whole number from `least` on, of Python's or of numpy's."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
 
 
 def _is_count(value: object) -> bool:

@@ -323,9 +323,9 @@ def test_bytes_with_gaps_or_of_another_order_are_stored_as_they_read(
     tmp_path: Path, frozen: bool
 ) -> None:
     views = [
-        memoryview(np.arange(20)[::2]),
-        memoryview(np.arange(12.0).reshape(3, 4).T),
-        memoryview(np.arange(20)),
+        np.arange(20)[::2].data,
+        np.arange(12.0).reshape(3, 4).T.data,
+        np.arange(20).data,
     ]
     run = CheckpointStore(tmp_path, "run")
     chunks = [StateChunk(view, str(n), frozen=frozen) for n, view in enumerate(views)]
