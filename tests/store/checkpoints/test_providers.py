@@ -332,9 +332,10 @@ def test_bytes_with_gaps_or_of_another_order_are_stored_as_they_read(
     assert [view.c_contiguous for view in views] == [False, False, True]
     run.save({"part": [StateChunk(view, frozen=frozen) for view in views]}, 0)
     run.save_async({"part": [StateChunk(view, frozen=frozen) for view in views]}, 1).wait()
-    assert [bytes(memoryview(chunk.piece().data)) for chunk in chunks] == [
-        view.tobytes() for view in views
-    ]
+    for chunk, view in zip(chunks, views, strict=True):
+        data = chunk.piece().data
+        assert isinstance(data, memoryview)
+        assert data.tobytes() == view.tobytes()
     run.close()
     for step in (0, 1):
         found = run.load(step)["part"]
