@@ -46,7 +46,12 @@ from torch.futures import Future
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.errors import BadStepError, DamagedStateError, UnknownStepError
+from tensor_dedup.store.checkpoints.errors import (
+    BadStepError,
+    DamagedStateError,
+    NamedTwiceError,
+    UnknownStepError,
+)
 from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.runs import StepOrder, check_run, step_name
 from tensor_dedup.store.checkpoints.sharded import (
@@ -155,15 +160,20 @@ class StoreWriter(StorageWriter):
             TakenPartError: RUN/part-RANK is not a part of this run and has this step already.
             StoreError: The part cannot be saved.
             UnsupportedArrayError: An array of the part cannot be saved.
+            NamedTwiceError: A tensor has the name under which another value is stored.
         """
         held: dict[str, torch.Tensor | NamedValue] = {}
         results = []
         for item in plan.items:
             name, value = _resolved(item, planner)
+            if name in held:
+                what = f"a tensor and another value are both stored as {name!r}"
+                raise NamedTwiceError.at(self.run_id, what, name=name)
             held[name] = value
+        self._save(self._rank, held)  # first: what cannot be stored may have no size either
+        for item, value in zip(plan.items, held.values(), strict=True):
             shard = item.type is WriteItemType.SHARD
             results.append(WriteResult(item.index, value.nbytes, storage_data=shard))
-        self._save(self._rank, held)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done

@@ -41,7 +41,7 @@ from tensor_dedup.store.checkpoints.errors import (
 )
 from tensor_dedup.store.checkpoints.notes import Notes, checked
 from tensor_dedup.store.checkpoints.policy import Compress
-from tensor_dedup.store.checkpoints.retention import Mode, Retention, best, goal
+from tensor_dedup.store.checkpoints.retention import Mode, Retention, best, goal, is_whole
 from tensor_dedup.store.checkpoints.runs import (
     Step,
     StepOrder,
@@ -60,11 +60,11 @@ from tensor_dedup.store.checkpoints.runs import (
     step_numbers,
 )
 from tensor_dedup.store.checkpoints.sizes import run_stats
-from tensor_dedup.store.checkpoints.tiers import SecondTier, StoreTier, second_store
 from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
     NameTakenError,
+    NoSpaceError,
     UnknownNameError,
 )
 from tensor_dedup.store.format.names import check_name, file_of
@@ -172,7 +172,8 @@ class CheckpointStore:
         steps that were saved last (None: all), and what is not drained stays. A copy that fails is
         tried again, after half a second to a minute; while `drain_backlog` steps are not drained, a
         save waits. The second tier must be there when this is called, since it alone knows which
-        step is the latest; later on it may be away. Only one `root` at a time may drain a run.
+        step is the latest; later on it may be away. Only one `root` at a time may drain a run, and
+        to one second tier: `root` notes which it is, unless `keep_fast` is None.
 
         Raises:
             BadNameError: the run's name is invalid.
@@ -180,6 +181,8 @@ class CheckpointStore:
                 called as a step of another run would be; `kind` says which.
             NotAStoreError: `root` or `drain` holds something else.
             UnknownNameError: there is no checkpoint `base`.
+            OtherTierError: `drain` is empty, as a disk that is not mounted, or is not what the run
+                was drained to.
             StoreIOError, StoreAccessError: the second store cannot be read.
             RemoteUrlError: a URL names no remote.
             RemoteUnreachableError, RemoteAccessError, NotARemoteError, ReadOnlyRemoteError,
@@ -187,6 +190,7 @@ class CheckpointStore:
                 lose steps.
         """
         _check_limits(run_id, in_flight, pool_bytes)
+        _check_kinds(run_id, config, weights, drain)
         if drain is None and (keep_fast, drain_backlog) != (1, 8):
             what = f"keep_fast={keep_fast}, drain_backlog={drain_backlog} without `drain`"
             raise BadOptionError.of(BadOption.FAST, f"run {run_id!r}", what)
@@ -216,9 +220,11 @@ class CheckpointStore:
         self._saves = Saves(self.commit, self._saver, pool, in_flight=in_flight, threads=threads)
         self._drain: Drain | None = None
         if drain is not None:
+            from tensor_dedup.store.remote.tier import second_tier
+
             self._drain = Drain(
                 self.store,
-                _second_tier(drain, self.store, self._steps),
+                second_tier(drain, self.store, self._steps, lets_go=keep_fast is not None),
                 self._steps,
                 self._retention,
                 wait_for_encoding=self._saver.wait_for_encoding,
@@ -407,7 +413,12 @@ class CheckpointStore:
             self._check_replaceable(step)
         if self._drain is not None:
             self._drain.wait_for_room()
-        saved = self._saver.commit(snapshot)
+        try:
+            saved = self._saver.commit(snapshot)
+        except NoSpaceError:
+            if self._drain is None or not self._drain.free_space():
+                raise
+            saved = self._saver.commit(snapshot)
         self._warn_of_metrics(snapshot.notes)
         if self._drain is not None:  # which applies the rules to what is drained
             if snapshot.notes.run == self.run_id:
@@ -706,25 +717,24 @@ class CheckpointStore:
 
 def _check_limits(run: str, in_flight: int, pool_bytes: int | HostPool | None) -> None:
     given = pool_bytes.capacity if isinstance(pool_bytes, HostPool) else pool_bytes
-    if in_flight < 1 or (given or 0) < 0:
-        what = f"in_flight={in_flight}, pool_bytes={pool_bytes}"
+    if not is_whole(in_flight, 1) or not (given is None or is_whole(given, 0)):
+        what = f"in_flight={in_flight!r}, pool_bytes={pool_bytes!r}"
         raise BadOptionError.of(BadOption.LIMIT, f"run {run!r}", what)
 
 
-def _second_tier(drain: "StrPath | Store | Remote", fast: Store, order: StepOrder) -> SecondTier:
-    if isinstance(drain, Store):
-        return StoreTier(drain, fast, order)
-    from tensor_dedup.store.remote.buckets import is_url
+def _check_kinds(run: str, config: object, weights: object, drain: object) -> None:
+    """Check what only a later save, or nothing that says so, would notice."""
+    where = f"run {run!r}"
+    if not isinstance(config, str | PathLike | Mapping | None):
+        raise BadOptionError.of(BadOption.FILES, where, f"config={config!r}")
+    if not isinstance(weights, str):
+        raise BadOptionError.of(BadOption.WEIGHTS, where, f"weights={weights!r}")
+    if isinstance(drain, str | PathLike | Store | None):
+        return
     from tensor_dedup.store.remote.remote import Remote
-    from tensor_dedup.store.remote.tier import RemoteTier
 
-    if not isinstance(drain, Remote) and not is_url(str(drain)):
-        return StoreTier(second_store(drain, fast, order), fast, order)
-    remote = drain if isinstance(drain, Remote) else Remote.open(drain)
-    folder = remote.store_folder()
-    if folder is not None:
-        return StoreTier(Store.open(folder, create=False), fast, order)
-    return RemoteTier(remote, fast, order)
+    if not isinstance(drain, Remote):
+        raise BadOptionError.of(BadOption.DRAIN, where, f"drain={drain!r}")
 
 
 class TensorCasStore(CheckpointStore):

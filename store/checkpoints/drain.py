@@ -23,8 +23,8 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from tensor_dedup.errors import StoreError
@@ -37,7 +37,7 @@ from tensor_dedup.store.checkpoints.errors import (
     PinnedStepError,
     UnknownStepError,
 )
-from tensor_dedup.store.checkpoints.retention import Retention
+from tensor_dedup.store.checkpoints.retention import Retention, is_whole
 from tensor_dedup.store.checkpoints.runs import (
     Step,
     StepOrder,
@@ -61,6 +61,9 @@ from tensor_dedup.store.checkpoints.tiers import (
     counts,
     diverged,
     next_turn,
+    other_tier,
+    set_tier_note,
+    tier_note,
     undrained,
     unlink,
 )
@@ -69,8 +72,11 @@ from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
     NewerFormatError,
+    StoreBusyError,
+    StoreIOError,
     UnknownNameError,
 )
+from tensor_dedup.store.format.identity import TierNote
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading.reader import StoredCheckpoint
@@ -78,6 +84,8 @@ from tensor_dedup.store.store import Store
 
 _LOG = logging.getLogger("tensor_dedup")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
+# A sweep of the fast tier waits so long for those who have it open, and where the disk is full.
+_SWEEP_WAIT_S, _FULL_WAIT_S = 2.0, 60.0
 # How soon a pause ends when the program does.
 _POLL_S = 0.5
 # What is wrong with this step itself: those behind it are drained all the same.
@@ -118,6 +126,7 @@ class Drain:
         the space that it will take, or a function says that this was long enough.
 
         Raises:
+            OtherTierError: the second tier is not the one that the fast one has drained the run to.
             StoreError: a tier cannot be read.
         """
         with fast._translated():
@@ -126,6 +135,10 @@ class Drain:
         self._fast, self._run, self._order = fast, order.run, order
         self._retention, self._keep_fast, self._backlog = retention, keep_fast, backlog
         self._wait_for_encoding = wait_for_encoding
+        # How many steps were let go of since the last sweep, and what all sweeps have freed.
+        self._released = self._freed = 0
+        self._note, self._noted = self._read_note(), False
+        self._check_tier()
         self._seen = second.content()
         with fast._locked():
             self._count_on()
@@ -143,6 +156,44 @@ class Drain:
         if last > max((place.sequence for place in self._order.places().values()), default=0):
             self._order.at_least(next_turn(last))
             self._order.next()  # so that the fast tier knows it, and with it its other users
+
+    def _read_note(self) -> TierNote | None:
+        """Read the note on the fast tier; one that lets go of nothing may be drained anywhere."""
+        return None if self._keep_fast is None else tier_note(self._fast, self._run)
+
+    def _check_tier(self) -> None:
+        """Check that the second tier is still the one that was drained to: a disk may be unmounted.
+
+        Raises:
+            OtherTierError: it is not.
+        """
+        if self._note is not None and self.second.identity() != self._note.identity:
+            raise other_tier(self._fast, self._run, self._note, self.second.where)
+
+    def _identify_tier(self) -> None:
+        """Check the second tier, or see which it is if nothing was drained to it yet."""
+        self._note = self._note or self._read_note()
+        if self._note is None:
+            identity = self.second.identity(make=True)
+            if identity is None:
+                what = f"no identity could be written to {self.second.where}"
+                raise StoreIOError.at(self._fast.path, what)
+            self._note = TierNote(identity, self.second.where)
+        self._check_tier()
+
+    def _note_tier(self) -> None:
+        """Note on the fast tier which second tier has its steps, before it lets go of any."""
+        if not self._noted and self._note is not None and self._keep_fast is not None:
+            if self._read_note() is None:
+                set_tier_note(self._fast, self._run, self._note)
+            self._noted = True
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Hold the lock under which a name goes from both; the second tier is the right one."""
+        with self.second.naming():
+            self._check_tier()
+            yield
 
     def _begin(self) -> None:
         self._changed = threading.Condition()
@@ -180,6 +231,7 @@ class Drain:
 
     def described(self) -> list[Step]:
         """Describe each step, in order. Raises if the second tier cannot be read."""
+        self._check_tier()
         there = self.second.content().places
         found = {each.step: each for each in self.second.described()}
         with self._fast._locked():
@@ -234,7 +286,10 @@ class Drain:
     def _look(self) -> TierContent:
         """What the second tier has now, or had when it could be read last."""
         try:
-            self._seen = self.second.content()
+            content = self.second.content()
+            if not self._seen.places.keys() <= content.places.keys():  # deleted, or unmounted
+                self._check_tier()
+            self._seen = content
         except StoreError as error:
             _LOG.warning("going by what was known of %s: %s", self.second.where, error)
         return self._seen
@@ -262,7 +317,7 @@ class Drain:
 
     def delete(self, step: int) -> None:
         """Delete a step from both tiers. Raises what CheckpointStore.delete does."""
-        with self.second.session(), self.second.naming():
+        with self.second.session(), self._naming():
             self.second.check_deletable(step)
             there = self.second.place(step)
             with self._fast._locked():
@@ -288,8 +343,9 @@ class Drain:
         self._seen.places.pop(step, None)
         with self._fast._locked(), self._objects.naming():
             if near is None or self._order.status(step) == near.reference:
-                file = file_of(step_name(self._run, step))
-                return unlink(self._objects, [file]) or removed
+                gone = unlink(self._objects, [file_of(step_name(self._run, step))])
+                self._released += gone
+                return gone or removed
         return removed
 
     def prune(self, *, dry_run: bool, among: Collection[int] | None) -> list[int]:
@@ -297,6 +353,7 @@ class Drain:
 
         Raises if the second tier cannot be reached.
         """
+        self._check_tier()
         with self.second.session():
             there = self.second.content()
             dropped = [s for s in self._dropped(there) if among is None or s in among]
@@ -323,7 +380,7 @@ class Drain:
 
     def unpin(self, step: int) -> None:
         """Unpin a step on both tiers. Raises if the second one cannot be reached."""
-        with self.second.session(), self.second.naming():
+        with self.second.session(), self._naming():
             self.second.check_pin(step)
             with self._fast._locked():
                 check_pin(self._objects, self._run, step)
@@ -489,6 +546,8 @@ class Drain:
         except StoreError as error:
             return self._pause(step, error)
         self._tidy()
+        if self._released >= self._backlog:
+            self._sweep(_SWEEP_WAIT_S)
         with self._changed:
             self._error, self._pauses = None, 0
             if self._queue.get(step) is mark:
@@ -521,6 +580,7 @@ class Drain:
 
     def _drain(self, step: int) -> None:
         """Copy one step, as it is now, unless the second tier has it or a later state of it."""
+        self._identify_tier()
         with self.second.session():
             try:
                 with self._fast._locked():
@@ -534,8 +594,10 @@ class Drain:
                 raise DivergedStepError.at(self._fast.path, what, run=self._run, step=step)
             if ahead(near, place):
                 self.second.copy(step, place)
+                self._check_tier()  # the disk may have gone away just before the copy
                 place = self.second.place(step)
             if place is not None:
+                self._note_tier()
                 self._seen.places[step] = place
                 with self._fast._locked():
                     self._order.at_least(place.sequence)
@@ -573,7 +635,7 @@ class Drain:
 
     def _drop(self, step: int, place: StepPlace) -> None:
         """Delete a step from both, unless it was pinned or saved again."""
-        with self.second.naming():
+        with self._naming():
             now = self.second.place(step)
             if now is None or now.reference != place.reference:
                 return
@@ -596,7 +658,7 @@ class Drain:
 
     def _let_go(self, step: int) -> None:
         files = [file_of(step_name(self._run, step))]
-        with self.second.naming():
+        with self._naming():
             there, kept = self.second.place(step), self.second.is_kept(step)
             with self._fast._locked(), self._objects.naming():
                 if step in kept_steps(self._objects, self._run):
@@ -604,7 +666,35 @@ class Drain:
                         return  # the pin is still to be drained
                     files.insert(0, file_of(step_name(self._run, step, kept=True)))
                 if _is_drained(self._order.place(step), there):
-                    unlink(self._objects, files)
+                    self._released += unlink(self._objects, files)
+
+    def free_space(self) -> bool:
+        """Free the space of what the fast tier has let go of; return whether there was any.
+
+        Where there is none, wait until what is to be drained is drained, and let go of.
+        """
+        before = self._freed
+        self._sweep(_FULL_WAIT_S)
+        if self._freed == before:
+            with suppress(DrainError):
+                self.wait()
+            self._sweep(_FULL_WAIT_S)
+        return self._freed > before
+
+    def _sweep(self, wait_s: float) -> None:
+        """Delete what nothing on the fast tier uses.
+
+        There is no grace: what was let go of is on the second tier. Where others have the fast tier
+        open for longer than a while, that comes after the next step.
+        """
+        try:
+            self._freed += self._fast._sweep(wait_s).freed_bytes
+            self._released = 0
+        except StoreBusyError:
+            pass
+        except StoreError as error:
+            what = "%s: the space of what was let go of is not freed: %s"
+            _LOG.warning(what, self._fast.path, error)
 
 
 def _is_drained(near: StepPlace | None, there: StepPlace | None) -> bool:
@@ -618,8 +708,8 @@ def _check_options(fast: Store, second: SecondTier, keep_fast: int | None, backl
         ids = [(each.device, each.inode) for each in (one, two) if each is not None]
         if len(ids) == 2 and ids[0] == ids[1]:
             raise BadOptionError.of(BadOption.DRAIN, where, "that is the store itself")
-    if backlog < 1 or (keep_fast is not None and keep_fast < 1):
-        what = f"keep_fast={keep_fast}, drain_backlog={backlog}"
+    if not is_whole(backlog, 1) or not (keep_fast is None or is_whole(keep_fast, 1)):
+        what = f"keep_fast={keep_fast!r}, drain_backlog={backlog!r}"
         raise BadOptionError.of(BadOption.FAST, where, what)
 
 

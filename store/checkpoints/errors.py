@@ -16,6 +16,7 @@ StoreError
                    NestedSaveError       a signal handler saves in the middle of a save
   - of the world:  BrokenSaveError       a background save ended with an unexpected error
                    DrainError            steps are on the fast tier only
+                   OtherTierError        the second tier is not the one of before, or not mounted
                    DivergedStepError     two fast tiers have saved a step, and neither is later
   - StateError, taking a model apart:
                    UnsupportedValueError    a Python value has no form in a checkpoint
@@ -116,6 +117,8 @@ class BadOption(Enum):
     LIMIT = "let one save or more be unfinished, and give the pool bytes, or none"
     COMPRESS = 'give "auto", "always" or None'
     DRAIN = "drain to a folder or a remote of its own"
+    FILES = 'give a folder, or texts by path, as in {"config.json": "{}"}'
+    WEIGHTS = 'name a part of what is saved, as in weights="model", or give ""'
     RUN = "call the run something else, and give the step to `load`"
     FAST = "give keep_fast=1 or more, or None, and drain_backlog=1 or more, beside `drain`"
     PROVIDER = "give a type, or its module and name, and StateProvider(name=, state=, restore=)"
@@ -172,6 +175,23 @@ class DrainError(AdvisedError):
     """
 
     advice = "see to its cause; the next handle with this `drain` copies them first"
+
+
+class OtherTierError(StoreError):
+    """The second tier is not the one that the fast tier has drained this run to.
+
+    It may not be mounted. Nothing was made or written there, and the fast tier keeps what it has.
+    """
+
+    @classmethod
+    def of(cls, fast: PurePath, run: str, known: str, where: str, note: PurePath) -> Self:
+        """Return the error about the one at `where`, where `known` was that of the last one."""
+        now = "what is there now" if known == where else where
+        what = f"the run {run!r} was drained to {known}, and {now} is empty or another one"
+        advice = "mount that disk, or give the second tier of before; "
+        advice += f"to start over with this one on purpose, delete {note}"
+        facts = {"run": run, "second": where, "known": known, "note": str(note)}
+        return cls(f"{fast}: {what}; {advice}", path=str(fast), **facts)
 
 
 class DivergedStepError(AdvisedError):

@@ -92,10 +92,13 @@ def checked(metrics: Mapping[str, object] | None) -> dict[str, float]:
     Scalars of numpy and torch, and arrays and tensors of one element, are accepted.
 
     Raises:
-        BadMetricError: a metric is not a number, or is too large for a float.
+        BadMetricError: a metric is not a number, or is too large for a float, or they are not given
+            by name.
     """
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise BadMetricError.at("metrics", f"{metrics!r} has no names")
     found = {}
-    for name, value in sorted((metrics or {}).items()):
+    for name, value in sorted((metrics or {}).items(), key=lambda each: str(each[0])):
         try:
             found[str(name)] = float(value)  # type: ignore[arg-type]
         except OverflowError as error:  # the number itself may have too many digits to be shown

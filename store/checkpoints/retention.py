@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Final, Literal, TypeAlias, TypedDict
 
 from tensor_dedup.store.checkpoints.errors import (
@@ -95,6 +96,11 @@ class Retention:
         if self.every is not None:
             staying.update(step for step in steps if step % self.every == 0)
         return [step for step in steps if step not in staying]
+
+
+def is_whole(value: object, least: int) -> bool:
+    """Return whether an option is a whole number from `least` on, of Python's or of numpy's."""
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
 
 
 def _is_count(value: object) -> bool:

@@ -145,7 +145,9 @@ class StateChunk(msgspec.Struct, frozen=True, eq=False):
         """Return the source, bytes as a piece."""
         held: Any = self.source if self.make is None else self.make()
         if isinstance(held, _BYTES):
-            view = memoryview(held).cast("B")
+            view = memoryview(held)
+            # Views with gaps or of another order are no bytes yet.
+            view = view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
             return NamedValue(self.name, "U8", (view.nbytes,), view)
         found: Value = held
         return found

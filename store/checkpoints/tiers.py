@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints.errors import NotATrainingError, UnknownStepError
+from tensor_dedup.store.checkpoints.errors import (
+    NotATrainingError,
+    OtherTierError,
+    UnknownStepError,
+)
 from tensor_dedup.store.checkpoints.runs import (
     Step,
     StepOrder,
@@ -34,6 +38,14 @@ from tensor_dedup.store.errors import (
     MissingObjectError,
     NoStoreError,
     UnknownNameError,
+)
+from tensor_dedup.store.format.identity import (
+    TEXT_BYTES,
+    TierNote,
+    identity_in,
+    new_text,
+    note_in,
+    note_text,
 )
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.index import StoreIndex
@@ -71,6 +83,12 @@ class SecondTier(Protocol):
 
     where: str
     own_damage: tuple[type[StoreError], ...]
+
+    def identity(self, *, make: bool = False) -> str | None:
+        """Return what tells this tier from others; None if there is none, and it is not to `make`.
+
+        An empty place of the same address has none, or another one. None is made there.
+        """
 
     def session(self) -> AbstractContextManager[None]:
         """Hold the tier open, so that what is seen of it can be read."""
@@ -146,6 +164,29 @@ class StoreTier:
     @property
     def _objects(self) -> Objects:
         return self._second._objects
+
+    def identity(self, *, make: bool = False) -> str | None:
+        # docstring inherited
+        with self._second._translated():
+            found = self._identity()
+        return self._make_identity() if found is None and make else found
+
+    def _make_identity(self) -> str | None:
+        objects = self._objects
+        Store.open(self.path, create=False, files=objects.files)  # raises if it is gone
+        with self._second._locked():
+            new = objects.tmp_path()
+            objects.publish(new_text(), new)  # not in the lock, which others wait for
+            with objects.naming():
+                if self._identity() is None:
+                    objects.place(new, objects.layout.identity)
+                else:  # another fast tier was faster
+                    objects.files.unlink(new)
+            return self._identity()
+
+    def _identity(self) -> str | None:
+        text = _read(self._objects, self._objects.layout.identity)
+        return None if text is None else identity_in(text)
 
     def session(self) -> AbstractContextManager[None]:
         # docstring inherited
@@ -324,11 +365,52 @@ def unlink(objects: Objects, files: Iterable[str]) -> bool:
     return found
 
 
-def second_store(folder: str | PathLike[str], fast: Store, order: StepOrder) -> Store:
-    """Open the store of a second tier, or make it, which for a run that has steps is said."""
+def _read(objects: Objects, path: Path) -> bytes | None:
+    """Read a text; None if it is not there or cannot be read."""
+    with suppress(MissingObjectError, DamagedFileError):
+        return objects.read(path, TEXT_BYTES)
+    return None
+
+
+def tier_note(fast: Store, run: str) -> TierNote | None:
+    """Return the fast tier's note of the second tier that it has drained a run to.
+
+    None if it has drained nothing yet, or by an earlier version.
+    """
+    with fast._translated():
+        text = _read(fast._objects, note_path(fast, run))
+    return None if text is None else note_in(text, run)
+
+
+def set_tier_note(fast: Store, run: str, note: TierNote) -> None:
+    """Note durably on the fast tier which second tier it drains a run to."""
+    with fast._locked(), fast._objects.naming():
+        fast._objects.publish(note_text(run, note), note_path(fast, run))
+
+
+def note_path(fast: Store, run: str) -> Path:
+    """Return the path of a run's note."""
+    return fast._objects.layout.tiers / file_of(run)
+
+
+def other_tier(fast: Store, run: str, note: TierNote, where: str) -> OtherTierError:
+    """Return the error about a second tier that is not the one of the note."""
+    return OtherTierError.of(fast.path, run, note.where, where, note_path(fast, run))
+
+
+def second_store(
+    folder: str | PathLike[str], fast: Store, order: StepOrder, note: TierNote | None
+) -> Store:
+    """Open the store of a second tier, or make it, which for a run that has steps is said.
+
+    Raises:
+        OtherTierError: the run was drained, as the `note` says, and nothing is there now.
+    """
     try:
         return Store.open(folder, create=False)
-    except NoStoreError:
+    except NoStoreError as error:
+        if note is not None:
+            raise other_tier(fast, order.run, note, str(Path(folder))) from error
         made = Store.open(folder)
     with fast._translated():
         if step_numbers(fast._objects, order.run):

@@ -12,6 +12,8 @@ DRAIN_LOCK = "drain.lock"
 INDEX = "index.sqlite"
 INDEX_LOCK = "index.lock"
 SEQUENCE = "sequence"
+IDENTITY = "identity"
+TIERS = "tiers"
 INDEX_FILES = (INDEX, f"{INDEX}-wal", f"{INDEX}-shm")
 FOLDERS = ("containers", "manifests", "refs", "quarantine", "trash", "tmp")
 KNOWN = frozenset(
@@ -64,6 +66,16 @@ class StoreLayout:
     def sequence(self) -> Path:
         """The file with the number that a step was last given; may be gone while nobody saves."""
         return self.root / SEQUENCE
+
+    @cached_property
+    def identity(self) -> Path:
+        """The file that tells this store from others; it is there once a fast tier drains here."""
+        return self.root / IDENTITY
+
+    @cached_property
+    def tiers(self) -> Path:
+        """The folder of notes, one for each run, of the second tier that it is drained to."""
+        return self.root / TIERS
 
     @cached_property
     def index(self) -> Path:

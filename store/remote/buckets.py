@@ -59,7 +59,7 @@ _SERVERS: Final = ("s3", "gs", "az")
 # What a folder that is a remote holds: the first parts of keys, and what conditions need.
 _OF_A_FOLDER: Final = {
     *("FORMAT", "refs", "manifests", "holders", "containers", "tables", "catalog", "trash"),
-    *("probe", "tmp", "lock", "lost+found"),
+    *("probe", "tmp", "lock", "identity", "lost+found"),
 }
 _WEB: Final = ("http", "https")
 _THREADS: Final = 8

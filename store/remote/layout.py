@@ -16,6 +16,7 @@ from tensor_dedup.store.remote.errors import remote_damage
 MARKER: Final = "FORMAT"
 MARKER_LINES: Final = ["tensor-dedup remote", "version 1"]
 STORE_TITLE: Final = b"tensor-dedup store\n"
+IDENTITY: Final = "identity"
 HEAD: Final = "catalog/HEAD"
 REFS, MANIFESTS, CONTAINERS, TABLES = "refs/", "manifests/", "containers/", "tables/"
 HOLDERS, CATALOG, TRASH, PROBE = "holders/", "catalog/", "trash/", "probe/"

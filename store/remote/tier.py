@@ -9,6 +9,7 @@ tier at a time may drain a run. What anybody else does to a name meanwhile, the 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from os import PathLike
 from typing import Final, TypeVar
 
 from tensor_dedup.errors import StoreError
@@ -26,7 +27,15 @@ from tensor_dedup.store.checkpoints.runs import (
     parse_step_name,
     step_name,
 )
-from tensor_dedup.store.checkpoints.tiers import OutdatedError, TierContent
+from tensor_dedup.store.checkpoints.tiers import (
+    OutdatedError,
+    SecondTier,
+    StoreTier,
+    TierContent,
+    other_tier,
+    second_store,
+    tier_note,
+)
 from tensor_dedup.store.errors import (
     BadNameError,
     CorruptTensorError,
@@ -34,12 +43,13 @@ from tensor_dedup.store.errors import (
     NewerFormatError,
     UnknownNameError,
 )
+from tensor_dedup.store.format.identity import TEXT_BYTES, TierNote, identity_in, new_text
 from tensor_dedup.store.format.manifests import Manifest
 from tensor_dedup.store.locks import draining, pulling
 from tensor_dedup.store.reading.reader import StoredCheckpoint
 from tensor_dedup.store.remote import layout
-from tensor_dedup.store.remote.buckets import ObjectStatus
-from tensor_dedup.store.remote.conditions import prepare
+from tensor_dedup.store.remote.buckets import ObjectStatus, is_url
+from tensor_dedup.store.remote.conditions import check_remote, prepare
 from tensor_dedup.store.remote.errors import (
     CorruptRemoteTensorError,
     DamagedRemoteError,
@@ -89,10 +99,13 @@ class RemoteTier:
         MissingRemoteError,
     )
 
-    def __init__(self, remote: Remote, fast: Store, order: StepOrder) -> None:
+    def __init__(
+        self, remote: Remote, fast: Store, order: StepOrder, note: TierNote | None = None
+    ) -> None:
         """See that the remote can be written to, and make one where nothing is.
 
         Raises:
+            OtherTierError: the run was drained, as the `note` says, and nothing is there now.
             NoConditionsError: the server could lose names.
             RemoteError: it cannot be reached or written to, or is something else.
         """
@@ -101,7 +114,19 @@ class RemoteTier:
         # Manifests never change. A reference is read again when it is listed with another state.
         self._manifests: dict[str, _Described] = {}
         self._refs: dict[str, tuple[ObjectStatus, _Ref | None]] = {}
+        if note is not None and self._bucket.get(layout.MARKER, layout.TEXT_BYTES) is None:
+            raise other_tier(fast, self._run, note, self.where)
         prepare(self._bucket)
+
+    def identity(self, *, make: bool = False) -> str | None:
+        # docstring inherited
+        found = self._bucket.get(layout.IDENTITY, TEXT_BYTES)
+        if make and (found is None or identity_in(found[0]) is None):
+            check_remote(self._bucket)
+            # Whoever was first, that is it.
+            self._bucket.put_if(layout.IDENTITY, new_text(), None if found is None else found[1])
+            found = self._bucket.get(layout.IDENTITY, TEXT_BYTES)
+        return None if found is None else identity_in(found[0])
 
     def session(self) -> AbstractContextManager[None]:
         # docstring inherited; a remote has nothing to hold
@@ -369,3 +394,25 @@ class _StepGuard(NameGuard):
             raise OutdatedError from error
         if now != self._manifest:
             raise OutdatedError
+
+
+def second_tier(
+    drain: str | PathLike[str] | Store | Remote, fast: Store, order: StepOrder, *, lets_go: bool
+) -> SecondTier:
+    """Open the second tier of a run, behind a fast one that `lets_go` of what is drained.
+
+    Raises:
+        OtherTierError: it is not the one that the run was drained to.
+        StoreError: it cannot be opened.
+    """
+    if isinstance(drain, Store):
+        return StoreTier(drain, fast, order)
+    # What lets go of nothing may be drained anywhere, as to a second copy.
+    note = tier_note(fast, order.run) if lets_go else None
+    if not isinstance(drain, Remote) and not is_url(str(drain)):
+        return StoreTier(second_store(drain, fast, order, note), fast, order)
+    remote = drain if isinstance(drain, Remote) else Remote.open(drain)
+    folder = remote.store_folder()
+    if folder is not None:
+        return StoreTier(Store.open(folder, create=False), fast, order)
+    return RemoteTier(remote, fast, order, note)

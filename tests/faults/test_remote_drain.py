@@ -260,7 +260,8 @@ def test_a_step_changes_at_every_request(folder: Path, name: str, what: str, eve
         run = scene.open()
         drain(run)
         second = remote_alone(scene.bucket, folder / "alone")
-        assert run.undrained() == []
+        # What another fast tier did not know of stays here, and is named.
+        assert {*run.undrained()} <= ({step} if what == "save elsewhere" else set())
         if what == "delete":
             assert step not in second.steps()
             assert step not in run.steps()

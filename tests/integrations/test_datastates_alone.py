@@ -358,7 +358,7 @@ def test_all_ranks_come_to_the_tag_of_the_first(tmp_path: Path, start: Start) ->
     checkpoint(start(), tmp_path / "files" / "one", 1)
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "something").touch()
-    assert fresh.call(ask_all, str(tmp_path)) == [["one", "NotAStoreError", "TypeError"]] * 2
+    assert fresh.call(ask_all, str(tmp_path)) == [["one", "NotAStoreError", "BadOptionError"]] * 2
 
 
 @pytest.mark.parametrize("pointer", [TORN, OF_NO_STEP])

@@ -17,9 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fresh
+from tensor_dedup.errors import StoreError
 from tensor_dedup.integrations.dcp import StoreReader, StoreWriter
 from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.errors import BadStepError
+from tensor_dedup.store.checkpoints.errors import (
+    BadStepError,
+    NamedTwiceError,
+    UnsupportedArrayError,
+)
 from tensor_dedup.store.errors import NameTakenError
 
 # DCP says so whenever there is no process group.
@@ -67,6 +72,24 @@ class Training:
 def shared(root: Path) -> bool:
     found = CheckpointStore(root, "run").stats()
     return int(str(found["unique_chunks"])) < int(str(found["total_chunks"]))
+
+
+@pytest.mark.parametrize(
+    ("state", "error"),
+    [
+        ({"t": torch.eye(3).to_sparse()}, UnsupportedArrayError),
+        ({"x": 5, "#bytes x": torch.arange(9)}, NamedTwiceError),
+    ],
+    ids=["sparse", "one name"],
+)
+def test_what_cannot_be_stored_is_said(tmp_path: Path, state: Any, error: type[StoreError]) -> None:
+    writer = StoreWriter(tmp_path, "run")
+    with pytest.raises(CheckpointException) as caught:
+        saver.save(state, checkpoint_id=0, storage_writer=writer, no_dist=True)
+    writer.close()
+    (failure,) = caught.value.failures.values()
+    assert isinstance(failure[0], error)
+    assert CheckpointStore(tmp_path, "run").steps() == []
 
 
 def test_a_training_resumes_to_the_same_losses(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What is done to a run of two tiers in tests of faults, and what may be there afterwards."""
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -7,6 +8,8 @@ from typing import Any
 
 from stores import Model, assert_same, forest, network, train
 from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.checkpoints.tiers import StoreTier
+from tensor_dedup.store.remote.tier import RemoteTier
 
 Steps = Mapping[int, int]
 """Which model each step is."""
@@ -57,6 +60,20 @@ def pin(run: CheckpointStore) -> None:
     drain(run)
 
 
+def of_an_earlier_version(run: CheckpointStore) -> None:
+    """Neither tier has a note of the other."""
+    assert run._drain is not None
+    run._drain._note = None
+    shutil.rmtree(run.store.path / "tiers")
+    second = run._drain.second
+    if isinstance(second, StoreTier):
+        (second.path / "identity").unlink()
+    else:
+        assert isinstance(second, RemoteTier)
+        second._bucket.delete("identity")
+    run.save(model_of(2), 2)
+
+
 _ALL: dict[str, Any] = {"keep_fast": None}
 OLD = {0: 0, 1: 1}
 ACTS = {
@@ -65,6 +82,20 @@ ACTS = {
         drain,
         ({**OLD, 2: 2, 3: 3},),
         (OLD, {**OLD, 2: 2}, {**OLD, 2: 2, 3: 3}),
+    ),
+    "first drain of this version": Act(
+        of_an_earlier_version,
+        drain,
+        ({**OLD, 2: 2},),
+        (OLD, {**OLD, 2: 2}),
+        {"keep_fast": 2},
+    ),
+    "sweeping": Act(
+        undrained((2, 2), (3, 3)),
+        drain,
+        ({**OLD, 2: 2, 3: 3},),
+        (OLD, {**OLD, 2: 2}, {**OLD, 2: 2, 3: 3}),
+        {"drain_backlog": 2},
     ),
     "replacing": Act(undrained((0, 5)), drain, ({0: 5, 1: 1},), (OLD, {0: 5, 1: 1}), _ALL),
     "retention": Act(

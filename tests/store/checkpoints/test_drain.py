@@ -217,13 +217,16 @@ def test_a_deleted_step_is_gone_from_both(tmp_path: Path) -> None:
 def test_a_step_that_is_deleted_while_it_is_copied_does_not_appear(tmp_path: Path) -> None:
     mount = Mount()
     with tiers(tmp_path, mount) as run:
+        save(run, 20)  # so that the second tier has been written to
+        run.drain()
         mount.open_.clear()
+        mount.reached.clear()
         save(run, 0)
         assert mount.reached.wait(30)
         run.delete(0)
         assert run.undrained() == []
         mount.open_.set()
-    assert alone(tmp_path).steps() == alone(tmp_path, "fast").steps() == []
+    assert alone(tmp_path).steps() == alone(tmp_path, "fast").steps() == [20]
 
 
 def test_a_step_that_is_saved_again_replaces_the_one_behind_it(tmp_path: Path) -> None:
@@ -301,6 +304,7 @@ def test_a_second_tier_that_is_made_anew_is_told_of(
             save(opened, first)
     assert caplog.records == []
     (tmp_path / "second").rename(tmp_path / "unmounted")
+    shutil.rmtree(tmp_path / "fast" / "tiers")  # as an earlier version left it
     with run() as opened:
         assert opened.steps() == [1]
     assert "a new store is made in" in caplog.text
@@ -364,7 +368,10 @@ def test_a_state_with_the_same_place_is_replaced_by_the_next_save(tmp_path: Path
 def test_a_later_state_that_appears_during_the_copy_stays(tmp_path: Path) -> None:
     mount = Mount()
     with tiers(tmp_path, mount) as run:
+        save(run, 20)  # so that the second tier has been written to
+        run.drain()
         mount.open_.clear()
+        mount.reached.clear()
         save(run, 0)
         assert mount.reached.wait(30)
         other = alone(tmp_path)
@@ -657,6 +664,35 @@ def test_options_that_make_no_sense(tmp_path: Path, what: str) -> None:
     with pytest.raises(BadOptionError) as caught:
         CheckpointStore(root, "run", Arrays(), **options[what])
     assert caught.value.kind is (BadOption.DRAIN if "itself" in what else BadOption.FAST)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({"in_flight": "2"}, BadOption.LIMIT),
+        ({"in_flight": 1.5}, BadOption.LIMIT),
+        ({"pool_bytes": "1G"}, BadOption.LIMIT),
+        ({"pool_bytes": 1.5}, BadOption.LIMIT),
+        ({"drain_backlog": "x"}, BadOption.FAST),
+        ({"keep_fast": True}, BadOption.FAST),
+        ({"drain": 5}, BadOption.DRAIN),
+        ({"config": 5}, BadOption.FILES),
+        ({"weights": 5}, BadOption.WEIGHTS),
+    ],
+    ids=str,
+)
+def test_options_of_another_kind(tmp_path: Path, options: Any, kind: BadOption) -> None:
+    (name,) = options
+    with pytest.raises(BadOptionError, match=name) as caught:
+        handle(tmp_path / "fast", **({"drain": tmp_path / "second"} | options))
+    assert caught.value.kind is kind
+    assert repr(options[name]) in str(caught.value)
+
+
+def test_whole_numbers_of_numpy_are_options(tmp_path: Path) -> None:
+    with handle(tmp_path, in_flight=np.int64(2), pool_bytes=np.int64(1 << 20)) as run:
+        run.save_async(model_of(0), 0)
+    assert run.steps() == [0]
 
 
 def larger_model_of(step: int) -> Model:

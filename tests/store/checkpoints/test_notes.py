@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +53,14 @@ def test_what_no_run_wrote_is_no_step(text: str) -> None:
 def test_what_is_no_number_is_named(value: object) -> None:
     with pytest.raises(BadMetricError, match="the metric 'l' is"):
         checked({"l": value})
+
+
+@pytest.mark.parametrize("value", [1, [1], "loss"])
+def test_metrics_without_names(tmp_path: Path, value: Any) -> None:
+    run = handle(tmp_path)
+    with pytest.raises(BadMetricError, match="give numbers by name"):
+        run.save(network(1), 0, value)
+    assert run.steps() == []
 
 
 def test_a_run_keeps_numbers_that_are_not_finite(tmp_path: Path) -> None:

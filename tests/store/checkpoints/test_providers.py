@@ -316,3 +316,29 @@ def test_an_adapter_of_ones_own_yields_chunks_or_extracts(tmp_path: Path) -> Non
             assert set(names_of(run, step)) == {*names, last}
             assert names_of(run, 10 + step) == names_of(run, step)
     assert set(Streams().extract({"x": np.ones(2)})) == {*names, "more"}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_bytes_with_gaps_or_of_another_order_are_stored_as_they_read(
+    tmp_path: Path, frozen: bool
+) -> None:
+    views = [
+        np.arange(20)[::2].data,
+        np.arange(12.0).reshape(3, 4).T.data,
+        np.arange(20).data,
+    ]
+    run = CheckpointStore(tmp_path, "run")
+    chunks = [StateChunk(view, str(n), frozen=frozen) for n, view in enumerate(views)]
+    assert [view.c_contiguous for view in views] == [False, False, True]
+    run.save({"part": [StateChunk(view, frozen=frozen) for view in views]}, 0)
+    run.save_async({"part": [StateChunk(view, frozen=frozen) for view in views]}, 1).wait()
+    for chunk, view in zip(chunks, views, strict=True):
+        data = chunk.piece().data
+        assert isinstance(data, memoryview)
+        assert data.tobytes() == view.tobytes()
+    run.close()
+    for step in (0, 1):
+        found = run.load(step)["part"]
+        assert [bytes(memoryview(each.data)) for each in found] == [
+            view.tobytes() for view in views
+        ]

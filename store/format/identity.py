@@ -1,0 +1,62 @@
+"""The identity of a second tier, and a fast tier's note of it. No I/O."""
+
+import json
+import secrets
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Final
+
+from tensor_dedup.store.errors import DamagedFileError
+from tensor_dedup.store.format import frames
+
+TEXT_BYTES: Final = 1 << 14
+_TITLE: Final = "tensor-dedup identity"
+_NOTE_TITLE: Final = "tensor-dedup second tier"
+_ID, _RUN, _WHERE = "id ", "run ", "where "
+
+
+@dataclass(frozen=True, slots=True)
+class TierNote:
+    """Which second tier a run was drained to: its identity, and where it was."""
+
+    identity: str
+    where: str
+
+
+def new_text() -> bytes:
+    """Return the text of an identity that nothing else has."""
+    return frames.encode_text([_TITLE, f"{_ID}{secrets.token_hex(16)}"])
+
+
+def identity_in(text: bytes) -> str | None:
+    """Return the identity of a text, or None if it is damaged or none."""
+    lines = _lines(text)
+    if len(lines) != 2 or lines[0] != _TITLE or not lines[1].startswith(_ID):
+        return None
+    return lines[1].removeprefix(_ID)
+
+
+def note_text(run: str, note: TierNote) -> bytes:
+    """Return the text of a run's note."""
+    where = json.dumps(note.where)  # a path may hold anything
+    lines = [_NOTE_TITLE, f"{_RUN}{run}", f"{_ID}{note.identity}", f"{_WHERE}{where}"]
+    return frames.encode_text(lines)
+
+
+def note_in(text: bytes, run: str) -> TierNote | None:
+    """Return the note of a run, or None if the text is damaged or another one."""
+    lines = _lines(text)
+    if len(lines) != 4 or lines[:2] != [_NOTE_TITLE, f"{_RUN}{run}"]:
+        return None
+    identity, where = lines[2].removeprefix(_ID), lines[3].removeprefix(_WHERE)
+    try:
+        return TierNote(identity, str(json.loads(where)))
+    except ValueError:
+        return None
+
+
+def _lines(text: bytes) -> list[str]:
+    try:
+        return frames.decode_text(text, PurePath())
+    except DamagedFileError:
+        return []

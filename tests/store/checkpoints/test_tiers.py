@@ -1,0 +1,216 @@
+"""A fast tier in front of a lasting one: which one that is, and the space of what has left it."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stores import Model, assert_same, forest, handle, network, open_store, train
+from tensor_dedup.errors import StoreError
+from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.checkpoints.errors import DrainError, OtherTierError
+from tensor_dedup.store.errors import NoSpaceError
+from tensor_dedup.store.files import Handle, RealFiles
+
+
+def alone(root: Path, tier: str = "second") -> CheckpointStore:
+    """One tier without the other."""
+    return handle(root / tier)
+
+
+def model_of(step: int) -> Model:
+    """A network of which a part moves, and an ensemble that grows."""
+    model = network(1)
+    for seed in range(step + 1):
+        train(model, seed, "layer2.weight", "layer2.bias")
+    return {**model, **forest(20 + 3 * step)}
+
+
+def save(run: CheckpointStore, *steps: int) -> None:
+    for step in steps:
+        run.save(model_of(step), step)
+
+
+def size(root: Path, tier: str) -> int:
+    folder = root / tier / "containers"
+    return sum(path.stat().st_size for path in folder.rglob("*.*"))
+
+
+@pytest.fixture(params=["folder", "url"])
+def second(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A second tier in a folder, as a store or as a remote."""
+    folder = tmp_path / "second"
+    return str(folder) if request.param == "folder" else folder.as_uri()
+
+
+def test_a_second_tier_that_is_not_mounted_is_an_error(tmp_path: Path, second: str) -> None:
+    folder, aside = tmp_path / "second", tmp_path / "unmounted"
+
+    def run(drain: str = second) -> CheckpointStore:
+        return handle(tmp_path / "fast", drain=drain, keep_fast=2)
+
+    with run() as opened:
+        save(opened, 0, 1, 2, 3)
+    assert (opened.undrained(), alone(tmp_path, "fast").steps()) == ([], [2, 3])
+    folder.rename(aside)
+    for _ in range(2):  # with an empty mount point, and without
+        with pytest.raises(OtherTierError, match="mount that disk") as caught:
+            run()
+        assert str(tmp_path / "fast") in str(caught.value)
+        assert second in str(caught.value)
+        folder.mkdir(exist_ok=True)
+        assert list(folder.iterdir()) == []
+    folder.rmdir()
+    other = second.replace("/second", "/other")
+    with handle(tmp_path / "elsewhere", drain=other) as opened:
+        save(opened, 7)
+    with pytest.raises(OtherTierError, match="is empty or another one") as caught:
+        run(other)
+    assert other in str(caught.value)
+    aside.rename(folder)
+    with run() as opened:
+        save(opened, 4, 5)
+        assert opened.steps() == [0, 1, 2, 3, 4, 5]
+    folder.rename(aside)
+    Path(str(caught.value.facts["note"])).unlink()  # to start over on purpose
+    with run() as opened:
+        save(opened, 6)
+        assert opened.steps() == [4, 5, 6]
+    with run() as opened:
+        assert opened.steps() == [4, 5, 6]
+
+
+def test_what_lets_go_of_nothing_is_drained_anywhere(tmp_path: Path, second: str) -> None:
+    with handle(tmp_path / "fast", drain=second) as run:
+        save(run, 0, 1)
+    for name in ("one", "two"):  # as `runs drain` does, for a copy
+        copy = second.replace("/second", f"/{name}")
+        with handle(tmp_path / "fast", drain=copy, keep_fast=None) as run:
+            run.drain()
+        with handle(tmp_path / "elsewhere", drain=copy, keep_fast=None) as run:
+            assert run.steps() == [1]
+    with handle(tmp_path / "fast", drain=second) as run:
+        assert run.steps() == [0, 1]
+
+
+def test_a_second_tier_that_goes_away_loses_nothing(tmp_path: Path, second: str) -> None:
+    folder, aside = tmp_path / "second", tmp_path / "unmounted"
+    run = handle(tmp_path / "fast", drain=second)
+    save(run, 0, 1, 2, 3)
+    run.drain()
+    assert alone(tmp_path, "fast").steps() == [3]
+    folder.rename(aside)
+    folder.mkdir()
+    save(run, 4, 5, 6, 7)
+    assert run.steps() == [0, 1, 2, 3, 4, 5, 6, 7]
+    with pytest.raises(DrainError):
+        run.close()
+    assert alone(tmp_path, "fast").steps() == [3, 4, 5, 6, 7]
+    assert run.undrained() == [4, 5, 6, 7]
+    assert not (folder / "FORMAT").exists()
+    shutil.rmtree(folder)
+    with handle(tmp_path / "elsewhere", drain=second) as other:  # another one in its place
+        save(other, 9)
+    for call in (lambda: run.delete(4), run.prune, run.metrics, run.drain):
+        with pytest.raises(StoreError, match="is empty or another one"):
+            call()
+    with pytest.raises(DrainError):
+        run.close()
+    shutil.rmtree(folder)
+    aside.rename(folder)
+    with handle(tmp_path / "fast", drain=second) as run:
+        run.drain()
+        assert run.steps() == [0, 1, 2, 3, 4, 5, 6, 7]
+        for step in range(8):
+            assert_same(run.load(step), model_of(step))
+
+
+def test_a_fast_tier_of_an_earlier_version_gets_its_note(tmp_path: Path, second: str) -> None:
+    with handle(tmp_path / "fast", drain=second, keep_fast=2) as run:
+        save(run, 0, 1)
+    note, identity = tmp_path / "fast" / "tiers" / "run", tmp_path / "second" / "identity"
+    first = note.read_bytes()
+    note.unlink()
+    identity.unlink()
+    with handle(tmp_path / "fast", drain=second, keep_fast=2) as run:
+        save(run, 2)
+        assert run.steps() == [0, 1, 2]
+    assert note.read_bytes() != first
+    again = identity.read_bytes()
+    note.write_bytes(b"damaged")  # which protects no more, and stops nobody
+    with handle(tmp_path / "fast", drain=second) as run:
+        save(run, 3)
+    assert identity.read_bytes() == again
+    assert b"second tier" in note.read_bytes()
+
+
+class SmallDisk(RealFiles):
+    """A disk on which the files of one store have no more than so many bytes together."""
+
+    def __init__(self, root: Path, capacity: int) -> None:
+        self.root, self.capacity = root, capacity
+
+    def pwrite(self, handle: Handle, data: bytes | memoryview, offset: int) -> None:
+        used = sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file())
+        if used + len(data) > self.capacity:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.root))
+        super().pwrite(handle, data, offset)
+
+
+def noise(seed: int) -> Model:
+    return {"weight": np.random.default_rng(seed).integers(0, 256, 1 << 20, np.uint8)}
+
+
+def test_the_space_of_what_was_let_go_of_is_freed(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"drain_backlog": 2, "compress": None}
+    with handle(tmp_path / "fast", drain=tmp_path / "second", **options) as run:
+        assert run.save({"a": noise(0)["weight"], "b": noise(0)["weight"]}, 0).new_tensors == 1
+        for step in range(1, 12):
+            run.save(noise(step), step)
+        run.drain()
+        assert alone(tmp_path, "fast").steps() == [11]
+    assert size(tmp_path, "second") > 12 << 20
+    # Its last step, and what was let go of since the last sweep.
+    assert size(tmp_path, "fast") < 4 << 20
+    assert alone(tmp_path, "fast").store.verify(full=True).faults == []
+
+
+def test_a_full_fast_tier_is_swept_before_a_save_fails(tmp_path: Path) -> None:
+    disk = SmallDisk(tmp_path / "fast", 5 << 20)
+    run = handle(
+        tmp_path / "fast",
+        files=disk,
+        drain=open_store(tmp_path / "second"),
+        drain_backlog=20,  # so that nothing is swept before
+        compress=None,
+    )
+    with run:
+        for step in range(9):
+            run.save(noise(step), step)
+            if step < 5:  # later on what is undrained fills the disk, which is waited for
+                run.drain()
+            assert_same(run.load(step), noise(step))
+    assert alone(tmp_path).steps() == [*range(9)]
+    # What is not drained, or not let go of, stays: then the disk is full.
+    run = handle(
+        tmp_path / "fast",
+        files=disk,
+        drain=open_store(tmp_path / "second"),
+        keep_fast=None,
+        compress=None,
+    )
+
+    def fill() -> None:
+        for step in range(9, 15):
+            run.save(noise(step), step)
+
+    with pytest.raises(NoSpaceError):
+        fill()
+    run.close()
+    assert [s for s in run.steps() if s >= 9]
+    for step in run.steps():
+        assert_same(run.load(step), noise(step))
