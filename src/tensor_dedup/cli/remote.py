@@ -388,7 +388,7 @@ def delete(url: str, name: str, yes: bool, as_json: bool) -> None:
     say(
         {"deleted": name},
         as_json,
-        f"{what} is deleted; `tensor-dedup remote gc URL` frees its space",
+        f"{what} is deleted; `tensor-dedup remote gc URL`, run again a week later, frees its space",
     )
 
 
