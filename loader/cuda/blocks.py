@@ -212,11 +212,11 @@ def blocks_in(record: bytes) -> BlockComposition | None:
     return BlockComposition(key, leaves, found.blocks)
 
 
-def spare_descriptors() -> int:
-    """Return how many blocks more this process may have; it may be negative."""
+def spare_descriptors(usable: float = _USABLE) -> int:
+    """Return how many descriptors there are until this part of all is used; it may be negative."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     there = sum(1 for _ in Path("/proc/self/fd").iterdir())
-    return sys.maxsize if most == resource.RLIM_INFINITY else int(_USABLE * most) - there
+    return sys.maxsize if most == resource.RLIM_INFINITY else int(usable * most) - there
 
 
 def too_many(blocks: int) -> str:

@@ -65,16 +65,19 @@ def reason_of_class(parameter: nn.Parameter) -> str | None:
 
 
 def slab_batches(
-    items: Iterable[_T], nbytes: Callable[[_T], int], own: int = OWN_SLAB_BYTES
+    items: Iterable[_T],
+    nbytes: Callable[[_T], int],
+    is_alone: Callable[[int], bool] = lambda size: size >= OWN_SLAB_BYTES,
 ) -> Iterator[list[_T]]:
-    """Yield lists of items that fill one slab each, and items of `own` bytes by themselves.
+    """Yield lists of items that fill one slab each, and items that have one by themselves.
 
-    Items are consumed one batch at a time. `nbytes` returns the size of an item.
+    Items are consumed one batch at a time. `nbytes` returns the size of an item, and `is_alone`
+    whether one of that size has a slab by itself.
     """
     batch: list[_T] = []
     size = 0
     for item in items:
-        if nbytes(item) >= own:
+        if is_alone(nbytes(item)):
             yield [item]
             continue
         batch.append(item)

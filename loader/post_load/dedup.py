@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 from torch import nn
 
-from tensor_dedup.loader.cuda.shared import BATCH_BYTES
+from tensor_dedup.loader.cuda.blocks import spare_descriptors
+from tensor_dedup.loader.cuda.shared import BATCH_BYTES, OWN_SLAB_BYTES
 from tensor_dedup.loader.ledger import LoadLedger, NotShared
 from tensor_dedup.loader.post_load.batch import (
     DedupCandidate,
@@ -59,8 +60,8 @@ from tensor_dedup.loader.unsharing.private import map_shared
 if TYPE_CHECKING:
     from tensor_dedup.loader.post_load.batch import NamedParameter
 
-# What others may take leaves of has a slab of its own: nobody keeps a slab of many for some leaves.
-_OWN_SLAB_BYTES: Final = LEAF_SHARED_FROM
+# A slab is a descriptor. Above this part of all that the process may have, they are saved.
+_MANY_DESCRIPTORS: Final = 0.25
 # Batches that are read while the loader goes on.
 _UNDER_WAY: Final = 2
 
@@ -111,7 +112,7 @@ class ModuleDedup:
             return
         if any(id(parameter) in each for each in (self._shares, self._waiting, self._begun)):
             return
-        if parameter.nbytes >= _OWN_SLAB_BYTES:
+        if _is_alone(parameter.nbytes):
             self._begin([(name, parameter)])
             return
         # Smaller ones wait until there is enough for a slab, or until their model is complete.
@@ -129,7 +130,7 @@ class ModuleDedup:
         self._take_back_written()
         for buffer in self.model.buffers():
             self._restore_views_with(buffer)
-        for batch in slab_batches(self._left(), _nbytes, _OWN_SLAB_BYTES):
+        for batch in slab_batches(self._left(), _nbytes, _is_alone):
             self._begin(batch, wait=True)
         self._replicas.order(self.model.named_parameters(), self._shares)
         self._on_gpus.share(list(self._left()))
@@ -153,7 +154,7 @@ class ModuleDedup:
         """Share those parameters, given by id, that are private now. The model is complete."""
         self._claim(each for each in self.model.parameters() if id(each) not in parameters)
         left = (item for item in self._left() if id(item[1]) in parameters)
-        for batch in slab_batches(left, _nbytes, _OWN_SLAB_BYTES):
+        for batch in slab_batches(left, _nbytes, _is_alone):
             self._begin(batch, wait=True)
         self._replicas.order(self.model.named_parameters(), self._shares)
         self._end()
@@ -471,6 +472,17 @@ def _find_parameter(model: nn.Module, name: str) -> nn.Parameter | None:
     """Return the parameter of that name, or None for a buffer."""
     path, _, last = name.rpartition(".")
     return model.get_submodule(path)._parameters.get(last)
+
+
+def _is_alone(nbytes: int) -> bool:
+    """Return whether a tensor of this size has a slab of its own.
+
+    What others may take leaves of has, because nobody keeps a slab of many tensors for some leaves;
+    but a model may have tens of thousands of such experts.
+    """
+    if nbytes < LEAF_SHARED_FROM or nbytes >= OWN_SLAB_BYTES:
+        return nbytes >= OWN_SLAB_BYTES
+    return spare_descriptors(_MANY_DESCRIPTORS) > 0
 
 
 def _nbytes(item: NamedParameter) -> int:

@@ -1,6 +1,7 @@
 """Transformers and Diffusers: what is equal in tensors that differ in part is one memory."""
 
 import gc
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -14,6 +15,7 @@ import transformers as hf
 
 import fresh
 import managers
+import process_state
 import shared
 import tiny_checkpoints as checkpoints
 from leaf_tunes import (
@@ -97,6 +99,25 @@ def test_transformers_keeps_what_changed_of_tensors_of_8_mib(llama: Path, tmp_pa
 
     tune = checkpoints.mapped(llama, tmp_path / "tune", last_row_changed)
     _assert_costs_what_changed_in_transformers(llama, tune, 8 * 6 * MIB)
+
+
+def test_tensors_of_8_mib_have_slabs_together_where_descriptors_are_few(llama: Path) -> None:
+    """As in a model of tens of thousands of experts: each slab is a descriptor."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    slabs = []
+    for limit in (before[0], 4 * len(process_state.descriptors())):  # a quarter is in use
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+        try:
+            with enable():
+                model = _load(llama)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert all(is_mapped(each) for each in model.parameters())
+        slabs.append(process_state.open_slabs().total())
+        del model
+        gc.collect()
+    plenty, few = slabs
+    assert 1 <= few < plenty
 
 
 @pytest.mark.long
