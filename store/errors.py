@@ -169,7 +169,7 @@ class LostHitError(AdvisedError):
 class ChangedModelError(AdvisedError):
     """A tensor was written to while it was being saved. Nothing was committed."""
 
-    advice = "save between two steps of the optimizer, or save a copy"
+    advice = "save between two steps of the optimizer, call `before_update()` first, or save a copy"
 
 
 class ContradictoryManifestError(AdvisedError):
