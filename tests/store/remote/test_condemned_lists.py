@@ -80,7 +80,8 @@ def first_form(bucket: MemoryBucket, trash: Trash) -> None:
 
 def test_the_first_form_is_read_and_written_anew() -> None:
     bucket = MemoryBucket()
-    seconds = dict.fromkeys(keys()[:5], (UNKNOWN_SINCE,)) | {keys()[4]: (UNKNOWN_SINCE,) * 2}
+    seconds: dict[str, tuple[int, ...]] = dict.fromkeys(keys()[:5], (UNKNOWN_SINCE,))
+    seconds[keys()[4]] = (UNKNOWN_SINCE, UNKNOWN_SINCE)  # several sweeps at once
     trash = Trash(dict.fromkeys(keys(), 17), seconds)
     first_form(bucket, trash)
     assert read(bucket) == trash
