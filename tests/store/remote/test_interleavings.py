@@ -333,6 +333,26 @@ def test_a_sweep_whose_time_is_over_leaves_the_list_alone(
         assert bool(catalog_of(inner).trash.deleting) == is_left
 
 
+def test_a_sweep_that_sleeps_when_it_has_asked_for_the_time_deletes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its second is an hour ago: others hold it for dead from the beginning."""
+    scene = Scene(tmp_path)
+    inner, clock = scene.bucket(), Clock()
+    monkeypatch.setattr("tensor_dedup.store.remote.sweep.time", clock)
+    condemned = {*catalog_of(inner).trash.condemned}
+
+    def now() -> float:
+        clock.now += HOUR
+        return inner.clock
+
+    gate = Faulty(inner)
+    monkeypatch.setattr(gate, "now", now)
+    with pytest.raises(RemoteBusyError):
+        Remote(gate).gc(24)
+    assert condemned <= inner.objects.keys()
+
+
 def test_two_sweeps_of_one_second_are_told_apart(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     gate = Faulty(scene.bucket())
@@ -393,7 +413,7 @@ def test_a_killed_sweep_is_over_after_an_hour_however_often_another_one_runs(
     Remote(inner).gc(24)
     with pytest.raises(RemoteBusyError):
         scene.full.push(Remote(inner), "tune")
-    inner.clock += every * HOUR
+    inner.clock += every * HOUR - 2
     Remote(inner).gc(24)
     assert not catalog_of(inner).trash.deleting
     scene.full.push(Remote(inner), "tune")
