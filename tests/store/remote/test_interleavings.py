@@ -248,6 +248,22 @@ class Clock:
         return self.now if clock == time.CLOCK_BOOTTIME else 0.0
 
 
+class Late(Faulty):
+    """A bucket that gives its answer to one call late."""
+
+    def __init__(self, inner: MemoryBucket, at: int, meanwhile: Callable[[], object]) -> None:
+        super().__init__(inner)
+        self._late = (at, meanwhile)
+
+    def _do(self, verb: str, key: str, call: Callable[[], object]) -> object:
+        at, meanwhile = self._late
+        is_late = len(self.calls) == at
+        found = super()._do(verb, key, call)
+        if is_late:
+            meanwhile()
+        return found
+
+
 def test_a_sweep_that_was_held_up_deletes_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,8 +285,7 @@ def test_a_sweep_that_was_held_up_deletes_nothing_more(
             scene.full.push(Remote(inner), "tune")
 
         # The look before the deletion.
-        slow = Faulty(inner, number - 1, meanwhile=meanwhile)
-        tried(partial(Remote(slow).gc, 24))
+        tried(partial(Remote(Late(inner, number - 1, meanwhile)).gc, 24))
         scene.check(inner, number)
         assert "tune" in Remote(inner).names()
 
