@@ -242,7 +242,7 @@ def scale(count: int, *, sweep: bool) -> None:
         )
 
 
-_NONE: Final = catalog.Trash({}, [])
+_NONE: Final = catalog.Trash({}, {})
 
 
 def _one(models: Models) -> tuple[ContainerId, Any]:

@@ -107,14 +107,14 @@ class _Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     trash: bytes | None
 
 
-class Trash(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What nothing refers to: keys condemned since a second, and keys that a gc is deleting.
+class Trash(msgspec.Struct, frozen=True):
+    """What nothing refers to: keys condemned since a second, and keys that gcs are deleting.
 
-    A key that several are deleting is there once for each of them.
+    Of these, each has the seconds since when, one for each gc that is deleting it.
     """
 
     condemned: dict[str, int]
-    deleting: list[str]
+    deleting: dict[str, tuple[int, ...]]
 
 
 class _Keys(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -134,9 +134,16 @@ class _TrashList(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     deleting: list[_Keys]
 
 
+class _FirstTrashList(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    condemned: dict[str, int]
+    deleting: list[str]
+
+
 # Stands for the second since when a container is condemned that was found damaged.
 DAMAGED: Final = 0
-_NO_TRASH: Final = Trash({}, [])
+# Stands for the second since when a gc is deleting where the list does not say it.
+UNKNOWN_SINCE: Final = 0
+_NO_TRASH: Final = Trash({}, {})
 CatalogChange: TypeAlias = tuple[Mapping[bytes, list[ListedContainer]], Trash]
 """The segments and the trash that a head is to name."""
 
@@ -411,13 +418,24 @@ def _trash(bucket: Bucket, head: _Head) -> Trash:
     blob = _named(bucket, key, name)
     with remote_damage(bucket.at(key)) as path:
         if frames.version_of(blob) < _TRASH_VERSION:
-            return frames.decode(blob, _TRASH, Trash, path)
+            first = frames.decode(blob, _TRASH, _FirstTrashList, path)
+            unknown = ((key, UNKNOWN_SINCE) for key in first.deleting)
+            return Trash(first.condemned, _seconds_of(unknown))
         found = frames.decode(blob, _TRASH, _TrashList, path, _TRASH_VERSION)
     for each in (*found.condemned, *found.deleting):
         if len(each.forms) > _FORMS or len(each.digests) % DIGEST_BYTES:
             raise DamagedRemoteError.at(bucket.at(key), "an entry of it contradicts itself")
-    deleting = sorted(key for each in found.deleting for key in _unpacked(each))
-    return Trash({k: each.since for each in found.condemned for k in _unpacked(each)}, deleting)
+    deleting = ((key, each.since) for each in found.deleting for key in _unpacked(each))
+    since = {key: each.since for each in found.condemned for key in _unpacked(each)}
+    return Trash(since, _seconds_of(deleting))
+
+
+def _seconds_of(pairs: Iterable[tuple[str, int]]) -> dict[str, tuple[int, ...]]:
+    """The seconds of each key, in order."""
+    found: dict[str, list[int]] = {}
+    for key, since in pairs:
+        found.setdefault(key, []).append(since)
+    return {key: tuple(sorted(seconds)) for key, seconds in found.items()}
 
 
 def _packed(keys: Iterable[tuple[str, int]]) -> list[_Keys]:
@@ -680,7 +698,7 @@ def _put_trash(bucket: Bucket, catalog: Catalog, trash: Trash) -> bytes | None:
 
 def trash_object(trash: Trash) -> tuple[str, bytes]:
     """Return the key and the bytes of a list of what is condemned."""
-    deleting = [(key, 0) for key in trash.deleting]
+    deleting = [(key, since) for key, seconds in trash.deleting.items() for since in seconds]
     packed = _TrashList(_packed(trash.condemned.items()), _packed(deleting))
     blob = frames.encode(_TRASH, packed, _TRASH_VERSION)
     return layout.trash_key(digest(blob)), blob

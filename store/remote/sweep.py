@@ -7,13 +7,13 @@ has taken it off the list: both change the head of the catalog by a condition, s
 the other.
 
 Of two sweeps at once each deletes what either may. What is being deleted is listed once for each of
-them, so a push keeps away from it until both have ended. One that was killed cannot take itself off
-the list; the next one does, when the list is so old that nobody deletes by it any more.
+them, with the second since when, so a push keeps away from it until both have ended. One that was
+killed cannot take itself off the list; the next one does, when that second is so long ago that
+nobody deletes by it any more.
 """
 
 import time
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Final
@@ -23,14 +23,15 @@ from tensor_dedup.store.remote import layout
 from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus
 from tensor_dedup.store.remote.catalog import (
     DAMAGED,
+    UNKNOWN_SINCE,
     Catalog,
     CatalogChange,
+    ListedContainer,
     Trash,
     catalog_of,
     commit,
     listed,
     segment_of,
-    trash_object,
 )
 from tensor_dedup.store.remote.errors import RemoteBusyError, UncertainRemoteError
 from tensor_dedup.store.remote.upkeep import (
@@ -44,9 +45,11 @@ from tensor_dedup.store.upkeep.gc import needed
 
 # A list may tell the time of an object more finely than the object itself.
 _CLOCK_S: Final = 2.0
-# So long a sweep deletes what it has listed; when a list is so old, nobody does.
+# So long a sweep deletes what it has listed; what has been listed for so long, nobody deletes.
 _DELETING_S: Final = 1800.0
 _DEAD_S: Final = 3600.0
+# It goes on while the machine sleeps: Linux's monotonic clock stands still, others' do not.
+_CLOCK: Final[int] = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +89,17 @@ def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan
         catalog = catalog_of(bucket)
         found = take_inventory(bucket)
         _refuse_unless_certain(bucket, found, catalog)
-        now, began = _time_of(bucket, dry_run), time.monotonic()
-        others = _others(bucket, catalog.trash, now)
-        plan, (segments, trash) = _plan(bucket, found, catalog, now, lease_s)
+        # In this order: others must not hold it for dead before it does so itself.
+        began = time.clock_gettime(_CLOCK)
+        now = _time_of(bucket, dry_run)
+        plan, segments, waiting = _plan(bucket, found, catalog, now, lease_s)
         if dry_run:
             return plan
-        wanted = (segments, Trash(trash.condemned, sorted([*others, *trash.deleting])))
-        if wanted[1] == catalog.trash and wanted[1].deleting:
-            # Nobody writes it again: when it was written says since when this sweep deletes.
-            key, blob = trash_object(catalog.trash)
-            bucket.put(key, [memoryview(blob)])
+        deleting = _others(bucket, catalog, now)
+        since = _second_of_its_own(deleting, now)
+        for key in plan.delete:
+            deleting[key] = tuple(sorted((*deleting.get(key, ()), since)))
+        wanted = (segments, Trash(waiting, deleting))
         done: list[Catalog] = []
 
         def change(
@@ -113,7 +117,7 @@ def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan
         if done:
             continue
         _delete(bucket, found, plan.delete, began)
-        _forget(bucket, plan.delete)
+        _forget(bucket, plan.delete, since, began)
         return replace(plan, done=True)
     raise RemoteBusyError.at(bucket.url, "pushes changed it during every attempt")
 
@@ -147,7 +151,8 @@ def _refuse_unless_certain(bucket: Bucket, found: RemoteInventory, catalog: Cata
 
 def _plan(
     bucket: Bucket, found: RemoteInventory, catalog: Catalog, now: float, lease_s: float
-) -> tuple[RemoteGcPlan, CatalogChange]:
+) -> tuple[RemoteGcPlan, Mapping[bytes, list[ListedContainer]], dict[str, int]]:
+    """What is to be done, and the segments and the condemned keys that are to be."""
     # What was condemned may be damaged: it is kept only for what nothing else holds.
     live, held = found.live(), found.held()
     out = {*catalog.trash.condemned, *catalog.trash.deleting}
@@ -214,15 +219,38 @@ def _plan(
         young=len(young),
         young_bytes=sum(sizes[k] for k in young),
     )
-    return plan, (segments, Trash(waiting, sorted(expired)))
+    return plan, segments, waiting
 
 
-def _others(bucket: Bucket, trash: Trash, now: float) -> list[str]:
-    """What other sweeps are deleting, for all that is known."""
-    if not trash.deleting:
-        return []
-    status = bucket.head(trash_object(trash)[0])
-    return trash.deleting if status is None or now - status.modified < _DEAD_S else []
+def _others(bucket: Bucket, catalog: Catalog, now: float) -> dict[str, tuple[int, ...]]:
+    """What other sweeps are deleting, for all that is known, and since when.
+
+    Where the list does not say since when, or the clock has been put back since, what counts is
+    when the list was written.
+    """
+    deleting, written = catalog.trash.deleting, int(now)
+
+    def is_known(since: int) -> bool:
+        return since != UNKNOWN_SINCE and since < now + _DEAD_S
+
+    if not all(is_known(since) for seconds in deleting.values() for since in seconds):
+        status = bucket.head(catalog.trash_key) if catalog.trash_key else None
+        written = int(now if status is None else min(now, status.modified))
+    found = dict[str, tuple[int, ...]]()
+    for key, seconds in deleting.items():
+        known = (since if is_known(since) else written for since in seconds)
+        if left := tuple(sorted(since for since in known if now - since < _DEAD_S)):
+            found[key] = left
+    return found
+
+
+def _second_of_its_own(others: Mapping[str, Sequence[int]], now: float) -> int:
+    """The second since when a sweep deletes; no other one on the list has the same."""
+    taken = {since for seconds in others.values() for since in seconds}
+    since = int(now)
+    while since in taken:
+        since -= 1  # not later: nobody may count on it for longer
+    return since
 
 
 def _order(key: str) -> tuple[int, str]:
@@ -237,7 +265,7 @@ def _delete(bucket: Bucket, found: RemoteInventory, keys: Sequence[str], began: 
         status, listed_ = bucket.head(key), found.objects.get(key)
         if status is None or not (listed_ is None or _same(listed_, status)):
             return
-        if time.monotonic() - began > _DELETING_S:
+        if time.clock_gettime(_CLOCK) - began > _DELETING_S:
             what = (
                 "it took so long that others may count on it no more; what is left goes next time"
             )
@@ -254,14 +282,25 @@ def _same(one: ObjectStatus, other: ObjectStatus) -> bool:
     return one.tag == other.tag and abs(one.modified - other.modified) < _CLOCK_S
 
 
-def _forget(bucket: Bucket, keys: Collection[str]) -> None:
-    """Say that this sweep deletes no longer: pushes need not mind that."""
+def _forget(bucket: Bucket, keys: Collection[str], since: int, began: float) -> None:
+    """Say that this sweep deletes no longer: pushes need not mind that.
+
+    A sweep whose time is over leaves the list to the next one: others hold it for dead.
+    """
+    mine = {*keys}
 
     def change(catalog: Catalog) -> CatalogChange | None:
-        left = Counter(catalog.trash.deleting) - Counter(keys)
-        if not keys or left.total() == len(catalog.trash.deleting):
+        if time.clock_gettime(_CLOCK) - began > _DELETING_S:
             return None
-        return catalog.segments, Trash(catalog.trash.condemned, sorted(left.elements()))
+        left = dict(catalog.trash.deleting)
+        for key in mine & left.keys():
+            if seconds := tuple(each for each in left[key] if each != since):
+                left[key] = seconds
+            else:
+                del left[key]
+        if left == catalog.trash.deleting:
+            return None
+        return catalog.segments, Trash(catalog.trash.condemned, left)
 
     with suppress(RemoteBusyError):  # the next gc does it
         commit(bucket, catalog_of(bucket), change)

@@ -15,6 +15,7 @@ from tensor_dedup.store.format import frames
 from tensor_dedup.store.remote import Remote, layout
 from tensor_dedup.store.remote.catalog import (
     DAMAGED,
+    UNKNOWN_SINCE,
     Catalog,
     Trash,
     commit,
@@ -56,7 +57,9 @@ def read(bucket: MemoryBucket) -> Trash:
 
 def test_a_list_comes_back_as_it_was() -> None:
     bucket = MemoryBucket()
-    deleting = sorted([*keys()[::3], *keys()[::6], *keys()[::6]])  # some by several sweeps at once
+    deleting: dict[str, tuple[int, ...]] = dict.fromkeys(keys()[::3], (UNKNOWN_SINCE,))
+    # Some by several sweeps at once.
+    deleting |= dict.fromkeys(keys()[::6], (UNKNOWN_SINCE, UNKNOWN_SINCE, 17, 1_700_000_000))
     since = {key: (DAMAGED, 17, 1_700_000_000)[n % 3] for n, key in enumerate(keys())}
     trash = Trash(since, deleting)
     written(bucket, trash)
@@ -68,7 +71,8 @@ def test_a_list_comes_back_as_it_was() -> None:
 
 def first_form(bucket: MemoryBucket, trash: Trash) -> None:
     """Write a list as the first version had it, and a head that names it."""
-    blob = frames.encode(b"rtra", trash)
+    deleting = [key for key, seconds in trash.deleting.items() for _ in seconds]
+    blob = frames.encode(b"rtra", [trash.condemned, deleting])
     bucket.put(layout.trash_key(digest(blob)), [memoryview(blob)])
     head = frames.encode(b"rhed", [[], bytes.fromhex(digest(blob))])
     bucket.put(layout.HEAD, [memoryview(head)])
@@ -76,7 +80,9 @@ def first_form(bucket: MemoryBucket, trash: Trash) -> None:
 
 def test_the_first_form_is_read_and_written_anew() -> None:
     bucket = MemoryBucket()
-    trash = Trash(dict.fromkeys(keys(), 17), keys()[:5])
+    seconds: dict[str, tuple[int, ...]] = dict.fromkeys(keys()[:5], (UNKNOWN_SINCE,))
+    seconds[keys()[4]] = (UNKNOWN_SINCE, UNKNOWN_SINCE)  # several sweeps at once
+    trash = Trash(dict.fromkeys(keys(), 17), seconds)
     first_form(bucket, trash)
     assert read(bucket) == trash
     catalog = read_catalog(bucket, with_trash=True)

@@ -3,6 +3,8 @@
 The short form takes a case here and there, the long one more than 5,000 of some 58,000.
 """
 
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -13,10 +15,19 @@ import pytest
 
 from remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
 from stores import Content, content, open_store, stored, three
+from tensor_dedup.digest import digest
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store import Store
+from tensor_dedup.store.format import frames
 from tensor_dedup.store.remote import Remote, layout
-from tensor_dedup.store.remote.catalog import catalog_of, read_catalog
+from tensor_dedup.store.remote.catalog import (
+    UNKNOWN_SINCE,
+    Trash,
+    catalog_of,
+    commit,
+    read_catalog,
+)
+from tensor_dedup.store.remote.errors import RemoteBusyError
 
 HOUR = 3600.0
 KINDS = (*FAULTS, *READ_FAULTS, "delayed")
@@ -228,6 +239,31 @@ def test_two_sweeps_and_a_push_at_once(tmp_path: Path, fault: str, step: int) ->
     assert pushed >= moments // 4
 
 
+class Clock:
+    """The clock of a sweep's machine, which goes on while that sleeps."""
+
+    now = 0.0
+
+    def clock_gettime(self, clock: int) -> float:
+        return self.now if clock == time.CLOCK_BOOTTIME else 0.0
+
+
+class Late(Faulty):
+    """A bucket that gives its answer to one call late."""
+
+    def __init__(self, inner: MemoryBucket, at: int, meanwhile: Callable[[], object]) -> None:
+        super().__init__(inner)
+        self._late = (at, meanwhile)
+
+    def _do(self, verb: str, key: str, call: Callable[[], object]) -> object:
+        at, meanwhile = self._late
+        is_late = len(self.calls) == at
+        found = super()._do(verb, key, call)
+        if is_late:
+            meanwhile()
+        return found
+
+
 def test_a_sweep_that_was_held_up_deletes_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,12 +273,6 @@ def test_a_sweep_that_was_held_up_deletes_nothing_more(
     Remote(gate).gc(24)
     deletions = [n for n, call in enumerate(gate.calls) if call.startswith("delete")]
     assert len(deletions) > 2
-
-    class Clock:
-        now = 0.0
-
-        def monotonic(self) -> float:
-            return self.now
 
     for number in deletions:
         inner, clock = scene.bucket(), Clock()
@@ -255,10 +285,166 @@ def test_a_sweep_that_was_held_up_deletes_nothing_more(
             scene.full.push(Remote(inner), "tune")
 
         # The look before the deletion.
-        slow = Faulty(inner, number - 1, meanwhile=meanwhile)
-        tried(partial(Remote(slow).gc, 24))
+        tried(partial(Remote(Late(inner, number - 1, meanwhile)).gc, 24))
         scene.check(inner, number)
         assert "tune" in Remote(inner).names()
+
+
+def test_a_sweep_that_slept_takes_nothing_of_another_one_off_the_list(tmp_path: Path) -> None:
+    """It wakes between the other one's last look at a container and the deletion."""
+    scene = Scene(tmp_path)
+    gate = Faulty(scene.bucket())
+    Remote(gate).gc(24)
+    deletions = [n for n, call in enumerate(gate.calls) if call.startswith("delete")]
+    assert gate.calls[deletions[-1] + 1] == f"get {layout.HEAD}"
+    inner, asleep, awake = scene.bucket(), threading.Event(), threading.Event()
+
+    def sleep() -> None:
+        asleep.set()
+        assert awake.wait(60)
+
+    first = Faulty(inner, deletions[-1] + 1, meanwhile=sleep)
+    sweep = threading.Thread(target=lambda: Remote(first).gc(24))
+    sweep.start()
+    assert asleep.wait(60)
+    with pytest.raises(RemoteBusyError):  # but it has sent what it needs
+        scene.full.push(Remote(inner), "tune")
+    inner.clock += 1.1 * HOUR
+    probe = Faulty(inner.copied())
+    Remote(probe).gc(24)
+    at = [n for n, call in enumerate(probe.calls) if call.startswith("delete containers/")][-1]
+
+    def wake() -> None:
+        assert catalog_of(inner).trash.deleting
+        awake.set()
+        sweep.join(60)
+        with pytest.raises(RemoteBusyError):
+            scene.full.push(Remote(inner), "tune")
+
+    second = Faulty(inner, at, meanwhile=wake)
+    Remote(second).gc(24)
+    assert second.struck
+    assert not sweep.is_alive()
+    assert not catalog_of(inner).trash.deleting
+    scene.full.push(Remote(inner), "tune")
+    store = scene.store()
+    store.pull(Remote(inner), "tune")
+    assert stored(store, "tune") == scene.expected["tune"]
+
+
+def test_a_sweep_whose_time_is_over_leaves_the_list_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock goes on while the machine sleeps."""
+    scene = Scene(tmp_path)
+    gate = Faulty(scene.bucket())
+    Remote(gate).gc(24)
+    deletions = [n for n, call in enumerate(gate.calls) if call.startswith("delete")]
+    for slept, is_left in ((0.4 * HOUR, False), (0.6 * HOUR, True)):
+        inner, clock = scene.bucket(), Clock()
+        monkeypatch.setattr("tensor_dedup.store.remote.sweep.time", clock)
+        sleep = partial(setattr, clock, "now", slept)
+        Remote(Faulty(inner, deletions[-1] + 1, meanwhile=sleep)).gc(24)
+        assert bool(catalog_of(inner).trash.deleting) == is_left
+
+
+def test_a_sweep_that_sleeps_when_it_has_asked_for_the_time_deletes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its second is an hour ago: others hold it for dead from the beginning."""
+    scene = Scene(tmp_path)
+    inner, clock = scene.bucket(), Clock()
+    monkeypatch.setattr("tensor_dedup.store.remote.sweep.time", clock)
+    condemned = {*catalog_of(inner).trash.condemned}
+
+    def now() -> float:
+        clock.now += HOUR
+        return inner.clock
+
+    gate = Faulty(inner)
+    monkeypatch.setattr(gate, "now", now)
+    with pytest.raises(RemoteBusyError):
+        Remote(gate).gc(24)
+    assert condemned <= inner.objects.keys()
+
+
+def test_two_sweeps_of_one_second_are_told_apart(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    gate = Faulty(scene.bucket())
+    Remote(gate).gc(24)
+    first = next(n for n, call in enumerate(gate.calls) if call.startswith("delete"))
+    inner = scene.bucket()
+    seen: list[dict[str, tuple[int, ...]]] = []
+
+    def look() -> None:
+        seen.append(catalog_of(inner).trash.deleting)
+
+    def meanwhile() -> None:
+        look()
+        rival = Faulty(inner.copied())
+        Remote(rival).gc(24)
+        at = next(n for n, call in enumerate(rival.calls) if call.startswith("delete"))
+        Remote(Faulty(inner, at, meanwhile=look)).gc(24)
+        look()
+
+    Remote(Faulty(inner, first, meanwhile=meanwhile)).gc(24)
+    alone, both, left = seen
+    assert alone
+    assert left == alone
+    assert any(len(set(both[key])) == 2 for key in alone)
+    assert not catalog_of(inner).trash.deleting
+
+
+@pytest.mark.parametrize("written", ["now", "by an older program", "in the first form"])
+@pytest.mark.parametrize("every", [0.25, 1.0])
+def test_a_killed_sweep_is_over_after_an_hour_however_often_another_one_runs(
+    tmp_path: Path, every: float, written: str
+) -> None:
+    """Each of them, and each push, writes the list again."""
+    scene = Scene(tmp_path)
+    gate = Faulty(scene.bucket())
+    Remote(gate).gc(24)
+    first = next(n for n, call in enumerate(gate.calls) if call.startswith("delete"))
+    inner = scene.bucket()
+    tried(partial(Remote(Faulty(inner, first, "killed before")).gc, 24))
+    killed = inner.clock
+    trash = catalog_of(inner).trash
+    assert trash.deleting
+    if written == "by an older program":
+        unknown = Trash(trash.condemned, dict.fromkeys(trash.deleting, (UNKNOWN_SINCE,)))
+        commit(inner, catalog_of(inner), lambda now: (now.segments, unknown))
+    elif written == "in the first form":
+        blob = frames.encode(b"rtra", [trash.condemned, [*trash.deleting]])
+        inner.put(layout.trash_key(digest(blob)), [memoryview(blob)])
+        head = [[*catalog_of(inner).segments], bytes.fromhex(digest(blob))]
+        inner.put(layout.HEAD, [memoryview(frames.encode(b"rhed", head))])
+    for number in range(1, round(1 / every)):
+        inner.clock = killed + number * every * HOUR - 3
+        Remote(inner).gc(24)
+        assert {*trash.deleting} <= {*catalog_of(inner).trash.deleting}
+        with pytest.raises(RemoteBusyError):
+            scene.full.push(Remote(inner), "tune")
+    inner.clock = killed + HOUR - 3
+    Remote(inner).gc(24)
+    with pytest.raises(RemoteBusyError):
+        scene.full.push(Remote(inner), "tune")
+    inner.clock += every * HOUR - 2
+    Remote(inner).gc(24)
+    assert not catalog_of(inner).trash.deleting
+    scene.full.push(Remote(inner), "tune")
+    scene.check(inner, every)
+
+
+def test_a_clock_that_was_put_back_keeps_no_killed_sweep_alive(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    inner = scene.bucket()
+    ahead = Trash({}, {"tables/00/" + "00" * 32: (int(inner.clock + 1000 * HOUR),)})
+    commit(inner, catalog_of(inner), lambda now: (now.segments, ahead))
+    Remote(inner).gc(24)
+    assert catalog_of(inner).trash.deleting  # it may be at work still
+    inner.clock += HOUR
+    Remote(inner).gc(24)
+    assert not catalog_of(inner).trash.deleting
 
 
 def test_of_two_pushes_at_once_the_catalog_has_both(tmp_path: Path) -> None:
