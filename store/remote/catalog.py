@@ -630,11 +630,14 @@ def commit(
     catalog: Catalog,
     change: Callable[[Catalog], CatalogChange | None],
     pause: Callable[[float], None] = time.sleep,
+    *,
+    told_by_bytes: bool = True,
 ) -> Catalog:
     """Replace the head by what `change` makes of the catalog as it is; return the new catalog.
 
     `change` returns the segments and the trash that are to be, or None to leave all as it is. It is
-    asked again with the catalog of others who were first.
+    asked again with the catalog of others who were first, and without `told_by_bytes` also where
+    the same bytes are there: then these may be another's, and count for that one alone.
 
     Raises:
         RemoteBusyError: others were first every time.
@@ -658,7 +661,7 @@ def commit(
         if bucket.put_if(layout.HEAD, blob, catalog.tag):
             return catalog
         now = bucket.get(layout.HEAD, layout.HEAD_BYTES)
-        if now is not None and now[0] == blob:
+        if told_by_bytes and now is not None and now[0] == blob:
             return catalog  # ours: the answer to it was lost
         pause(_PAUSE_S * random.random() * (attempt + 1))
         catalog = catalog_of(bucket, before=catalog)

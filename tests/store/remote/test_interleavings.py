@@ -239,6 +239,28 @@ def test_two_sweeps_and_a_push_at_once(tmp_path: Path, fault: str, step: int) ->
     assert pushed >= moments // 4
 
 
+def test_two_sweeps_that_plan_the_same_at_once_are_two(tmp_path: Path) -> None:
+    """They would write the same bytes, and the second would take the first one's for its own."""
+    scene = Scene(tmp_path)
+    gate = Faulty(scene.bucket())
+    assert Remote(gate).gc(24).delete
+    enters = gate.calls.index(f"put_if {layout.HEAD}")
+    bucket = scene.bucket()
+
+    def killed_when_it_has_entered() -> None:
+        with pytest.raises(Killed):
+            Remote(Faulty(bucket, enters, "killed after")).gc(24)
+
+    second = Faulty(bucket, enters, meanwhile=killed_when_it_has_entered)
+    assert Remote(second).gc(24).delete
+    assert second.struck
+    left = catalog_of(bucket).trash.deleting  # by the first, for all that anybody knows
+    assert left
+    assert all(len(seconds) == 1 for seconds in left.values())
+    with pytest.raises(RemoteBusyError):
+        scene.full.push(Remote(bucket), "tune")
+
+
 class Clock:
     """The clock of a sweep's machine, which goes on while that sleeps."""
 
