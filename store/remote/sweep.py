@@ -113,7 +113,7 @@ def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan
                 return None
             return wanted
 
-        # Another sweep may have planned the same in the same second: each needs an entry of its own.
+        # Another one may have planned the same in the same second: each needs an entry of its own.
         commit(bucket, catalog, change, told_by_bytes=not plan.delete)
         if done:
             continue
