@@ -68,7 +68,6 @@ from tensor_dedup.store.remote.errors import (
 )
 from tensor_dedup.store.remote.relatives import Relative, first_there, lost, pages_there
 
-
 # How long a gc spares what nothing refers to. Every push is over by then, or begins anew.
 LEASE_S: Final = 7 * 24 * 3600.0
 _BLOCK_BYTES: Final = 4 * LEAF_BYTES
