@@ -648,7 +648,7 @@ class Artifact:
         links.pop(path, None)
         if entry.islnk():
             target = posixpath.normpath(entry.linkname)
-            if target in written and target != path:
+            if target in written:
                 # The file as it is now: what comes later under its name is another one.
                 self._copy(folder, target, name, written, files)
             else:
