@@ -214,8 +214,8 @@ class Catalog:
     bases: dict[ContainerId, dict[bytes, bytes]] = field(default_factory=dict)
     # Deltas, as containers and prefixes, whose base no container holds.
     stranded: set[tuple[ContainerId, bytes]] = field(default_factory=set)
-    # Pieces that a reference there leads to. Where one container only may hold one, it does.
-    assured: Collection[bytes] = frozenset()
+    # Pieces that are known to be in the one container that may hold them (`assure`).
+    _assured: Collection[bytes] = frozenset()
     _widths: set[int] = field(default_factory=set)
 
     def add(self, container: ListedContainer) -> None:
@@ -275,15 +275,22 @@ class Catalog:
         """Return whether what is known of a container are shortened prefixes."""
         return self.containers[container].width < PREFIX_BYTES
 
-    def is_assured(self, digest_: bytes) -> bool:
-        """Return whether a piece is known to be in its one holder, whose table need not be read.
+    def assure(self, digests: Iterable[bytes]) -> None:
+        """Note that a reference there leads to these pieces, before any table is read.
 
-        Others of that container may have the same short prefix, if they are of the same kind.
+        Where one container only may hold a piece, it does, and its table need not be read. Of two,
+        either may be the one whose table cannot be read: then the other holds nothing for sure.
         """
-        if digest_ not in self.assured:
-            return False
+        self._assured = {digest_ for digest_ in digests if self._has_one_holder(digest_)}
+
+    def _has_one_holder(self, digest_: bytes) -> bool:
+        # Others of that container may have the same short prefix, if they are of the same kind.
         held, alone = self.holders(digest_), self.holders(digest_, alone=True)
         return len({*held}) == 1 and len(alone) in (0, len(held))
+
+    def is_assured(self, digest_: bytes) -> bool:
+        """Return whether a piece is known to be in its one holder, whose table need not be read."""
+        return digest_ in self._assured
 
 
 def confirm(

@@ -11,28 +11,47 @@ from urllib.parse import urlsplit
 from tensor_dedup.store.remote.errors import RemoteAccessError, RemoteUnreachableError
 
 # What may lead to a server of the user's own, by http too; Google's is in the key of an account.
-_ENDPOINTS: Final = (
-    *("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT"),
-    *("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "GOOGLE_BASE_URL"),
-)
-_GOOGLE_KEY: Final = "GOOGLE_SERVICE_ACCOUNT_KEY"
-# What the variables of a service begin with, as obstore reads them.
-_VARIABLES: Final = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
+# Of those of one meaning the last in the environment counts, and of those of S3 the first here.
+_ENDPOINTS: Final = {
+    "s3": (("AWS_ENDPOINT_URL_S3",), ("AWS_ENDPOINT_URL", "AWS_ENDPOINT")),
+    "gs": (("GOOGLE_BASE_URL",),),
+    "az": (("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),),
+}
+_GOOGLE_KEY: Final = "GOOGLE_SERVICE_ACCOUNT_KEY"  # which is JSON
+# What obstore reads and a line break spoils. Other programs have variables that begin likewise, and
+# some of these are keys of many lines.
+_ONE_LINE: Final = {
+    "s3": (
+        *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_TOKEN"),
+        *("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_SSE_KMS_KEY_ID", "AWS_SSE_CUSTOMER_KEY_BASE64"),
+        *("AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE"),
+    ),
+    "gs": ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_BEARER_TOKEN"),
+    "az": (
+        *("AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_MASTER_KEY"),
+        *("AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_TOKEN"),
+        *("AZURE_STORAGE_CLIENT_SECRET", "AZURE_CLIENT_SECRET", "AZURE_FEDERATED_TOKEN_FILE"),
+        "AZURE_FABRIC_SESSION_TOKEN",
+    ),
+}
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
 SECRETS: Final = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS", re.IGNORECASE)
 
 
 def check_environment(url: str) -> None:
     """Check the variables that obstore would panic about."""
-    prefix = _VARIABLES.get(urlsplit(url).scheme)
-    for name in sorted(os.environ) if prefix is not None else ():
-        value = os.environ[name]
-        if not name.startswith(prefix or "") or name == _GOOGLE_KEY:  # which is JSON
+    scheme = urlsplit(url).scheme
+    for names in _ENDPOINTS.get(scheme, ()):
+        set_ = [name for name in os.environ if name in names]
+        if not set_:
             continue
-        if name in _ENDPOINTS and not _is_endpoint(value):
-            state = "is no URL" if value else "is set and empty; unset it"
+        name = set_[-1]
+        if not _is_endpoint(os.environ[name]):
+            state = "is no URL" if os.environ[name] else "is set and empty; unset it"
             raise RemoteUnreachableError.at(url, f"the variable {name} {state}")
-        if (SECRETS.search(name) or name.endswith("REGION")) and _CONTROL.search(value):
+        break
+    for name in _ONE_LINE.get(scheme, ()):
+        if _CONTROL.search(os.environ.get(name, "")):
             what = f"the variable {name} has a line break in it, as of a file that ends in one"
             raise RemoteAccessError.at(url, what)
 
@@ -48,5 +67,6 @@ def _is_endpoint(value: str) -> bool:
 
 def allows_http(url: str) -> bool:
     """Return whether the URL, or a variable that leads to a server, has http in place of https."""
-    endpoints = (os.environ.get(name, "") for name in (*_ENDPOINTS, _GOOGLE_KEY))
+    names = [name for groups in _ENDPOINTS.values() for group in groups for name in group]
+    endpoints = (os.environ.get(name, "") for name in (*names, _GOOGLE_KEY))
     return url.startswith("http://") or any("http://" in endpoint for endpoint in endpoints)

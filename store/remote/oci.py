@@ -647,7 +647,12 @@ class Artifact:
             written.discard(path)
         links.pop(path, None)
         if entry.islnk():
-            links[path] = posixpath.normpath(entry.linkname)
+            target = posixpath.normpath(entry.linkname)
+            if target in written:
+                # The file as it is now: what comes later under its name is another one.
+                self._copy(folder, target, name, written, files)
+            else:
+                links[path] = target
         elif entry.issym():
             links[path] = posixpath.normpath(
                 posixpath.join(posixpath.dirname(name), entry.linkname)
@@ -671,14 +676,16 @@ class Artifact:
                 hint = "pull it with its own client"
                 raise UnsupportedError(f"{self.url}: {what}; {hint}", url=self.url)
             for name, target in ready.items():
-                handle = files.open(folder / target, "read")
-                try:
-                    size = files.status_of(handle).size
-                    chunks = _read_through(files, handle, size)
-                    written.add(self._write(folder, name, _Stream(chunks), files))
-                finally:
-                    files.close(handle)
+                self._copy(folder, target, name, written, files)
                 del left[name]
+
+    def _copy(self, folder: Path, target: str, name: str, written: set[str], files: Files) -> None:
+        handle = files.open(folder / target, "read")
+        try:
+            chunks = _read_through(files, handle, files.status_of(handle).size)
+            written.add(self._write(folder, name, _Stream(chunks), files))
+        finally:
+            files.close(handle)
 
 
 def _read_through(files: Files, handle: Handle, size: int) -> Iterator[bytes]:

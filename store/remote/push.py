@@ -66,7 +66,7 @@ from tensor_dedup.store.remote.errors import (
     RemoteBusyError,
     RemoteNameTakenError,
 )
-from tensor_dedup.store.remote.relatives import Relative, first_there
+from tensor_dedup.store.remote.relatives import Relative, first_there, lost, pages_there
 
 # How long a gc spares what nothing refers to. Every push is over by then, or begins anew.
 LEASE_S: Final = 7 * 24 * 3600.0
@@ -74,12 +74,6 @@ _BLOCK_BYTES: Final = 4 * LEAF_BYTES
 _AT_ONCE: Final = 3
 # Of a smaller container it costs less to send it again than to ask whether it is there.
 _ASKED_BYTES: Final = 8 << 20
-# Of more than so many, listing all costs less than asking for each; of fewer, where all are few.
-_ASKED: Final = 8
-# What a container takes in a list, and what lists may: so much, and a share of what is sent.
-_LISTED_BYTES: Final = 350
-_LIST_BYTES: Final = 16 << 10
-_LIST_SHARE: Final = 0.005
 _ATTEMPTS: Final = 4
 _PLAIN: Final = "pack"
 # What saves less goes as it is: of a container of plain pieces alone it is known what of it is
@@ -291,8 +285,8 @@ class _Push:
         bucket = self._bucket
         if not is_damage_noted(bucket):
             return []
-        lost = unheld(bucket, catalog_of(bucket), self._sizes)
-        return [n for n, each in enumerate(self._checkpoints) if lost & each.wanted.keys()]
+        gone = unheld(bucket, catalog_of(bucket), self._sizes)
+        return [n for n, each in enumerate(self._checkpoints) if gone & each.wanted.keys()]
 
     def _catalog(self) -> Catalog:
         """Read the catalog of a remote that may be written to; make one where nothing is."""
@@ -337,8 +331,8 @@ class _Push:
         # To replace a checkpoint by itself is to mend it, whatever has been noted.
         mending = any(self._seen[each.name] == each.manifest for each in self._checkpoints)
         relative = self._relative(catalog)
-        lost = unheld(bucket, catalog, self._sizes, suspicious=self._replace and mending)
-        missing = {d: n for d, n in self._sizes.items() if d in lost}
+        unheld_ = unheld(bucket, catalog, self._sizes, suspicious=self._replace and mending)
+        missing = {d: n for d, n in self._sizes.items() if d in unheld_}
         saved = sum(n for d, n in self._sizes.items() if d not in missing)
         self._progress.saved(saved)
         loads: list[_Load] = []
@@ -362,7 +356,7 @@ class _Push:
         def write(part: str) -> None:
             bucket.put(layout.manifest_key(part), [memoryview(blobs[part])])
 
-        there = relative.pages if relative else ()
+        there = pages_there(bucket, catalog, relative, blobs, self._moved_bytes) if relative else ()
         for _ in bucket.each(write, [part for part in blobs if part not in there]):
             pass
         reused = self._reused(catalog, missing, loads)
@@ -388,7 +382,7 @@ class _Push:
         found = first_there(self._bucket, candidates())
         if found is not None:
             with suppress(StoreError):
-                catalog.assured = found.pieces()
+                catalog.assure(found.pieces())
         return found
 
     def _put_holders(
@@ -551,19 +545,7 @@ class _Push:
         is told; the push begins anew and sends what was in it.
         """
         bucket = self._bucket
-        keys = {layout.container_key(each): catalog.containers[each].nbytes for each in reused}
-        count = len(catalog.containers)
-        fits = count * _LISTED_BYTES <= _LIST_BYTES + _LIST_SHARE * self._moved_bytes
-        if len(keys) > _ASKED or (fits and count // 1000 + 1 < len(keys)):
-            sizes = {s.key: s.size for s in bucket.list(layout.CONTAINERS) if s.key in keys}
-        else:
-            there = [s for s in bucket.each(bucket.head, keys) if s is not None]
-            sizes = {status.key: status.size for status in there}
-        lost = [c for c in reused if sizes.get(key := layout.container_key(c)) != keys[key]]
-        # An answer may be old: one is not enough to send again what is there.
-        again = [s for s in bucket.each(bucket.head, map(layout.container_key, lost)) if s]
-        whole = {status.key for status in again if status.size == keys[status.key]}
-        if gone := [c for c in lost if layout.container_key(c) not in whole]:
+        if gone := lost(bucket, catalog, reused, self._moved_bytes):
             check_remote(bucket)  # or a catalog would be made where all of it has gone
             drop(bucket, gone)
             raise _OutdatedError

@@ -316,6 +316,8 @@ class RegistryRepository:
         """
         data = bytearray()
         for attempt in range(_ATTEMPTS):
+            if len(data) == stop - start:
+                break  # it broke off after the last byte; an empty range is no valid one
             wanted = {"Range": f"bytes={start + len(data)}-{stop - 1}"}
             with self._request("GET", f"blobs/{digest}", wanted, stream=True) as found:
                 if found.status_code == 404:

@@ -1,9 +1,11 @@
 """What a push need not ask or send, since a checkpoint that the remote has leads to it.
 
 A fine-tune has most pages of its manifest in common with its base, and most pieces. While a
-reference there leads to the base, all of that is there: no sweep deletes it within a lease.
+reference there leads to the base, no sweep deletes any of that within a lease. It may have been
+lost, as in a copy that was cut short, so what is relied on is looked for; but it is not read.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,16 +13,27 @@ from typing import Final
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.errors import NewerFormatError
+from tensor_dedup.store.format import manifests
 from tensor_dedup.store.format.names import file_of
-from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.remote import layout
 from tensor_dedup.store.remote.buckets import Bucket
+from tensor_dedup.store.remote.catalog import Catalog
 from tensor_dedup.store.remote.errors import DamagedRemoteError, RemoteAccessError
 
 # To ask for a reference are two requests, and a page is one.
 _FEWEST_PAGES: Final = 3
 # So many are asked for, until one is there.
 _ASKED: Final = 2
+# Of more containers than so many, listing all costs less than asking for each; of fewer, where all
+# are few.
+_ASKED_CONTAINERS: Final = 8
+# What an object takes in a list, and what a list may: so much, a share of what is sent, and so much
+# for each page or table that is not asked for then.
+_LISTED_BYTES: Final = 350
+_LIST_BYTES: Final = 16 << 10
+_LIST_SHARE: Final = 0.005
+_HEAD_BYTES: Final = 2 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +94,60 @@ def first_there(bucket: Bucket, candidates: Iterable[Relative]) -> Relative | No
             if there == relative.manifest and bucket.still_has(key, found[1]):
                 return relative
     return None
+
+
+def pages_there(
+    bucket: Bucket, catalog: Catalog, relative: Relative, blobs: Collection[str], sent: int
+) -> set[str]:
+    """Return those of these pages and manifests that a relative has and that are there.
+
+    So many bytes of pieces were `sent`: the look for them may cost a share of that.
+    """
+    common = {layout.manifest_key(part): part for part in blobs if part in relative.pages}
+    # About so many are there: a push has two or more, and a page is of so many pieces.
+    pieces = sum(entry.pieces for entry in catalog.containers.values())
+    count = 2 * len(catalog.containers) + pieces // manifests.PAGE_ENTRIES
+    spare = _spare(sent) + len(common) * _HEAD_BYTES
+    return {common[key] for key in _sizes(bucket, layout.MANIFESTS, common, count, spare)}
+
+
+def lost(
+    bucket: Bucket, catalog: Catalog, containers: Collection[ContainerId], sent: int
+) -> set[ContainerId]:
+    """Return which of these containers of the catalog are not there, or have another size.
+
+    Likewise those whose table was not read, as a reference leads to what is in them, and is not
+    there: a pull needs it.
+    """
+    count = len(catalog.containers)
+    keys = {layout.container_key(each): each for each in containers}
+    spare = _spare(sent) if len(keys) <= _ASKED_CONTAINERS else math.inf
+    sizes = _sizes(bucket, layout.CONTAINERS, keys, count, spare)
+    unread = {layout.table_key(each.name): each for each in containers if catalog.is_doubtful(each)}
+    spare = _spare(sent) + len(unread) * _HEAD_BYTES
+    sizes |= _sizes(bucket, layout.TABLES, unread, count, spare)
+
+    def is_whole(key: str) -> bool:
+        whole = catalog.containers[keys[key]].nbytes if key in keys else sizes.get(key)
+        return key in sizes and sizes[key] == whole
+
+    # An answer may be old: one is not enough to send again what is there.
+    gone = [key for key in (*keys, *unread) if not is_whole(key)]
+    sizes |= {s.key: s.size for s in bucket.each(bucket.head, gone) if s is not None}
+    return {(keys | unread)[key] for key in gone if not is_whole(key)}
+
+
+def _spare(sent: int) -> float:
+    return _LIST_BYTES + _LIST_SHARE * sent
+
+
+def _sizes(
+    bucket: Bucket, prefix: str, keys: Collection[str], count: int, spare: float
+) -> dict[str, int]:
+    """Return the sizes of those of these objects that are there, of about `count` in all.
+
+    They are listed if that takes fewer requests than to ask for each, and `spare` bytes at most.
+    """
+    if count * _LISTED_BYTES <= spare and count // 1000 + 1 < len(keys):
+        return {s.key: s.size for s in bucket.list(prefix) if s.key in keys}
+    return {s.key: s.size for s in bucket.each(bucket.head, keys) if s is not None}

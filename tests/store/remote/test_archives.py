@@ -93,6 +93,29 @@ def test_links_of_an_archive_are_the_files_they_lead_to(tmp_path: Path, team: st
     assert found == {f"snapshot/{name}.json": b"{}" for name in ("again", "config", "copy")}
 
 
+def test_a_hard_link_is_the_file_that_had_the_name_then(tmp_path: Path, team: str) -> None:
+    """As `tar` unpacks it; a symbolic link leads to whatever has the name at the end."""
+    tar = linking(
+        ("model.safetensors", "file", safetensors(u8(a=noise(1, 9 * KIB)))),
+        ("early.json", "hard", "a.json"),
+        ("a.json", "file", b"[1]"),
+        ("hard.json", "hard", "a.json"),
+        ("soft.json", "soft", "a.json"),
+        ("a.json", "file", b"[2]"),
+    )
+    registries.bring(tmp_path / "l", f"{team}/links:v1", [(f"{MODEL}.weight.v1.tar", tar, None)])
+    store = open_store(tmp_path / "store")
+    store.pull(f"{team}/links:v1", "links")
+    found = stored(store, "links")
+    del found["model.safetensors"]
+    assert found == {
+        "a.json": b"[2]",
+        "early.json": b"[2]",
+        "hard.json": b"[1]",
+        "soft.json": b"[2]",
+    }
+
+
 @pytest.mark.parametrize(
     ("entries", "says"),
     [

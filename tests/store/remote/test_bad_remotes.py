@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tensor_dedup.store.errors import EscapingPathError, NewerFormatError, NoSpa
 from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.format import frames, manifests
 from tensor_dedup.store.format.manifests import FileEntry, Manifest, Piece, encode_manifest
-from tensor_dedup.store.remote import Remote, layout
+from tensor_dedup.store.remote import Remote, environment, layout
 from tensor_dedup.store.remote.buckets import ObjectStatus, scrubbed
 from tensor_dedup.store.remote.catalog import read_catalog
 from tensor_dedup.store.remote.errors import (
@@ -422,6 +423,58 @@ def test_a_variable_that_obstore_would_panic_about_is_named(
         Remote.open(url)
     assert "hidden-word" not in str(caught.value) + repr(caught.value.facts)
     Remote.open("https://host/x")
+
+
+@pytest.mark.parametrize(
+    ("url", "name", "value"),
+    [
+        ("s3://bucket/x", "AWS_CLOUDFRONT_PRIVATE_KEY", "-----BEGIN\nhidden\n"),
+        ("gs://bucket/x", "GOOGLE_PRIVATE_KEY", "-----BEGIN\nhidden\n"),
+        ("az://container/x", "AZURE_CLIENT_CERTIFICATE_KEY", "-----BEGIN\nhidden\n"),
+        ("s3://bucket/x", "AWS_ENDPOINT", ""),
+    ],
+)
+def test_a_variable_that_obstore_does_not_use_may_say_anything(
+    monkeypatch: pytest.MonkeyPatch, url: str, name: str, value: str
+) -> None:
+    """Of two that say the same it uses the last one in the environment."""
+    for each in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv("GOOGLE_SKIP_SIGNATURE", "true")
+    Remote.open(url)
+
+
+def test_of_two_endpoints_the_one_that_obstore_uses_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for each in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_ENDPOINT", "")
+    with pytest.raises(RemoteUnreachableError, match="AWS_ENDPOINT is set and empty"):
+        Remote.open("s3://bucket/x")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
+    Remote.open("s3://bucket/x")
+
+
+def test_the_variables_that_are_looked_at_are_some_that_obstore_reads() -> None:
+    from obstore.exceptions import GenericError, UnknownConfigurationKeyError
+    from obstore.store import from_url
+
+    def take(scheme: str, name: str) -> None:
+        more = {"azure_storage_account_name": "account"} if scheme == "az" else {}
+        config: Any = {name.lower(): "x", **more}
+        with suppress(GenericError):
+            from_url(f"{scheme}://bucket", config=config)
+
+    for scheme, names in environment._ONE_LINE.items():
+        for name in names:
+            take(scheme, name)
+        with pytest.raises(UnknownConfigurationKeyError):
+            take(scheme, f"{names[0]}_OF_OTHERS")
 
 
 def test_a_panic_of_obstore_is_an_answer_that_cannot_be_used(

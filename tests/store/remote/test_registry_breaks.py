@@ -66,6 +66,28 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Regist
         yield found
 
 
+def test_an_answer_that_breaks_off_after_its_last_byte_is_whole(
+    registry: RegistryRepository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To ask for the rest would be an empty range, which a server may answer with all of it."""
+    asked = list[str | None]()
+
+    def answer(self: Breaking) -> None:
+        asked.append(self.headers.get("Range"))
+        first, _, last = (asked[-1] or "").removeprefix("bytes=").partition("-")
+        valid = int(first) <= int(last)
+        body = BLOB[int(first) : int(last) + 1] if valid else BLOB
+        self.send_response(206 if valid else 200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.wfile.write(b"%x\r\n%b\r\n" % (len(body), body))  # and no last chunk
+        self.close_connection = True
+
+    monkeypatch.setattr(Breaking, "do_GET", answer)
+    assert registry.blob_range(DIGEST, 100, 2100) == BLOB[100:2100]
+    assert asked == ["bytes=100-2099"]
+
+
 def test_the_rest_of_a_range_is_asked_for_again(registry: RegistryRepository) -> None:
     Breaking.breaks = 3
     assert registry.blob_range(DIGEST, 1000, 301_000) == BLOB[1000:301_000]

@@ -13,7 +13,7 @@ from s3_faults import FaultyProxy, MemoryS3, Wire, client
 from stores import KIB, MIB, content, noise, open_store, safetensors, stored, u8, write
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.format import manifests
-from tensor_dedup.store.remote import Remote, catalog, layout
+from tensor_dedup.store.remote import Remote, catalog, layout, relatives
 
 HOUR = 3600.0
 
@@ -24,18 +24,23 @@ def checkpoint(tmp_path: Path, name: str, count: int, changed: dict[int, bytes])
     return write(tmp_path / name, {"model.safetensors": safetensors(u8(**tensors))})
 
 
-@pytest.mark.parametrize(("count", "containers", "allowed"), [(1600, 25, 0), (3000, 24, 16 * KIB)])
+@pytest.mark.parametrize(
+    ("count", "containers", "lists", "allowed"),
+    [(1600, 25, 1, 2 * KIB), (3000, 24, 2, 26 * KIB)],
+)
 def test_a_fine_tune_of_many_tensors_costs_what_is_missing(
     tmp_path: Path,
     wire: Wire,
     monkeypatch: pytest.MonkeyPatch,
     count: int,
     containers: int,
+    lists: int,
     allowed: int,
 ) -> None:
     """As with tensors of a mebibyte each, but for what of these does not travel.
 
-    What the catalog and the holders say of 3,000 pieces is more bytes than it may be.
+    What the catalog and the holders say of 3,000 pieces is more bytes than it may be. Further
+    `lists` say that what is left out is there: pages, and tables where prefixes are short.
     """
     here, there = open_store(tmp_path / "here"), open_store(tmp_path / "there")
     base = checkpoint(tmp_path, "base", count, {700: noise(6, MIB)})
@@ -52,7 +57,7 @@ def test_a_fine_tune_of_many_tensors_costs_what_is_missing(
         wire.reset()
         done = work(wire.remote, "tune")
         assert (done.moved_pieces, done.moved_bytes) == (1, MIB)
-        assert wire.proxy.requests <= 12 + 3, wire.server.requests
+        assert wire.proxy.requests <= 12 + 3 + lists, wire.server.requests
         assert wire.proxy.nbytes <= 1.02 * MIB + 64 * KIB + allowed
     added = [key for key in wire.bucket.objects.keys() - before if key.startswith("manifests/")]
     assert len(added) == 1 + 1  # a page and the manifest
@@ -125,17 +130,50 @@ def test_short_prefixes_that_two_pieces_of_a_container_share_need_no_table(
 
 def test_a_prefix_of_a_difference_and_of_another_piece_assures_nothing() -> None:
     """Which of them the piece is says whether anything can be stored against it."""
-    found = catalog.Catalog(assured={bytes(32)})
     for alone, deltas, assured in ((2, 0, True), (0, 2, True), (1, 1, False)):
         entry = catalog.ListedContainer(
             bytes([alone]) * 32, "mixed", 9, bytes(3 * alone), bytes(3 * deltas), 3
         )
-        found.containers.clear()
-        found._alone.clear()
-        found._deltas.clear()
+        found = catalog.Catalog()
         found.add(entry)
+        found.assure({bytes(32)})
         assert found.is_assured(bytes(32)) is assured
-    assert not found.is_assured(bytes([1]) * 32)
+        assert not found.is_assured(bytes([1]) * 32)
+
+
+def test_what_two_containers_may_hold_is_not_assured_once_one_cannot_be_read() -> None:
+    """It may have been in that one; what the other has is another piece of the same prefix."""
+    bucket, found = MemoryBucket(), catalog.Catalog()
+    for number in (1, 2):
+        found.add(catalog.ListedContainer(bytes([number]) * 32, "pack", 9, bytes(3), b"", 3))
+    found.assure({bytes(32)})
+    gate = Faulty(bucket)
+    assert catalog.unheld(gate, found, {bytes(32)}) == {bytes(32)}
+    assert sum(call.startswith("get tables/") for call in gate.calls) == 2
+
+
+@pytest.mark.parametrize("lost", ["a page", "a manifest", "all pages", "tables"])
+@pytest.mark.parametrize("listed", [True, False])
+def test_what_the_remote_has_lost_of_the_base_is_sent(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, lost: str, listed: bool
+) -> None:
+    """Its reference leads to it, and it is not there: as in a copy that was cut short."""
+    if not listed:
+        monkeypatch.setattr(relatives, "_LIST_BYTES", -(10**9))
+    bucket = scene.bucket()
+    read = Remote(bucket).read("base")
+    pages = [layout.manifest_key(part) for part in read.blobs]
+    pages.sort(key=lambda key: key == layout.manifest_key(scene.full._objects.ref("base")))
+    gone = {"a page": pages[:1], "a manifest": pages[-1:], "all pages": pages[:-1]}.get(lost)
+    for key in gone or [key for key in bucket.objects if key.startswith("tables/")]:
+        del bucket.objects[key]
+    calls = scene.pushed(bucket)
+    other = open_store(scene.full.path.parent / f"other-{lost}-{listed}")
+    other.pull(Remote(bucket), "tune")
+    assert stored(other, "tune") == content(scene.tune)
+    assert ("list manifests/" in calls) is listed
+    scene.full.push(Remote(bucket), "base", replace=True)
+    scene.check(bucket, lost)
 
 
 def test_pages_that_are_there_are_not_sent_and_no_table_is_read(scene: Scene) -> None:
