@@ -356,7 +356,7 @@ class Saves:
         If an earlier save failed, its error is raised and nothing is saved.
         """
         self._turn.check(self._saver.root)
-        self._capturing.check(self._saver.root)
+        self.check()
         with self._turn:
             self._wait_until_fewer_than(self._in_flight)
             pending, held = self._capturing.run(lambda: self._begin_save(extract, lazy))
@@ -451,22 +451,25 @@ class Saves:
         with self._lock:
             self._raise_one()
 
-    def wait(self) -> None:
-        """Wait until every save has ended. Raises the error of a failed save.
+    def check(self) -> None:
+        """Check that this thread may save, or wait for saves.
 
         Raises:
-            NestedSaveError: this thread is capturing a step.
+            NestedSaveError: it is capturing a step.
         """
         self._capturing.check(self._saver.root)
+
+    def wait(self) -> None:
+        """Wait until every save has ended. Raises the error of a failed save, and of `check`."""
+        self.check()
         self._wait_until_fewer_than(1)
 
     def finish(self) -> None:
         """Wait until every save has ended. The error of a failed save is raised later.
 
-        Raises:
-            NestedSaveError: this thread is capturing a step.
+        Raises those of `check`.
         """
-        self._capturing.check(self._saver.root)
+        self.check()
         with self._lock:
             running = list(self._pending)
         for each in running:

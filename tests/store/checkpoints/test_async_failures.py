@@ -49,7 +49,7 @@ def in_a_process(name: str, root: Path) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=20,
+        timeout=120,
     )
 
 
@@ -257,6 +257,7 @@ def saving_in_captures(root: str) -> None:
             "save": lambda: run.save(network(2), 7),
             "append": lambda: run.append(network(2)),
             "save_async": lambda: run.save_async(network(2), 7),
+            "commit": lambda: run.commit(run.snapshot(network(2), 7)),
             "gc": run.gc,
             "close": run.close,
         }
@@ -275,18 +276,18 @@ def saving_in_captures(root: str) -> None:
             copying.set()
         copy_flat(data, into)
 
-    capture.copy_flat = copy  # type: ignore[assignment]
+    pytest.MonkeyPatch().setattr(capture, "copy_flat", copy)
     signal.signal(signal.SIGUSR1, handler)
     model = {name: torch.from_numpy(each) for name, each in network(1).items()}
     begun.append(run.save_async(model, 0, lazy=True))
     run.before_update()
     begun.pop().wait()
-    assert len({*told}) == 8
+    assert len({*told}) == 9
     told.clear()
     for each in model.values():
         each.add_(1)
     run.save_async(model, 1).wait()
-    assert len({*told}) == 5
+    assert len({*told}) == 6
     run.save(model, 2)
     run.close()
     sys.stdout.write(str(run.steps()))
