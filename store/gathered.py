@@ -75,7 +75,7 @@ class GatheredArray(Gathered):
     def __init__(self, array: "Array", gaps: Sequence[tuple[int, int]] = ()) -> None:
         """With `gaps`, the array is one of bytes, and a row is its last dimension."""
         self._array, self._dtype = array, array.dtype.newbyteorder("<")
-        self._gaps = gaps
+        self._gaps = tuple(gaps)
         super().__init__(array.size, self._dtype.itemsize)
 
     @property
@@ -83,7 +83,7 @@ class GatheredArray(Gathered):
         # docstring inherited
         array = self._array
         start = array.__array_interface__["data"][0]
-        return start, array.shape, array.strides, array.dtype.str
+        return start, array.shape, array.strides, array.dtype.str, self._gaps
 
     def _gather(self, memory: memoryview, first: int) -> None:
         # docstring inherited

@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.capture import (
@@ -40,7 +40,11 @@ from tensor_dedup.store.checkpoints.commit import (
     StepSnapshot,
     StepSource,
 )
-from tensor_dedup.store.checkpoints.errors import BrokenSaveError, ForkedSaveError
+from tensor_dedup.store.checkpoints.errors import (
+    BrokenSaveError,
+    ForkedSaveError,
+    NestedSaveError,
+)
 from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.runs import step_name
 from tensor_dedup.store.checkpoints.state import StateChunk
@@ -53,6 +57,7 @@ _LOG = logging.getLogger("tensor_dedup")
 # From this size on, one more thread is worth its start; each copies faster than any disk writes.
 _HELPED_BYTES = 64 << 20
 _HELPERS = 4
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +105,34 @@ class CapturedStep:
         return self._capture.snapshot(self.notes, self._files).whole()
 
 
+class Capturing(threading.local):
+    """Whether this thread is capturing a step of a handle.
+
+    A signal handler may run in the middle of that. The save that it waits for would wait for the
+    rest of the capture, and so would all later ones.
+    """
+
+    _here = False
+
+    def run(self, work: Callable[[], _Result]) -> _Result:
+        """Call a function that captures."""
+        before, self._here = self._here, True
+        try:
+            return work()
+        finally:
+            self._here = before
+
+    def check(self, root: Path) -> None:
+        """Check that this thread may wait for saves.
+
+        Raises:
+            NestedSaveError: it is capturing a step.
+        """
+        if self._here:
+            what = "a save was begun or waited for in the middle of another one"
+            raise NestedSaveError.at(root, what)
+
+
 class PendingSave:
     """A step that is being saved in the background. Any thread of the process that started it."""
 
@@ -110,6 +143,7 @@ class PendingSave:
         commit: Callable[[StepSource], Saved],
         previous: "PendingSave | None",
         root: Path,
+        capturing: Capturing,
     ) -> None:
         self.step = extracted.notes.step
         self.root = root
@@ -119,7 +153,7 @@ class PendingSave:
         self.streams = False
         """Whether it may be written while others capture it."""
         self._extracted, self._capture = extracted, capture
-        self._commit, self._previous = commit, previous
+        self._commit, self._previous, self._capturing = commit, previous, capturing
         self._owner, self._began = os.getpid(), time.perf_counter()
         self._captured, self._done = threading.Event(), threading.Event()
         self._saved: Saved | None = None
@@ -139,6 +173,7 @@ class PendingSave:
         Raises:
             StoreError: the save failed, with this error.
             ForkedSaveError: this process was forked after the save had begun.
+            NestedSaveError: this thread is capturing a step of this handle.
         """
         self.finish()
         if self._saved is None:
@@ -156,14 +191,26 @@ class PendingSave:
 
         Raises:
             ForkedSaveError: this process was forked after the save had begun.
+            NestedSaveError: this thread is capturing a step of this handle.
         """
         if self._owner != os.getpid():
             what = f"the save of {self.name} goes on in the parent process"
             raise ForkedSaveError.at(self.root, what, name=self.name)
+        if not self.done():
+            self._capturing.check(self.root)
+        self.make_room()
+
+    def make_room(self) -> None:
+        """Wait until the save has given back what it has of the pool, for a later capture."""
         self._done.wait()
 
     def hold(self) -> None:
-        """Wait until the model may be changed."""
+        """Wait until the model may be changed.
+
+        Raises:
+            NestedSaveError: this thread is capturing a step of this handle.
+        """
+        self._capturing.check(self.root)
         self.capture_now()
         if self._capture.lacks_room():
             self._captured.wait()  # there may have been room since
@@ -172,7 +219,7 @@ class PendingSave:
 
     def capture_now(self) -> None:
         """Wait until the model may be changed, except for tensors that the pool has no room for."""
-        self._capture.hold()
+        self._capturing.run(self._capture.hold)
 
     def run(self) -> None:
         """Capture, commit and end; the body of the save's own thread."""
@@ -291,6 +338,7 @@ class Saves:
 
     def _begin(self) -> None:
         self._turn, self._lock = SaveLock(), threading.Lock()
+        self._capturing = Capturing()
         self._pending.clear()
 
     def forked(self) -> None:
@@ -308,8 +356,19 @@ class Saves:
         If an earlier save failed, its error is raised and nothing is saved.
         """
         self._turn.check(self._saver.root)
-        with self._turn, _Standby() as thread:
+        self.check()
+        with self._turn:
             self._wait_until_fewer_than(self._in_flight)
+            pending, held = self._capturing.run(lambda: self._begin_save(extract, lazy))
+        if held:
+            pending.hold()
+        return pending
+
+    def _begin_save(
+        self, extract: Callable[[], ExtractedStep], lazy: bool | None
+    ) -> tuple[PendingSave, bool]:
+        """Start the thread of a save; return the save, and whether to `hold` it at once."""
+        with _Standby() as thread:
             began = time.perf_counter()
             extracted = extract()
             context = CaptureContext(
@@ -318,7 +377,7 @@ class Saves:
             capture, pending = StepCapture(extracted.chunks, context), None
             try:
                 last, root = self._last(), self._saver.root
-                pending = PendingSave(extracted, capture, self._commit, last, root)
+                pending = PendingSave(extracted, capture, self._commit, last, root, self._capturing)
                 pending.times.metadata = time.perf_counter() - began
                 eager = not (bool(self._hooked) if lazy is None else lazy)
                 safe = eager or capture.guard()
@@ -335,9 +394,7 @@ class Saves:
                     capture.settle()
                     capture.release()
                 raise
-        if eager or not safe:
-            pending.hold()
-        return pending
+        return pending, eager or not safe
 
     def _help(self, capture: StepCapture) -> bool:
         """Start threads that capture, if that pays; return whether there are some.
@@ -394,12 +451,25 @@ class Saves:
         with self._lock:
             self._raise_one()
 
+    def check(self) -> None:
+        """Check that this thread may save, or wait for saves.
+
+        Raises:
+            NestedSaveError: it is capturing a step.
+        """
+        self._capturing.check(self._saver.root)
+
     def wait(self) -> None:
-        """Wait until every save has ended. Raises the error of a failed save."""
+        """Wait until every save has ended. Raises the error of a failed save, and of `check`."""
+        self.check()
         self._wait_until_fewer_than(1)
 
     def finish(self) -> None:
-        """Wait until every save has ended. The error of a failed save is raised later."""
+        """Wait until every save has ended. The error of a failed save is raised later.
+
+        Raises those of `check`.
+        """
+        self.check()
         with self._lock:
             running = list(self._pending)
         for each in running:
@@ -410,7 +480,7 @@ class Saves:
         with self._lock:
             running = [each for each in self._pending if not each.done()]
         for each in running[:1]:
-            each.finish()
+            each.make_room()
         return bool(running)
 
     def close(self) -> None:

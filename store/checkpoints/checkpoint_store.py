@@ -408,6 +408,7 @@ class CheckpointStore:
         With a second tier, that is done when the step is drained, and this waits first while
         `drain_backlog` steps are not. Any thread may call it. Raises the errors of `save`.
         """
+        self._saves.check()
         step = snapshot.notes.step
         if not snapshot.new:  # before the work; it is looked at again after it
             self._check_replaceable(step)

@@ -160,9 +160,9 @@ class BrokenSaveError(AdvisedError):
 
 
 class NestedSaveError(AdvisedError):
-    """A thread began a save in the middle of another one of the same handle. Nothing was saved.
+    """In the middle of a save, its thread began another one of the same handle, or waited for one.
 
-    A signal handler does, or a provider that saves. The other save is not affected.
+    A signal handler does, or a provider that saves. Nothing was saved, and the first save goes on.
     """
 
     advice = "let the signal handler note the signal, and save when the call has returned"

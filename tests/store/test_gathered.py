@@ -110,6 +110,9 @@ def test_a_place_is_one_of_an_array_and_how_it_lies() -> None:
     ]
     assert [place_of(each) == place_of(same[0]) for each in same] == [True, True, False, False]
     assert place_of(flat_bytes(square.data)) == place_of(flat_bytes(square.view(np.uint64).data))
+    some, others = ([(0, 2)], [(2, 4)])
+    gapped = [GatheredArray(square, gaps) for gaps in (some, list(some), others, ())]
+    assert [place_of(each) == place_of(gapped[0]) for each in gapped] == [True, True, False, False]
 
 
 @pytest.mark.parametrize("leaves", [0.5, 1, 2.5, 20])

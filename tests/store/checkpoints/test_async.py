@@ -185,6 +185,23 @@ def test_one_save_at_a_time_waits_for_the_one_before(tmp_path: Path) -> None:
     assert run.steps() == [0, 1]
 
 
+@pytest.mark.parametrize("lazy", [False, True])
+def test_some_columns_of_an_array_are_not_taken_for_others_of_it(
+    tmp_path: Path, lazy: bool
+) -> None:
+    rows = np.zeros(20_000, [("one", "<i4"), ("other", "<i4")])
+    rows["one"], rows["other"] = np.arange(20_000), -np.arange(20_000)
+    state = {"one": rows[["one"]], "same": rows[["one"]], "other": rows[["other"]]}
+    run = CheckpointStore(tmp_path, "run")
+    run.save_async(state, 0, lazy=lazy).wait()
+    assert 2 * rows.nbytes <= allocated(run) < 3 * rows.nbytes  # what is the same is copied once
+    loaded = run.load(0)
+    for name, part in state.items():
+        field = "other" if name == "other" else "one"
+        assert np.array_equal(loaded[name][field], part[field])
+    run.close()
+
+
 def test_several_saves_are_committed_in_order_and_the_pool_bounds_them(tmp_path: Path) -> None:
     gate = Gate()
     room = 4 * WEIGHT_BYTES

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -36,6 +37,20 @@ def faulty(tmp_path: Path) -> FaultyFiles:
 
 def allocated(run: CheckpointStore) -> int:
     return run._saves._pool.allocated
+
+
+def in_a_process(name: str, root: Path) -> subprocess.CompletedProcess[str]:
+    """Call a function of this module in a process of its own."""
+    script = f"import sys; from test_async_failures import {name}; {name}(sys.argv[1])"
+    paths = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.run(
+        [sys.executable, "-c", script, str(root)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([paths, str(Path(__file__).parent)])},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
 
 
 CALLS: dict[str, Callable[[CheckpointStore, PendingSave], object]] = {
@@ -232,6 +247,111 @@ def test_a_model_that_saves_while_it_is_taken_apart_is_told(tmp_path: Path) -> N
     assert run.steps() == []
 
 
+def saving_in_captures(root: str) -> None:
+    """Saves, and waits for saves, when a signal comes in the middle of a copy."""
+    run, main, copying = handle(Path(root)), threading.get_ident(), threading.Event()
+    begun, told = list[PendingSave](), list[str]()
+
+    def handler(*_: object) -> None:
+        calls: dict[str, Callable[[], object]] = {
+            "save": lambda: run.save(network(2), 7),
+            "append": lambda: run.append(network(2)),
+            "save_async": lambda: run.save_async(network(2), 7),
+            "commit": lambda: run.commit(run.snapshot(network(2), 7)),
+            "gc": run.gc,
+            "close": run.close,
+        }
+        if begun:
+            calls |= {"update": run.before_update, "wait": begun[0].wait, "end": begun[0].finish}
+        for name, call in calls.items():
+            with pytest.raises(NestedSaveError, match="when the call has returned"):
+                call()
+            told.append(name)
+
+    def copy(data: FlatBytes, into: memoryview) -> None:
+        if threading.get_ident() != main:
+            assert copying.wait(60)
+        else:
+            signal.raise_signal(signal.SIGUSR1)
+            copying.set()
+        copy_flat(data, into)
+
+    pytest.MonkeyPatch().setattr(capture, "copy_flat", copy)
+    signal.signal(signal.SIGUSR1, handler)
+    model = {name: torch.from_numpy(each) for name, each in network(1).items()}
+    begun.append(run.save_async(model, 0, lazy=True))
+    run.before_update()
+    begun.pop().wait()
+    assert len({*told}) == 9
+    told.clear()
+    for each in model.values():
+        each.add_(1)
+    run.save_async(model, 1).wait()
+    assert len({*told}) == 6
+    run.save(model, 2)
+    run.close()
+    sys.stdout.write(str(run.steps()))
+
+
+def test_a_signal_handler_that_saves_in_the_middle_of_a_copy_is_told(tmp_path: Path) -> None:
+    assert in_a_process("saving_in_captures", tmp_path).stdout == "[0, 1, 2]"
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_an_interrupt_in_the_middle_of_a_copy_leaves_nothing_that_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lazy: bool
+) -> None:
+    run, main, raised = handle(tmp_path), threading.get_ident(), threading.Event()
+
+    def copy(data: FlatBytes, into: memoryview) -> None:
+        if threading.get_ident() != main:
+            assert raised.wait(60)
+        elif not raised.is_set():
+            raised.set()
+            raise KeyboardInterrupt
+        copy_flat(data, into)
+
+    monkeypatch.setattr(capture, "copy_flat", copy)
+    model = {name: torch.from_numpy(each) for name, each in network(1).items()}
+
+    def begin() -> None:
+        run.save_async(model, 0, lazy=lazy)
+        run.before_update()
+
+    with pytest.raises(KeyboardInterrupt):
+        begin()
+    run.save(model, 1)
+    run.save_async(model, 2).wait()
+    assert run.steps() == [0, 1, 2][not lazy :]
+    run.close()
+
+
+def test_other_threads_wait_for_a_save_while_it_is_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, main, copying = handle(tmp_path), threading.get_ident(), threading.Event()
+    waiting, steps = list[threading.Thread](), list[int]()
+
+    def copy(data: FlatBytes, into: memoryview) -> None:
+        if threading.get_ident() != main:
+            assert copying.wait(60)
+        elif not waiting:
+            waiting.append(threading.Thread(target=lambda: steps.append(pending.wait().step)))
+            waiting[0].start()
+            waiting[0].join(0.1)
+            assert waiting[0].is_alive()
+            copying.set()
+        copy_flat(data, into)
+
+    monkeypatch.setattr(capture, "copy_flat", copy)
+    model = {name: torch.from_numpy(each) for name, each in network(1).items()}
+    pending = run.save_async(model, 0, lazy=True)
+    run.before_update()
+    waiting[0].join(60)
+    assert steps == [0]
+    run.close()
+
+
 def test_what_a_part_of_the_model_raises_is_the_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,21 +424,8 @@ def failing(root: str) -> None:
     run.save_async(network(1), 1).finish()
 
 
-def told_at_exit(root: str) -> str:
-    script = "import sys; from test_async_failures import failing; failing(sys.argv[1])"
-    paths = os.pathsep.join(path for path in sys.path if path)
-    done = subprocess.run(
-        [sys.executable, "-c", script, root],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([paths, str(Path(__file__).parent)])},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stderr
-
-
 def test_what_nobody_was_told_of_is_said_at_the_end(tmp_path: Path) -> None:
-    said = told_at_exit(str(tmp_path))
+    said = in_a_process("failing", tmp_path).stderr
     assert said.count("run@1 was not saved") == 1
     assert "no space" in said.lower()
 
