@@ -99,6 +99,10 @@ class CapturedStep:
         # docstring inherited
         return self._capture.snapshot(self.notes, self._files).whole()
 
+    def committed(self) -> None:
+        # docstring inherited
+        self._capture.committed()
+
 
 class PendingSave:
     """A step that is being saved in the background. Any thread of the process that started it."""
@@ -312,10 +316,20 @@ class Saves:
             self._wait_until_fewer_than(self._in_flight)
             began = time.perf_counter()
             extracted = extract()
+            base = self._saver.base()
             context = CaptureContext(
-                self._pool, self._devices, self._changing, self._saver.large(), self._finish_one
+                self._pool,
+                self._devices,
+                self._changing,
+                base.pieces,
+                self._finish_one,
+                base.release,
             )
-            capture, pending = StepCapture(extracted.chunks, context), None
+            try:
+                capture, pending = StepCapture(extracted.chunks, context), None
+            except BaseException:
+                base.release()
+                raise
             try:
                 last, root = self._last(), self._saver.root
                 pending = PendingSave(extracted, capture, self._commit, last, root)

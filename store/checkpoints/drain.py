@@ -28,6 +28,7 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from tensor_dedup.errors import StoreError
+from tensor_dedup.store.checkpoints.commit import BaseStep
 from tensor_dedup.store.checkpoints.errors import (
     BadOption,
     BadOptionError,
@@ -631,7 +632,8 @@ class Drain:
             metrics = {each.step: each.metrics for each in self.second.described()}
         with self._fast._locked():
             kept = there.kept | kept_steps(self._objects, self._run)
-        return [s for s in self._retention.dropped(metrics, kept, order[-1], order) if s in places]
+        dropped = self._retention.dropped(metrics, kept, order[-1], order)
+        return [s for s in dropped if s in places and not self._is_base(s)]
 
     def _drop(self, step: int, place: StepPlace) -> None:
         """Delete a step from both, unless it was pinned or saved again."""
@@ -654,7 +656,7 @@ class Drain:
         with self._fast._locked():
             near = self._order.places()
         drained = [s for s in in_save_order(near) if _is_drained(near[s], there.places.get(s))]
-        return drained[: -self._keep_fast]
+        return [s for s in drained[: -self._keep_fast] if not self._is_base(s)]
 
     def _let_go(self, step: int) -> None:
         files = [file_of(step_name(self._run, step))]
@@ -667,6 +669,14 @@ class Drain:
                     files.insert(0, file_of(step_name(self._run, step, kept=True)))
                 if _is_drained(self._order.place(step), there):
                     self._released += unlink(self._objects, files)
+
+    def _is_base(self, step: int) -> bool:
+        """Whether a save in flight counts on what the fast tier has of a step, which stays then.
+
+        It goes after a later step, which that save adds.
+        """
+        root, name = self._objects.layout.root, step_name(self._run, step)
+        return any((each.root, each.name) == (root, name) for each in BaseStep.all())
 
     def free_space(self) -> bool:
         """Free the space of what the fast tier has let go of; return whether there was any.
@@ -685,16 +695,28 @@ class Drain:
         """Delete what nothing on the fast tier uses.
 
         There is no grace: what was let go of is on the second tier. Where others have the fast tier
-        open for longer than a while, that comes after the next step.
+        open for longer than a while, or a step was deleted or replaced that a save in flight counts
+        on, that comes after the next step.
         """
         try:
-            self._freed += self._fast._sweep(wait_s).freed_bytes
+            self._freed += self._fast._sweep(wait_s, self._check_bases).freed_bytes
             self._released = 0
         except StoreBusyError:
             pass
         except StoreError as error:
             what = "%s: the space of what was let go of is not freed: %s"
             _LOG.warning(what, self._fast.path, error)
+
+    def _check_bases(self) -> None:
+        """Check that every step is there that saves in flight count on: it keeps what they need.
+
+        Raises:
+            StoreBusyError: one was deleted or replaced.
+        """
+        for base in BaseStep.all():
+            if not base.is_there():
+                what = f"a save counts on {base.name}, which was deleted or replaced"
+                raise StoreBusyError.at(self._fast.path, what)
 
 
 def _is_drained(near: StepPlace | None, there: StepPlace | None) -> bool:
