@@ -202,14 +202,15 @@ class Drain:
     def _note_drained(self, drained: int) -> None:
         """Note that all steps with a place up to this one are in the second tier, and durable.
 
-        Where there is no note of that tier, the run may be drained elsewhere, and this is lost.
+        Where there is no note of that tier, the run may be drained elsewhere, and this is lost. A
+        full disk must not keep its drained steps for want of it: the next step tries again.
         """
-        self._drained = drained
-        note = tier_note(self._fast, self._run)
-        if note is None or self._note is None or note.identity != self._note.identity:
-            return
-        if note.drained < drained:
-            set_tier_note(self._fast, self._run, replace(note, drained=drained))
+        with suppress(StoreError):
+            note = tier_note(self._fast, self._run)
+            here = None if self._note is None else self._note.identity
+            if note is not None and note.identity == here and note.drained < drained:
+                set_tier_note(self._fast, self._run, replace(note, drained=drained))
+            self._drained = drained
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
