@@ -740,9 +740,13 @@ class Store:
             plan = plan_gc(self._objects, grace_hours)
             return plan if dry_run else execute(self._objects, plan, grace_hours)
 
-    def _sweep(self, wait_s: float) -> GcPlan:
-        """Delete what is not used now, without a grace, as `gc` does; the trash keeps its own."""
+    def _sweep(self, wait_s: float, check: Callable[[], None]) -> GcPlan:
+        """Delete what is not used now, without a grace, as `gc` does; the trash keeps its own.
+
+        `check` is called when nothing can be named or unnamed any more, and raises if it must not.
+        """
         with os_errors(self.path), sweep(self._files, self._objects.layout, wait_s=wait_s):
+            check()
             return execute(self._objects, plan_gc(self._objects, DEFAULT_GRACE_HOURS), 0)
 
     def verify(

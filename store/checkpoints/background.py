@@ -104,6 +104,10 @@ class CapturedStep:
         # docstring inherited
         return self._capture.snapshot(self.notes, self._files).whole()
 
+    def committed(self) -> None:
+        # docstring inherited
+        self._capture.committed()
+
 
 class Capturing(threading.local):
     """Whether this thread is capturing a step of a handle.
@@ -371,10 +375,20 @@ class Saves:
         with _Standby() as thread:
             began = time.perf_counter()
             extracted = extract()
+            base = self._saver.base()
             context = CaptureContext(
-                self._pool, self._devices, self._changing, self._saver.large(), self._finish_one
+                self._pool,
+                self._devices,
+                self._changing,
+                base.pieces,
+                self._finish_one,
+                base.release,
             )
-            capture, pending = StepCapture(extracted.chunks, context), None
+            try:
+                capture, pending = StepCapture(extracted.chunks, context), None
+            except BaseException:
+                base.release()
+                raise
             try:
                 last, root = self._last(), self._saver.root
                 pending = PendingSave(extracted, capture, self._commit, last, root, self._capturing)

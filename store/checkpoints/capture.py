@@ -250,7 +250,7 @@ class CaptureContext:
 
     `known` has the pieces in the store, by change hash; `changing` the names of large tensors that
     had changed at the previous save. `make_room` waits until an earlier save has given back what it
-    has of the pool, and returns False where there is none.
+    has of the pool, and returns False where there is none; `committed` gives up `known`.
     """
 
     pool: HostPool
@@ -258,6 +258,7 @@ class CaptureContext:
     changing: set[str]
     known: Mapping[bytes, StoredPiece]
     make_room: Callable[[], bool] = lambda: False
+    committed: Callable[[], None] = lambda: None
 
 
 @dataclass(slots=True)
@@ -613,7 +614,14 @@ class StepCapture:
         ordered = in_groups(self._pieces, self._groups)
         check = self._check_in_place
         return StepSnapshot(
-            notes, ordered, files, self._hashes, self._same, private, check_unchanged=check
+            notes,
+            ordered,
+            files,
+            self._hashes,
+            self._same,
+            private,
+            check_unchanged=check,
+            committed=self._context.committed,
         )
 
     def _check_in_place(self) -> None:
@@ -652,12 +660,17 @@ class StepCapture:
                 self._end()
         self._all_tried.wait()
 
+    def committed(self) -> None:
+        """Give up what this step was compared with, when it has its name."""
+        self._context.committed()
+
     def release(self) -> None:
         """Return the copies to the pool, when nobody reads the snapshot any more."""
         self._pieces, self._written, self._without_room = [], [], []
         self._unmade, self._large, self._packed = [], {}, None
         copied, self._copied = self._copied, []
         kept = self._context
+        kept.committed()
         for copy in copied:
             kept.pool.give(copy.block, page_locked=copy.page_locked)
         # The handle, which made room, is not kept: whoever drops it may still hold the save.

@@ -420,6 +420,7 @@ class CheckpointStore:
             if self._drain is None or not self._drain.free_space():
                 raise
             saved = self._saver.commit(snapshot)
+        snapshot.committed()  # before the step is drained, and others are let go of
         self._warn_of_metrics(snapshot.notes)
         if self._drain is not None:  # which applies the rules to what is drained
             if snapshot.notes.run == self.run_id:

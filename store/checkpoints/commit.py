@@ -8,16 +8,18 @@ addresses do not matter. `tensor_dedup.store.writing.transaction` explains the o
 become durable.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path, PurePath
-from typing import Protocol, Self, TypeAlias, TypeVar
+from typing import ClassVar, Protocol, Self, TypeAlias, TypeVar
 
 from tensor_dedup.digest import digest
+from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.background_encoder import BackgroundEncoder, EncodingJob
 from tensor_dedup.store.checkpoints.bases import FirstStep
 from tensor_dedup.store.checkpoints.errors import NamedTwiceError, NestedSaveError
@@ -280,6 +282,10 @@ class StepSource(Protocol):
         """
         ...
 
+    def committed(self) -> None:
+        """Give up what was needed until the step had its name."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class StepSnapshot:
@@ -289,7 +295,8 @@ class StepSnapshot:
     no bytes: they equal pieces of an earlier step, and are too large for a pack. Those named in
     `private` are in memory that nobody else can write to. If `new`, the step may replace none. It
     is of a `background` save, if the training goes on meanwhile. `check_unchanged` is called when
-    all bytes have been read, and raises ChangedModelError if some were written to since.
+    all bytes have been read, and raises ChangedModelError if some were written to since;
+    `committed` when the step has its name.
     """
 
     notes: Notes
@@ -301,6 +308,7 @@ class StepSnapshot:
     new: bool = False
     background: bool = False
     check_unchanged: Callable[[], None] = lambda: None
+    committed: Callable[[], None] = lambda: None
 
     def arriving(self) -> Iterator[tuple[bytes, Want]]:
         """Yield nothing: everything is here already."""
@@ -401,6 +409,48 @@ class SaveLock:
         self._lock.release()
 
 
+class BaseStep:
+    """The step that a save compares with, from when it begins until it is committed.
+
+    The save keeps no bytes of what it finds there (`pieces`, by change hash), so these must stay:
+    they do while the step's name leads to them.
+    """
+
+    _all: ClassVar[set["BaseStep"]] = set()
+
+    def __init__(self, objects: Objects, step: LastStep) -> None:
+        self.root, self.name = objects.layout.root, step.name
+        self._objects, self._manifest = objects, step.manifest
+        self.pieces: Mapping[bytes, StoredPiece] = {}
+        BaseStep._all.add(self)  # first: what is swept from here on knows of it
+        try:
+            if step.name and self.is_there():
+                known = step.known(_alive(objects, step))
+                self.pieces = {k: each for k, each in known.items() if each.nbytes >= PACK_BELOW}
+        finally:
+            if not self.pieces:
+                self.release()
+
+    @staticmethod
+    def all() -> "list[BaseStep]":
+        """Return those of all saves in this process, of any handle and store."""
+        return list(BaseStep._all.copy())
+
+    def is_there(self) -> bool:
+        """Return whether its name still leads to it."""
+        with suppress(StoreError, OSError):
+            return self._objects.ref(self.name) == self._manifest
+        return False
+
+    def release(self) -> None:
+        """Let it go: the save has ended. May be called twice."""
+        BaseStep._all.discard(self)
+
+
+# The saves of a parent are none of a forked child.
+os.register_at_fork(after_in_child=BaseStep._all.clear)
+
+
 class Saver:
     """Commits the steps of one handle, one at a time. Safe from any thread."""
 
@@ -461,16 +511,14 @@ class Saver:
         with self._lock:
             self._last, self._shown = self._last.moved(change), self._shown.moved(change)
 
-    def large(self) -> dict[bytes, StoredPiece]:
-        """Return the pieces outside packs of the step that was committed last, by change hash.
+    def base(self) -> BaseStep:
+        """Return the step that was committed last, with its pieces outside packs.
 
-        It does not wait for a running commit, and a sweep may delete the pieces before the next
-        one.
+        It does not wait for a running commit. A tier's own sweep leaves the pieces where they are
+        until it is released, but who deletes the step may have them deleted.
         """
-        last = self._shown
         with os_errors(self._objects.layout.root):
-            known = last.known(_alive(self._objects, last))
-        return {key: each for key, each in known.items() if each.nbytes >= PACK_BELOW}
+            return BaseStep(self._objects, self._shown)
 
     def commit(self, step: StepSource) -> Saved:
         """Store a step under its name, atomically, replacing one of the same name.
@@ -515,6 +563,7 @@ class Saver:
                     )
                     work = _Commit(self._objects, hasher, writer, transaction, last, order)
                     manifest = work.run(step)
+            work.next.name, work.next.manifest = step.name, manifest
             self._last = self._shown = work.next
             if encoding is not None and encoding.left:
                 self._encode_later(step, manifest, encoding, transaction.sealed)

@@ -25,9 +25,11 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TypeVar
 
 from tensor_dedup.errors import StoreError
+from tensor_dedup.store.checkpoints.commit import BaseStep
 from tensor_dedup.store.checkpoints.errors import (
     BadOption,
     BadOptionError,
@@ -139,6 +141,7 @@ class Drain:
         self._released = self._freed = 0
         self._note, self._noted = self._read_note(), False
         self._check_tier()
+        self._drained = self._noted_as_drained()
         self._seen = second.content()
         with fast._locked():
             self._count_on()
@@ -152,6 +155,7 @@ class Drain:
         Where the second tier has later steps than the fast one, that was emptied, or another one
         was used: it may have died with steps that nobody here knows of.
         """
+        self._order.at_least(self._drained)
         last = max((place.sequence for place in self._seen.places.values()), default=0)
         if last > max((place.sequence for place in self._order.places().values()), default=0):
             self._order.at_least(next_turn(last))
@@ -187,6 +191,26 @@ class Drain:
             if self._read_note() is None:
                 set_tier_note(self._fast, self._run, self._note)
             self._noted = True
+
+    def _noted_as_drained(self) -> int:
+        """Return up to which place the fast tier has noted that it has drained its steps here."""
+        note = tier_note(self._fast, self._run)
+        if note is None or note.drained == 0 or note.identity != self.second.identity():
+            return 0
+        return note.drained
+
+    def _note_drained(self, drained: int) -> None:
+        """Note that all steps with a place up to this one are in the second tier, and durable.
+
+        Where there is no note of that tier, the run may be drained elsewhere, and this is lost. A
+        full disk must not keep its drained steps for want of it: the next step tries again.
+        """
+        with suppress(StoreError):
+            note = tier_note(self._fast, self._run)
+            here = None if self._note is None else self._note.identity
+            if note is not None and note.identity == here and note.drained < drained:
+                set_tier_note(self._fast, self._run, replace(note, drained=drained))
+            self._drained = drained
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
@@ -494,7 +518,7 @@ class Drain:
             step
             for step in in_save_order(near)
             if step not in seen.places
-            or undrained(near[step], seen.places[step])
+            or undrained(near[step], seen.places[step], self._drained)
             or (step in kept - seen.kept and counts(near[step], seen.places[step]))
         ]
 
@@ -589,7 +613,7 @@ class Drain:
             except (UnknownStepError, NotATrainingError):
                 return
             place = self.second.place(step)
-            if diverged(near, place):
+            if diverged(near, place, self._drained):
                 what = f"the step {step} of {self._run!r} is another one in {self.second.where}"
                 raise DivergedStepError.at(self._fast.path, what, run=self._run, step=step)
             if ahead(near, place):
@@ -610,15 +634,29 @@ class Drain:
             with self.second.session():
                 there = self._seen = self.second.content()
                 dropped, left = self._dropped(there), self._left_behind(there)
-                if dropped or left:
+                drained = self._drained_up_to(there)
+                if dropped or left or drained > self._drained:
                     # Who gave a name in the second tier may have died before it was durable.
                     self.second.settle()
+                if drained > self._drained:
+                    self._note_drained(drained)
                 for step in dropped:
                     self._drop(step, there.places[step])
                 for step in left:
                     self._let_go(step)
         except StoreError as error:  # the step is drained: what was to go goes after the next one
             _LOG.warning("%s: no drained step was let go of: %s", self._fast.path, error)
+
+    def _drained_up_to(self, there: TierContent) -> int:
+        """The place up to which every step of the fast tier is drained; later ones may be, too."""
+        with self._fast._locked():
+            near = self._order.places()
+        drained = self._drained
+        for step in in_save_order(near):
+            if not near[step].readable or not self._is_drained(near[step], there.places.get(step)):
+                break
+            drained = max(drained, near[step].sequence)
+        return drained
 
     def _dropped(self, there: TierContent) -> list[int]:
         """The steps that no rule keeps, by what is in the second tier: that is what lasts."""
@@ -631,7 +669,8 @@ class Drain:
             metrics = {each.step: each.metrics for each in self.second.described()}
         with self._fast._locked():
             kept = there.kept | kept_steps(self._objects, self._run)
-        return [s for s in self._retention.dropped(metrics, kept, order[-1], order) if s in places]
+        dropped = self._retention.dropped(metrics, kept, order[-1], order)
+        return [s for s in dropped if s in places and not self._is_base(s)]
 
     def _drop(self, step: int, place: StepPlace) -> None:
         """Delete a step from both, unless it was pinned or saved again."""
@@ -644,8 +683,13 @@ class Drain:
                 with self._fast._locked():
                     check_not_kept(self._objects, self._run, step)
                     near = self._order.place(step)
-                if not undrained(near, place):
+                if not undrained(near, place, self._drained):
                     self._remove(step, near)
+
+    def _is_drained(self, near: StepPlace | None, there: StepPlace | None) -> bool:
+        if there is None or not there.readable:
+            return False
+        return not undrained(near, there, self._drained)
 
     def _left_behind(self, there: TierContent) -> list[int]:
         """The drained steps on the fast tier that are not among its last."""
@@ -653,8 +697,8 @@ class Drain:
             return []
         with self._fast._locked():
             near = self._order.places()
-        drained = [s for s in in_save_order(near) if _is_drained(near[s], there.places.get(s))]
-        return drained[: -self._keep_fast]
+        drained = [s for s in in_save_order(near) if self._is_drained(near[s], there.places.get(s))]
+        return [s for s in drained[: -self._keep_fast] if not self._is_base(s)]
 
     def _let_go(self, step: int) -> None:
         files = [file_of(step_name(self._run, step))]
@@ -665,8 +709,16 @@ class Drain:
                     if not kept:
                         return  # the pin is still to be drained
                     files.insert(0, file_of(step_name(self._run, step, kept=True)))
-                if _is_drained(self._order.place(step), there):
+                if self._is_drained(self._order.place(step), there):
                     self._released += unlink(self._objects, files)
+
+    def _is_base(self, step: int) -> bool:
+        """Whether a save in flight counts on what the fast tier has of a step, which stays then.
+
+        It goes after a later step, which that save adds.
+        """
+        root, name = self._objects.layout.root, step_name(self._run, step)
+        return any((each.root, each.name) == (root, name) for each in BaseStep.all())
 
     def free_space(self) -> bool:
         """Free the space of what the fast tier has let go of; return whether there was any.
@@ -685,10 +737,11 @@ class Drain:
         """Delete what nothing on the fast tier uses.
 
         There is no grace: what was let go of is on the second tier. Where others have the fast tier
-        open for longer than a while, that comes after the next step.
+        open for longer than a while, or a step was deleted or replaced that a save in flight counts
+        on, that comes after the next step.
         """
         try:
-            self._freed += self._fast._sweep(wait_s).freed_bytes
+            self._freed += self._fast._sweep(wait_s, self._check_bases).freed_bytes
             self._released = 0
         except StoreBusyError:
             pass
@@ -696,9 +749,16 @@ class Drain:
             what = "%s: the space of what was let go of is not freed: %s"
             _LOG.warning(what, self._fast.path, error)
 
+    def _check_bases(self) -> None:
+        """Check that every step is there that saves in flight count on: it keeps what they need.
 
-def _is_drained(near: StepPlace | None, there: StepPlace | None) -> bool:
-    return there is not None and there.readable and not undrained(near, there)
+        Raises:
+            StoreBusyError: one was deleted or replaced.
+        """
+        for base in BaseStep.all():
+            if not base.is_there():
+                what = f"a save counts on {base.name}, which was deleted or replaced"
+                raise StoreBusyError.at(self._fast.path, what)
 
 
 def _check_options(fast: Store, second: SecondTier, keep_fast: int | None, backlog: int) -> None:

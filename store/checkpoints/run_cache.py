@@ -116,10 +116,15 @@ class PageState:
 
 @dataclass(slots=True)
 class LastStep:
-    """The step that was saved last, and the files of the containers that hold it."""
+    """The step that was saved last, and the files of the containers that hold it.
+
+    `manifest` is what its `name` led to, which keeps them.
+    """
 
     pages: list[PageState] = field(default_factory=list)
     containers: dict[ContainerId, tuple[Path, int]] = field(default_factory=dict)
+    name: str = ""
+    manifest: str = ""
 
     def page(self, number: int) -> PageState | None:
         """Return the page of this number, or None if there is none."""
@@ -154,7 +159,7 @@ class LastStep:
             pages.append(page)
         used = {container for page in pages for container in page.containers}
         files = {**self.containers, **change.files}
-        return LastStep(pages, {each: files[each] for each in used})
+        return LastStep(pages, {each: files[each] for each in used}, self.name, self.manifest)
 
 
 @dataclass(frozen=True, slots=True)

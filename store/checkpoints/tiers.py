@@ -322,8 +322,10 @@ def ahead(one: StepPlace | None, other: StepPlace | None) -> bool:
     return other is None or not other.readable or one.sequence > other.sequence
 
 
-def diverged(one: StepPlace | None, other: StepPlace | None) -> bool:
+def diverged(one: StepPlace | None, other: StepPlace | None, drained: int) -> bool:
     """Whether a fast tier's state of a step is none that the other one was made after.
+
+    That tier has drained what has a place up to `drained`: whatever is later there replaced it.
 
     A fast tier may die before its last steps are drained: another one that goes on from the second
     tier does not know of them. It has later places (`next_turn`) and is what counts; the first one
@@ -335,7 +337,7 @@ def diverged(one: StepPlace | None, other: StepPlace | None) -> bool:
     if one.manifest == other.manifest:
         return False
     earlier = one.sequence // _TURN < other.sequence // _TURN
-    return earlier or one.sequence == other.sequence
+    return (earlier and one.sequence > drained) or one.sequence == other.sequence
 
 
 def next_turn(last: int) -> int:
@@ -345,12 +347,12 @@ def next_turn(last: int) -> int:
 
 def counts(near: StepPlace | None, there: StepPlace | None) -> bool:
     """Whether the fast tier's state of a step counts: the second one has it too, or none later."""
-    return not ahead(there, near) and not diverged(near, there)
+    return not ahead(there, near) and not diverged(near, there, 0)
 
 
-def undrained(near: StepPlace | None, there: StepPlace | None) -> bool:
+def undrained(near: StepPlace | None, there: StepPlace | None, drained: int) -> bool:
     """Whether the fast tier's state of a step is on that tier only, and not to be lost."""
-    return ahead(near, there) or diverged(near, there)
+    return ahead(near, there) or diverged(near, there, drained)
 
 
 def unlink(objects: Objects, files: Iterable[str]) -> bool:

@@ -12,15 +12,19 @@ from tensor_dedup.store.format import frames
 TEXT_BYTES: Final = 1 << 14
 _TITLE: Final = "tensor-dedup identity"
 _NOTE_TITLE: Final = "tensor-dedup second tier"
-_ID, _RUN, _WHERE = "id ", "run ", "where "
+_ID, _RUN, _WHERE, _DRAINED = "id ", "run ", "where ", "drained "
 
 
 @dataclass(frozen=True, slots=True)
 class TierNote:
-    """Which second tier a run was drained to: its identity, and where it was."""
+    """Which second tier a run was drained to: its identity, and where it was.
+
+    Each step of the fast tier with a place up to `drained` was drained to it.
+    """
 
     identity: str
     where: str
+    drained: int = 0
 
 
 def new_text() -> bytes:
@@ -40,17 +44,18 @@ def note_text(run: str, note: TierNote) -> bytes:
     """Return the text of a run's note."""
     where = json.dumps(note.where)  # a path may hold anything
     lines = [_NOTE_TITLE, f"{_RUN}{run}", f"{_ID}{note.identity}", f"{_WHERE}{where}"]
-    return frames.encode_text(lines)
+    return frames.encode_text([*lines, f"{_DRAINED}{note.drained}"])
 
 
 def note_in(text: bytes, run: str) -> TierNote | None:
     """Return the note of a run, or None if the text is damaged or another one."""
     lines = _lines(text)
-    if len(lines) != 4 or lines[:2] != [_NOTE_TITLE, f"{_RUN}{run}"]:
+    if len(lines) not in (4, 5) or lines[:2] != [_NOTE_TITLE, f"{_RUN}{run}"]:
         return None
     identity, where = lines[2].removeprefix(_ID), lines[3].removeprefix(_WHERE)
+    drained = "".join(lines[4:]).removeprefix(_DRAINED)  # earlier versions have no such line
     try:
-        return TierNote(identity, str(json.loads(where)))
+        return TierNote(identity, str(json.loads(where)), int(drained or 0))
     except ValueError:
         return None
 

@@ -272,7 +272,7 @@ def test_what_is_collected_between_looking_and_committing_is_an_error(tmp_path: 
     run, model = handle(tmp_path), network(1)
     run.save_async(model, 0).wait()
     taken = run._extract(model, 1, None, None)
-    context = CaptureContext(run._saves._pool, [], set(), run._saver.large())
+    context = CaptureContext(run._saves._pool, [], set(), run._saver.base().pieces)
     capture = StepCapture(taken.chunks, context)
     capture.hold()
     other = handle(tmp_path)

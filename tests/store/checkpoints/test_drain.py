@@ -335,6 +335,35 @@ def test_what_a_dead_tier_has_not_drained_replaces_nothing(tmp_path: Path) -> No
     assert in_save_order(alone(tmp_path)._places())[-3:] == [10, 11, 5]
 
 
+def test_a_drained_step_that_another_tier_saves_anew_is_superseded(tmp_path: Path) -> None:
+    """A training goes back on another node, and then returns to the first one."""
+    with tiers(tmp_path, keep_fast=2) as run:
+        save(run, 1, 2, 3)
+    with handle(tmp_path / "other", drain=open_store(tmp_path / "second")) as run:
+        run.save(model_of(30), 3)
+        save(run, 4)
+    assert alone(tmp_path, "fast").steps() == [2, 3]
+    assert manifests(tmp_path, "fast")[3] != manifests(tmp_path, "second")[3]
+    with tiers(tmp_path, keep_fast=2) as run:
+        assert (run.undrained(), run.latest()) == ([], 4)
+        assert_same(run.load(3), model_of(30))
+        save(run, 5, 6)
+    assert alone(tmp_path, "fast").steps() == [5, 6]
+    assert_same(alone(tmp_path).load(3), model_of(30))
+
+
+def test_a_state_that_was_not_drained_stays_though_later_ones_are(tmp_path: Path) -> None:
+    diverge(tmp_path)
+    for step in (5, 6):
+        run = tiers(tmp_path)
+        save(run, step)
+        with pytest.raises(DrainError, match="from 3, is not"):
+            run.close()
+    assert alone(tmp_path).steps() == [0, 1, 3, 4, 5, 6]
+    assert alone(tmp_path, "fast").steps() == [3, 6]
+    assert_same(alone(tmp_path, "fast").load(3), model_of(7))
+
+
 def test_a_pin_of_another_state_keeps_the_one_that_counts(tmp_path: Path) -> None:
     diverge(tmp_path)
     run = tiers(tmp_path)

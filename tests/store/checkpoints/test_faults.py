@@ -77,7 +77,7 @@ def nothing(run: CheckpointStore) -> None:
 def streamed(run: CheckpointStore) -> None:
     """A save in the background that writes what is captured before it knows the rest."""
     extracted = run._extract(model_of(2), 2, None, None)
-    context = CaptureContext(HostPool(1 << 24), [], set(), run._saver.large())
+    context = CaptureContext(HostPool(1 << 24), [], set(), run._saver.base().pieces)
     capture = StepCapture(extracted.chunks, context)
     capture.hold()
     step = CapturedStep(extracted, capture)

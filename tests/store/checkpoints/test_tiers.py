@@ -179,6 +179,43 @@ def test_the_space_of_what_was_let_go_of_is_freed(tmp_path: Path) -> None:
     assert alone(tmp_path, "fast").store.verify(full=True).faults == []
 
 
+def test_saves_in_flight_count_on_nothing_that_is_swept(tmp_path: Path) -> None:
+    """A tensor that goes back and forth is found in a step that is let go of meanwhile."""
+    back, forth = (noise(seed)["weight"] for seed in (100, 101))
+    options: dict[str, Any] = {"drain_backlog": 1, "in_flight": 2, "compress": None}
+
+    def model(step: int) -> Model:
+        return {"flips": (back, forth)[step % 2].copy(), **noise(step)}
+
+    with handle(tmp_path / "fast", drain=tmp_path / "second", **options) as run:
+        pending = [run.save_async(model(step), step) for step in range(30)]
+        saved = [each.wait() for each in pending]
+    assert [each.step for each in saved if each.new_tensors == 1]
+    assert alone(tmp_path).steps() == [*range(30)]
+    for step in (0, 15, 29):
+        assert_same(alone(tmp_path).load(step), model(step))
+    # It is swept all the same, and lets go of all but its last.
+    assert alone(tmp_path, "fast").steps() == [29]
+    assert size(tmp_path, "fast") < 8 << 20
+    assert alone(tmp_path, "fast").store.verify(full=True).faults == []
+
+
+def test_nothing_is_swept_while_a_save_counts_on_a_deleted_step(tmp_path: Path) -> None:
+    with handle(tmp_path / "fast", drain=tmp_path / "second", compress=None) as run:
+        for step in range(2):
+            run.save(noise(step), step)
+        run.drain()
+        assert run._drain is not None
+        base = run._saver.base()
+        assert len(base.pieces) == 1
+        run.delete(1)
+        for left in (2, 0):
+            run._drain._sweep(10)
+            assert size(tmp_path, "fast") >> 20 == left
+            assert not run._saver.base().pieces  # what begins now counts on nothing
+            base.release()
+
+
 def test_a_full_fast_tier_is_swept_before_a_save_fails(tmp_path: Path) -> None:
     disk = SmallDisk(tmp_path / "fast", 5 << 20)
     run = handle(
