@@ -8,19 +8,18 @@ addresses do not matter. `tensor_dedup.store.writing.transaction` explains the o
 become durable.
 """
 
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path, PurePath
-from typing import ClassVar, Protocol, Self, TypeAlias, TypeVar
+from typing import Protocol, Self, TypeAlias, TypeVar
 
 from tensor_dedup.digest import digest
-from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.background_encoder import BackgroundEncoder, EncodingJob
+from tensor_dedup.store.checkpoints.base_step import BaseStep, containers_there
 from tensor_dedup.store.checkpoints.bases import FirstStep
 from tensor_dedup.store.checkpoints.errors import NamedTwiceError, NestedSaveError
 from tensor_dedup.store.checkpoints.notes import Notes
@@ -409,48 +408,6 @@ class SaveLock:
         self._lock.release()
 
 
-class BaseStep:
-    """The step that a save compares with, from when it begins until it is committed.
-
-    The save keeps no bytes of what it finds there (`pieces`, by change hash), so these must stay:
-    they do while the step's name leads to them.
-    """
-
-    _all: ClassVar[set["BaseStep"]] = set()
-
-    def __init__(self, objects: Objects, step: LastStep) -> None:
-        self.root, self.name = objects.layout.root, step.name
-        self._objects, self._manifest = objects, step.manifest
-        self.pieces: Mapping[bytes, StoredPiece] = {}
-        BaseStep._all.add(self)  # first: what is swept from here on knows of it
-        try:
-            if step.name and self.is_there():
-                known = step.known(_alive(objects, step))
-                self.pieces = {k: each for k, each in known.items() if each.nbytes >= PACK_BELOW}
-        finally:
-            if not self.pieces:
-                self.release()
-
-    @staticmethod
-    def all() -> "list[BaseStep]":
-        """Return those of all saves in this process, of any handle and store."""
-        return list(BaseStep._all.copy())
-
-    def is_there(self) -> bool:
-        """Return whether its name still leads to it."""
-        with suppress(StoreError, OSError):
-            return self._objects.ref(self.name) == self._manifest
-        return False
-
-    def release(self) -> None:
-        """Let it go: the save has ended. May be called twice."""
-        BaseStep._all.discard(self)
-
-
-# The saves of a parent are none of a forked child.
-os.register_at_fork(after_in_child=BaseStep._all.clear)
-
-
 class Saver:
     """Commits the steps of one handle, one at a time. Safe from any thread."""
 
@@ -629,7 +586,7 @@ class _Commit:
 
     def run(self, step: StepSource) -> str:
         """Store what is new and commit; return the manifest's name."""
-        alive = _alive(self._objects, self._last)
+        alive = containers_there(self._objects, self._last)
         self._stored = self._store_arriving(step, alive)
         self._snapshot = snapshot = step.whole()
         self._data = [*snapshot.files.values(), *(piece.data for piece in snapshot.pieces)]
@@ -813,15 +770,3 @@ class _Commit:
             stored_bytes=self._writer.stored_bytes + self._transaction.object_bytes,
             seconds=seconds,
         )
-
-
-def _alive(objects: Objects, last: LastStep) -> set[ContainerId]:
-    """The containers of a step that are still what they were."""
-    files, bad = objects.files, set(objects.bad_containers())
-    return {
-        container
-        for container, (path, size) in last.containers.items()
-        if (status := files.status(path)) is not None
-        and status.size == size
-        and container.name not in bad
-    }

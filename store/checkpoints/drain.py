@@ -29,7 +29,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints.commit import BaseStep
+from tensor_dedup.store.checkpoints.base_step import BaseStep
 from tensor_dedup.store.checkpoints.errors import (
     BadOption,
     BadOptionError,

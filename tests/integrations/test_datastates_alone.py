@@ -305,11 +305,11 @@ def test_whether_a_checkpoint_is_whole_is_asked_once_for_all_files(
         asked.append((folder, key))
         return is_whole(folder, key)
 
-    engine = start(keep_last=2)
+    engine = start()
     for number in range(3):
         checkpoint(engine, tmp_path / "files" / str(number), number)
     monkeypatch.setattr(datastates, "_is_whole", watched)
-    engine._prune_others(tmp_path / "files" / "2", f"{engine._session}.0")
+    start(keep_last=2)._prune_others(tmp_path / "files" / "2", f"{engine._session}.0")
     assert {folder.name for folder, _ in asked} == {"1", "2"}
     assert len(asked) == 2
 

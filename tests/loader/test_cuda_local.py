@@ -53,7 +53,7 @@ def process() -> Iterator[Process]:
     assert made.gpu.reap(wait=True) == 0
     assert made.fake.left() == {}
     gc.collect()
-    assert gpus.descriptors() == made.begun, "the memory outlives its models"
+    assert gpus.descriptors() <= made.begun, "the memory outlives its models"
 
 
 def test_the_second_model_costs_what_differs(process: Process) -> None:
@@ -115,7 +115,7 @@ def test_whatever_call_fails_nothing_is_left(process: Process, number: int) -> N
     assert process.driver.calls[:number] == [*names, "synchronize"][:number]
     assert process.fake.left() == {}
     gc.collect()
-    assert gpus.descriptors() == process.begun
+    assert gpus.descriptors() <= process.begun
     process.driver.again()
     assert torch.equal(process.model(weights(1))[0], weights(1))
 
