@@ -643,15 +643,11 @@ def commit(
     """Replace the head by what `change` makes of the catalog as it is; return the new catalog.
 
     `change` returns the segments and the trash that are to be, or None to leave all as it is. It is
-    asked again with the catalog of others who were first, and without `told_by_bytes` also where
-    the same bytes are there: then these may be another's, and count for that one alone.
-
-    Raises:
-        RemoteBusyError: others were first every time.
+    asked again with the catalog of others who were first: without `told_by_bytes`, also where those
+    wrote the same. Raises RemoteBusyError if others were first every time.
     """
     for attempt in range(_ATTEMPTS):
-        wanted = change(catalog)
-        if wanted is None:
+        if (wanted := change(catalog)) is None:
             if _tag_of(bucket) == catalog.tag:
                 return catalog
             catalog = catalog_of(bucket, before=catalog)
