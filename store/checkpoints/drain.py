@@ -717,8 +717,13 @@ class Drain:
 
         It goes after a later step, which that save adds.
         """
-        root, name = self._objects.layout.root, step_name(self._run, step)
-        return any((each.root, each.name) == (root, name) for each in BaseStep.all())
+        name = step_name(self._run, step)
+        return any(each.name == name for each in self._bases())
+
+    def _bases(self) -> list[BaseStep]:
+        """The steps of the fast tier, of any run, that saves in flight count on."""
+        root = self._objects.layout.root.resolve()
+        return [each for each in BaseStep.all() if each.root == root]
 
     def free_space(self) -> bool:
         """Free the space of what the fast tier has let go of; return whether there was any.
@@ -755,7 +760,7 @@ class Drain:
         Raises:
             StoreBusyError: one was deleted or replaced.
         """
-        for base in BaseStep.all():
+        for base in self._bases():
             if not base.is_there():
                 what = f"a save counts on {base.name}, which was deleted or replaced"
                 raise StoreBusyError.at(self._fast.path, what)

@@ -179,6 +179,20 @@ def test_the_space_of_what_was_let_go_of_is_freed(tmp_path: Path) -> None:
     assert alone(tmp_path, "fast").store.verify(full=True).faults == []
 
 
+def test_a_save_to_a_store_that_is_gone_keeps_no_other_one_from_its_space(tmp_path: Path) -> None:
+    with handle(tmp_path / "other") as other:
+        other.save(noise(0), 0)
+        base = other._saver.base()
+        assert base.is_there()
+        (tmp_path / "other").rename(tmp_path / "away")
+        assert not base.is_there()
+        try:
+            test_the_space_of_what_was_let_go_of_is_freed(tmp_path)
+        finally:
+            (tmp_path / "away").rename(tmp_path / "other")
+            base.release()
+
+
 def test_saves_in_flight_count_on_nothing_that_is_swept(tmp_path: Path) -> None:
     """A tensor that goes back and forth is found in a step that is let go of meanwhile."""
     back, forth = (noise(seed)["weight"] for seed in (100, 101))
