@@ -21,7 +21,7 @@ class BaseStep:
     _all: ClassVar[set["BaseStep"]] = set()
 
     def __init__(self, objects: Objects, step: LastStep) -> None:
-        self.root, self.name = objects.layout.root.resolve(), step.name
+        self.root, self.name = objects.layout.root, step.name
         self._objects, self._manifest = objects, step.manifest
         self.pieces: Mapping[bytes, StoredPiece] = {}
         BaseStep._all.add(self)  # first: what is swept from here on knows of it

@@ -722,7 +722,7 @@ class Drain:
 
     def _bases(self) -> list[BaseStep]:
         """The steps of the fast tier, of any run, that saves in flight count on."""
-        root = self._objects.layout.root.resolve()
+        root = self._objects.layout.root
         return [each for each in BaseStep.all() if each.root == root]
 
     def free_space(self) -> bool:
