@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 from tensor_dedup.errors import StoreError
@@ -722,8 +723,18 @@ class Drain:
 
     def _bases(self) -> list[BaseStep]:
         """The steps of the fast tier, of any run, that saves in flight count on."""
-        root = self._objects.layout.root
-        return [each for each in BaseStep.all() if each.root == root]
+        return [each for each in BaseStep.all() if self._is_here(each.root)]
+
+    def _is_here(self, root: Path) -> bool:
+        """Whether a path leads to the fast tier, by whatever name."""
+        files, mine = self._objects.files, self._objects.layout.root
+        if root == mine:
+            return True
+        with suppress(OSError):
+            one, other = files.status(root), files.status(mine)
+            if one is not None and other is not None:
+                return (one.device, one.inode) == (other.device, other.inode)
+        return False
 
     def free_space(self) -> bool:
         """Free the space of what the fast tier has let go of; return whether there was any.
