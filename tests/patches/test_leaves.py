@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 
 import engines
 import fleet
@@ -23,9 +22,7 @@ import quantised
 import shared
 import tiny_checkpoints as checkpoints
 from leaf_tunes import (
-    EXPERTS,
     MIB,
-    WIDE,
     Change,
     adapted,
     changed_bytes,
@@ -35,6 +32,8 @@ from leaf_tunes import (
     grown_by_ten,
     leaves_of,
     near_the_limit_of_mappings,
+    save_llama,
+    save_mixture,
     scaled,
     slab_pss,
     whole,
@@ -48,16 +47,12 @@ from tensor_dedup.loader.unsharing.lookup import is_mapped
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wide") / "base"
-    make: Any = hf.LlamaForCausalLM
-    return checkpoints.save(make(hf.LlamaConfig(**WIDE)), folder)
+    return save_llama(tmp_path_factory.mktemp("wide") / "base")
 
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("experts") / "base"
-    make: Any = hf.Qwen3MoeForCausalLM
-    return checkpoints.save(make(hf.Qwen3MoeConfig(**EXPERTS)), folder)
+    return save_mixture(tmp_path_factory.mktemp("experts") / "base")
 
 
 @pytest.fixture(scope="module")

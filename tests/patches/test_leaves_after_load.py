@@ -19,10 +19,8 @@ import process_state
 import shared
 import tiny_checkpoints as checkpoints
 from leaf_tunes import (
-    EXPERTS,
     FUSED,
     MIB,
-    WIDE,
     changed_bytes,
     changed_leaves,
     first_and_last_third_changed,
@@ -31,6 +29,8 @@ from leaf_tunes import (
     grown,
     leaves_of,
     near_the_limit_of_mappings,
+    save_llama,
+    save_mixture,
     scaled,
     slab_pss,
 )
@@ -45,16 +45,12 @@ from tensor_dedup.memory_manager.protocol.layout import PAGE
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wide") / "base"
-    make: Any = hf.LlamaForCausalLM
-    return checkpoints.save(make(hf.LlamaConfig(**WIDE)), folder)
+    return save_llama(tmp_path_factory.mktemp("wide") / "base")
 
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("experts") / "base"
-    make: Any = hf.Qwen3MoeForCausalLM
-    return checkpoints.save(make(hf.Qwen3MoeConfig(**EXPERTS)), folder)
+    return save_mixture(tmp_path_factory.mktemp("experts") / "base")
 
 
 @pytest.fixture(scope="module")

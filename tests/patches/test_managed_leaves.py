@@ -23,25 +23,13 @@ import quantised
 import reference_kernels
 import shared
 import tiny_checkpoints as checkpoints
+from leaf_tunes import MIB, WIDE
 from tensor_dedup import shared_bytes, unshare, verify
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.memory_manager.client.admin import Admin
 
 pytestmark = pytest.mark.vllm
 
-MIB = 1 << 20
-# Attention has 32 heads of 128: of q, k and v as one each third is 8 MiB, or 4 MiB in fp8; an
-# embedding is 16 MiB.
-_WIDE: dict[str, Any] = {
-    "hidden_size": 1024,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "head_dim": 128,
-    "vocab_size": 8192,
-    "max_position_embeddings": 512,
-}
 # What a manager remembers is charged, too.
 RECORDS = 1 << 20
 Answers = tuple[plain.Answer, ...]
@@ -51,7 +39,7 @@ Answers = tuple[plain.Answer, ...]
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make: Any = hf.LlamaForCausalLM
     made = checkpoints.save(
-        make(hf.LlamaConfig(**_WIDE)), tmp_path_factory.mktemp("managed") / "base"
+        make(hf.LlamaConfig(**WIDE)), tmp_path_factory.mktemp("managed") / "base"
     )
     engines.warm_up(made)
     return made

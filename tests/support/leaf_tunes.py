@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import transformers as hf
 from torch import nn
 
 import hinted
@@ -71,6 +72,18 @@ FUSED: dict[str, Any] = {
     "pad_token_id": 0,
 }
 Change = Callable[[Path, Path], Path]
+
+
+def save_llama(folder: Path) -> Path:
+    """A wide model, of which each weight of attention is as large as what may be shared."""
+    make: Any = hf.LlamaForCausalLM
+    return checkpoints.save(make(hf.LlamaConfig(**WIDE)), folder)
+
+
+def save_mixture(folder: Path) -> Path:
+    """A model of 64 experts a layer."""
+    make: Any = hf.Qwen3MoeForCausalLM
+    return checkpoints.save(make(hf.Qwen3MoeConfig(**EXPERTS)), folder)
 
 
 def first_third_changed(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -308,3 +308,16 @@ def new_bytes(before: Frozen, after: Frozen) -> int:
     """Bytes of the contents in `after` that are not in `before` under any name."""
     known = {piece.data for piece in before.values()}
     return sum(len(bytes(data)) for data in {piece.data for piece in after.values()} - known)
+
+
+def moving(step: int) -> Model:
+    """A network of which a part moves with the steps, and an ensemble that grows."""
+    model = network(1)
+    for seed in range(step + 1):
+        train(model, seed, "layer2.weight", "layer2.bias")
+    return {**model, **forest(20 + 3 * step)}
+
+
+def alone(root: Path, tier: str = "second") -> CheckpointStore:
+    """One tier without the other."""
+    return handle(root / tier)

@@ -19,9 +19,11 @@ from damage import damage_piece
 from stores import (
     Arrays,
     Model,
+    alone,
     assert_same,
     forest,
     handle,
+    moving,
     network,
     open_store,
     safetensors,
@@ -74,27 +76,14 @@ def tiers(root: Path, mount: Mount | None = None, **more: Any) -> CheckpointStor
     return handle(root / "fast", drain=open_store(root / "second", mount), **more)
 
 
-def alone(root: Path, tier: str = "second") -> CheckpointStore:
-    """One tier without the other."""
-    return handle(root / tier)
-
-
 def manifests(root: Path, tier: str) -> dict[int, str | None]:
     run = alone(root, tier)
     return {step: run.store.manifest(f"run@{step}") for step in run.steps()}
 
 
-def model_of(step: int) -> Model:
-    """A network of which a part moves, and an ensemble that grows."""
-    model = network(1)
-    for seed in range(step + 1):
-        train(model, seed, "layer2.weight", "layer2.bias")
-    return {**model, **forest(20 + 3 * step)}
-
-
 def save(run: CheckpointStore, *steps: int) -> None:
     for step in steps:
-        run.save(model_of(step), step, {"loss": 1.0 / (step + 1)})
+        run.save(moving(step), step, {"loss": 1.0 / (step + 1)})
 
 
 def size(root: Path, tier: str) -> int:
@@ -110,7 +99,7 @@ def test_the_second_tier_is_an_ordinary_store_with_the_same_steps(tmp_path: Path
     assert manifests(tmp_path, "second") == manifests(tmp_path, "fast")
     second = alone(tmp_path)
     for step in range(3):
-        assert_same(second.load(step), model_of(step))
+        assert_same(second.load(step), moving(step))
     assert second.metrics() == {0: {"loss": 1.0}, 1: {"loss": 0.5}, 2: {"loss": 1 / 3}}
     assert (second.latest(), second.pinned()) == (2, {1})
     with second.store.checkpoint("run@1") as checkpoint:
@@ -135,7 +124,7 @@ def test_only_what_is_missing_travels_and_deltas_stay_deltas(tmp_path: Path) -> 
     assert size(tmp_path, "second") <= 1.05 * size(tmp_path, "fast")
     shutil.rmtree(tmp_path / "fast")
     for step in range(5):
-        assert_same(alone(tmp_path).load(step), model_of(step))
+        assert_same(alone(tmp_path).load(step), moving(step))
 
 
 def test_a_delta_brings_its_anchor_where_that_is_not(tmp_path: Path) -> None:
@@ -151,7 +140,7 @@ def test_a_delta_brings_its_anchor_where_that_is_not(tmp_path: Path) -> None:
     with tiers(tmp_path):
         pass
     second = alone(tmp_path)
-    assert_same(second.load(2), model_of(2))
+    assert_same(second.load(2), moving(2))
     with second.store.checkpoint("run@2") as checkpoint:
         assert {checkpoint.stored(tensor)[2] for tensor in checkpoint} - {None} == bases
     second.gc(0)
@@ -166,7 +155,7 @@ def test_the_fast_tier_lets_go_of_what_is_drained(tmp_path: Path) -> None:
         assert run.steps() == [0, 1, 2, 3]
         assert (run.latest(), run.best("loss")) == (3, 3)
         for step in range(4):
-            assert_same(run.load(step), model_of(step))
+            assert_same(run.load(step), moving(step))
         assert list(run.metrics()) == [0, 1, 2, 3]
     run.store.gc(0)
     assert size(tmp_path, "fast") < size(tmp_path, "second")
@@ -236,14 +225,14 @@ def test_a_step_that_is_saved_again_replaces_the_one_behind_it(tmp_path: Path) -
         run.drain()
         mount.open_.clear()
         mount.reached.clear()
-        run.save(model_of(7), 0)
+        run.save(moving(7), 0)
         assert mount.reached.wait(30)
-        assert_same(alone(tmp_path).load(0), model_of(0))
-        assert_same(run.load(0), model_of(7))
-        run.save(model_of(8), 0)  # while the one before it is on its way
+        assert_same(alone(tmp_path).load(0), moving(0))
+        assert_same(run.load(0), moving(7))
+        run.save(moving(8), 0)  # while the one before it is on its way
         mount.open_.set()
     second = alone(tmp_path)
-    assert_same(second.load(0), model_of(8))
+    assert_same(second.load(0), moving(8))
     assert in_save_order(second._steps.places()) == [1, 0]
 
 
@@ -253,14 +242,14 @@ def test_an_earlier_state_never_replaces_a_later_one(tmp_path: Path) -> None:
     stale = tmp_path / "stale"
     shutil.copytree(tmp_path / "fast", stale)
     with tiers(tmp_path) as run:
-        run.save(model_of(5), 0)
+        run.save(moving(5), 0)
     shutil.rmtree(tmp_path / "fast")
     stale.rename(tmp_path / "fast")
-    assert_same(alone(tmp_path, "fast").load(0), model_of(0))
+    assert_same(alone(tmp_path, "fast").load(0), moving(0))
     with tiers(tmp_path) as run:
         assert run.undrained() == []
-        assert_same(run.load(0), model_of(5))
-    assert_same(alone(tmp_path).load(0), model_of(5))
+        assert_same(run.load(0), moving(5))
+    assert_same(alone(tmp_path).load(0), moving(5))
 
 
 def diverge(root: Path) -> None:
@@ -269,7 +258,7 @@ def diverge(root: Path) -> None:
         save(run, 0, 1)
     died = alone(root, "fast")
     died._steps.next()  # of a save that failed
-    died.save(model_of(7), 3, {"loss": 7.0})
+    died.save(moving(7), 3, {"loss": 7.0})
     with handle(root / "other", drain=open_store(root / "second")) as run:
         save(run, 3, 4)
     assert manifests(root, "fast")[3] != manifests(root, "second")[3]
@@ -284,13 +273,13 @@ def test_another_state_with_the_same_place_is_reported_and_not_lost(tmp_path: Pa
     assert isinstance(caught.value.__cause__, DivergedStepError)
     assert isinstance(run._drain and run._drain.error, DivergedStepError)
     assert run.undrained() == [3]
-    assert_same(run.load(3), model_of(3))
+    assert_same(run.load(3), moving(3))
     assert run.metrics()[3] == {"loss": 0.25}
     assert run.latest() == 7
     assert alone(tmp_path).steps() == [3, 6, 7]
-    assert_same(alone(tmp_path).load(3), model_of(3))
+    assert_same(alone(tmp_path).load(3), moving(3))
     assert alone(tmp_path, "fast").steps() == [3, 7]
-    assert_same(alone(tmp_path, "fast").load(3), model_of(7))
+    assert_same(alone(tmp_path, "fast").load(3), moving(7))
 
 
 def test_a_second_tier_that_is_made_anew_is_told_of(
@@ -316,7 +305,7 @@ def test_what_a_dead_tier_has_not_drained_replaces_nothing(tmp_path: Path) -> No
         save(run, 0, 1, 2)
     died = alone(tmp_path, "fast")
     for step in range(3, 9):  # more than the other one will save
-        died.save(model_of(100 + step), step)
+        died.save(moving(100 + step), step)
     with handle(tmp_path / "other", drain=open_store(tmp_path / "second")) as run:
         assert run.latest() == 2
         save(run, 5, 10)
@@ -325,11 +314,11 @@ def test_what_a_dead_tier_has_not_drained_replaces_nothing(tmp_path: Path) -> No
         run.drain()
     assert run.latest() == alone(tmp_path).latest() == 10
     for each in (run, alone(tmp_path)):
-        assert_same(each.load(5), model_of(5))
-        assert_same(each.load(8), model_of(108))  # nothing is lost of what nobody replaced
-    assert_same(alone(tmp_path, "fast").load(5), model_of(105))
+        assert_same(each.load(5), moving(5))
+        assert_same(each.load(8), moving(108))  # nothing is lost of what nobody replaced
+    assert_same(alone(tmp_path, "fast").load(5), moving(105))
     save(run, 11)
-    run.save(model_of(7), 5)  # which ends the quarrel
+    run.save(moving(7), 5)  # which ends the quarrel
     run.close()
     assert alone(tmp_path).latest() == 5
     assert in_save_order(alone(tmp_path)._places())[-3:] == [10, 11, 5]
@@ -340,16 +329,16 @@ def test_a_drained_step_that_another_tier_saves_anew_is_superseded(tmp_path: Pat
     with tiers(tmp_path, keep_fast=2) as run:
         save(run, 1, 2, 3)
     with handle(tmp_path / "other", drain=open_store(tmp_path / "second")) as run:
-        run.save(model_of(30), 3)
+        run.save(moving(30), 3)
         save(run, 4)
     assert alone(tmp_path, "fast").steps() == [2, 3]
     assert manifests(tmp_path, "fast")[3] != manifests(tmp_path, "second")[3]
     with tiers(tmp_path, keep_fast=2) as run:
         assert (run.undrained(), run.latest()) == ([], 4)
-        assert_same(run.load(3), model_of(30))
+        assert_same(run.load(3), moving(30))
         save(run, 5, 6)
     assert alone(tmp_path, "fast").steps() == [5, 6]
-    assert_same(alone(tmp_path).load(3), model_of(30))
+    assert_same(alone(tmp_path).load(3), moving(30))
 
 
 def test_a_state_that_was_not_drained_stays_though_later_ones_are(tmp_path: Path) -> None:
@@ -361,7 +350,7 @@ def test_a_state_that_was_not_drained_stays_though_later_ones_are(tmp_path: Path
             run.close()
     assert alone(tmp_path).steps() == [0, 1, 3, 4, 5, 6]
     assert alone(tmp_path, "fast").steps() == [3, 6]
-    assert_same(alone(tmp_path, "fast").load(3), model_of(7))
+    assert_same(alone(tmp_path, "fast").load(3), moving(7))
 
 
 def test_a_pin_of_another_state_keeps_the_one_that_counts(tmp_path: Path) -> None:
@@ -381,8 +370,8 @@ def test_a_state_with_the_same_place_is_saved_under_another_number(tmp_path: Pat
     died.save(died.load(3), 8)
     died.delete(3)
     with tiers(tmp_path) as run:
-        assert_same(run.load(3), model_of(3))
-        assert_same(run.load(8), model_of(7))
+        assert_same(run.load(3), moving(3))
+        assert_same(run.load(8), moving(7))
     assert alone(tmp_path).steps() == [0, 1, 3, 4, 8]
 
 
@@ -405,9 +394,9 @@ def test_a_later_state_that_appears_during_the_copy_stays(tmp_path: Path) -> Non
         assert mount.reached.wait(30)
         other = alone(tmp_path)
         other._steps.at_least(100)
-        other.save(model_of(5), 0)
+        other.save(moving(5), 0)
         mount.open_.set()
-    assert_same(alone(tmp_path).load(0), model_of(5))
+    assert_same(alone(tmp_path).load(0), moving(5))
 
 
 def test_an_empty_fast_tier_goes_on_behind_what_is_drained(tmp_path: Path) -> None:
@@ -416,10 +405,10 @@ def test_an_empty_fast_tier_goes_on_behind_what_is_drained(tmp_path: Path) -> No
     shutil.rmtree(tmp_path / "fast")
     with tiers(tmp_path) as run:
         assert (run.steps(), run.latest()) == ([5, 6, 7], 7)
-        assert_same(run.load(7), model_of(7))
+        assert_same(run.load(7), moving(7))
         save(run, 6)
         assert run.latest() == 6
-        assert run.append(model_of(8)).step == 8
+        assert run.append(moving(8)).step == 8
     assert in_save_order(alone(tmp_path)._steps.places()) == [5, 7, 6, 8]
 
 
@@ -473,7 +462,7 @@ def test_a_second_tier_that_is_away_holds_up_nobody_until_the_bound(
     assert caught.value.facts["steps"] == [1, 2, 3]
     assert not any("saves of the run" in message for message in caplog.messages)
     assert (run.latest(), run.steps()) == (3, [0, 1, 2, 3])
-    assert_same(run.load(2), model_of(2))
+    assert_same(run.load(2), moving(2))
     assert repr(run).endswith("undrained=3)")
     assert run.stats()["undrained"] == 3
     assert "ENOSPC" in str(run.stats()["drain_error"]) or "space" in str(run.stats()["drain_error"])
@@ -530,7 +519,7 @@ def test_waiting_for_room_is_said_once(tmp_path: Path, caplog: pytest.LogCapture
         for step in range(0, 6, 2):
             mount.open_.clear()
             save(run, step)
-            waiting = run.save_async(model_of(step), step + 1)
+            waiting = run.save_async(moving(step), step + 1)
             deadline = time.monotonic() + 60
             while not any("wait while" in message for message in caplog.messages):
                 assert time.monotonic() < deadline
@@ -550,7 +539,7 @@ def test_closing_does_not_wait_for_room(tmp_path: Path) -> None:
     run = tiers(tmp_path, mount, drain_backlog=1)
     mount.broken = errno.EIO
     save(run, 0)
-    run.save_async(model_of(1), 1)
+    run.save_async(moving(1), 1)
     with pytest.raises(DrainError):
         run.close()
     assert alone(tmp_path, "fast").steps() == [0, 1]
@@ -586,9 +575,9 @@ def test_a_damaged_step_holds_up_no_other(tmp_path: Path) -> None:
     assert run.undrained() == [0]
     assert alone(tmp_path).steps() == [1]
     assert alone(tmp_path, "fast").steps() == [0, 1]
-    run.save(model_of(0), 0)
+    run.save(moving(0), 0)
     run.close()
-    assert_same(alone(tmp_path).load(0), model_of(0))
+    assert_same(alone(tmp_path).load(0), moving(0))
 
 
 def test_what_is_damaged_on_the_fast_tier_is_read_from_the_second(tmp_path: Path) -> None:
@@ -597,7 +586,7 @@ def test_what_is_damaged_on_the_fast_tier_is_read_from_the_second(tmp_path: Path
     damage_piece(run.store, "run@0", "layer0.weight")
     with pytest.raises(StoreError):
         alone(tmp_path, "fast").load(0)
-    assert_same(tiers(tmp_path).load(0), model_of(0))
+    assert_same(tiers(tmp_path).load(0), moving(0))
 
 
 def test_pins_are_those_of_both_tiers(tmp_path: Path) -> None:
@@ -611,7 +600,7 @@ def test_pins_are_those_of_both_tiers(tmp_path: Path) -> None:
         assert alone(tmp_path, "fast").steps() == [2]  # and what kept 0 went with it
         assert run.steps() == [0, 2]
         assert run.pinned() == {0}
-        for act in (lambda: run.save(model_of(0), 0), lambda: run.delete(0)):
+        for act in (lambda: run.save(moving(0), 0), lambda: run.delete(0)):
             with pytest.raises(PinnedStepError):
                 act()
         run.unpin(0)
@@ -629,17 +618,17 @@ def test_an_import_behind_a_step_is_found_before_the_save(tmp_path: Path) -> Non
     with tiers(tmp_path) as run:
         with pytest.raises(NotATrainingError):
             save(run, 0)
-        assert run.append(model_of(1)).step == 1
+        assert run.append(moving(1)).step == 1
 
 
 def test_saves_in_the_background_are_drained(tmp_path: Path) -> None:
     with tiers(tmp_path, in_flight=2) as run:
         for step in range(5):
-            model = model_of(step)
+            model = moving(step)
             run.save_async(model, step)
             train(model, 99, "layer0.weight")  # copied when it returned
     for step in range(5):
-        assert_same(alone(tmp_path).load(step), model_of(step))
+        assert_same(alone(tmp_path).load(step), moving(step))
     assert in_save_order(alone(tmp_path)._steps.places()) == [0, 1, 2, 3, 4]
 
 
@@ -720,7 +709,7 @@ def test_options_of_another_kind(tmp_path: Path, options: Any, kind: BadOption) 
 
 def test_whole_numbers_of_numpy_are_options(tmp_path: Path) -> None:
     with handle(tmp_path, in_flight=np.int64(2), pool_bytes=np.int64(1 << 20)) as run:
-        run.save_async(model_of(0), 0)
+        run.save_async(moving(0), 0)
     assert run.steps() == [0]
 
 
@@ -730,7 +719,7 @@ def larger_model_of(step: int) -> Model:
     weight = dice.standard_normal(1 << 18, np.float32)
     for _ in range(step):
         weight *= 1 + dice.standard_normal(weight.size, np.float32) / 1000
-    return {**model_of(step), "larger": weight}
+    return {**moving(step), "larger": weight}
 
 
 _PROGRAM = """

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stores import Model, assert_same, forest, handle, network, open_store, train
+from stores import Model, alone, assert_same, handle, moving, open_store
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import DrainError, OtherTierError
@@ -17,22 +17,9 @@ from tensor_dedup.store.errors import NoSpaceError
 from tensor_dedup.store.files import Handle, RealFiles
 
 
-def alone(root: Path, tier: str = "second") -> CheckpointStore:
-    """One tier without the other."""
-    return handle(root / tier)
-
-
-def model_of(step: int) -> Model:
-    """A network of which a part moves, and an ensemble that grows."""
-    model = network(1)
-    for seed in range(step + 1):
-        train(model, seed, "layer2.weight", "layer2.bias")
-    return {**model, **forest(20 + 3 * step)}
-
-
 def save(run: CheckpointStore, *steps: int) -> None:
     for step in steps:
-        run.save(model_of(step), step)
+        run.save(moving(step), step)
 
 
 def size(root: Path, tier: str) -> int:
@@ -126,7 +113,7 @@ def test_a_second_tier_that_goes_away_loses_nothing(tmp_path: Path, second: str)
         run.drain()
         assert run.steps() == [0, 1, 2, 3, 4, 5, 6, 7]
         for step in range(8):
-            assert_same(run.load(step), model_of(step))
+            assert_same(run.load(step), moving(step))
 
 
 def test_a_fast_tier_of_an_earlier_version_gets_its_note(tmp_path: Path, second: str) -> None:
