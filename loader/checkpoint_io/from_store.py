@@ -13,10 +13,12 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
+from tensor_dedup.digest import combine, leaf_places
 from tensor_dedup.errors import ChangedFileError, FormatError, StoreError
 from tensor_dedup.formats.safetensors import parse_header
 from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
 from tensor_dedup.loader.checkpoint_io.sources import SourceFile, SourceTensor
+from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM
 from tensor_dedup.store.store import Store
 
 if TYPE_CHECKING:
@@ -179,8 +181,20 @@ class StoredSource(SourceFile):
         self.tensors = {spec.name: self._source(spec, trust) for spec in self.header.tensors}
 
     def _source(self, spec: TensorSpec, trust: bool) -> SourceTensor:
-        digest = self._digests[spec.start].hex() if spec.nbytes and trust else None
-        return SourceTensor(self, spec, digest, trust)
+        if not spec.nbytes or not trust:
+            return SourceTensor(self, spec, None, trust)
+        digest = self._digests[spec.start]
+        return SourceTensor(self, spec, digest.hex(), trust, self._leaves(digest, spec.nbytes))
+
+    def _leaves(self, digest: bytes, nbytes: int) -> tuple[str, ...]:
+        """Return the digests that the leaves of a tensor have by themselves."""
+        record = next(iter(self._checkpoint.records(digest)), None)
+        if nbytes < LEAF_SHARED_FROM or record is None or record.nbytes != nbytes:
+            return ()
+        places = leaf_places(0, nbytes)
+        return tuple(
+            combine(size, [leaf]) for (_, size), leaf in zip(places, record.leaf_list, strict=True)
+        )
 
     def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> bytes | None:
         """Fill `piece` with the tensor's bytes from `offset` on, verified.

@@ -34,7 +34,7 @@ from tensor_dedup.loader.residents.compare import raise_audit, same_bytes
 from tensor_dedup.loader.residents.leaves import Content, build_from_contents
 from tensor_dedup.loader.residents.manager import ResidentQuery, ResidentRequest
 from tensor_dedup.loader.residents.provider import HostProvider
-from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM, registry
 from tensor_dedup.loader.residents.resident import (
     Resident,
     Write,
@@ -406,11 +406,13 @@ class LoadSession:
         return equal
 
     def _contents(self, each: DeferredParameter) -> list[_KnownPart]:
-        """Return the sources of known digests that a tensor consists of, or nothing.
+        """Return the sources of known digests that a large tensor consists of, or nothing.
 
         None stands for zeros, which no source has.
         """
-        if self.config.hash_algorithm != "blake3" or not has_name(each.parameter.dtype):
+        if each.nbytes < LEAF_SHARED_FROM or not has_name(each.parameter.dtype):
+            return []
+        if self.config.hash_algorithm != "blake3":
             return []
         found: list[_KnownPart] = []
         for start, stop, source, zeros in parts_of(_view(each)):

@@ -360,7 +360,7 @@ class ModuleDedup:
             elif found is not None and self._replicas.claim(*found[0]):
                 (_, replica), behind = found
                 before = behind not in self._context.built
-                share = ReplicaShare(parameter, behind, replica, made=False, before=before)
+                share = ReplicaShare(parameter, behind, replica, made=not before, before=before)
                 self._shares[id(parameter)] = share
             elif parameter.nbytes:
                 files = self._context.files

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary, ref
 from tensor_dedup.loader.residents.compare import is_forgeable, same_bytes
 from tensor_dedup.loader.residents.param_data import set_param_data
 from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup.loader.residents.slab import SharedMemoryError
 from tensor_dedup.loader.unsharing.private import map_shared
 
 if TYPE_CHECKING:
@@ -138,19 +139,20 @@ def _equal(group: Sequence[tuple[str, ReplicaShare]]) -> bool:
 def _assign(group: Sequence[tuple[str, ReplicaShare]]) -> None:
     held = sorted((share for _, share in group), key=lambda share: share.replica)
     available = [(s.resident, s.replica, s.made, s.before) for s in held]
-    rest = []
+    rest, given = [], []
     for name, share in group:
         own = next((each for each in available if _first_names.get(each[0]) == name), None)
         if own is None:
             rest.append(share)
         else:
             available.remove(own)
-            _give(share, own)
-    for share, other in zip(rest, available, strict=True):
-        _give(share, other)
-
-
-def _give(share: ReplicaShare, other: tuple[Resident, int, bool, bool]) -> None:
-    if share.resident is not other[0]:
-        set_param_data(share.parameter, map_shared(other[0]))
+            given.append((share, own))
+    given += zip(rest, available, strict=True)
+    others = [(share, other) for share, other in given if share.resident is not other[0]]
+    try:
+        mapped = [map_shared(other[0]) for _, other in others]
+    except SharedMemoryError:
+        return  # they stay as they are: each has one of these, and all have equal bytes
+    for (share, other), tensor in zip(others, mapped, strict=True):
+        set_param_data(share.parameter, tensor)
         share.resident, share.replica, share.made, share.before = other

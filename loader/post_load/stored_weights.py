@@ -9,18 +9,25 @@ from __future__ import annotations
 
 import random
 import threading
+from concurrent.futures import wait
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
 import torch
 
+from tensor_dedup.digest import leaf_places, stream
 from tensor_dedup.loader.checkpoint_io.from_store import FromStore
 from tensor_dedup.loader.cuda.shared import BATCH_BYTES
+from tensor_dedup.loader.post_load.batch import content_recipe
 from tensor_dedup.loader.residents.compare import raise_audit, same_bytes
+from tensor_dedup.loader.residents.leaves import Content, build_from_contents
 from tensor_dedup.loader.residents.manager import ResidentQuery, ResidentRequest
 from tensor_dedup.loader.residents.provider import host_provider_for
 from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM, registry
+from tensor_dedup.loader.residents.resident import digest_of
 from tensor_dedup.loader.residents.slab import SharedMemoryError
 from tensor_dedup.loader.torch_dtypes import torch_dtype
 from tensor_dedup.loader.unsharing.private import map_shared
@@ -31,11 +38,13 @@ from tensor_dedup.types import ResidentKey
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
+    from concurrent.futures import Future
 
     from tensor_dedup.config import TensorDedupConfig
     from tensor_dedup.loader.checkpoint_io.sources import SourceFile, SourceTensor
     from tensor_dedup.loader.checkpoint_io.stub_folder import Checkout
-    from tensor_dedup.loader.residents.resident import Resident
+    from tensor_dedup.loader.residents.provider import Admit
+    from tensor_dedup.loader.residents.resident import Resident, Write
 
 
 class StoredWeights:
@@ -120,13 +129,18 @@ class StoredWeights:
         key = _key(source)
         # Not held any longer than its mapping: what is cast or merged is gone when that is done.
         resident = self._held.pop(key, None) or registry.lookup(key)
+        resident = resident or self._build_known(source)
         if resident is None:
             return self._build(file, source)
-        if self._is_compared() and not same_bytes(read := _read(source), map_shared(resident)):
+        try:
+            mapped = map_shared(resident)
+        except SharedMemoryError:  # it stays private, as below
+            return _read(source)
+        if self._is_compared() and not same_bytes(read := _read(source), mapped):
             if not self._config.verifies_bytes:
                 raise_audit(source.place, "the resident", "the stored tensor")
             return read
-        return map_shared(resident)
+        return mapped
 
     def _is_shared(self, source: SourceTensor) -> bool:
         """Return whether this tensor may be a resident: it is known, and large enough."""
@@ -141,7 +155,7 @@ class StoredWeights:
     def _find(self, sources: Sequence[SourceTensor]) -> None:
         """Look up, in one batch, which tensors are resident, here or in the manager."""
         keys = list(dict.fromkeys(map(_key, sources)))
-        found = self._provider.find([ResidentQuery(f"content:{key}", key) for key in keys])
+        found = self._provider.find([ResidentQuery(content_recipe(key), key) for key in keys])
         for key, resident in zip(keys, found, strict=True):
             if resident is not None:
                 self._held[key] = resident
@@ -163,17 +177,54 @@ class StoredWeights:
                 size += each.spec.nbytes
         read = {key: _read(each) for key, each in batch.items()}
         requests = [
-            ResidentRequest(f"content:{key}", tensor, key.digest) for key, tensor in read.items()
+            ResidentRequest(content_recipe(key), tensor, key.digest) for key, tensor in read.items()
         ]
         try:
             residents = self._provider.get_or_build(requests)
         except SharedMemoryError:  # it stays private; the load says so if it meets it, too
             return read[_key(source)]
-        for key, (resident, new) in zip(read, residents, strict=True):
+        for (key, each), (resident, new) in zip(batch.items(), residents, strict=True):
             self._held[key] = resident
             if new:
-                self.built.add(resident)
-        return map_shared(self._held.pop(_key(source)))
+                self._note_built(resident, each)
+        try:
+            return map_shared(self._held.pop(_key(source)))
+        except SharedMemoryError:
+            return read[_key(source)]
+
+    def _build_known(self, source: SourceTensor) -> Resident | None:
+        """Build a tensor of which others have leaves, and read only the rest; None if none has."""
+        if not source.leaves:
+            return None
+        key = _key(source)
+        geometry, contents = replace(key, digest=""), [_content(source)]
+        read = partial(_read_leaves, source)
+
+        def build(others: Sequence[Resident], admit: Admit | None) -> Resident | None:
+            return build_from_contents(
+                geometry, contents, read, lambda *_: None, digest_of, others, admit
+            )
+
+        try:
+            built = self._provider.build_known(content_recipe(key), geometry, contents, build)
+            if built is None or built.key != key:  # whoever has such leaves, has other bytes
+                return None
+            entered = self._provider.enter_known(content_recipe(key), built)
+        except SharedMemoryError:
+            return None  # met again on the ordinary way
+        finally:
+            self._provider.end_known()
+        if entered is None:
+            return None
+        resident, new = entered
+        if new:
+            self._note_built(resident, source)
+        return resident
+
+    def _note_built(self, resident: Resident, source: SourceTensor) -> None:
+        self.built.add(resident)
+        if source.leaves:
+            self._provider.note_contents(resident, [_content(source)])
 
 
 def _key(source: SourceTensor) -> ResidentKey:
@@ -183,6 +234,32 @@ def _key(source: SourceTensor) -> ResidentKey:
         stride.append(step)
         step *= max(size, 1)
     return ResidentKey(source.spec.dtype, shape, tuple(reversed(stride)), source.digest)
+
+
+def _content(source: SourceTensor) -> Content:
+    assert source.digest is not None
+    return Content(0, source.spec.nbytes, source.digest, source.leaves)
+
+
+def _read_leaves(
+    source: SourceTensor, _number: int, numbers: Sequence[int] | None, write: Write
+) -> None:
+    """Read those leaves of a tensor, or all; the store compares each with its digest."""
+    spec = source.spec
+    places = leaf_places(0, spec.nbytes)
+
+    def begin(start: int, size: int) -> Future[str]:
+        def pass_on(piece: memoryview, offset: int) -> bytes | None:
+            compared = source.file.read_into(spec, piece, start + offset)
+            write(piece, start + offset)
+            return compared
+
+        return stream(size, pass_on)
+
+    begun = [begin(*places[each]) for each in (range(len(places)) if numbers is None else numbers)]
+    wait(begun)  # all of them, whatever happened to one
+    for each in begun:
+        each.result()
 
 
 def _read(source: SourceTensor) -> torch.Tensor:

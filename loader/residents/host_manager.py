@@ -323,7 +323,7 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
             return
         key = self._key(request.recipe)
         layer = NewLayer(record_of_parts(request.key, plan.parts), plan.tensors)
-        fill = partial(plan.fill, tensor_bytes(request.tensor), request.digest)
+        fill = partial(plan.fill, tensor_bytes(request.tensor), request.read, request.digest)
         result = self.client.put({key: layer}, self.checkpoint, fill=fill)
         if result.error is not None:
             raise result.error
@@ -433,7 +433,8 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         self._remember(resident, keys, record, digests)
 
     def _marks(self, request: ResidentRequest) -> list[str]:
-        return self._keys_of(leaf_marks(request.key, tensor_bytes(request.tensor)))
+        data = tensor_bytes(request.tensor)
+        return self._keys_of(leaf_marks(request.key, data, request.read))
 
     def _keys_of(self, marks: Sequence[str]) -> list[str]:
         return [f"{self.memory.namespace}-leaf:{mark}" for mark in marks]

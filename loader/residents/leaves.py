@@ -27,7 +27,12 @@ from tensor_dedup import libc
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.loader.residents.mappings import BUDGET
 from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM, registry
-from tensor_dedup.loader.residents.resident import Resident, resident_key, tensor_bytes
+from tensor_dedup.loader.residents.resident import (
+    Resident,
+    copied_part,
+    resident_key,
+    tensor_bytes,
+)
 from tensor_dedup.loader.residents.slab import (
     MappingLimitError,
     Slab,
@@ -107,14 +112,10 @@ class _Leaves:
         self._address, self._data, self._read = tensor.data_ptr(), tensor_bytes(tensor), read
 
     def samples(self) -> tuple[bytes, ...]:
-        return tuple(self._sample(start) for start in range(0, self.nbytes, LEAF_BYTES))
-
-    def _sample(self, start: int) -> bytes:
-        if self._read is None:
-            return bytes(self._data[start : start + _SAMPLE_BYTES])
-        sample = bytearray(min(_SAMPLE_BYTES, self.nbytes - start))
-        self._read(memoryview(sample), start)
-        return bytes(sample)
+        starts = range(0, self.nbytes, LEAF_BYTES)
+        return tuple(
+            bytes(copied_part(self._data, start, _SAMPLE_BYTES, self._read)) for start in starts
+        )
 
     def equals(self, start: int, size: int, address: int) -> bool:
         """Return whether a leaf holds the bytes at an address."""
@@ -174,14 +175,15 @@ def _taken(leaves: _Leaves, residents: Sequence[Resident]) -> list[tuple[int, in
     ]
 
 
-def leaf_marks(key: ResidentKey, data: memoryview) -> list[str]:
+def leaf_marks(key: ResidentKey, data: memoryview, read: ReadInto | None = None) -> list[str]:
     """Return names of some leaves of a tensor: 8 to 15, or one a leaf where it has fewer.
 
     Tensors of such rows whose leaves begin with the same page have the same name for that leaf, so
-    every eighth of a tensor that another has leads to it. Reads a page of each marked leaf.
+    every eighth of a tensor that another has leads to it. Reads a page of each marked leaf, with
+    `read` as `build_from_leaves` does.
     """
     starts = _marked(range(0, data.nbytes, LEAF_BYTES))
-    return [_mark(key, start, data[start : start + _MARK_BYTES]) for start in starts]
+    return [_mark(key, each, copied_part(data, each, _MARK_BYTES, read)) for each in starts]
 
 
 def content_marks(key: ResidentKey, contents: Sequence[Content]) -> list[str]:
@@ -206,7 +208,7 @@ def _marked(items: Sequence[_T]) -> Sequence[_T]:
     return items[::step]
 
 
-def _mark(key: ResidentKey, start: int, what: bytes | memoryview) -> str:
+def _mark(key: ResidentKey, start: int, what: bytes | bytearray) -> str:
     rows = f"{key.dtype} {tuple(key.shape[1:])} {tuple(key.stride)} {start} "
     return blake3(rows.encode() + what, derive_key_context=_MARK_CONTEXT).hexdigest()
 

@@ -15,7 +15,7 @@ import msgspec
 
 from tensor_dedup.digest import LEAF_BYTES, StreamDigest
 from tensor_dedup.loader.residents.leaves import Content
-from tensor_dedup.loader.residents.resident import Resident, digest_of
+from tensor_dedup.loader.residents.resident import Resident, copied_part, digest_of
 from tensor_dedup.loader.residents.slab import (
     ExtentLayout,
     SharedMemoryError,
@@ -31,6 +31,7 @@ from tensor_dedup.types import ResidentKey
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.residents.leaves import LeafPiece
+    from tensor_dedup.loader.residents.resident import ReadInto
     from tensor_dedup.loader.residents.slab import ByteArray
     from tensor_dedup.memory_manager.client.puts import Put, TensorSlot
 
@@ -283,12 +284,17 @@ class PartsPlan:
             self.unfit = f"{need}, and a record names {MAX_RECORD_DIGESTS}"
 
     def fill(
-        self, data: memoryview, digest: str, put: Put, missing: Sequence[TensorSlot]
+        self,
+        data: memoryview,
+        read: ReadInto | None,
+        digest: str,
+        put: Put,
+        missing: Sequence[TensorSlot],
     ) -> Sequence[str]:
         """Write the rest of `data`, and hash the whole from the very bytes written and leased.
 
-        What is read may be a mapped file that somebody writes meanwhile. The manager only hashes
-        the rest, of which nobody has announced a digest.
+        What is read may be a mapped file that somebody writes, or cuts, meanwhile: give its `read`
+        (`copied_part`). The manager only hashes the rest, of which nobody has announced a digest.
 
         Raises:
             RefusedError: A leased tensor is not there any more, as in another manager
@@ -300,7 +306,7 @@ class PartsPlan:
                 "a tensor that was leased is not resident; load privately", code="not_resident"
             )
         whole = StreamDigest(nbytes=data.nbytes)
-        self.write_rest(data, put, whole)
+        self.write_rest(data, put, whole, read)
         if whole.hexdigest() != digest:
             raise RefusedError(
                 f"a tensor of {digest} has changed since it was hashed; load it again",
@@ -308,7 +314,13 @@ class PartsPlan:
             )
         return ()
 
-    def write_rest(self, data: memoryview, put: Put, whole: StreamDigest | None = None) -> None:
+    def write_rest(
+        self,
+        data: memoryview,
+        put: Put,
+        whole: StreamDigest | None = None,
+        read: ReadInto | None = None,
+    ) -> None:
         """Write the rest into the first tensor of a put; `whole` is given all bytes, in order."""
         at = 0
         for start, end, there in self._pieces:
@@ -317,7 +329,7 @@ class PartsPlan:
                     whole.update(_mapped(there))
                 continue
             for first in range(start, end, LEAF_BYTES):
-                piece = bytes(data[first : min(first + LEAF_BYTES, end)])
+                piece = copied_part(data, first, min(LEAF_BYTES, end - first), read)
                 put.write(0, piece, at)
                 if whole is not None:
                     whole.update(piece)

@@ -128,6 +128,21 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(bytes_at(tensor.data_ptr(), tensor.nbytes, tensor.detach())).cast("B")
 
 
+def copied_part(
+    data: memoryview, start: int, nbytes: int, read: ReadInto | None = None
+) -> bytes | bytearray:
+    """Return a copy of up to `nbytes` bytes of a tensor's `tensor_bytes` from `start` on.
+
+    Memory that is mapped from a file which has become shorter ends the process that looks at it.
+    So give the `read` of such a tensor: the bytes are the file's then, and `read` raises.
+    """
+    if read is None:
+        return bytes(data[start : start + nbytes])
+    into = bytearray(min(nbytes, len(data) - start))
+    read(memoryview(into), start)
+    return into
+
+
 def digest_of(tensor: torch.Tensor, algorithm: str = "blake3") -> str:
     """Return the digest of a gap-free tensor's `tensor_bytes`, on any device.
 

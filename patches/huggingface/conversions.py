@@ -15,7 +15,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -36,6 +36,7 @@ from tensor_dedup.loader.residents.param_data import number_of, param_data
 from tensor_dedup.loader.residents.provider import host_provider_for
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.residents.resident import ReplicaKey, cast_key
+from tensor_dedup.loader.residents.slab import SharedMemoryError
 from tensor_dedup.loader.torch_dtypes import torch_dtype
 from tensor_dedup.loader.unsharing.device_copies import COPIES
 from tensor_dedup.loader.unsharing.lookup import is_mapped, is_on_gpu, replica_keys_of, residents_of
@@ -278,7 +279,8 @@ class Conversion:
         resident = _casts.get(known) or registry.lookup(known.key, known.copy)
         if resident is not None and id(resident) not in self._residents:
             self._residents.add(id(resident))
-            return map_shared(resident)
+            with suppress(SharedMemoryError):  # then it is this model's alone
+                return map_shared(resident)
         self._casts[id(tensor)] = known
         return self._fn(tensor)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import deferring
 import managers
@@ -21,6 +22,7 @@ from lent_tensors import (
     Process,
     changed,
     contents_of,
+    load_deferred,
     load_file_of_qkv,
     processes_of,
     request_for,
@@ -318,6 +320,29 @@ def test_what_the_manager_remembers_of_a_model(
 
 def saved(folder: Path, *tensors: dict[str, torch.Tensor]) -> list[Path]:
     return [deferring.save(folder / f"{n}.safetensors", each) for n, each in enumerate(tensors)]
+
+
+def test_small_tensors_of_a_known_file_cost_no_requests_of_their_own(
+    process: Make, asked: list[Any], tmp_path: Path
+) -> None:
+    """They have no parts in common with others, so nobody is asked who has them."""
+    sent = []
+    for known in (False, True):
+        tensors = {f"t{n}": torch.rand(64, 64) for n in range(20)}
+        path = deferring.save(tmp_path / f"{known}.safetensors", tensors)
+        model = deferring.module(**{name: torch.zeros(64, 64) for name in tensors})
+        loader = process()
+        asked.clear()
+        load_deferred(loader, path, model, _copy_all, known=known)
+        sent.append(counted(asked))
+        assert all(torch.equal(each, tensors[n]) for n, each in model.named_parameters())
+    unknown, again = sent
+    assert sum(again.values()) <= sum(unknown.values()) + 1  # one for the digests of all
+
+
+def _copy_all(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(tensors[name])
 
 
 def test_a_full_manager_costs_no_second_reading(tmp_path: Path) -> None:

@@ -31,10 +31,10 @@ from lent_tensors import (
     request_for,
     rows,
 )
-from process_state import slab_memory
+from process_state import forked, slab_memory
 from tensor_dedup import libc, shared_bytes, verify
 from tensor_dedup.digest import LEAF_BYTES
-from tensor_dedup.errors import AuditError
+from tensor_dedup.errors import AuditError, ChangedFileError
 from tensor_dedup.loader.residents import host_manager, lent, mappings
 from tensor_dedup.loader.residents.host_manager import HostSession, host_session
 from tensor_dedup.loader.residents.lent import (
@@ -43,11 +43,9 @@ from tensor_dedup.loader.residents.lent import (
     composition_in,
     record_of_parts,
 )
-from tensor_dedup.loader.residents.manager import ResidentQuery
+from tensor_dedup.loader.residents.manager import ResidentQuery, ResidentRequest
 from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM, registry
-from tensor_dedup.loader.residents.resident import (
-    Resident,
-)
+from tensor_dedup.loader.residents.resident import Resident, digest_of, tensor_bytes
 from tensor_dedup.loader.residents.slab import SlabUsageError, make_private
 from tensor_dedup.memory_manager.client import Client, client, connect, puts
 from tensor_dedup.memory_manager.client.admin import Admin
@@ -142,6 +140,45 @@ def test_of_a_donor_that_is_not_what_it_is_called_only_equal_leaves_are_taken(
     assert made
     assert resident.leaf_shared_bytes == (LEAVES - 2) * LEAF_BYTES
     assert torch.equal(resident.map(), wanted)
+
+
+@pytest.mark.parametrize("before", ["marks", "rest"])
+def test_a_file_that_is_cut_while_it_is_put_is_an_error(
+    before: str, manager: managers.Manager, process: Make, tmp_path: Path
+) -> None:
+    """Memory that is mapped from it is not looked at: that would end the process."""
+    base = rows(LEAVES, 715)
+    process().load(base)
+    tune = changed(base, 3)
+    path = tmp_path / "weights"
+    path.write_bytes(tensor_bytes(tune))
+    storage: Any = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=tune.nbytes)
+    mapped = torch.empty(0).set_(storage, 0, tune.shape, tune.stride())
+
+    def read(into: memoryview, offset: int) -> None:
+        if path.stat().st_size == 100:
+            raise ChangedFileError("it became shorter", path=str(path))
+        into[:] = tensor_bytes(tune)[offset : offset + len(into)]
+
+    request = ResidentRequest("test:cut", mapped, digest_of(tune), read)
+    home, name = (host_manager, "leaf_marks") if before == "marks" else (lent.PartsPlan, "fill")
+    original: Any = getattr(home, name)
+
+    def put() -> str:
+        def cut(*args: Any) -> Any:
+            os.truncate(path, 100)
+            return original(*args)
+
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            connect(manager.socket, keep_connected=False) as client,
+        ):
+            patch.setattr(home, name, cut)
+            with pytest.raises(ChangedFileError):
+                Process(client).provider().get_or_build([request])
+        return "an error"
+
+    assert forked(put) == "an error"
 
 
 def test_another_process_puts_only_what_differs(manager: managers.Manager, process: Make) -> None:

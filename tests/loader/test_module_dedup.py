@@ -13,6 +13,8 @@ from torch import nn
 
 import process_state
 from dedup_models import COUNT, LARGE, as_file, dedup_of, mapped, model_of, shared
+from leaf_tunes import near_the_limit_of_mappings
+from lent_tensors import changed, rows
 from tensor_dedup import TensorDedupConfig, shares_memory, unshare, verify
 from tensor_dedup.errors import ChangedFileError
 from tensor_dedup.loader.ledger import NotShared
@@ -301,3 +303,20 @@ def test_a_path_that_leads_to_another_file_by_now_says_nothing(tmp_path: Path, n
     assert memory.file(model.weight) is not None
     assert files.range_of(model.weight, memory) is None
     files.close()
+
+
+def test_near_the_limit_of_mappings_equal_tensors_keep_what_they_have() -> None:
+    base, tune = rows(8, 1), changed(rows(8, 1), 3)
+    first, second = (model_of(a=each.clone(), b=each.clone()) for each in (base, tune))
+    assert not shared(first).ledger.skipped
+    assert shared(second).ledger.leaf_shared_bytes  # it lies in parts, which are mappings
+    third = model_of(x=tune.clone(), y=tune.clone())
+    found = dedup_of(third)
+    for name in "yx":  # settling would put them into the order of their names
+        found.note(name)
+    found._complete()
+    assert all(any(shares_memory(n, o) for o in second.parameters()) for n in third.parameters())
+    with near_the_limit_of_mappings():
+        found.settle()
+    assert all(any(shares_memory(n, o) for o in second.parameters()) for n in third.parameters())
+    assert all(torch.equal(each, tune) for each in third.parameters())

@@ -43,6 +43,7 @@ from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import AuditError
 from tensor_dedup.loader.residents import leaves
 from tensor_dedup.loader.unsharing.lookup import is_mapped
+from tensor_dedup.store import Store
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +265,27 @@ def test_vllm_reads_only_what_changed_of_a_known_fine_tune(
         engines.drop(opened.pop())
         del second, theirs
         gc.collect()
+
+
+@pytest.mark.vllm
+@pytest.mark.usefixtures("warm")
+def test_vllm_reads_only_what_changed_of_a_stored_fine_tune(
+    llama: Path, tmp_path: Path, opened: list[Any]
+) -> None:
+    tune = grown(llama, tmp_path / "tune")
+    expected = _outputs_of(tune, opened)
+    config: dict[str, Any] = {"store": str(tmp_path / "store"), "cpu_weights": "plain"}
+    with Store.open(config["store"]) as store:
+        store.import_(llama, "base")
+        store.import_(tune, "tune")
+    opened.append(engines.sharing("store://base", **config))
+    opened.append(engines.sharing("store://tune", **config))
+    last = engines.last_report()
+    assert last.known
+    assert last.leaf_shared_bytes == 32 * MIB
+    assert 0 < last.bytes_read <= 1.05 * changed_leaves(llama, tune)[0]
+    assert plain.outputs(opened[-1]) == expected
+    assert verify().ok
 
 
 @pytest.mark.vllm

@@ -21,7 +21,6 @@ import tiny_checkpoints as checkpoints
 from leaf_tunes import (
     FUSED,
     MIB,
-    changed_bytes,
     changed_leaves,
     first_and_last_third_changed,
     first_third_changed,
@@ -41,6 +40,7 @@ from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.unsharing.lookup import is_mapped
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.protocol.layout import PAGE
+from tensor_dedup.store import Store
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +183,73 @@ def known_in_transformers(base: Path, tune: Path, managed: bool) -> None:
                 Admin(manager.socket).evict(str(tune))
 
 
+@pytest.mark.parametrize("managed", [False, True], ids=["alone", "managed"])
+def test_transformers_reads_only_what_changed_of_a_stored_fine_tune(
+    managed: bool, llama: Path, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    fresh.call_forked(stored_in_transformers, llama, grown(llama, tmp_path / "tune"), managed)
+
+
+def stored_in_transformers(base: Path, tune: Path, managed: bool) -> None:
+    """In a process that holds nothing of other tests."""
+    expected = [_logits(_load(path)) for path in (base, tune)]
+    differ, _ = changed_leaves(base, tune)
+    config: dict[str, Any] = {"store": str(tune.parent / "store")}
+    with Store.open(config["store"]) as store:
+        store.import_(base, "base")
+        store.import_(tune, "tune")
+    with managers.running(tune.parent) if managed else nullcontext() as manager:
+        if manager:
+            config["memory_manager"] = str(manager.socket)
+        with enable(config):
+            first = _load("store://base")
+        theirs = dict(first.named_parameters())
+        for audited in ({}, {"audit": 1.0}, {"verify_bytes": True}):
+            with enable({**config, **audited}):
+                second = _load("store://tune")
+            last = report().models[-1]
+            assert last.known
+            assert last.leaf_shared_bytes >= 32 * MIB - 2 * PAGE
+            assert last.bytes_materialised == last.private_bytes - last.leaf_shared_bytes
+            assert last.collisions == 0
+            if audited:
+                assert last.bytes_read == checkpoints.nbytes(tune) + differ
+            else:
+                assert 0 < last.bytes_read <= 1.05 * differ
+            found = sum(
+                shared_bytes(mine, theirs[name]) for name, mine in second.named_parameters()
+            )
+            assert found == last.shared_bytes + last.leaf_shared_bytes
+            assert torch.equal(_logits(first), expected[0])
+            assert torch.equal(_logits(second), expected[1])
+            assert verify().ok
+            with near_the_limit_of_mappings(), enable({**config, **audited}):
+                third = _load("store://tune")
+            assert torch.equal(_logits(third), expected[1])
+            del second, third
+            gc.collect()
+            if manager:
+                Admin(manager.socket).evict("store://tune")
+
+
+def test_near_the_limit_of_mappings_a_cast_of_parts_is_the_model_s_own(
+    llama: Path, tmp_path: Path
+) -> None:
+    tune = grown(llama, tmp_path / "tune")
+    with enable():
+        base, first, second = _load(llama), _load(tune), _load(tune)
+        base.float()
+        first.float()
+        mine = dict(first.named_parameters())
+        shared = sum(shared_bytes(mine[n], each) for n, each in base.named_parameters())
+        assert shared > checkpoints.nbytes(llama)  # the embedding lies in parts
+        with near_the_limit_of_mappings():
+            second.float()
+    assert torch.equal(_logits(second), _logits(first))
+    assert verify().ok
+
+
 @contextmanager
 def file_bytes_read() -> Iterator[list[int]]:
     """How many bytes are read of files to be hashed and copied, read by read."""
@@ -293,7 +360,7 @@ def _assert_costs_what_changed_after_load(
         before = slab_pss(first)
         second = load(tune)
     more = slab_pss(first, second) - before
-    differ, tensors = changed_bytes(base, tune)
+    differ, tensors = changed_leaves(base, tune)
     last = report().models[-1]
     assert all(is_mapped(each) for each in second.parameters())
     # Tensors of files may begin within a page, and the pages at a seam are the fine-tune's.
@@ -340,7 +407,7 @@ def _denoised(model: Any) -> torch.Tensor:
     return result
 
 
-def _load(path: Path) -> Any:
+def _load(path: Path | str) -> Any:
     return hf.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import deferring
 from tensor_dedup.config import TensorDedupConfig
@@ -179,7 +180,26 @@ def load_file_of_qkv(
     their digests there are. `lent`: whether the manager takes the tensor.
     """
     model = deferring.module(fused=torch.zeros(12 * ROWS_OF_A_LEAF, ROW))
-    with deferring.deferred(model, path, _fuse) as run:
+    session, read = load_deferred(
+        process, path, model, _fuse, known=known, wrong=wrong, leaves=leaves, **config
+    )
+    assert (session.provider.not_lent is None) == lent
+    return model.get_parameter("fused").data, session, read
+
+
+def load_deferred(
+    process: Process | None,
+    path: Path,
+    model: nn.Module,
+    fill: Callable[[nn.Module, dict[str, torch.Tensor]], None],
+    *,
+    known: bool,
+    wrong: str = "",
+    leaves: Mapping[tuple[str, int], str] | None = None,
+    **config: Any,
+) -> tuple[LoadSession, int]:
+    """Load a model as a session does, with `fill` its loader; how many bytes were read."""
+    with deferring.deferred(model, path, fill) as run:
         for source in run.file.tensors.values() if known else ():
             [content] = contents_of([load_file(path)[source.spec.name]])
             source.digest, source.leaves = content.digest, content.leaves
@@ -197,6 +217,4 @@ def load_file_of_qkv(
         session.expect(list(run.parameters.values()))
         session.share(list(run.parameters.values()))
         session.close()
-        read = run.reader.counters.bytes_read
-    assert (session.provider.not_lent is None) == lent
-    return run.model.get_parameter("fused").data, session, read
+        return session, run.reader.counters.bytes_read
