@@ -75,6 +75,7 @@ _SENDING_S: Final = 1200
 _QUERY: Final = re.compile(r"\?[^\s\"'>)]*")
 # Up to the last @: a password may hold one.
 _USER: Final = re.compile(r"//[^/\s]*@")
+_MD5: Final = re.compile("[0-9a-f]{32}")
 _HOST: Final = re.compile(r"[A-Za-z0-9._-]+(:[0-9]+)?|\[[0-9A-Fa-f:]+\](:[0-9]+)?")
 # A scheme with less than two slashes behind it would else be a folder of that name.
 _MISTYPED: Final = re.compile(r"(s3|gs|az|https?|file|oci):(?!//)", re.IGNORECASE)
@@ -114,6 +115,11 @@ class ObjectStatus:
         md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()
         return self.size == len(data) and self.tag.strip('"') == md5
 
+    def may_be(self, data: bytes) -> bool:
+        """Return whether these may be the bytes, by a tag that may be of that kind."""
+        is_sum = _MD5.fullmatch(self.tag.strip('"')) is not None
+        return self.size == len(data) and (not is_sum or self.surely_is(data))
+
 
 class Traffic:
     """Counts of what was sent and received through a bucket: payload bytes and calls."""
@@ -144,6 +150,8 @@ class Bucket(ABC):
 
     # Whether it is a plain web server's: it takes no objects, and seldom lists any.
     read_only = False
+    # Whether no request is sent to read an object.
+    is_local = False
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -240,6 +248,8 @@ class Bucket(ABC):
 
 class FolderBucket(Bucket):
     """A folder as a bucket; conditions hold between all processes of this machine."""
+
+    is_local = True
 
     def __init__(self, root: Path, files: Files) -> None:
         super().__init__(f"file://{root}")

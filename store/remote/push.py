@@ -281,12 +281,18 @@ class _Push:
         )
 
     def _damaged_there(self) -> list[int]:
-        """The checkpoints that have lost pieces there; asked only where damage was noted at all."""
+        """The checkpoints of which something is lost; looked for where something was noted."""
         bucket = self._bucket
         if not is_damage_noted(bucket):
             return []
-        gone = unheld(bucket, catalog_of(bucket), self._sizes)
-        return [n for n, each in enumerate(self._checkpoints) if gone & each.wanted.keys()]
+        catalog = catalog_of(bucket)
+        gone = unheld(bucket, catalog, self._sizes)
+        noted = {k for k, since in catalog.trash.condemned.items() if since == DAMAGED}
+        return [
+            n
+            for n, each in enumerate(self._checkpoints)
+            if gone & each.wanted.keys() or noted & {*map(layout.manifest_key, each.blobs)}
+        ]
 
     def _catalog(self) -> Catalog:
         """Read the catalog of a remote that may be written to; make one where nothing is."""
@@ -379,8 +385,11 @@ class _Push:
         candidates, self._relatives = self._relatives, tuple
         if self._replace or catalog.rebuilt or DAMAGED in catalog.trash.condemned.values():
             return None
-        found = first_there(self._bucket, candidates())
-        if found is not None:
+        # Pages are looked for too, so either answer may be an old one. Of a piece that no table is
+        # read for, its reference alone says that it is there.
+        surely = any(map(catalog.is_doubtful, catalog.containers))
+        found = first_there(self._bucket, candidates(), surely=surely)
+        if found is not None and surely:
             with suppress(StoreError):
                 catalog.assure(found.pieces())
         return found

@@ -164,9 +164,9 @@ class Remote:
     ) -> upkeep.RemoteVerifyResult:
         """Check the bookkeeping and, with `full`, download and check every byte.
 
-        Containers with faults leave the catalog: the next push of a checkpoint that needs them
-        sends them again, also under the name that it has. `advance` receives counts of bytes that
-        were checked.
+        Containers with faults leave the catalog, and lost manifests and pages are noted there: the
+        next push of a checkpoint that needs them sends them again, also under the name that it has.
+        `advance` receives counts of bytes that were checked.
         """
         return upkeep.verify(self.bucket, full=full, advance=advance)
 

@@ -32,6 +32,7 @@ from tensor_dedup.store.remote.catalog import (
     commit,
     listed,
     segment_of,
+    with_more,
 )
 from tensor_dedup.store.remote.errors import RemoteBusyError, UncertainRemoteError
 from tensor_dedup.store.remote.upkeep import (
@@ -294,6 +295,8 @@ def _forget(bucket: Bucket, keys: Collection[str], since: int, began: float) -> 
         if time.clock_gettime(_CLOCK) - began > _DELETING_S:
             return None
         left = dict(catalog.trash.deleting)
+        if not all(since in left.get(key, ()) for key in mine):
+            return None  # done, by a write whose answer was lost: this second is another's now
         for key in mine & left.keys():
             if seconds := tuple(each for each in left[key] if each != since):
                 left[key] = seconds
@@ -301,7 +304,7 @@ def _forget(bucket: Bucket, keys: Collection[str], since: int, began: float) -> 
                 del left[key]
         if left == catalog.trash.deleting:
             return None
-        return catalog.segments, Trash(catalog.trash.condemned, left)
+        return with_more(catalog, ()), Trash(catalog.trash.condemned, left)
 
     with suppress(RemoteBusyError):  # the next gc does it
         commit(bucket, catalog_of(bucket), change)

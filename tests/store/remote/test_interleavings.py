@@ -417,6 +417,73 @@ def test_two_sweeps_of_one_second_are_told_apart(tmp_path: Path) -> None:
     assert not catalog_of(inner).trash.deleting
 
 
+class Unheard(Faulty):
+    """A bucket that carries out one write and says that somebody else was first.
+
+    So does a server that is asked again, because its answer was lost. Meanwhile somebody is.
+    """
+
+    def __init__(self, inner: MemoryBucket, unheard: int, then: Callable[[], object]) -> None:
+        super().__init__(inner)
+        self.unheard, self.then = unheard, then
+
+    def put_if(self, key: str, data: bytes, tag: str | None) -> bool:
+        at = len(self.calls)
+        done = super().put_if(key, data, tag)
+        if at != self.unheard:
+            return done
+        assert done
+        self.then()
+        return False
+
+
+def test_a_sweep_takes_nothing_off_the_list_twice(tmp_path: Path) -> None:
+    """What has its second when its own entries have gone is that of another sweep.
+
+    It began in the same second by the server's clock, and deletes one of the same objects.
+    """
+    scene = Scene(tmp_path)
+    gate = Faulty(scene.bucket())
+    Remote(gate).gc(24)
+    forgets = len(gate.calls) - 1
+    assert gate.calls[forgets] == f"put_if {layout.HEAD}"
+    inner = scene.bucket()
+    key = next(call.split()[1] for call in gate.calls if call.startswith("delete containers/"))
+    another = {key: (int(inner.clock),)}
+
+    def enter() -> None:
+        catalog = catalog_of(inner)
+        assert not catalog.trash.deleting
+        commit(inner, catalog, lambda now: (now.segments, Trash(now.trash.condemned, another)))
+
+    late = Unheard(inner, forgets, enter)
+    assert Remote(late).gc(24).done
+    assert late.calls.count(f"put_if {layout.HEAD}") == 2
+    assert catalog_of(inner).trash.deleting == another
+    with pytest.raises(RemoteBusyError):
+        scene.full.push(Remote(inner), "tune")
+
+
+def test_a_sweep_that_finds_no_segments_at_its_end_loses_none(tmp_path: Path) -> None:
+    """It puts the catalog together from tables, and writes that."""
+    scene = Scene(tmp_path)
+    gate = Faulty(scene.bucket())
+    Remote(gate).gc(24)
+    end = [n for n, call in enumerate(gate.calls) if call == f"get {layout.HEAD}"][-1]
+    inner = scene.bucket()
+
+    def lose() -> None:
+        for key in [key for key in inner.objects if key.startswith(layout.CATALOG)]:
+            if key != layout.HEAD:
+                del inner.objects[key]
+
+    Remote(Faulty(inner, end, meanwhile=lose)).gc(24)
+    found = read_catalog(inner)
+    assert found is not None
+    assert found.containers
+    scene.check(inner, "lost")
+
+
 @pytest.mark.parametrize("written", ["now", "by an older program", "in the first form"])
 @pytest.mark.parametrize("every", [0.25, 1.0])
 def test_a_killed_sweep_is_over_after_an_hour_however_often_another_one_runs(
