@@ -66,10 +66,9 @@ from tensor_dedup.store.remote.errors import (
     RemoteBusyError,
     RemoteNameTakenError,
 )
+from tensor_dedup.store.remote.lease import LEASE_S, boottime
 from tensor_dedup.store.remote.relatives import Relative, first_there, lost, pages_there
 
-# How long a gc spares what nothing refers to. Every push is over by then, or begins anew.
-LEASE_S: Final = 7 * 24 * 3600.0
 _BLOCK_BYTES: Final = 4 * LEAF_BYTES
 _AT_ONCE: Final = 3
 # Of a smaller container it costs less to send it again than to ask whether it is there.
@@ -247,6 +246,8 @@ class _Push:
         for each in checkpoints:
             self._sizes |= {digest: nbytes for digest, nbytes in each.wanted.items() if nbytes}
         self._damaged: set[bytes] = set()
+        # Names that were written too late to know that what they lead to is there.
+        self._late: set[str] = set()
         # What each name stood for when it was looked at.
         self._seen: dict[str, str | None] = {}
         self._moved_pieces = self._moved_bytes = 0
@@ -262,7 +263,7 @@ class _Push:
         # Of a name that is there all is there, unless it was found damaged since.
         changing = changing or {n: tags[n][1] for n in self._damaged_there()}
         if changing:
-            read = time.monotonic()
+            read = boottime()
             self._send(self._catalog(), changing, read)
         nbytes, calls = bucket.traffic.counts()
         names = {each.name for each in self._checkpoints}
@@ -323,7 +324,8 @@ class _Push:
             raise self._taken(checkpoint)
         self._seen[checkpoint.name] = manifest
         # To replace a checkpoint by itself is to send what was found damaged or lost of it.
-        return manifest == checkpoint.manifest and not self._replace, tag
+        is_there = manifest == checkpoint.manifest and checkpoint.name not in self._late
+        return is_there and not self._replace, tag
 
     def _is_still(self, name: str, tag: str | None) -> bool:
         return tag is not None and self._bucket.still_has(layout.ref_key(name), tag)
@@ -373,9 +375,12 @@ class _Push:
         for number, tag in tags.items():
             # What is relied on may be condemned and deleted in a lease: then begin with what is
             # there now, which costs no more than to ask for each container.
-            if time.monotonic() - read > LEASE_S / 2:
+            if boottime() - read > LEASE_S / 2:
                 raise _OutdatedError
             self._refer(self._checkpoints[number], tag)
+            if boottime() - read > LEASE_S / 2:  # the machine slept in between
+                self._late.add(self._checkpoints[number].name)
+                raise _OutdatedError
 
     def _relative(self, catalog: Catalog) -> Relative | None:
         """A checkpoint of the remote that has pages in common with these, and is whole there.

@@ -19,6 +19,7 @@ from tensor_dedup.store.remote.errors import (
     UnknownRemoteNameError,
     UnlistedRemoteError,
 )
+from tensor_dedup.store.remote.lease import LEASE_S
 from tensor_dedup.store.remote.pull import (
     RemoteManifest,
     find_ref,
@@ -26,7 +27,6 @@ from tensor_dedup.store.remote.pull import (
     read_manifest,
     read_ref,
 )
-from tensor_dedup.store.remote.push import LEASE_S
 
 DEFAULT_LEASE_HOURS = LEASE_S / 3600
 
