@@ -448,6 +448,7 @@ class _Lookup:
         self._missing: Mapping[bytes, int] = {}
         self._records: dict[bytes, list[tuple[ContainerId, Record]]] = {}
         self._known: set[ContainerId] = set()
+        self._sizes: dict[ContainerId, int] = {}
         self.wholes: dict[ContainerId, memoryview] = {}
 
     def places(self, missing: Mapping[bytes, int]) -> Places:
@@ -482,6 +483,7 @@ class _Lookup:
         return self._found(catalog)
 
     def _found(self, catalog: Catalog) -> Places:
+        self._sizes = {container: each.nbytes for container, each in catalog.containers.items()}
         self._read_tables(catalog, self._missing, alone=False)
         options = {digest: self._options(digest) for digest in self._missing}
         nowhere = set[bytes]()
@@ -618,6 +620,29 @@ class _Lookup:
         self.wholes[container] = whole
         return table
 
+    def _table(self, container: ContainerId) -> Table:
+        """Read the table of a container or, where that is gone or damaged, the one in it."""
+        try:
+            return read_table(self._bucket, container.name)
+        except (DamagedRemoteError, MissingRemoteError):
+            if (found := self._table_within(container)) is None:
+                raise
+            return found
+
+    def _table_within(self, container: ContainerId) -> Table | None:
+        key, nbytes = layout.container_key(container), self._sizes[container]
+        end = nbytes - tables.TAIL_BYTES
+        try:
+            tail = bytes(self._bucket.get_range(key, max(0, end), nbytes))
+            with remote_damage(self._bucket.at(key)) as path:
+                start = tables.table_start(tail, nbytes, path)
+                if end - start > layout.FRAME_BYTES:
+                    return None
+                blob = bytes(self._bucket.get_range(key, start, end))
+                return tables.decode(blob, container.name, container.kind, path)
+        except (FileNotFoundError, DamagedRemoteError, NewerFormatError, RemoteAccessError):
+            return None
+
     def _read(
         self,
         containers: Collection[ContainerId],
@@ -629,7 +654,7 @@ class _Lookup:
         def read(container: ContainerId) -> list[Record]:
             table = self._with_table(container, sizes[container]) if container in sizes else None
             if table is None:
-                table = read_table(self._bucket, container.name)
+                table = self._table(container)
             if table.kind != container.kind:
                 where = self._bucket.at(layout.table_key(container.name))
                 raise DamagedRemoteError.at(where, f"it is of the kind {table.kind}")

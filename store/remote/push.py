@@ -559,7 +559,7 @@ class _Push:
         is told; the push begins anew and sends what was in it.
         """
         bucket = self._bucket
-        if gone := lost(bucket, catalog, reused, self._moved_bytes):
+        if gone := lost(bucket, catalog, reused, self._moved_bytes, mending=self._replace):
             check_remote(bucket)  # or a catalog would be made where all of it has gone
             drop(bucket, gone)
             raise _OutdatedError
@@ -586,7 +586,7 @@ class _Push:
 
         def change(now: Catalog) -> CatalogChange | None:
             if keys & {*now.trash.deleting}:
-                what = "a gc deletes what this push needs; if it was killed, run one an hour later"
+                what = "a gc deletes what this push needs; if none does, run one an hour later"
                 raise RemoteBusyError.at(self._bucket.at(layout.HEAD), what)
             condemned, before = now.trash.condemned, catalog.trash.condemned
             found_damaged = {key for key, since in condemned.items() if since == DAMAGED}

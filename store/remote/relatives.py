@@ -117,18 +117,28 @@ def pages_there(
 
 
 def lost(
-    bucket: Bucket, catalog: Catalog, containers: Collection[ContainerId], sent: int
+    bucket: Bucket,
+    catalog: Catalog,
+    containers: Collection[ContainerId],
+    sent: int,
+    *,
+    mending: bool,
 ) -> set[ContainerId]:
     """Return which of these containers of the catalog are not there, or have another size.
 
     Likewise those whose table was not read, as a reference leads to what is in them, and is not
-    there: a pull needs it.
+    there; when `mending`, all whose table is not: a pull has that of the container, but a sweep and
+    a catalog that is put together anew go by tables.
     """
     count = len(catalog.containers)
     keys = {layout.container_key(each): each for each in containers}
     spare = _spare(sent) if len(keys) <= _ASKED_CONTAINERS else math.inf
     sizes = _sizes(bucket, layout.CONTAINERS, keys, count, spare)
-    unread = {layout.table_key(each.name): each for each in containers if catalog.is_doubtful(each)}
+    unread = {
+        layout.table_key(each.name): each
+        for each in containers
+        if mending or catalog.is_doubtful(each)
+    }
     spare = _spare(sent) + len(unread) * _HEAD_BYTES
     sizes |= _sizes(bucket, layout.TABLES, unread, count, spare)
 

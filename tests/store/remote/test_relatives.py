@@ -109,9 +109,7 @@ WIDTHS = ("short", "whole")
 
 
 @pytest.fixture(params=WIDTHS)
-def scene(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Scene:
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Scene:
     """With prefixes as a large catalog has them, and as a small one does."""
     monkeypatch.setattr(manifests, "PAGE_ENTRIES", 8)
     if request.param == "short":
@@ -167,8 +165,10 @@ def test_what_two_containers_may_hold_is_not_assured_once_one_cannot_be_read() -
 @pytest.mark.parametrize(
     ("scene", "lost"),
     [
-        *((width, lost) for width in WIDTHS for lost in ("a page", "a manifest", "all pages")),
-        ("short", "tables"),  # which no push looks for where prefixes are whole
+        (width, lost)
+        for width in WIDTHS
+        # Where prefixes are whole no push looks for tables: a pull reads those in containers.
+        for lost in ("a page", "a manifest", "all pages", "tables")
     ],
     indirect=["scene"],
 )
@@ -192,6 +192,31 @@ def test_what_the_remote_has_lost_of_the_base_is_sent(
     assert ("list manifests/" in calls) is listed
     scene.full.push(Remote(bucket), "base", replace=True)
     scene.check(bucket, lost)
+
+
+@pytest.mark.parametrize("scene", ["whole"], indirect=True)
+@pytest.mark.parametrize("damage", ["gone", "damaged"])
+def test_a_table_that_is_lost_is_read_in_its_container_and_written_by_a_mend(
+    scene: Scene, damage: str
+) -> None:
+    bucket = scene.bucket()
+    for key in [key for key in bucket.objects if key.startswith("tables/")]:
+        blob, tag, when = bucket.objects.pop(key)
+        if damage == "damaged":
+            bucket.objects[key] = (blob[:-1] + b"?", tag, when)
+    assert scene.full.push(Remote(bucket), "tune").moved_pieces == 1
+    other = open_store(scene.full.path.parent / "other")
+    other.pull(Remote(bucket), "tune")
+    assert stored(other, "tune") == content(scene.tune)
+    mending = damage == "gone"  # that it is damaged, nobody knows who has not read it
+    if not mending:
+        affected = {name for fault in Remote(bucket).verify().faults for name in fault.affected}
+        assert affected == {"base", "tune"}
+    for name in ("tune", "base"):
+        scene.full.push(Remote(bucket), name, replace=mending)
+        affected = {name for fault in Remote(bucket).verify().faults for name in fault.affected}
+        assert name not in affected
+    scene.check(bucket, damage)
 
 
 def test_pages_that_are_there_are_not_sent_and_no_table_is_read(scene: Scene) -> None:
