@@ -376,15 +376,13 @@ class Store:
             names = other._names_of(check_name(name))
             return other._copy_all(self, names, listener, replace)
         before = remote.bucket.traffic.counts()
-        refs, results = remote.refs_of(check_name(name)), []
+        refs, seen, results = remote.refs_of(check_name(name)), set[bytes](), []
+        one = partial(pull, remote.bucket, progress=listener, replace=replace, seen=seen)
         for each, listed_ in refs.items():
             with self._session() as (index, hasher):
                 here = self._objects, index, hasher
                 try:
-                    result = pull(
-                        remote.bucket, each, here, listener, replace=replace, listed=listed_
-                    )
-                    results.append(result)
+                    results.append(one(each, here, listed=listed_))
                 except UnknownRemoteNameError:
                     # A step that was deleted there meanwhile, unless that is true of all.
                     if each == [*refs][-1] and not results:
@@ -524,19 +522,6 @@ class Store:
         blobs = {part: objects.read(objects.layout.manifest(part)) for part in parts}
         return Outgoing(name, manifest, wanted, blobs, content.nbytes)
 
-    def _copy_to(
-        self, other: "Store", name: str, progress: "TransferListener", replace: bool
-    ) -> "TransferResult":
-        from tensor_dedup.store.remote.neighbour import copy_checkpoint
-
-        return copy_checkpoint(
-            (self._objects, partial(self._session, update=False)),
-            (other._objects, other._session),
-            name,
-            progress,
-            replace=replace,
-        )
-
     def _copy_all(
         self,
         other: "Store",
@@ -545,12 +530,15 @@ class Store:
         replace: bool,
     ) -> "TransferResult":
         """Copy these checkpoints, without those that were deleted here meanwhile."""
+        from tensor_dedup.store.remote.neighbour import copy_checkpoint
         from tensor_dedup.store.remote.push import together
 
-        results = []
+        near = self._objects, partial(self._session, update=False)
+        far, seen, results = (other._objects, other._session), set[bytes](), []
         for name in names:
             with suppress(UnknownNameError):
-                results.append(self._copy_to(other, name, progress, replace))
+                done = copy_checkpoint(near, far, name, progress, replace=replace, seen=seen)
+                results.append(done)
         if not results:
             raise self._deleted(names)
         return together(results)

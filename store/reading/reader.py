@@ -483,11 +483,17 @@ class StoredPieces:
             return ChangedExternalError.at(
                 changed, f"it changed since it was indexed in place for {self.name!r}"
             )
+        names = self._names_of(digest)
+        called = names[0] if names else "a header or small file"
+        what = f"no container holds {digest.hex()}"
+        if called != digest.hex():
+            what += f" ({called})"
         return MissingObjectError.at(
             self._objects.layout.root,
-            f"no container holds {digest.hex()} of {self.name!r}",
+            f"{what} of {self.name!r}",
             digest=digest.hex(),
             nbytes=nbytes,
+            tensors=names,
         )
 
     def _give_up(self, spot: _Spot) -> None:

@@ -30,7 +30,8 @@ from tensor_dedup.errors import NotInstalledError, StoreError
 from tensor_dedup.store.errors import os_errors
 from tensor_dedup.store.files import Files
 from tensor_dedup.store.objects import make_folders
-from tensor_dedup.store.remote.environment import SECRETS, allows_http, check_environment
+from tensor_dedup.store.remote.environment import allows_http, check_environment
+from tensor_dedup.store.remote.environment import scrubbed as scrubbed
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
     NoBucketError,
@@ -72,15 +73,12 @@ _SHORT_BYTES: Final = 1 << 20
 # Of an answer; obstore counts the time in which a request is sent, too.
 _SILENCE_S: Final = 60
 _SENDING_S: Final = 1200
-_QUERY: Final = re.compile(r"\?[^\s\"'>)]*")
-# Up to the last @: a password may hold one.
-_USER: Final = re.compile(r"//[^/\s]*@")
+_MD5: Final = re.compile("[0-9a-f]{32}")
 _HOST: Final = re.compile(r"[A-Za-z0-9._-]+(:[0-9]+)?|\[[0-9A-Fa-f:]+\](:[0-9]+)?")
 # A scheme with less than two slashes behind it would else be a folder of that name.
 _MISTYPED: Final = re.compile(r"(s3|gs|az|https?|file|oci):(?!//)", re.IGNORECASE)
 # Of what lacks its scheme, or has one that no remote has: a path of a folder begins otherwise.
 _USER_IN_PATH: Final = re.compile(r"//.*@|[^./:][^/:]*:.*@", re.DOTALL)
-_SHOWN: Final = 240
 # Where a machine in a cloud is asked for its credentials, when the environment has none.
 _METADATA: Final = re.compile(r"/latest/(api/token|meta-data)|/metadata/identity|/computeMetadata/")
 # What obstore says of a server that answers a range with the whole object.
@@ -114,6 +112,11 @@ class ObjectStatus:
         md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()
         return self.size == len(data) and self.tag.strip('"') == md5
 
+    def may_be(self, data: bytes) -> bool:
+        """Return whether these may be the bytes, by a tag that may be of that kind."""
+        is_sum = _MD5.fullmatch(self.tag.strip('"')) is not None
+        return self.size == len(data) and (not is_sum or self.surely_is(data))
+
 
 class Traffic:
     """Counts of what was sent and received through a bucket: payload bytes and calls."""
@@ -144,6 +147,8 @@ class Bucket(ABC):
 
     # Whether it is a plain web server's: it takes no objects, and seldom lists any.
     read_only = False
+    # Whether no request is sent to read an object.
+    is_local = False
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -210,6 +215,15 @@ class Bucket(ABC):
     def delete(self, key: str) -> None:
         """Delete an object; nothing happens where there is none."""
 
+    def delete_once(self, key: str) -> bool:
+        """Delete an object; return whether no request to do so can be under way any more.
+
+        That is known where the only one was answered: a gateway that gave up on one may carry it
+        out when another one has been answered.
+        """
+        self.delete(key)
+        return True
+
     def settle(self, key: str) -> None:  # noqa: B027 (what a server shows is durable)
         """Make durable what is at a key: who wrote it may have died before it was."""
 
@@ -240,6 +254,8 @@ class Bucket(ABC):
 
 class FolderBucket(Bucket):
     """A folder as a bucket; conditions hold between all processes of this machine."""
+
+    is_local = True
 
     def __init__(self, root: Path, files: Files) -> None:
         super().__init__(f"file://{root}")
@@ -414,10 +430,13 @@ class ServerBucket(Bucket):
     Requests that fail on the way are sent again by obstore, a few times; `traffic` has them once.
     """
 
-    def __init__(self, url: str, *, store: "ObjectStore | None" = None) -> None:
+    def __init__(
+        self, url: str, *, store: "ObjectStore | None" = None, once: "ObjectStore | None" = None
+    ) -> None:
         super().__init__(url)
         self._store: ObjectStore = store or _open_store(url)
         self._sending_store: ObjectStore = store or _open_store(url, sending=True)
+        self._once_store: ObjectStore = once or store or _open_store(url, retries=0)
         # The last objects that came whole where a range was asked for: two, as a pull is in one
         # container and already asks for the next.
         self._wholes: dict[str, memoryview] = {}
@@ -633,13 +652,30 @@ class ServerBucket(Bucket):
         except FileNotFoundError:
             return
 
+    def delete_once(self, key: str) -> bool:
+        # docstring inherited
+        import obstore
+
+        self._check_writable()
+        self.traffic.add()
+        try:
+            with self._translated(key):
+                obstore.delete(self._once_store, key)
+        except FileNotFoundError:
+            pass
+        except StoreError:
+            self.delete(key)
+            return False
+        return True
+
     def _check_writable(self) -> None:
         if self.read_only:
             raise ReadOnlyRemoteError.at(self.url, "a web server takes no objects")
 
 
 def _status_of(meta: Any) -> ObjectStatus:
-    tag = meta["e_tag"] or f"{meta['size']}-{meta['last_modified']}"
+    # Azure's has quotes in an answer to HEAD, and none in a list.
+    tag = (meta["e_tag"] or "").removeprefix("W/").strip('"')
     return ObjectStatus(meta["path"], meta["size"], tag, meta["last_modified"].timestamp())
 
 
@@ -654,16 +690,6 @@ def _is_about_credentials(text: str) -> bool:
     return any(sign in text for sign in signs)
 
 
-def scrubbed(text: str) -> str:
-    """Return the first line of a server's message, without anything that may be a credential."""
-    text = " ".join(text.partition("Debug source")[0].split())
-    for name, value in os.environ.items():
-        if len(value) >= 6 and SECRETS.search(name):
-            text = text.replace(value, "***")
-    text = re.sub(r"<AWSAccessKeyId>[^<]*", "<AWSAccessKeyId>***", text)
-    return _USER.sub("//", _QUERY.sub("", text))[:_SHOWN]
-
-
 def _raise_panic(where: str, error: BaseException) -> None:
     """Raise the error about a panic of obstore, which has no class that could be caught."""
     if type(error).__name__ == "PanicException":
@@ -671,7 +697,7 @@ def _raise_panic(where: str, error: BaseException) -> None:
         raise RemoteUnreachableError.at(where, what) from None
 
 
-def _open_store(url: str, *, sending: bool = False) -> "ObjectStore":
+def _open_store(url: str, *, sending: bool = False, retries: int = 5) -> "ObjectStore":
     try:
         from obstore.exceptions import BaseError
         from obstore.store import from_url
@@ -688,7 +714,7 @@ def _open_store(url: str, *, sending: bool = False) -> "ObjectStore":
         client["allow_http"] = True
     # It counts from the first attempt: one that fails late must be sent again, too.
     retrying = timedelta(seconds=2 * _SENDING_S if sending else 120)
-    retry: Any = {"max_retries": 5, "retry_timeout": retrying}
+    retry: Any = {"max_retries": retries, "retry_timeout": retrying}
     try:
         return from_url(url, client_options=client, retry_config=retry)
     except (BaseError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The variables of the environment that obstore reads, checked before it does. No I/O.
+"""The variables that obstore reads, checked before it does, and texts without secrets. No I/O.
 
 It panics about some that are wrong, and then says neither which nor why.
 """
@@ -34,8 +34,12 @@ _ONE_LINE: Final = {
         "AZURE_FABRIC_SESSION_TOKEN",
     ),
 }
+_QUERY: Final = re.compile(r"\?[^\s\"'>)]*")
+# Up to the last @: a password may hold one.
+_USER: Final = re.compile(r"//[^/\s]*@")
+_SHOWN: Final = 240
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f]")
-SECRETS: Final = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS", re.IGNORECASE)
+_SECRETS: Final = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS", re.IGNORECASE)
 
 
 def check_environment(url: str) -> None:
@@ -70,3 +74,13 @@ def allows_http(url: str) -> bool:
     names = [name for groups in _ENDPOINTS.values() for group in groups for name in group]
     endpoints = (os.environ.get(name, "") for name in (*names, _GOOGLE_KEY))
     return url.startswith("http://") or any("http://" in endpoint for endpoint in endpoints)
+
+
+def scrubbed(text: str) -> str:
+    """Return the first line of a server's message, without anything that may be a credential."""
+    text = " ".join(text.partition("Debug source")[0].split())
+    for name, value in os.environ.items():
+        if len(value) >= 6 and _SECRETS.search(name):
+            text = text.replace(value, "***")
+    text = re.sub(r"<AWSAccessKeyId>[^<]*", "<AWSAccessKeyId>***", text)
+    return _USER.sub("//", _QUERY.sub("", text))[:_SHOWN]

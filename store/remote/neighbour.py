@@ -10,7 +10,7 @@ from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading.reader import StoredPieces
 from tensor_dedup.store.remote.errors import RemoteNameTakenError
-from tensor_dedup.store.remote.pull import name_check
+from tensor_dedup.store.remote.pull import name_check, newly_seen
 from tensor_dedup.store.remote.push import TransferListener, TransferResult
 from tensor_dedup.store.writing.hashing import Hasher
 
@@ -24,8 +24,11 @@ def copy_checkpoint(
     progress: TransferListener,
     *,
     replace: bool = False,
+    seen: set[bytes] | None = None,
 ) -> TransferResult:
     """Copy a checkpoint from one store to another; each is given with what opens a session of it.
+
+    `seen` has pieces that are counted already, and takes these in.
 
     Raises:
         UnknownNameError: the first store has no checkpoint of this name.
@@ -66,7 +69,7 @@ def copy_checkpoint(
     return TransferResult(
         url=f"file://{there.layout.root}",
         names=(name,),
-        pieces=sum(1 for nbytes in wanted.values() if nbytes),
+        pieces=newly_seen(wanted, seen),
         nbytes=content.nbytes,
         moved_pieces=len(missing),
         moved_bytes=transfer.sent_bytes,

@@ -6,26 +6,21 @@ at a remote (`ArtifactBucket`), so all that `pull` verifies is verified here too
 without our tables, or a registry without ranges, costs whole layers, which are then imported.
 """
 
-import gzip
 import hashlib
 import logging
 import os
-import posixpath
 import re
-import tarfile
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final
 from urllib.parse import quote
 
 import msgspec
 import platformdirs
-import zstandard
 
 from tensor_dedup.digest import digest, leaf_digests
 from tensor_dedup.errors import UnsupportedError
@@ -33,12 +28,12 @@ from tensor_dedup.store.errors import DamagedFileError, NewerFormatError, os_err
 from tensor_dedup.store.files import Files, Handle
 from tensor_dedup.store.format import frames
 from tensor_dedup.store.format.manifests import Piece
-from tensor_dedup.store.format.names import check_path
 from tensor_dedup.store.format.tables import KIND, Table
 from tensor_dedup.store.locks import lock_of
 from tensor_dedup.store.objects import ContainerId, files_below, make_folders, remove_folder
 from tensor_dedup.store.reading.reader import StoredCheckpoint
 from tensor_dedup.store.remote import artifacts, layout
+from tensor_dedup.store.remote.archives import ChunkStream, unpack, write_file
 from tensor_dedup.store.remote.artifacts import (
     EMPTY,
     EMPTY_BLOB,
@@ -85,10 +80,6 @@ _AT_ONCE: Final = 3
 _HEX: Final = re.compile("[0-9a-f]{64}")
 _CACHE: Final = "TENSOR_DEDUP_CACHE"
 _REMEMBERED: Final = 20_000
-_END: Final = tarfile.EOFHeaderError  # type: ignore[attr-defined]  # which typeshed lacks
-_ENDED: Final = "tensor_dedup_ended"
-# What tarfile and what unpacks for it raise; ValueErrors are about numbers of sparse files.
-_NO_ARCHIVE: Final = (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError)
 _ORAS_FOLDER: Final = "io.deis.oras.content.unpack"
 
 
@@ -167,7 +158,7 @@ class _Push:
         self._checkpoint, self._progress = checkpoint, progress
         self._known = _KnownBlobs(files, registry.name.host)
         self._began = time.monotonic()
-        self._moved: dict[str, int] = {}
+        self._moved: dict[str, ArtifactLayer] = {}
 
     def run(self, objects: Sequence[bytes], *, replace: bool) -> TransferResult:
         checkpoint, registry = self._checkpoint, self._registry
@@ -179,7 +170,7 @@ class _Push:
             # A copy of the model alone leaves the tables behind. To replace an artifact by itself
             # is to send what the registry has lost of it.
             if same and not replace and tables_ and registry.has_blob(tables_):
-                return self._result(0, unchanged=True)
+                return self._result(unchanged=True)
             if not same and not replace:
                 what = f"the tag {self._name.reference!r} stands for another artifact there"
                 raise RemoteNameTakenError.at(self._name.url, what, name=self._name.reference)
@@ -198,7 +189,7 @@ class _Push:
         self._send(dict(zip(digests, layers, strict=True)), [config, blob, EMPTY_BLOB])
         self._publish(config, descriptors, blob)
         self._known.remember(digests, self._name.repository)
-        return self._result(len(layers), unchanged=False)
+        return self._result(unchanged=False)
 
     def _hash(self, layer: ArtifactLayer) -> str:
         hasher = hashlib.sha256()
@@ -227,7 +218,7 @@ class _Push:
                 layer = missing[digest]
                 content = _Blob(self._checkpoint, layer, self._progress.advance)
                 if registry.upload(digest, content, origins.get(digest)):
-                    self._moved[digest] = layer.nbytes
+                    self._moved[digest] = layer
                 else:
                     self._progress.saved(layer.nbytes)
 
@@ -273,20 +264,27 @@ class _Push:
             registry.put_manifest(tag, INDEX, artifacts.index_blob(listed))
         registry.put_manifest(self._name.reference, MANIFEST, model)
 
-    def _result(self, layers: int, *, unchanged: bool) -> TransferResult:
+    def _result(self, *, unchanged: bool) -> TransferResult:
         nbytes, calls = self._registry.traffic.counts()
+        moved = self._moved.values()
+        held = (part for file in self._checkpoint.files for part in file.pieces)
         return TransferResult(
             url=self._name.url,
             names=(self._checkpoint.name,),
-            pieces=layers,
+            pieces=len(self._pieces(held)),
             nbytes=self._checkpoint.nbytes,
-            moved_pieces=len(self._moved),
-            moved_bytes=sum(self._moved.values()),
+            moved_pieces=len(self._pieces(part for layer in moved for part in layer.parts)),
+            moved_bytes=sum(layer.nbytes for layer in moved),
             wire_bytes=nbytes,
             requests=calls,
             seconds=time.monotonic() - self._began,
             unchanged=unchanged,
         )
+
+    def _pieces(self, parts: Iterable[bytes | Piece]) -> set[bytes]:
+        """Those that a pull counts, too: none that only archives and generated files have."""
+        pieces = (part for part in parts if isinstance(part, Piece) and part.nbytes)
+        return {piece.digest for piece in pieces if self._checkpoint.records(piece.digest)}
 
 
 class _Bytes:
@@ -534,10 +532,10 @@ class Artifact:
                 with os_errors(folder):
                     self._complete(folder / path, begun.pop(path), layer, progress, files)
                 continue
-            stream = _Stream(self._chunks(layer, progress))
+            stream = ChunkStream(self._chunks(layer, progress))
             with os_errors(folder):
                 if path is not None:
-                    self._write(folder, path, stream, files)
+                    write_file(folder, path, stream, files, self.url)
                 else:
                     self._unpack(folder, layer, stream, files)
             stream.drain()
@@ -585,126 +583,13 @@ class Artifact:
         finally:
             files.close(handle)
 
-    def _write(self, folder: Path, path: str, stream: Any, files: Files) -> str:
-        """Write a file of an artifact; its path, as others of the artifact may name it."""
-        with remote_damage(self.url) as where:
-            inner = check_path(path, where)
-        target = folder / inner
-        try:
-            make_folders(files, target.parent)
-            handle, at = files.open(target, "create"), 0
-        except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
-            what = f"{path!r} is there twice, or a file and a folder"
-            raise DamagedRemoteError.at(self.url, what) from error
-        try:
-            while chunk := stream.read(1 << 20):
-                files.pwrite(handle, chunk, at)
-                at += len(chunk)
-        finally:
-            files.close(handle)
-        return str(inner)
-
-    def _unpack(self, folder: Path, layer: Descriptor, stream: "_Stream", files: Files) -> None:
+    def _unpack(self, folder: Path, layer: Descriptor, stream: ChunkStream, files: Files) -> None:
         packing = _packing_of(layer)
         if packing is None:
             what = f"a layer of the type {layer.media_type!r} without a file's name"
             raise UnsupportedError(f"{self.url}: {what}; pull it with its own client", url=self.url)
-        source: Any = stream
-        if packing == "zst":
-            source = zstandard.ZstdDecompressor().stream_reader(source, read_across_frames=True)
-        elif packing == "gz":
-            source = gzip.GzipFile(fileobj=source)
         where = self.registry.at(layer.digest)
-        links: dict[str, str] = {}
-        written = set[str]()
-        try:
-            with tarfile.open(fileobj=source, mode="r|", tarinfo=_Entry) as archive:
-                for entry in archive:
-                    self._unpack_entry(folder, entry, archive, links, written, files)
-                ended = getattr(archive, _ENDED, False)
-        except (*_NO_ARCHIVE, zstandard.ZstdError) as error:
-            raise DamagedRemoteError.at(where, f"it is no archive ({error})") from error
-        if not ended:
-            raise DamagedRemoteError.at(where, "it is an archive without an end")
-        self._follow(folder, links, written, files)
-
-    def _unpack_entry(
-        self,
-        folder: Path,
-        entry: tarfile.TarInfo,
-        archive: tarfile.TarFile,
-        links: dict[str, str],
-        written: set[str],
-        files: Files,
-    ) -> None:
-        name = entry.name.removeprefix("./")
-        path = posixpath.normpath(name)
-        if entry.isdir():
-            return
-        if path in written:  # of what is there twice the last counts
-            with remote_damage(self.url) as where:
-                files.unlink(folder / check_path(path, where))
-            written.discard(path)
-        links.pop(path, None)
-        if entry.islnk():
-            target = posixpath.normpath(entry.linkname)
-            if target in written:
-                # The file as it is now: what comes later under its name is another one.
-                self._copy(folder, target, name, written, files)
-            else:
-                links[path] = target
-        elif entry.issym():
-            links[path] = posixpath.normpath(
-                posixpath.join(posixpath.dirname(name), entry.linkname)
-            )
-        elif (data := archive.extractfile(entry) if entry.isfile() else None) is not None:
-            written.add(self._write(folder, name, data, files))
-        else:
-            what = f"{name!r} in it is neither a file nor a link to one"
-            raise UnsupportedError(f"{self.url}: {what}; pull it with its own client", url=self.url)
-
-    def _follow(
-        self, folder: Path, links: Mapping[str, str], written: set[str], files: Files
-    ) -> None:
-        """Write what links of an archive lead to, under their names."""
-        left = dict(links)
-        while left:
-            ready = {name: target for name, target in left.items() if target in written}
-            if not ready:
-                name, target = next(iter(left.items()))
-                what = f"{name!r} is a link to {target!r}, which is no file of the archive"
-                hint = "pull it with its own client"
-                raise UnsupportedError(f"{self.url}: {what}; {hint}", url=self.url)
-            for name, target in ready.items():
-                self._copy(folder, target, name, written, files)
-                del left[name]
-
-    def _copy(self, folder: Path, target: str, name: str, written: set[str], files: Files) -> None:
-        handle = files.open(folder / target, "read")
-        try:
-            chunks = _read_through(files, handle, files.status_of(handle).size)
-            written.add(self._write(folder, name, _Stream(chunks), files))
-        finally:
-            files.close(handle)
-
-
-def _read_through(files: Files, handle: Handle, size: int) -> Iterator[bytes]:
-    for at in range(0, size, 1 << 20):
-        view = memoryview(bytearray(min(1 << 20, size - at)))
-        yield bytes(view[: files.pread(handle, view, at)])
-
-
-class _Entry(tarfile.TarInfo):
-    """An entry of an archive, which notes that its end was there: tarfile also stops elsewhere."""
-
-    @classmethod
-    def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
-        # docstring inherited
-        try:
-            return super().fromtarfile(tarfile)
-        except _END:
-            setattr(tarfile, _ENDED, True)
-            raise
+        unpack(folder, stream, packing, files, self.url, where)
 
 
 @contextmanager
@@ -736,30 +621,6 @@ def _content_of(files: Files, handle: Handle, nbytes: int) -> Iterator[memoryvie
     for start in range(0, nbytes, _STEP):
         view = memoryview(bytearray(min(_STEP, nbytes - start)))
         yield view[: files.pread(handle, view, start)]
-
-
-class _Stream:
-    """Chunks, to be read as a file is."""
-
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks, self._held = chunks, b""
-
-    def read(self, size: int = -1) -> bytes:
-        """Return up to `size` bytes; none at the end."""
-        if size < 0:
-            return self._held + b"".join(self._chunks)
-        while len(self._held) < size:
-            chunk = next(self._chunks, b"")
-            if not chunk:
-                break
-            self._held += chunk
-        found, self._held = self._held[:size], self._held[size:]
-        return found
-
-    def drain(self) -> None:
-        """Read to the end, where the digest is compared."""
-        while self.read(1 << 20):
-            pass
 
 
 def _path_of(layer: Descriptor) -> str | None:

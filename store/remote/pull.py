@@ -9,7 +9,7 @@ pull was cut short is found by the next one.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -112,20 +112,37 @@ def find_ref(bucket: Bucket, name: str) -> str | None:
     return None if found is None else layout.referred(found[0], name, bucket.at(key))
 
 
-def list_refs(bucket: Bucket, run: str | None = None) -> dict[str, ObjectStatus]:
+def list_refs(
+    bucket: Bucket, run: str | None = None, *, thorough: bool = False
+) -> dict[str, ObjectStatus]:
     """List the references by name, sorted, or those of `run`, whose names go on with an @.
 
     References are never removed, and those that say that their name was deleted may be many. They
-    are told by their size, left out, and not read.
+    are told by their size, left out, and not read. But one that is as long may be damaged: it is
+    among the others where the list has a sum that is another one and, with `thorough`, in a folder.
     """
-    found = dict[str, ObjectStatus]()
+    found, deleted = dict[str, ObjectStatus](), dict[str, ObjectStatus]()
     for status in bucket.list(layout.REFS):
         name = layout.name_of_ref(status.key)
-        if name is None or status.size == len(layout.reference(name, None)):
+        if name is not None and (run is None or name.startswith(f"{run}@")):
+            is_short = status.size == len(layout.reference(name, None))
+            (deleted if is_short else found)[name] = status
+    return dict(sorted([*found.items(), *_damaged(bucket, deleted, thorough and bucket.is_local)]))
+
+
+def _damaged(
+    bucket: Bucket, deleted: Mapping[str, ObjectStatus], every: bool
+) -> Iterator[tuple[str, ObjectStatus]]:
+    """Iterate over those that do not say that their name was deleted; `every` one is read."""
+    for name, status in deleted.items():
+        text = layout.reference(name, None)
+        if status.may_be(text) and not every:
             continue
-        if run is None or name.startswith(f"{run}@"):
-            found[name] = status
-    return dict(sorted(found.items()))
+        held = bucket.get(status.key, layout.TEXT_BYTES)
+        if held is not None and held[0] != text:
+            yield name, status
+        elif not every:
+            return  # what look like sums there are none, and say nothing of the others
 
 
 def read_manifest(
@@ -206,11 +223,13 @@ def pull(
     *,
     replace: bool = False,
     listed: ObjectStatus | None = None,
+    seen: set[bytes] | None = None,
 ) -> TransferResult:
     """Pull a checkpoint into a store, in a session of it, under the name it has there.
 
     `listed` is what a list says of its reference, which then need not be read where that is enough
-    to know that it is the one of this store.
+    to know that it is the one of this store. `seen` has pieces that are counted already, and takes
+    these in: so the steps of a run have as many pieces as a push of them says.
 
     Raises:
         UnknownRemoteNameError: the remote has no checkpoint of this name.
@@ -244,7 +263,7 @@ def pull(
     return TransferResult(
         url=bucket.url,
         names=(name,),
-        pieces=sum(1 for nbytes in wanted.values() if nbytes),
+        pieces=newly_seen(wanted, seen),
         nbytes=found.content.nbytes,
         moved_pieces=len(moved.keys() & wanted.keys()),
         moved_bytes=sum(record.stored for _, record in moved.values()),
@@ -254,6 +273,14 @@ def pull(
         unchanged=unchanged,
         anchor_pieces=len(moved.keys() - wanted.keys()),
     )
+
+
+def newly_seen(wanted: Mapping[bytes, int], seen: set[bytes] | None) -> int:
+    """Take these pieces for `seen`, and return how many of those with bytes were not before."""
+    held = seen if seen is not None else set()
+    before = len(held)
+    held.update(digest for digest, nbytes in wanted.items() if nbytes)
+    return len(held) - before
 
 
 def open_pulled(
@@ -421,6 +448,7 @@ class _Lookup:
         self._missing: Mapping[bytes, int] = {}
         self._records: dict[bytes, list[tuple[ContainerId, Record]]] = {}
         self._known: set[ContainerId] = set()
+        self._sizes: dict[ContainerId, int] = {}
         self.wholes: dict[ContainerId, memoryview] = {}
 
     def places(self, missing: Mapping[bytes, int]) -> Places:
@@ -455,6 +483,7 @@ class _Lookup:
         return self._found(catalog)
 
     def _found(self, catalog: Catalog) -> Places:
+        self._sizes = {container: each.nbytes for container, each in catalog.containers.items()}
         self._read_tables(catalog, self._missing, alone=False)
         options = {digest: self._options(digest) for digest in self._missing}
         nowhere = set[bytes]()
@@ -591,6 +620,29 @@ class _Lookup:
         self.wholes[container] = whole
         return table
 
+    def _table(self, container: ContainerId) -> Table:
+        """Read the table of a container or, where that is gone or damaged, the one in it."""
+        try:
+            return read_table(self._bucket, container.name)
+        except (DamagedRemoteError, MissingRemoteError):
+            if (found := self._table_within(container)) is None:
+                raise
+            return found
+
+    def _table_within(self, container: ContainerId) -> Table | None:
+        key, nbytes = layout.container_key(container), self._sizes[container]
+        end = nbytes - tables.TAIL_BYTES
+        try:
+            tail = bytes(self._bucket.get_range(key, max(0, end), nbytes))
+            with remote_damage(self._bucket.at(key)) as path:
+                start = tables.table_start(tail, nbytes, path)
+                if end - start > layout.FRAME_BYTES:
+                    return None
+                blob = bytes(self._bucket.get_range(key, start, end))
+                return tables.decode(blob, container.name, container.kind, path)
+        except (FileNotFoundError, DamagedRemoteError, NewerFormatError, RemoteAccessError):
+            return None
+
     def _read(
         self,
         containers: Collection[ContainerId],
@@ -602,7 +654,7 @@ class _Lookup:
         def read(container: ContainerId) -> list[Record]:
             table = self._with_table(container, sizes[container]) if container in sizes else None
             if table is None:
-                table = read_table(self._bucket, container.name)
+                table = self._table(container)
             if table.kind != container.kind:
                 where = self._bucket.at(layout.table_key(container.name))
                 raise DamagedRemoteError.at(where, f"it is of the kind {table.kind}")

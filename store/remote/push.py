@@ -66,10 +66,9 @@ from tensor_dedup.store.remote.errors import (
     RemoteBusyError,
     RemoteNameTakenError,
 )
+from tensor_dedup.store.remote.lease import LEASE_S, boottime
 from tensor_dedup.store.remote.relatives import Relative, first_there, lost, pages_there
 
-# How long a gc spares what nothing refers to. Every push is over by then, or begins anew.
-LEASE_S: Final = 7 * 24 * 3600.0
 _BLOCK_BYTES: Final = 4 * LEAF_BYTES
 _AT_ONCE: Final = 3
 # Of a smaller container it costs less to send it again than to ask whether it is there.
@@ -247,6 +246,8 @@ class _Push:
         for each in checkpoints:
             self._sizes |= {digest: nbytes for digest, nbytes in each.wanted.items() if nbytes}
         self._damaged: set[bytes] = set()
+        # Names that were written too late to know that what they lead to is there.
+        self._late: set[str] = set()
         # What each name stood for when it was looked at.
         self._seen: dict[str, str | None] = {}
         self._moved_pieces = self._moved_bytes = 0
@@ -262,7 +263,7 @@ class _Push:
         # Of a name that is there all is there, unless it was found damaged since.
         changing = changing or {n: tags[n][1] for n in self._damaged_there()}
         if changing:
-            read = time.monotonic()
+            read = boottime()
             self._send(self._catalog(), changing, read)
         nbytes, calls = bucket.traffic.counts()
         names = {each.name for each in self._checkpoints}
@@ -281,12 +282,18 @@ class _Push:
         )
 
     def _damaged_there(self) -> list[int]:
-        """The checkpoints that have lost pieces there; asked only where damage was noted at all."""
+        """The checkpoints of which something is lost; looked for where something was noted."""
         bucket = self._bucket
         if not is_damage_noted(bucket):
             return []
-        gone = unheld(bucket, catalog_of(bucket), self._sizes)
-        return [n for n, each in enumerate(self._checkpoints) if gone & each.wanted.keys()]
+        catalog = catalog_of(bucket)
+        gone = unheld(bucket, catalog, self._sizes)
+        noted = {k for k, since in catalog.trash.condemned.items() if since == DAMAGED}
+        return [
+            n
+            for n, each in enumerate(self._checkpoints)
+            if gone & each.wanted.keys() or noted & {*map(layout.manifest_key, each.blobs)}
+        ]
 
     def _catalog(self) -> Catalog:
         """Read the catalog of a remote that may be written to; make one where nothing is."""
@@ -317,7 +324,8 @@ class _Push:
             raise self._taken(checkpoint)
         self._seen[checkpoint.name] = manifest
         # To replace a checkpoint by itself is to send what was found damaged or lost of it.
-        return manifest == checkpoint.manifest and not self._replace, tag
+        is_there = manifest == checkpoint.manifest and checkpoint.name not in self._late
+        return is_there and not self._replace, tag
 
     def _is_still(self, name: str, tag: str | None) -> bool:
         return tag is not None and self._bucket.still_has(layout.ref_key(name), tag)
@@ -367,9 +375,12 @@ class _Push:
         for number, tag in tags.items():
             # What is relied on may be condemned and deleted in a lease: then begin with what is
             # there now, which costs no more than to ask for each container.
-            if time.monotonic() - read > LEASE_S / 2:
+            if boottime() - read > LEASE_S / 2:
                 raise _OutdatedError
             self._refer(self._checkpoints[number], tag)
+            if boottime() - read > LEASE_S / 2:  # the machine slept in between
+                self._late.add(self._checkpoints[number].name)
+                raise _OutdatedError
 
     def _relative(self, catalog: Catalog) -> Relative | None:
         """A checkpoint of the remote that has pages in common with these, and is whole there.
@@ -379,8 +390,11 @@ class _Push:
         candidates, self._relatives = self._relatives, tuple
         if self._replace or catalog.rebuilt or DAMAGED in catalog.trash.condemned.values():
             return None
-        found = first_there(self._bucket, candidates())
-        if found is not None:
+        # Pages are looked for too, so either answer may be an old one. Of a piece that no table is
+        # read for, its reference alone says that it is there.
+        surely = any(map(catalog.is_doubtful, catalog.containers))
+        found = first_there(self._bucket, candidates(), surely=surely)
+        if found is not None and surely:
             with suppress(StoreError):
                 catalog.assure(found.pieces())
         return found
@@ -545,7 +559,7 @@ class _Push:
         is told; the push begins anew and sends what was in it.
         """
         bucket = self._bucket
-        if gone := lost(bucket, catalog, reused, self._moved_bytes):
+        if gone := lost(bucket, catalog, reused, self._moved_bytes, mending=self._replace):
             check_remote(bucket)  # or a catalog would be made where all of it has gone
             drop(bucket, gone)
             raise _OutdatedError
@@ -572,7 +586,7 @@ class _Push:
 
         def change(now: Catalog) -> CatalogChange | None:
             if keys & {*now.trash.deleting}:
-                what = "a gc deletes what this push needs; if it was killed, run one an hour later"
+                what = "a gc deletes what this push needs; if none does, run one an hour later"
                 raise RemoteBusyError.at(self._bucket.at(layout.HEAD), what)
             condemned, before = now.trash.condemned, catalog.trash.condemned
             found_damaged = {key for key, since in condemned.items() if since == DAMAGED}

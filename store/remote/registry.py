@@ -49,6 +49,7 @@ _TAG: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _PLAIN: Final = re.compile(r"[A-Za-z0-9._/:-]*")
 _DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
 _HERE: Final = re.compile(r"(localhost|127\.[0-9.]+|\[::1\])(:[0-9]+)?")
+_CONNECTION: Final = re.compile(r"^(<[^>]*>|HTTPS?Connection(Pool)?\([^)]*\)): ")
 _TIMEOUT_S: Final = (10.0, 600.0)
 _ATTEMPTS: Final = 5
 _PAUSE_S: Final = 0.2
@@ -184,6 +185,27 @@ def _said(found: Any) -> bytes:
             if len(held) >= _SAID_BYTES:
                 break
     return bytes(held)
+
+
+def _answer(found: Any) -> str:
+    """What an answer says that is not the one expected: its status, and the registry's words."""
+    what = f"it answers {found.status_code}"
+    unfit = msgspec.DecodeError, AttributeError, KeyError, IndexError, TypeError, ValueError
+    with suppress(*unfit, RecursionError):
+        text = found.said if hasattr(found, "said") else _said(found)
+        said = msgspec.json.decode(text)["errors"][0]
+        what += f" ({said['code']}: {said.get('message', '')})"
+    return scrubbed(what)
+
+
+def _reason(error: Exception) -> str:
+    """Why there was no answer, in the words of the cause.
+
+    requests puts the pool, the path and the connection before them, and these are all that is left
+    of a message that is shortened.
+    """
+    cause = getattr(error.args[0], "reason", None) if error.args else None
+    return scrubbed(_CONNECTION.sub("", str(cause or error)))
 
 
 class RegistryRepository:
@@ -453,7 +475,7 @@ class RegistryRepository:
                     timeout=_TIMEOUT_S,
                 )
             except requests.RequestException as error:
-                failure = scrubbed(str(error))
+                failure = _reason(error)
             else:
                 # Nor may a host that a request was led on to say where they are to go.
                 own = _origin(found.url) == self._origin
@@ -465,7 +487,7 @@ class RegistryRepository:
                     if not stream and not hasattr(found, "said"):
                         found.said = _said(found)
                     return found
-                failure = f"it answers {found.status_code}"
+                failure = _answer(found) if attempts == 1 else ""
                 found.close()
                 with suppress(ValueError):
                     pause = max(pause, float(found.headers.get("Retry-After", "")))
@@ -501,14 +523,8 @@ class RegistryRepository:
         status = found.status_code
         if status == expected:
             return
-        what = f"it answers {status}"
-        unfit = msgspec.DecodeError, AttributeError, KeyError, IndexError, TypeError, ValueError
-        with suppress(*unfit, RecursionError):
-            text = found.said if hasattr(found, "said") else _said(found)
-            said = msgspec.json.decode(text)["errors"][0]
-            what += f" ({said['code']}: {said.get('message', '')})"
         kind = RemoteAccessError if status in _REFUSED else RemoteUnreachableError
-        raise kind.at(self.at(reference), scrubbed(what))
+        raise kind.at(self.at(reference), _answer(found))
 
     def _streamed(self, found: Any, reference: str) -> Iterator[bytes]:
         import requests
@@ -516,4 +532,4 @@ class RegistryRepository:
         try:
             yield from found.iter_content(_CHUNK_BYTES)
         except requests.RequestException as error:
-            raise _BrokenOffError.at(self.at(reference), scrubbed(str(error))) from None
+            raise _BrokenOffError.at(self.at(reference), _reason(error)) from None

@@ -21,7 +21,7 @@ from tensor_dedup.store.remote.buckets import Bucket
 from tensor_dedup.store.remote.catalog import Catalog
 from tensor_dedup.store.remote.errors import DamagedRemoteError, RemoteAccessError
 
-# To ask for a reference are two requests, and a page is one.
+# To ask for a reference may be two requests, and a page is one.
 _FEWEST_PAGES: Final = 3
 # So many are asked for, until one is there.
 _ASKED: Final = 2
@@ -79,10 +79,13 @@ def relatives(objects: Objects, names: Collection[str], pages: Collection[str]) 
     return [each for *_, each in sorted(found, key=lambda each: each[:2])]
 
 
-def first_there(bucket: Bucket, candidates: Iterable[Relative]) -> Relative | None:
+def first_there(
+    bucket: Bucket, candidates: Iterable[Relative], *, surely: bool
+) -> Relative | None:
     """Return the first of these checkpoints that the remote has, too, or None.
 
-    An answer may be an old one: that it is there is asked for twice.
+    An answer may be an old one. So that it is there is asked for twice, if nothing else is to say
+    that what it leads to is there (`surely`).
     """
     for relative, _ in zip(candidates, range(_ASKED), strict=False):
         key = layout.ref_key(relative.name)
@@ -91,7 +94,9 @@ def first_there(bucket: Bucket, candidates: Iterable[Relative]) -> Relative | No
             if found is None:
                 continue
             there = layout.referred(found[0], relative.name, bucket.at(key))
-            if there == relative.manifest and bucket.still_has(key, found[1]):
+            if there != relative.manifest:
+                continue
+            if not surely or bucket.still_has(key, found[1]):
                 return relative
     return None
 
@@ -112,18 +117,28 @@ def pages_there(
 
 
 def lost(
-    bucket: Bucket, catalog: Catalog, containers: Collection[ContainerId], sent: int
+    bucket: Bucket,
+    catalog: Catalog,
+    containers: Collection[ContainerId],
+    sent: int,
+    *,
+    mending: bool,
 ) -> set[ContainerId]:
     """Return which of these containers of the catalog are not there, or have another size.
 
     Likewise those whose table was not read, as a reference leads to what is in them, and is not
-    there: a pull needs it.
+    there; when `mending`, all whose table is not: a pull has that of the container, but a sweep and
+    a catalog that is put together anew go by tables.
     """
     count = len(catalog.containers)
     keys = {layout.container_key(each): each for each in containers}
     spare = _spare(sent) if len(keys) <= _ASKED_CONTAINERS else math.inf
     sizes = _sizes(bucket, layout.CONTAINERS, keys, count, spare)
-    unread = {layout.table_key(each.name): each for each in containers if catalog.is_doubtful(each)}
+    unread = {
+        layout.table_key(each.name): each
+        for each in containers
+        if mending or catalog.is_doubtful(each)
+    }
     spare = _spare(sent) + len(unread) * _HEAD_BYTES
     sizes |= _sizes(bucket, layout.TABLES, unread, count, spare)
 

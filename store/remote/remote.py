@@ -19,6 +19,7 @@ from tensor_dedup.store.remote.errors import (
     UnknownRemoteNameError,
     UnlistedRemoteError,
 )
+from tensor_dedup.store.remote.lease import LEASE_S
 from tensor_dedup.store.remote.pull import (
     RemoteManifest,
     find_ref,
@@ -26,7 +27,6 @@ from tensor_dedup.store.remote.pull import (
     read_manifest,
     read_ref,
 )
-from tensor_dedup.store.remote.push import LEASE_S
 
 DEFAULT_LEASE_HOURS = LEASE_S / 3600
 
@@ -164,9 +164,9 @@ class Remote:
     ) -> upkeep.RemoteVerifyResult:
         """Check the bookkeeping and, with `full`, download and check every byte.
 
-        Containers with faults leave the catalog: the next push of a checkpoint that needs them
-        sends them again, also under the name that it has. `advance` receives counts of bytes that
-        were checked.
+        Containers with faults leave the catalog, and lost manifests and pages are noted there: the
+        next push of a checkpoint that needs them sends them again, also under the name that it has.
+        `advance` receives counts of bytes that were checked.
         """
         return upkeep.verify(self.bucket, full=full, advance=advance)
 

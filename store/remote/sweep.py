@@ -12,7 +12,6 @@ killed cannot take itself off the list; the next one does, when that second is s
 nobody deletes by it any more.
 """
 
-import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -32,8 +31,10 @@ from tensor_dedup.store.remote.catalog import (
     commit,
     listed,
     segment_of,
+    with_more,
 )
 from tensor_dedup.store.remote.errors import RemoteBusyError, UncertainRemoteError
+from tensor_dedup.store.remote.lease import boottime
 from tensor_dedup.store.remote.upkeep import (
     UNKNOWN_OBJECT,
     RemoteInventory,
@@ -48,8 +49,6 @@ _CLOCK_S: Final = 2.0
 # So long a sweep deletes what it has listed; what has been listed for so long, nobody deletes.
 _DELETING_S: Final = 1800.0
 _DEAD_S: Final = 3600.0
-# It goes on while the machine sleeps: Linux's monotonic clock stands still, others' do not.
-_CLOCK: Final[int] = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan
         found = take_inventory(bucket)
         _refuse_unless_certain(bucket, found, catalog)
         # In this order: others must not hold it for dead before it does so itself.
-        began = time.clock_gettime(_CLOCK)
+        began = boottime()
         now = _time_of(bucket, dry_run)
         plan, segments, waiting = _plan(bucket, found, catalog, now, lease_s)
         if dry_run:
@@ -117,9 +116,11 @@ def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan
         commit(bucket, catalog, change, told_by_bytes=not plan.delete)
         if done:
             continue
-        _delete(bucket, found, plan.delete, began)
-        _forget(bucket, plan.delete, since, began)
-        return replace(plan, done=True)
+        gone, late = _delete(bucket, found, plan.delete, began)
+        _forget(bucket, {*plan.delete} - late, since, began)
+        deleted = tuple(key for key in plan.delete if key in gone)
+        nbytes = sum(found.objects[key].size for key in deleted)
+        return replace(plan, done=True, delete=deleted, deleted_bytes=nbytes)
     raise RemoteBusyError.at(bucket.url, "pushes changed it during every attempt")
 
 
@@ -259,23 +260,32 @@ def _order(key: str) -> tuple[int, str]:
     return (0 if key.startswith(layout.TABLES) else 1, key)
 
 
-def _delete(bucket: Bucket, found: RemoteInventory, keys: Sequence[str], began: float) -> None:
-    """Delete objects that are still what they were when they were listed."""
+def _delete(
+    bucket: Bucket, found: RemoteInventory, keys: Sequence[str], began: float
+) -> tuple[set[str], set[str]]:
+    """Delete objects that are still what they were when they were listed.
+
+    Return which were, and of which another request to do so may be carried out later.
+    """
+    gone, late = set[str](), set[str]()
 
     def one(key: str) -> None:
         status, listed_ = bucket.head(key), found.objects.get(key)
         if status is None or not (listed_ is None or _same(listed_, status)):
             return
-        if time.clock_gettime(_CLOCK) - began > _DELETING_S:
+        if boottime() - began > _DELETING_S:
             what = (
                 "it took so long that others may count on it no more; what is left goes next time"
             )
             raise RemoteBusyError.at(bucket.at(key), what)
-        bucket.delete(key)
+        if not bucket.delete_once(key):
+            late.add(key)
+        gone.add(key)
 
     for first in (True, False):
         for _ in bucket.each(one, [key for key in keys if (_order(key)[0] == 0) == first]):
             pass
+    return gone, late
 
 
 def _same(one: ObjectStatus, other: ObjectStatus) -> bool:
@@ -284,16 +294,18 @@ def _same(one: ObjectStatus, other: ObjectStatus) -> bool:
 
 
 def _forget(bucket: Bucket, keys: Collection[str], since: int, began: float) -> None:
-    """Say that this sweep deletes no longer: pushes need not mind that.
+    """Say that this sweep deletes these no longer: pushes need not mind that.
 
     A sweep whose time is over leaves the list to the next one: others hold it for dead.
     """
     mine = {*keys}
 
     def change(catalog: Catalog) -> CatalogChange | None:
-        if time.clock_gettime(_CLOCK) - began > _DELETING_S:
+        if boottime() - began > _DELETING_S:
             return None
         left = dict(catalog.trash.deleting)
+        if not all(since in left.get(key, ()) for key in mine):
+            return None  # done, by a write whose answer was lost: this second is another's now
         for key in mine & left.keys():
             if seconds := tuple(each for each in left[key] if each != since):
                 left[key] = seconds
@@ -301,7 +313,7 @@ def _forget(bucket: Bucket, keys: Collection[str], since: int, began: float) -> 
                 del left[key]
         if left == catalog.trash.deleting:
             return None
-        return catalog.segments, Trash(catalog.trash.condemned, left)
+        return with_more(catalog, ()), Trash(catalog.trash.condemned, left)
 
     with suppress(RemoteBusyError):  # the next gc does it
         commit(bucket, catalog_of(bucket), change)

@@ -6,6 +6,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
+from tensor_dedup.digest import digest as digest_of
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.runs import PIN, is_pin_among, parse_step_name
 from tensor_dedup.store.codecs.records import chunks, head_bytes
@@ -39,6 +40,7 @@ from tensor_dedup.store.remote.catalog import (
     read_table,
     segment_of,
     unheld,
+    with_more,
 )
 from tensor_dedup.store.remote.conditions import check_remote
 from tensor_dedup.store.remote.errors import (
@@ -51,12 +53,19 @@ from tensor_dedup.store.remote.errors import (
     UnknownRemoteNameError,
 )
 from tensor_dedup.store.remote.pieces import RemotePieces
-from tensor_dedup.store.remote.pull import RemoteManifest, list_refs, read_manifest, read_ref
+from tensor_dedup.store.remote.pull import (
+    RemoteManifest,
+    list_refs,
+    read_content,
+    read_manifest,
+    read_ref,
+)
 from tensor_dedup.store.upkeep.gc import Held, needed
 
 # What says nothing of an object: the server cannot be asked.
 _AWAY: Final = (RemoteUnreachableError, RemoteAccessError)
 UNKNOWN_OBJECT: Final = "no program of this version makes such an object"
+_WHOLE: Final = "it was noted as damaged or gone, and it is whole"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +162,7 @@ def checkpoints(bucket: Bucket, only: Sequence[str] | None = None) -> list[Remot
             return RemoteCheckpoint(name, damage=str(error))
 
     # One after the other: each reads its pages on several threads.
-    wanted = list_refs(bucket) if only is None else only
+    wanted = list_refs(bucket, thorough=True) if only is None else only
     return _without_pins([each for name in wanted if (each := describe(name)) is not None])
 
 
@@ -236,6 +245,7 @@ class RemoteInventory:
     """Everything that a remote's references lead to, and what lies there.
 
     `unreadable` has, by key, what is wrong with containers or their tables: nobody may need them.
+    `broken` has the manifests that references lead to and that cannot be read, or a page of them.
     """
 
     manifests: list[RemoteManifest] = field(default_factory=list)
@@ -244,6 +254,7 @@ class RemoteInventory:
     objects: dict[str, ObjectStatus] = field(default_factory=dict)
     problems: list[RemoteFault] = field(default_factory=list)
     unreadable: dict[str, RemoteFault] = field(default_factory=dict)
+    broken: set[str] = field(default_factory=set)
 
     def live(self) -> dict[bytes, list[str]]:
         """Return the names of the checkpoints that need each piece."""
@@ -307,13 +318,13 @@ def _read_manifests(bucket: Bucket, found: RemoteInventory) -> None:
     # not, as a list without it, is an old one.
     listed_ = {layout.name_of_ref(key) for key in found.objects if key.startswith(layout.REFS)}
     for name in sorted({*names(bucket), *(name for name in listed_ if name is not None)}):
-        key = layout.ref_key(name)
+        key, manifest = layout.ref_key(name), ""
         try:
             ref = bucket.get(key, layout.TEXT_BYTES)
             if ref is None:
                 raise MissingRemoteError.at(bucket.at(key), "it is listed, and it is not there")
-            manifest = layout.referred(ref[0], name, bucket.at(key))
-            if manifest is None:
+            manifest = layout.referred(ref[0], name, bucket.at(key)) or ""
+            if not manifest:
                 found.deleted.append(name)
             else:
                 found.manifests.append(read_manifest(bucket, name, manifest))
@@ -321,6 +332,8 @@ def _read_manifests(bucket: Bucket, found: RemoteInventory) -> None:
             raise
         except StoreError as error:
             found.problems.append(RemoteFault(bucket.at(key), str(error), (name,)))
+            if manifest:
+                found.broken.add(manifest)
 
 
 def _list_more(bucket: Bucket, found: RemoteInventory) -> bool:
@@ -433,7 +446,8 @@ def verify(
     Deltas are compared with the checksums of their chunks, everything else leaf by leaf. Nothing is
     changed but the catalog and the holders beside manifests: containers with faults are taken out,
     so that a push sends anew what was in them, with `full` those are taken in again that were found
-    damaged and are whole, and what they say of others is made to be what tables say.
+    damaged and are whole, and what they say of others is made to be what tables say. Manifests and
+    pages that are lost are noted there, too.
     """
     check_remote(bucket)
     faults, read = list[RemoteFault](), 0
@@ -466,6 +480,7 @@ def verify(
     wrong = {container for container, _, _ in damaged}
     if full:
         faults += _taken_back(bucket, found, wrong)
+    faults += _mended_notes(bucket, found)
     faults += _mended_holders(bucket, found, wrong)
     return RemoteVerifyResult(
         len(found.manifests) + sum(bool(each.affected) for each in found.problems),
@@ -599,8 +614,52 @@ def _taken_back(
         with as_far_as_allowed():
             commit(bucket, catalog_of(bucket), change)
     for container in sorted(noted):
-        what = "it was noted as damaged or gone, and it is whole"
-        yield RemoteFault(bucket.at(layout.container_key(container)), what)
+        yield RemoteFault(bucket.at(layout.container_key(container)), _WHOLE)
+
+
+def _mended_notes(bucket: Bucket, found: RemoteInventory) -> Iterator[RemoteFault]:
+    """Manifests and pages that are noted as damaged or gone and are whole, no longer noted.
+
+    What is lost of manifests is noted: so a push of one of these names sends it.
+    """
+    lost = {key for manifest in sorted(found.broken) for key in _lost_of(bucket, manifest)}
+    whole = {layout.manifest_key(part) for each in found.manifests for part in each.blobs} - lost
+    noted = {k for k, since in condemned(bucket).items() if since == DAMAGED and k in whole}
+
+    def change(catalog: Catalog) -> CatalogChange | None:
+        trash = catalog.trash
+        left = {k: s for k, s in trash.condemned.items() if k not in noted or s != DAMAGED}
+        left |= dict.fromkeys(lost, DAMAGED)
+        if left == trash.condemned:
+            return None
+        return with_more(catalog, ()), Trash(left, trash.deleting)
+
+    if lost or noted:
+        with as_far_as_allowed():
+            commit(bucket, catalog_of(bucket), change)
+    for key in sorted(noted):
+        yield RemoteFault(bucket.at(key), _WHOLE)
+
+
+def _lost_of(bucket: Bucket, manifest: str) -> list[str]:
+    """The keys of a manifest, or of those of its pages, that are gone or hold something else.
+
+    They are asked for once more: an answer may be an old one.
+    """
+
+    def is_there(part: str) -> bool:
+        with suppress(DamagedRemoteError):
+            held = bucket.get(layout.manifest_key(part), layout.FRAME_BYTES)
+            return held is not None and digest_of(held[0]) == part
+        return False
+
+    parts = [manifest]
+    if is_there(manifest):
+        with suppress(DamagedRemoteError, MissingRemoteError, NewerFormatError):
+            pages = read_content(bucket, manifest)[1].pages
+            parts = [page.hex() for page in dict.fromkeys(pages)]
+    there = zip(parts, bucket.each(is_there, parts), strict=True)
+    return [layout.manifest_key(part) for part, is_whole in there if not is_whole]
 
 
 def _is_wrong(entry: ListedContainer, right: ListedContainer) -> bool:

@@ -118,6 +118,8 @@ def test_a_damaged_tensor_names_who_uses_it(store: Store) -> None:
     ):
         checkpoint.read("a")
     assert caught.value.facts["digest"] == checkpoint["a"].digest
+    assert caught.value.facts["tensors"] == ["a"]
+    assert f"holds {checkpoint['a'].digest} (a) of 'tune'" in str(caught.value)
 
 
 def test_a_reader_finds_damage_by_itself(store: Store, tmp_path: Path) -> None:

@@ -432,25 +432,27 @@ def client(port: int, prefix: str | None = None, *, retries: int = 2) -> ServerB
     """A bucket of the server at a port, by obstore, which tries again without a pause."""
     from obstore.store import S3Store
 
-    store = S3Store(
-        "bucket",
-        prefix=prefix,
-        endpoint=f"http://127.0.0.1:{port}",
-        region="us-east-1",
-        access_key_id="testing-key-id",
-        secret_access_key="testing-secret-key",
-        client_options={"allow_http": True, "timeout": "30s"},
-        retry_config={
-            "max_retries": retries,
-            "retry_timeout": timedelta(seconds=20),
-            "backoff": {
-                "init_backoff": timedelta(milliseconds=1),
-                "max_backoff": timedelta(milliseconds=2),
-                "base": 2,
+    def store(retries: int) -> S3Store:
+        return S3Store(
+            "bucket",
+            prefix=prefix,
+            endpoint=f"http://127.0.0.1:{port}",
+            region="us-east-1",
+            access_key_id="testing-key-id",
+            secret_access_key="testing-secret-key",
+            client_options={"allow_http": True, "timeout": "30s"},
+            retry_config={
+                "max_retries": retries,
+                "retry_timeout": timedelta(seconds=20),
+                "backoff": {
+                    "init_backoff": timedelta(milliseconds=1),
+                    "max_backoff": timedelta(milliseconds=2),
+                    "base": 2,
+                },
             },
-        },
-    )
-    return ServerBucket(f"s3://bucket/{prefix or ''}", store=store)
+        )
+
+    return ServerBucket(f"s3://bucket/{prefix or ''}", store=store(retries), once=store(0))
 
 
 class Wire:

@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import io
 import tarfile
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from registries import MODEL
 from remotes import Proxy
 from stores import KIB, noise, open_store, safetensors, stored, u8
 from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.store.files import RealFiles
+from tensor_dedup.store.remote.archives import ChunkStream, unpack
 from tensor_dedup.store.remote.errors import DamagedRemoteError
 
 pytest.importorskip("oras")
@@ -136,7 +139,7 @@ def test_what_leads_to_no_file_is_named(
     assert store.names() == []
 
 
-@pytest.mark.parametrize("what", ["no end", "a damaged header", "a sparse file", "half a file"])
+@pytest.mark.parametrize("what", ["no end", "a damaged header", "no number", "half a file"])
 @pytest.mark.parametrize("packing", ["tar", "tar+gzip", "tar+zstd"])
 def test_an_archive_that_stops_is_damaged(
     tmp_path: Path, team: str, what: str, packing: str
@@ -148,7 +151,7 @@ def test_an_archive_that_stops_is_damaged(
         "no end": first[:1024],
         "a damaged header": both[:1024] + b"\xff" + both[1025:],
         "half a file": both[:1700],
-        "a sparse file": sparse(),
+        "no number": facts({"GNU.sparse.realsize": "zz"}),
     }[what]
     packed = {"tar": tar, "tar+gzip": gzip.compress(tar), "tar+zstd": zstandard.compress(tar)}
     layer = (f"{MODEL}.weight.v1.{packing}", packed[packing], None)
@@ -159,13 +162,81 @@ def test_an_archive_that_stops_is_damaged(
     assert store.names() == []
 
 
-def sparse() -> bytes:
+def facts(pairs: dict[str, str], data: bytes = b"") -> bytes:
+    """An archive with a file before which such facts about it stand."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
         entry = tarfile.TarInfo("x")
-        entry.pax_headers = {"GNU.sparse.size": "zz", "GNU.sparse.map": "1,2,x,y"}
-        archive.addfile(entry)
+        entry.pax_headers, entry.size = pairs, len(data)
+        archive.addfile(entry, io.BytesIO(data))
     return out.getvalue()
+
+
+def headed(kind: bytes, size: int, *rest: bytes) -> bytes:
+    """A header of some kind that says that so much follows it, and what does."""
+    entry = tarfile.TarInfo("x")
+    entry.type, entry.size = kind, size
+    head = bytearray(entry.tobuf(tarfile.GNU_FORMAT))
+    if kind == tarfile.GNUTYPE_SPARSE:  # its size on the disk, and that its map goes on
+        head[482:495] = bytes([True]) + b"%011o\0" % (1 << 32)
+        head[148:156] = b" " * 8
+        head[148:156] = b"%06o\0 " % sum(head)
+    return b"".join([head, *rest])
+
+
+LARGE = 32 << 20
+GNU = {"GNU.sparse.name": "x", "GNU.sparse.realsize": str(1 << 40)}
+
+
+def sparse(form: str) -> bytes:
+    """An archive with a file of a terabyte, or with one whose map is as large as this archive."""
+    if form.startswith("of GNU"):
+        block = b"00000000001\0" * 42 + bytes([True]) * 8
+        return headed(tarfile.GNUTYPE_SPARSE, 0, block * (LARGE // 512 if "map" in form else 0))
+    if form == "in pairs":
+        return facts({"GNU.sparse.size": str(1 << 40), "GNU.sparse.numblocks": "0"})
+    if form == "in one pair":
+        return facts({**GNU, "GNU.sparse.map": "0,1"})
+    version = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}
+    return facts({**GNU, **version}, b"99999999\n" + b"1\n" * (LARGE // 2))
+
+
+@pytest.mark.parametrize(
+    "form", ["of GNU", "of GNU with a map", "in pairs", "in one pair", "in pairs and a map"]
+)
+@pytest.mark.parametrize("packing", ["", "zst"])
+def test_a_sparse_file_is_refused_before_its_map_is_read(
+    tmp_path: Path, form: str, packing: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=r"sparse file; pull it with its own client"):
+        unpack_in_little_memory(tmp_path, sparse(form), packing)
+    assert [*tmp_path.iterdir()] == []
+
+
+def unpack_in_little_memory(folder: Path, tar: bytes, packing: str) -> None:
+    data = zstandard.compress(tar) if packing else tar
+    chunks = (data[at : at + 65_536] for at in range(0, len(data), 65_536))
+    tracemalloc.start()
+    try:
+        unpack(folder, ChunkStream(chunks), packing, RealFiles(), "oci://h/a:b", "oci://h/a@c")
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < LARGE / 4
+
+
+@pytest.mark.parametrize(
+    "kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME]
+)
+def test_what_goes_before_a_member_is_no_longer_than_it_may_be(tmp_path: Path, kind: bytes) -> None:
+    with pytest.raises(DamagedRemoteError, match="bytes go before a member"):
+        unpack_in_little_memory(tmp_path, headed(kind, LARGE, bytes(LARGE)), "zst")
+
+
+def test_an_archive_of_many_folders_takes_little_memory(tmp_path: Path) -> None:
+    folders = b"".join(headed(tarfile.DIRTYPE, 0) for _ in range(20_000))
+    unpack_in_little_memory(tmp_path, folders + linking(("a.json", "file", b"{}")), "zst")
+    assert (tmp_path / "a.json").read_bytes() == b"{}"
 
 
 @pytest.mark.parametrize("other", ["a", "a/b"])

@@ -298,7 +298,7 @@ def test_a_sweep_that_was_held_up_deletes_nothing_more(
 
     for number in deletions:
         inner, clock = scene.bucket(), Clock()
-        monkeypatch.setattr("tensor_dedup.store.remote.sweep.time", clock)
+        monkeypatch.setattr("tensor_dedup.store.remote.lease.time", clock)
 
         def meanwhile(inner: MemoryBucket = inner, clock: Clock = clock) -> None:
             clock.now += HOUR
@@ -364,7 +364,7 @@ def test_a_sweep_whose_time_is_over_leaves_the_list_alone(
     deletions = [n for n, call in enumerate(gate.calls) if call.startswith("delete")]
     for slept, is_left in ((0.4 * HOUR, False), (0.6 * HOUR, True)):
         inner, clock = scene.bucket(), Clock()
-        monkeypatch.setattr("tensor_dedup.store.remote.sweep.time", clock)
+        monkeypatch.setattr("tensor_dedup.store.remote.lease.time", clock)
         sleep = partial(setattr, clock, "now", slept)
         Remote(Faulty(inner, deletions[-1] + 1, meanwhile=sleep)).gc(24)
         assert bool(catalog_of(inner).trash.deleting) == is_left
@@ -376,7 +376,7 @@ def test_a_sweep_that_sleeps_when_it_has_asked_for_the_time_deletes_nothing(
     """Its second is an hour ago: others hold it for dead from the beginning."""
     scene = Scene(tmp_path)
     inner, clock = scene.bucket(), Clock()
-    monkeypatch.setattr("tensor_dedup.store.remote.sweep.time", clock)
+    monkeypatch.setattr("tensor_dedup.store.remote.lease.time", clock)
     condemned = {*catalog_of(inner).trash.condemned}
 
     def now() -> float:
@@ -415,6 +415,73 @@ def test_two_sweeps_of_one_second_are_told_apart(tmp_path: Path) -> None:
     assert left == alone
     assert any(len(set(both[key])) == 2 for key in alone)
     assert not catalog_of(inner).trash.deleting
+
+
+class Unheard(Faulty):
+    """A bucket that carries out one write and says that somebody else was first.
+
+    So does a server that is asked again, because its answer was lost. Meanwhile somebody is.
+    """
+
+    def __init__(self, inner: MemoryBucket, unheard: int, then: Callable[[], object]) -> None:
+        super().__init__(inner)
+        self.unheard, self.then = unheard, then
+
+    def put_if(self, key: str, data: bytes, tag: str | None) -> bool:
+        at = len(self.calls)
+        done = super().put_if(key, data, tag)
+        if at != self.unheard:
+            return done
+        assert done
+        self.then()
+        return False
+
+
+def test_a_sweep_takes_nothing_off_the_list_twice(tmp_path: Path) -> None:
+    """What has its second when its own entries have gone is that of another sweep.
+
+    It began in the same second by the server's clock, and deletes one of the same objects.
+    """
+    scene = Scene(tmp_path)
+    gate = Faulty(scene.bucket())
+    Remote(gate).gc(24)
+    forgets = len(gate.calls) - 1
+    assert gate.calls[forgets] == f"put_if {layout.HEAD}"
+    inner = scene.bucket()
+    key = next(call.split()[1] for call in gate.calls if call.startswith("delete containers/"))
+    another = {key: (int(inner.clock),)}
+
+    def enter() -> None:
+        catalog = catalog_of(inner)
+        assert not catalog.trash.deleting
+        commit(inner, catalog, lambda now: (now.segments, Trash(now.trash.condemned, another)))
+
+    late = Unheard(inner, forgets, enter)
+    assert Remote(late).gc(24).done
+    assert late.calls.count(f"put_if {layout.HEAD}") == 2
+    assert catalog_of(inner).trash.deleting == another
+    with pytest.raises(RemoteBusyError):
+        scene.full.push(Remote(inner), "tune")
+
+
+def test_a_sweep_that_finds_no_segments_at_its_end_loses_none(tmp_path: Path) -> None:
+    """It puts the catalog together from tables, and writes that."""
+    scene = Scene(tmp_path)
+    gate = Faulty(scene.bucket())
+    Remote(gate).gc(24)
+    end = [n for n, call in enumerate(gate.calls) if call == f"get {layout.HEAD}"][-1]
+    inner = scene.bucket()
+
+    def lose() -> None:
+        for key in [key for key in inner.objects if key.startswith(layout.CATALOG)]:
+            if key != layout.HEAD:
+                del inner.objects[key]
+
+    Remote(Faulty(inner, end, meanwhile=lose)).gc(24)
+    found = read_catalog(inner)
+    assert found is not None
+    assert found.containers
+    scene.check(inner, "lost")
 
 
 @pytest.mark.parametrize("written", ["now", "by an older program", "in the first form"])

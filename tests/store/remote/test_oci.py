@@ -582,7 +582,7 @@ def test_bad_urls(tmp_path: Path, url: str, full: Store) -> None:
 
 def test_nobody_answers(full: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tensor_dedup.store.remote.registry._PAUSE_S", 0.001)
-    with pytest.raises(RemoteUnreachableError, match=r"127\.0\.0\.1:9"):
+    with pytest.raises(RemoteUnreachableError, match=r"127\.0\.0\.1:9/a:b: .*refused; check"):
         full.push("oci://127.0.0.1:9/a:b", "base")
 
 

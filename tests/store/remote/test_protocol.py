@@ -4,6 +4,7 @@ What must hold after each fault: the remote verifies in full (nobody sees a name
 the store has whole checkpoints only, and the same command again succeeds.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -16,7 +17,7 @@ from s3_faults import FaultyProxy, MemoryS3, client
 from stores import Content, content, open_store, stored, three
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store import Store
-from tensor_dedup.store.remote import Remote
+from tensor_dedup.store.remote import Remote, layout
 from tensor_dedup.store.remote.errors import NoConditionsError, RemoteNameTakenError
 
 HOUR = 3600.0
@@ -101,7 +102,7 @@ def test_a_push_is_whole_or_is_not(
 def test_a_push_again_sends_what_the_first_had_not(
     full: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tensor_dedup.store.remote import layout, push
+    from tensor_dedup.store.remote import push
 
     monkeypatch.setattr(layout, "CONTAINER_BYTES", 100_000)
     monkeypatch.setattr(push, "_ASKED_BYTES", 1)
@@ -155,7 +156,7 @@ def test_a_pull_is_whole_or_is_not(
 def test_a_pull_again_fetches_what_the_first_had_not(
     tmp_path: Path, full: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tensor_dedup.store.remote import layout, pull
+    from tensor_dedup.store.remote import pull
 
     monkeypatch.setattr(layout, "CONTAINER_BYTES", 100_000)
     based = MemoryBucket()
@@ -364,26 +365,38 @@ def test_a_push_sends_again_what_it_would_have_relied_on_and_is_gone(
     assert not any(f.affected for f in Remote(based).verify(full=True).faults)
 
 
-def test_a_push_that_takes_too_long_begins_anew(
-    full: Store, based: MemoryBucket, monkeypatch: pytest.MonkeyPatch
+class Clock:
+    """The only clock of this machine that goes on while it sleeps."""
+
+    now = 0.0
+
+    def clock_gettime(self, clock: int) -> float:
+        return self.now if clock == time.CLOCK_BOOTTIME else 0.0
+
+
+@pytest.mark.parametrize("where", [layout.HEAD, "refs/tune"])
+def test_a_push_that_slept_too_long_begins_anew(
+    tmp_path: Path, full: Store, based: MemoryBucket, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """What it found in the catalog may have been deleted since; what it has sent is there."""
-    from tensor_dedup.store.remote import push
+    """What it found in the catalog has been deleted since, as nothing leads to it."""
+    calls = Faulty(copied(based))
+    full.push(Remote(calls), "tune")
+    inner, clock = copied(based), Clock()
+    Remote(inner).delete("base")
+    monkeypatch.setattr("tensor_dedup.store.remote.lease.time", clock)
 
-    class Clock:
-        """Half a lease passes while the first attempt sends."""
+    def sleep() -> None:
+        for _ in range(2):
+            clock.now += 8 * 24 * HOUR
+            inner.clock += 8 * 24 * HOUR
+            assert Remote(inner).gc().done
 
-        now, asked = 0.0, 0
-
-        def monotonic(self) -> float:
-            self.asked += 1
-            if self.asked == 3:
-                self.now += push.LEASE_S
-            return self.now
-
-    monkeypatch.setattr(push, "time", Clock())
-    gate = Faulty(based)
+    gate = Faulty(inner, calls.calls.index(f"put_if {where}"), meanwhile=sleep)
     full.push(Remote(gate), "tune")
-    assert gate.calls.count("get catalog/HEAD") > 2
-    assert Remote(based).names() == ["base", "tune"]
-    assert Remote(based).verify(full=True).fine
+    assert gate.struck
+    assert gate.calls.count("get catalog/HEAD") > 1
+    assert Remote(inner).names() == ["tune"]
+    assert Remote(inner).verify(full=True).fine
+    other = open_store(tmp_path / "other")
+    other.pull(Remote(inner), "tune")
+    assert stored(other, "tune") == stored(full, "tune")

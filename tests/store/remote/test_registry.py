@@ -322,3 +322,21 @@ def test_what_a_registry_says_of_an_upload_is_not_read_to_its_end(
         with pytest.raises(RemoteError):
             full.push(f"oci://{host}/team/base:v1", "base")
         assert 0 < Handler.sent < _LARGE / 4
+
+
+@pytest.mark.parametrize("status", [400, 403, 429, 503])
+def test_what_a_registry_says_of_an_error_is_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    """Also where it was asked again and again."""
+    monkeypatch.setattr("tensor_dedup.store.remote.registry._PAUSE_S", 0.0)
+
+    class Handler(_Endless):
+        answers: ClassVar = {}
+
+    said = {"errors": [{"code": "WHY", "message": "because of this"}]}
+    Handler.answers = {"manifests/v1": (status, json.dumps(said).encode())}
+    with answered(Handler) as host:
+        words = rf"it answers {status} \(WHY: because of this\)"
+        with pytest.raises(RemoteError, match=words):
+            open_store(tmp_path / "store").pull(f"oci://{host}/team/base:v1", "base")

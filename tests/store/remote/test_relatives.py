@@ -26,7 +26,7 @@ def checkpoint(tmp_path: Path, name: str, count: int, changed: dict[int, bytes])
 
 @pytest.mark.parametrize(
     ("count", "containers", "lists", "allowed"),
-    [(1600, 25, 1, 2 * KIB), (3000, 24, 2, 26 * KIB)],
+    [(1600, 25, 0, 2 * KIB), (3000, 24, 2, 26 * KIB)],
 )
 def test_a_fine_tune_of_many_tensors_costs_what_is_missing(
     tmp_path: Path,
@@ -39,8 +39,8 @@ def test_a_fine_tune_of_many_tensors_costs_what_is_missing(
 ) -> None:
     """As with tensors of a mebibyte each, but for what of these does not travel.
 
-    What the catalog and the holders say of 3,000 pieces is more bytes than it may be. Further
-    `lists` say that what is left out is there: pages, and tables where prefixes are short.
+    What the catalog and the holders say of 3,000 pieces is more bytes than it may be. Of so many
+    prefixes are short, so the base is asked for twice, and tables are listed.
     """
     here, there = open_store(tmp_path / "here"), open_store(tmp_path / "there")
     base = checkpoint(tmp_path, "base", count, {700: noise(6, MIB)})
@@ -105,13 +105,22 @@ class Scene:
             Remote(bucket).gc(24)
 
 
-@pytest.fixture
-def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+WIDTHS = ("short", "whole")
+
+
+@pytest.fixture(params=WIDTHS)
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Scene:
+    """With prefixes as a large catalog has them, and as a small one does."""
     monkeypatch.setattr(manifests, "PAGE_ENTRIES", 8)
-    monkeypatch.setattr(catalog, "_WHOLE", 0)  # prefixes as a large catalog has them
+    if request.param == "short":
+        monkeypatch.setattr(catalog, "_WHOLE", 0)
     return Scene(tmp_path)
 
 
+short = pytest.mark.parametrize("scene", ["short"], indirect=True)
+
+
+@short
 def test_short_prefixes_that_two_pieces_of_a_container_share_need_no_table(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,8 +161,17 @@ def test_what_two_containers_may_hold_is_not_assured_once_one_cannot_be_read() -
     assert sum(call.startswith("get tables/") for call in gate.calls) == 2
 
 
-@pytest.mark.parametrize("lost", ["a page", "a manifest", "all pages", "tables"])
 @pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize(
+    ("scene", "lost"),
+    [
+        (width, lost)
+        for width in WIDTHS
+        # Where prefixes are whole no push looks for tables: a pull reads those in containers.
+        for lost in ("a page", "a manifest", "all pages", "tables")
+    ],
+    indirect=["scene"],
+)
 def test_what_the_remote_has_lost_of_the_base_is_sent(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, lost: str, listed: bool
 ) -> None:
@@ -176,14 +194,39 @@ def test_what_the_remote_has_lost_of_the_base_is_sent(
     scene.check(bucket, lost)
 
 
+@pytest.mark.parametrize("scene", ["whole"], indirect=True)
+@pytest.mark.parametrize("damage", ["gone", "damaged"])
+def test_a_table_that_is_lost_is_read_in_its_container_and_written_by_a_mend(
+    scene: Scene, damage: str
+) -> None:
+    bucket = scene.bucket()
+    for key in [key for key in bucket.objects if key.startswith("tables/")]:
+        blob, tag, when = bucket.objects.pop(key)
+        if damage == "damaged":
+            bucket.objects[key] = (blob[:-1] + b"?", tag, when)
+    assert scene.full.push(Remote(bucket), "tune").moved_pieces == 1
+    other = open_store(scene.full.path.parent / "other")
+    other.pull(Remote(bucket), "tune")
+    assert stored(other, "tune") == content(scene.tune)
+    mending = damage == "gone"  # that it is damaged, nobody knows who has not read it
+    if not mending:
+        affected = {name for fault in Remote(bucket).verify().faults for name in fault.affected}
+        assert affected == {"base", "tune"}
+    for name in ("tune", "base"):
+        scene.full.push(Remote(bucket), name, replace=mending)
+        affected = {name for fault in Remote(bucket).verify().faults for name in fault.affected}
+        assert name not in affected
+    scene.check(bucket, damage)
+
+
 def test_pages_that_are_there_are_not_sent_and_no_table_is_read(scene: Scene) -> None:
     calls = scene.calls()
-    assert [call for call in calls if "refs/base" in call] == ["get refs/base"] * 2
-    assert not [call for call in calls if call.startswith("get tables/")]
-    assert sent(calls) == 1 + 1  # a page and the manifest
     bucket = scene.bucket()
     [entry] = catalog.catalog_of(bucket).containers.values()
-    assert entry.width < catalog.PREFIX_BYTES
+    asked = 2 if entry.width < catalog.PREFIX_BYTES else 1
+    assert [call for call in calls if "refs/base" in call] == ["get refs/base"] * asked
+    assert not [call for call in calls if call.startswith("get tables/")]
+    assert sent(calls) == 1 + 1  # a page and the manifest
     scene.pushed(bucket)
     scene.check(bucket, "pushed")
 
@@ -214,6 +257,7 @@ def test_where_the_base_is_not_surely_there_all_is_sent(scene: Scene, why: str) 
         scene.check(bucket, why)
 
 
+@short
 def test_an_old_answer_that_the_base_is_there_is_not_believed(scene: Scene) -> None:
     """Its pages have gone since: a sweep has condemned them, and another has deleted them."""
     past, bucket = scene.bucket(), scene.bucket()
@@ -236,6 +280,34 @@ def test_an_old_answer_that_the_base_is_there_is_not_believed(scene: Scene) -> N
     assert server.requests[at : at + 2] == ["GET refs/base", "GET refs/base if-match"]
     scene.check(bucket, "stale")
     server.close()
+
+
+@pytest.mark.parametrize("now", ["the base has gone", "the base has come"])
+def test_one_old_answer_of_any_request_loses_nothing(scene: Scene, now: str) -> None:
+    """The remote was a lease ago what it is not any longer."""
+    there, gone = scene.bucket(), scene.bucket()
+    Remote(gone).delete("base")
+    for _ in range(2):
+        Remote(gone).gc(24)
+        gone.clock += 25 * HOUR
+    assert not [key for key in gone.objects if key.startswith("manifests/")]
+    present, past = (gone, there) if now == "the base has gone" else (there, gone)
+    asked = list[str]()
+    at = 0
+    while at <= len(asked):
+        bucket = present.copied()
+        server = FaultyProxy(MemoryS3(bucket))
+        server.arm(at, "stale", stale=MemoryS3(past.copied()))
+        with suppress(StoreError):
+            scene.full.push(Remote(client(server.port)), "tune")
+        asked = server.requests
+        server.close()
+        if at < len(asked) and asked[at].startswith(("GET", "HEAD", "LIST")):
+            scene.check(bucket, (at, asked[at]))
+            scene.full.push(Remote(bucket), "tune")
+            scene.check(bucket, (at, asked[at]))
+        at += 1
+    assert at > 12
 
 
 @pytest.mark.parametrize("rival", ["condemned", "deleted", "swept twice"])

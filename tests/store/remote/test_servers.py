@@ -96,7 +96,10 @@ def test_base_and_fine_tunes_go_there_and_back(tmp_path: Path, place: str) -> No
     assert remote.names() == sorted(paths)
     assert remote.verify(full=True).fine
     remote.delete("full")
-    remote.gc(0)
+    before = {each.key for each in remote.bucket.list("containers/")}
+    deleted = {key for key in remote.gc(0).delete if key.startswith("containers/")}
+    assert deleted
+    assert {each.key for each in remote.bucket.list("containers/")} == before - deleted
     assert remote.gc(0).done
     assert remote.names() == ["base", "merged-lora", "one-layer"]
     assert remote.verify(full=True).fine

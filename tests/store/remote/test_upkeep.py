@@ -1,5 +1,6 @@
 """What a remote holds, what it takes, and that nothing that is needed is ever deleted."""
 
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from remotes import Chunks, Faulty, Killed, MemoryBucket
-from s3_faults import FaultyProxy, MemoryS3, client
+from s3_faults import FaultyProxy, MemoryS3, Request, Response, client
 from stores import content, noise, open_store, stored, three
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
@@ -115,6 +116,85 @@ def test_what_was_put_again_since_it_was_listed_is_not_deleted(
     assert gate.struck
     assert f"delete {key}" not in gate.calls
     assert key in last.objects
+
+
+class Unquoted(MemoryS3):
+    """One whose lists have tags without quotes, as Azure's have."""
+
+    def answer(self, request: Request) -> Response:
+        found = super().answer(request)
+        if "list-type" not in request.target:
+            return found
+        body = re.sub(b'<ETag>"(.*?)"</ETag>', rb"<ETag>\1</ETag>", found.body)
+        return Response(found.status, found.headers, body)
+
+
+@pytest.mark.usefixtures("full")
+@pytest.mark.parametrize("server", [MemoryS3, Unquoted])
+def test_a_sweep_deletes_what_it_says(bucket: MemoryBucket, server: type[MemoryS3]) -> None:
+    proxy = FaultyProxy(server(bucket))
+    remote = Remote(client(proxy.port))
+    remote.delete("tune")
+    done = remote.gc(0)
+    assert any(key.startswith(layout.CONTAINERS) for key in done.delete)
+    assert not {*done.delete} & bucket.objects.keys()
+    proxy.close()
+
+
+def test_a_sweep_does_not_count_what_it_left(tmp_path: Path, bucket: MemoryBucket) -> None:
+    """As it was put again since it was listed."""
+    store = open_store(tmp_path / "full")
+    store.import_(three(tmp_path)["tune"], "tune")
+    store.push(Remote(bucket), "tune")
+    Remote(bucket).delete("tune")
+    key = only(bucket)
+    probe = Faulty(bucket.copied())
+    assert key in Remote(probe).gc(0).delete
+    blob = memoryview(bucket.objects[key][0])
+    at = probe.calls.index(f"head {key}")
+    done = Remote(Faulty(bucket, at, meanwhile=lambda: bucket.put(key, [blob]))).gc(0)
+    assert done.delete
+    assert key not in done.delete
+    assert done.deleted_bytes < blob.nbytes
+    assert key in bucket.objects
+
+
+class GivesUp(MemoryS3):
+    """Behind a gateway that gives up on one deletion, which is carried out later."""
+
+    late: Request | None = None
+
+    def answer(self, request: Request) -> Response:
+        if request.deletes and layout.CONTAINERS in request.name and self.late is None:
+            self.late = request
+            return Response(504)
+        return super().answer(request)
+
+
+def test_a_deletion_that_comes_late_takes_nothing_that_was_pushed_since(
+    tmp_path: Path, bucket: MemoryBucket, full: Store
+) -> None:
+    """What may still be deleted stays on the list, as if the sweep had been killed."""
+    server = GivesUp(bucket)
+    proxy = FaultyProxy(server)
+    remote = Remote(client(proxy.port))
+    remote.delete("tune")
+    assert remote.gc(0).done
+    assert server.late is not None
+    key = server.late.name.split()[1]
+    assert key not in bucket.objects
+    assert {*catalog_of(bucket).trash.deleting} == {key}
+    with pytest.raises(RemoteBusyError):
+        full.push(remote, "tune")
+    full.push(remote, "base", replace=True)  # which needs nothing of that
+    server.answer(server.late)
+    bucket.clock += HOUR
+    assert remote.gc(24).done
+    assert not catalog_of(bucket).trash.deleting
+    full.push(remote, "tune")
+    assert remote.verify(full=True).fine
+    pulled(tmp_path, bucket, "tune", "other")
+    proxy.close()
 
 
 def test_what_is_condemned_is_used_again_by_a_push(

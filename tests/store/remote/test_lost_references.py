@@ -1,0 +1,212 @@
+"""What a remote has lost of references and manifests is named, and sent again by a push."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from remotes import MemoryBucket
+from s3_faults import FaultyProxy, MemoryS3, client
+from stores import content, noise, open_store, safetensors, stored, u8, write
+from tensor_dedup.store import Store
+from tensor_dedup.store.format import manifests
+from tensor_dedup.store.remote import Remote, catalog, layout
+from tensor_dedup.store.remote.buckets import ObjectStatus
+from tensor_dedup.store.remote.catalog import DAMAGED, condemned
+from tensor_dedup.store.remote.errors import UncertainRemoteError
+
+HOUR = 3600.0
+
+
+def checkpoint(tmp_path: Path, name: str, own: int) -> Path:
+    """Forty tensors, the last of which no other checkpoint has: five pages or more."""
+    tensors = {f"w{n:02}": noise(n if n < 39 else own, 64) for n in range(40)}
+    return write(tmp_path / name, {"model.safetensors": safetensors(u8(**tensors))})
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    monkeypatch.setattr(manifests, "PAGE_ENTRIES", 8)
+    found = open_store(tmp_path / "store")
+    for number, name in enumerate(("base", "tune")):
+        found.import_(checkpoint(tmp_path, name, 1000 + number), name)
+    return found
+
+
+@pytest.fixture
+def bucket(store: Store) -> MemoryBucket:
+    """A remote with both."""
+    found = MemoryBucket()
+    for name in ("base", "tune"):
+        store.push(Remote(found), name)
+    return found
+
+
+def spoil(bucket: MemoryBucket, key: str) -> None:
+    blob, tag, when = bucket.objects[key]
+    bucket.objects[key] = (blob[:40] + bytes([blob[40] ^ 1]) + blob[41:], tag, when)
+
+
+def lose(bucket: MemoryBucket, key: str) -> None:
+    del bucket.objects[key]
+
+
+def parts(bucket: MemoryBucket, name: str) -> list[str]:
+    """The keys of a checkpoint's pages, and then of its manifest."""
+    found = Remote(bucket).read(name)
+    pages = [page.hex() for page in found.content.pages]
+    return [layout.manifest_key(part) for part in (*pages, found.manifest)]
+
+
+def noted(bucket: MemoryBucket) -> set[str]:
+    return {key for key, since in condemned(bucket).items() if since == DAMAGED}
+
+
+def assert_whole(tmp_path: Path, bucket: MemoryBucket, *names: str) -> None:
+    remote = Remote(bucket)
+    assert remote.verify(full=True).fine
+    assert not noted(bucket)
+    for name in names:
+        other = open_store(tmp_path / f"of-{name}")
+        other.pull(remote, name)
+        assert stored(other, name) == content(tmp_path / name)
+
+
+@pytest.mark.parametrize("harm", [lose, spoil])
+@pytest.mark.parametrize("which", ["shared", "own", "manifest"])
+@pytest.mark.parametrize("full", [False, True])
+def test_a_plain_push_sends_what_verify_found_lost_of_a_manifest(
+    tmp_path: Path,
+    store: Store,
+    bucket: MemoryBucket,
+    harm: Callable[[MemoryBucket, str], None],
+    which: str,
+    full: bool,
+) -> None:
+    remote, keys = Remote(bucket), parts(bucket, "tune")
+    key = {"shared": keys[0], "own": keys[-2], "manifest": keys[-1]}[which]
+    harm(bucket, key)
+    assert store.push(remote, "tune").unchanged  # of what nobody knows
+    for _ in range(2):  # and what was noted stays so
+        faults = remote.verify(full=full).faults
+        hit = {name for fault in faults for name in fault.affected}
+        assert hit == ({"base", "tune"} if which == "shared" else {"tune"})
+        assert noted(bucket) == {key}
+    with pytest.raises(UncertainRemoteError):
+        remote.gc(0)
+    assert {each.name for each in remote.checkpoints() if each.damage} == hit
+    if which != "shared":
+        before = dict(bucket.objects)
+        assert store.push(remote, "base").unchanged
+        assert bucket.objects == before
+    again = store.push(remote, "tune")
+    assert (again.unchanged, again.moved_pieces) == (False, 0)
+    assert_whole(tmp_path, bucket, "base", "tune")
+    assert store.push(remote, "tune").unchanged
+
+
+def test_all_that_is_lost_of_a_manifest_is_noted(
+    tmp_path: Path, store: Store, bucket: MemoryBucket
+) -> None:
+    """A push of another checkpoint sends one page of two, and the other page is still known."""
+    remote, keys = Remote(bucket), parts(bucket, "tune")
+    lose(bucket, keys[0])
+    spoil(bucket, keys[-2])
+    assert not remote.verify().fine
+    assert noted(bucket) == {keys[0], keys[-2]}
+    assert not store.push(remote, "base").unchanged
+    assert noted(bucket) == {keys[-2]}
+    assert not store.push(remote, "tune").unchanged
+    assert_whole(tmp_path, bucket, "base", "tune")
+
+
+def test_what_is_noted_of_a_manifest_and_is_whole_is_taken_back(
+    tmp_path: Path, store: Store, bucket: MemoryBucket
+) -> None:
+    """The server has said twice that it is gone, or somebody has brought it back."""
+    remote, keys = Remote(bucket), parts(bucket, "tune")
+    kept = bucket.objects[keys[0]]
+    lose(bucket, keys[0])
+    assert not remote.verify().fine
+    bucket.objects[keys[0]] = kept
+    (fault,) = remote.verify().faults
+    assert fault.url.endswith(keys[0])
+    assert "it is whole" in fault.what
+    assert store.push(remote, "tune").unchanged
+    assert_whole(tmp_path, bucket, "base", "tune")
+
+
+def test_what_was_lost_of_a_deleted_name_is_forgotten_by_a_sweep(
+    tmp_path: Path, bucket: MemoryBucket
+) -> None:
+    remote, keys = Remote(bucket), parts(bucket, "tune")
+    lose(bucket, keys[-2])
+    assert not remote.verify().fine
+    remote.delete("tune")
+    bucket.clock += 25 * HOUR
+    remote.gc(24)
+    assert_whole(tmp_path, bucket, "base")
+
+
+def test_what_is_lost_is_noted_where_the_catalog_is_lost_too(
+    tmp_path: Path, store: Store, bucket: MemoryBucket
+) -> None:
+    """And what is put together in its place says of all containers what they hold."""
+    remote, key = Remote(bucket), parts(bucket, "tune")[-1]
+    there = {*catalog.catalog_of(bucket).containers}
+    lose(bucket, key)
+    for segment in [each for each in bucket.objects if each.startswith(layout.CATALOG)]:
+        if segment != layout.HEAD:
+            lose(bucket, segment)
+    assert not remote.verify().fine
+    assert noted(bucket) == {key}
+    assert {*catalog.catalog_of(bucket).containers} == there
+    assert store.push(remote, "tune").moved_pieces == 0
+    assert_whole(tmp_path, bucket, "tune")
+
+
+@pytest.fixture(params=["s3", "folder"])
+def remote(request: pytest.FixtureRequest, tmp_path: Path, store: Store) -> Iterator[Remote]:
+    """A remote with one checkpoint and two that were deleted."""
+    server = FaultyProxy(MemoryS3(MemoryBucket()))
+    folder = Remote.open(tmp_path / "remote")
+    found = folder if request.param == "folder" else Remote(client(server.port))
+    store.push(found, "base")
+    for name in ("gone-1", "gone-2"):
+        written(found, name, layout.reference(name, None))
+    yield found
+    server.close()
+
+
+def written(remote: Remote, name: str, text: bytes) -> None:
+    remote.bucket.put(layout.ref_key(name), [memoryview(text)])
+
+
+def test_a_damaged_reference_that_is_as_long_as_a_deleted_one_is_listed(remote: Remote) -> None:
+    assert [(each.name, each.damage) for each in remote.checkpoints()] == [("base", None)]
+    deleted = layout.reference("base", None)
+    written(remote, "base", b"?" * len(deleted))
+    (found,) = remote.checkpoints()
+    assert found.name == "base"
+    assert "refs/base" in (found.damage or "")
+    assert remote.names() == []
+    written(remote, "base", deleted)
+    assert remote.checkpoints() == []
+
+
+class Sealed(MemoryBucket):
+    """A server whose tags look like sums of what objects hold, and are none."""
+
+    def list(self, prefix: str) -> Iterator[ObjectStatus]:
+        for status in super().list(prefix):
+            yield ObjectStatus(status.key, status.size, "0" * 32, status.modified)
+
+
+def test_deleted_references_are_not_all_read_where_tags_are_no_sums(store: Store) -> None:
+    bucket = Sealed()
+    store.push(Remote(bucket), "base")
+    for number in range(20):
+        written(Remote(bucket), f"gone-{number}", layout.reference(f"gone-{number}", None))
+    before = bucket.traffic.calls
+    assert [each.name for each in Remote(bucket).checkpoints()] == ["base"]
+    assert bucket.traffic.calls - before < 20
