@@ -67,7 +67,7 @@ class NewTensor:
 
 @dataclass(frozen=True, slots=True)
 class NewLayer:
-    """A layer to put: its record, which the manager does not read, and its tensors.
+    """A layer to put: its record, which means something to engines only, and its tensors.
 
     `also`: further keys that are to lead to it.
     """

@@ -1,13 +1,17 @@
 """The administrative requests: totals, tables, pin, evict, stop."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
+import msgspec
 from msgspec.structs import asdict
 
 from tensor_dedup.memory_manager.core.effects import End
 from tensor_dedup.memory_manager.core.ledger import ResidentEntry
 from tensor_dedup.memory_manager.core.manager_state import ClientState, ManagerState, refusal
+from tensor_dedup.memory_manager.core.records import KeyRecord
+from tensor_dedup.memory_manager.protocol.layout import PAGE_ALIGNED_FROM
 from tensor_dedup.memory_manager.protocol.limits import COMMAND, MAX_NAMES_SHOWN, MAX_ROWS
 from tensor_dedup.memory_manager.protocol.messages import Done, Evict, Pin, Rows, Status, Stop
 from tensor_dedup.memory_manager.protocol.tables import (
@@ -21,6 +25,26 @@ from tensor_dedup.memory_manager.protocol.tables import (
 )
 
 _MAX_PINS = 64
+_Range = tuple[int, int]
+# The number of a tensor among those that the record names, the first byte of it, and how many.
+_Part = tuple[int, int, int]
+
+
+class _Composition(msgspec.Struct, frozen=True, array_like=True):
+    """The first fields of the record of a tensor in parts of others, as PROTOCOL.md has it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    digest: str
+    parts: tuple[_Part, ...]
+
+
+class _Use(NamedTuple):
+    """What a client uses of what it leases, and how much of that as parts of other tensors."""
+
+    nbytes: int
+    leaf_bytes: int
 
 
 def totals(state: ManagerState, now: float, started: float) -> Totals:
@@ -54,6 +78,7 @@ def totals(state: ManagerState, now: float, started: float) -> Totals:
         takeovers=count["takeovers"],
         refusals=count["refusals"],
         pins=sorted(ledger.pins),
+        leaf_shared_bytes=_leaf_bytes(clients),
     )
 
 
@@ -104,13 +129,84 @@ def rows(state: ManagerState, now: float, connection: ClientState, message: Rows
     state.send(connection, page)
 
 
+def _leaf_bytes(clients: Iterable[ClientState]) -> int:
+    """Return what processes use as parts of other tensors, counted as `saved_bytes` does."""
+    used: dict[int, int] = {}
+    for client in clients:
+        used[client.pid] = max(used.get(client.pid, 0), _use(client).leaf_bytes)
+    return sum(used.values())
+
+
+def _use(connection: ClientState) -> _Use:
+    """Return what a client uses of the tensors that it leases.
+
+    A lease does not say what it is for, but the records of tensors in parts do: each takes a lease
+    on every tensor that it names. Whatever has a lease beyond those counts as a whole. One that
+    names nothing but tensors of others is taken for granted where it can be, so that no more is
+    counted than is used; the next one only where its own rest is leased, too.
+    """
+    leased = {each.digest: each for each in connection.leases.values()}
+    found: dict[tuple[str, ...], dict[str, _Composition]] = defaultdict(dict)
+    for resident in leased.values():
+        for record in resident.records:
+            composition = _composition(record)
+            if composition is not None and all(d in leased for d in record.digests):
+                found[record.digests][composition.digest] = composition
+    left = dict(connection.leased)
+    whole: defaultdict[str, list[_Range]] = defaultdict(list)
+    parts: defaultdict[str, list[_Range]] = defaultdict(list)
+    # A tensor that has parts of one in parts names all that one does, and more: it comes first.
+    for digests in sorted(found, key=len, reverse=True):
+        for composition in found[digests].values():
+            own = _own(composition, digests, leased)
+            times = min(left[digest] for digest in digests)
+            for digest in digests if times else ():
+                left[digest] -= times if own else 1
+            for number, start, nbytes in composition.parts if times else ():
+                to = whole if digests[number] == own else parts
+                to[digests[number]].append((start, start + nbytes))
+    for digest, count in left.items():
+        if count:
+            whole[digest] = [(0, leased[digest].nbytes)]
+    return _Use(
+        sum(_covered([*whole[digest], *parts[digest]]) for digest in leased),
+        sum(map(_covered, parts.values())),
+    )
+
+
+def _composition(record: KeyRecord) -> _Composition | None:
+    """Return what a record says that a tensor consists of; None for one of another kind."""
+    try:
+        found = msgspec.msgpack.decode(record.record, type=_Composition)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    inside = all(0 <= n < len(record.digests) and min(at, size) >= 0 for n, at, size in found.parts)
+    return found if inside else None
+
+
+def _own(
+    composition: _Composition, digests: tuple[str, ...], leased: dict[str, ResidentEntry]
+) -> str:
+    """Return the digest of what was put of a tensor because no other had it; "" for nothing."""
+    last, nbytes = len(digests) - 1, leased[digests[-1]].nbytes
+    used = sum(size for number, _, size in composition.parts if number == last)
+    return digests[-1] if used >= nbytes or nbytes <= PAGE_ALIGNED_FROM else ""
+
+
+def _covered(ranges: list[_Range]) -> int:
+    total = at = 0
+    for start, end in sorted(ranges):
+        total += max(0, end - max(at, start))
+        at = max(at, end)
+    return total
+
+
 def _client(connection: ClientState, now: float) -> ClientRow:
-    unique = {id(r): r.nbytes for r in connection.leases.values()}
     return ClientRow(
         connection.pid,
         connection.name or "",
         len(connection.leases),
-        sum(unique.values()),
+        _use(connection).nbytes,
         sum(put.active for put in connection.puts.values()),
         now - connection.since,
     )

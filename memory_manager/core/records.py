@@ -1,4 +1,4 @@
-"""Layer records by key. Their content is opaque to the manager, and for engines only."""
+"""Layer records by key. Their content is for engines, and nothing here depends on it."""
 
 from collections import OrderedDict
 from dataclasses import dataclass

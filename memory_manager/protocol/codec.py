@@ -12,9 +12,11 @@ import msgspec
 from tensor_dedup.memory_manager.errors import ProtocolError
 from tensor_dedup.memory_manager.protocol.limits import MAX_MESSAGE
 from tensor_dedup.memory_manager.protocol.messages import Publish, Reply, Request, StandBy
+from tensor_dedup.memory_manager.protocol.tables import Totals
 
 MAGIC: Final = b"TD"
-# 2: Welcome names the device, and says who hashes; 3: StandBy; 4: Publish has `also`.
+# 2: Welcome names the device, and says who hashes; 3: StandBy; 4: Publish has `also`, Totals
+# `leaf_shared_bytes`.
 VERSION: Final = 4
 OLDEST: Final = 2  # what is understood, too: later ones have only added to it
 MANY_KEYS_FROM: Final = 4  # in this version Publish may have several keys
@@ -43,6 +45,8 @@ def encode(message: Request | Reply, version: int = VERSION) -> bytes:
         raise ProtocolError(
             f"version {version} of the protocol publishes one key at a time", version=version
         )
+    if version < MANY_KEYS_FROM and isinstance(message, Totals):
+        message = msgspec.structs.replace(message, leaf_shared_bytes=0)  # which is not sent
     data = MAGIC + version.to_bytes(2, "little") + _encoder.encode(message)
     if len(data) > MAX_MESSAGE:
         raise ProtocolError(

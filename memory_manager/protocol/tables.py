@@ -7,8 +7,12 @@ import msgspec
 from tensor_dedup.memory_manager.protocol.limits import Message, Number, WirePart
 
 
-class Totals(Message, frozen=True):
-    """The answer to Status; sizes in bytes."""
+class Totals(Message, frozen=True, omit_defaults=True):
+    """The answer to Status; sizes in bytes.
+
+    `leaf_shared_bytes`: what processes use as parts of tensors that differ from it in others (from
+    version 4 on).
+    """
 
     pid: Number
     name: str
@@ -33,10 +37,14 @@ class Totals(Message, frozen=True):
     takeovers: int
     refusals: int
     pins: list[str]
+    leaf_shared_bytes: int = 0
 
 
 class ClientRow(WirePart, frozen=True):
-    """A connected process and what it holds."""
+    """A connected process and what it holds.
+
+    `leased_bytes`: what it uses, so of a tensor of which it uses only leaves those alone.
+    """
 
     pid: int
     name: str
@@ -50,7 +58,8 @@ def saved_bytes(clients: Iterable[ClientRow], leased_bytes: int) -> int:
     """Return the bytes that sharing saves: what each process uses, less what is there once for all.
 
     Of a process with several connections only the one that leases most counts, since two may lease
-    the same: sharing saves at least this. `leased_bytes`: of all tensors in use, each once.
+    the same: sharing saves at least this. `leased_bytes`: of all tensors in use, each once and
+    whole, for a tensor stays as long as a leaf of it is used.
     """
     used: dict[int, int] = {}
     for row in clients:

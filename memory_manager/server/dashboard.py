@@ -108,7 +108,8 @@ const show = found => {
   at("where").textContent = `process ${t.pid} at ${t.name}`;
   size(at("saved"), found.saved_bytes);
   at("without").textContent = `${human(t.leased_bytes)} in use instead of ` +
-    human(t.leased_bytes + found.saved_bytes);
+    human(t.leased_bytes + found.saved_bytes) + (t.leaf_shared_bytes
+      ? `; ${human(t.leaf_shared_bytes)} shared by leaf` : "");
   size(at("leased"), t.leased_bytes);
   size(at("kept"), kept);
   size(at("budget"), t.budget);

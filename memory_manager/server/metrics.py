@@ -49,7 +49,11 @@ _GAUGES: Final = {
         "Bytes of slabs, and of what the manager remembers.",
     ),
     "resident_bytes": ("resident_bytes", "Bytes of tensors in memory, each once."),
-    "leased_bytes": ("leased_bytes", "Bytes of tensors that some client uses."),
+    "leased_bytes": ("leased_bytes", "Bytes of tensors that some client uses, each whole."),
+    "leaf_shared_bytes": (
+        "leaf_shared_bytes",
+        "Bytes that clients use as parts of tensors that differ from them in others.",
+    ),
     "pinned_bytes": ("pinned_bytes", "Bytes of tensors that are pinned."),
     "lingering_bytes": ("lingering_bytes", "Bytes of slabs that a cut-off process may still map."),
     "residents": ("residents", "Tensors in memory."),

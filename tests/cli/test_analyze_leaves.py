@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from stores import noise, open_store, safetensors, u8, write
-from tensor_dedup.analyze import analyze
+from tensor_dedup.analyze import analyze, contributions
+from tensor_dedup.analyze.verdict import advice
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex, StoreHints
+from tensor_dedup.loader.residents import registry
 
 BASE = noise(1, 4 * LEAF_BYTES + 1000)
 GROWN = BASE[: 4 * LEAF_BYTES] + noise(2, 5000)
@@ -102,3 +104,34 @@ def test_digests_without_leaves_are_not_read_for_them(
         analyze(paths, hints=hints)
     found = analyze(paths, hints=hints)
     assert (found.bytes_read, found.leaf_shared_bytes, found.shared_bytes) == (0, 0, 9000)
+
+
+def test_what_no_load_shares_is_not_counted(tmp_path: Path, paths: list[Path]) -> None:
+    """What is smaller than 8 MiB, and rows of another shape."""
+    assert contributions.LEAF_SHARED_FROM == registry.LEAF_SHARED_FROM
+    small = BASE[: 4 * LEAF_BYTES - 1]
+    assert analyze([paths[0], made(tmp_path / "small", small)]).leaf_shared_bytes == 0
+    assert analyze([made(tmp_path / "small2", small), paths[0]]).leaf_shared_bytes == 0
+    wide = BASE[: 4 * LEAF_BYTES]
+    rows = {"embed": ("U8", (2 * LEAF_BYTES, 2), wide)}
+    other = write(tmp_path / "wide", {"model.safetensors": safetensors(rows)})
+    assert analyze([paths[0], other]).leaf_shared_bytes == 0
+
+
+@pytest.mark.parametrize(("nbytes", "shared"), [(4 * LEAF_BYTES, True), (LEAF_BYTES, False)])
+def test_of_a_fused_parameter_plain_weights_share_what_did_not_change(
+    tmp_path: Path, nbytes: int, shared: bool
+) -> None:
+    def saved(name: str, q: int) -> Path:
+        parts = {"q_proj": noise(q, nbytes), "k_proj": noise(2, nbytes), "v_proj": noise(3, nbytes)}
+        tensors = {f"model.layers.0.self_attn.{k}.weight": each for k, each in parts.items()}
+        return write(tmp_path / name, {"model.safetensors": safetensors(u8(**tensors))})
+
+    found = analyze([saved("base", 1), saved("tune", 4)])
+    assert found.vllm.lost_bytes == 2 * nbytes
+    assert found.vllm.leaf_shared_bytes == found.to_dict()["vllm"]["leaf_shared_bytes"]
+    assert found.vllm.leaf_shared_bytes == (2 * nbytes if shared else 0)
+    lost = "k_proj, v_proj lost to vLLM's fused qkv"
+    assert lost + " unless its weights are plain" * shared in found.reasons[1].changes
+    [first, *_] = advice(found)
+    assert ("less in vLLM" not in first.sentence and "memory_manager" in first.command) == shared

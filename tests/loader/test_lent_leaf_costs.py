@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 import deferring
@@ -44,6 +45,7 @@ from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.client.connection import Connection
 from tensor_dedup.memory_manager.protocol.limits import MAX_RECORD
 from tensor_dedup.memory_manager.protocol.messages import Abandon, LookupDigests, Publish
+from tensor_dedup.memory_manager.protocol.tables import saved_bytes
 from tensor_dedup.types import ResidentKey
 
 Make = Callable[[], Process]
@@ -422,3 +424,23 @@ def test_who_cannot_read_a_known_tensor_reserves_nothing(
     assert read == 4 * LEAF_BYTES
     assert torch.equal(loaded, torch.cat([*tune.values()]))
     assert held.nbytes
+
+
+@pytest.mark.parametrize("common", [2, LEAVES - 2])
+def test_status_counts_only_the_leaves_of_a_tensor_that_are_used(
+    process: Make, manager: managers.Manager, common: int
+) -> None:
+    base = rows(LEAVES, 71)
+    held = process().load(base)
+    tuned = process().load(changed(base, *range(common, LEAVES)))
+    overview = manager.overview()
+    assert [row.leased_bytes for row in overview.clients] == [base.nbytes, base.nbytes]
+    assert overview.totals.leaf_shared_bytes == common * LEAF_BYTES
+    # As if each connection were of a process of its own.
+    clients = [replace(row, pid=number) for number, row in enumerate(overview.clients)]
+    assert saved_bytes(clients, overview.totals.leased_bytes) == common * LEAF_BYTES
+    held.clear()
+    gc.collect()
+    managers.until(lambda: not manager.overview().clients[0].leases)
+    assert [row.leased_bytes for row in manager.overview().clients] == [0, base.nbytes]
+    del tuned

@@ -38,6 +38,7 @@ from tensor_dedup.memory_manager.protocol.messages import (
     Stop,
     Wait,
 )
+from tensor_dedup.memory_manager.protocol.tables import Totals
 
 DIGEST = "0123456789abcdef" * 4
 HEADER = codec.encode(Stop())[: codec.HEADER_BYTES]
@@ -159,3 +160,12 @@ def test_what_is_too_large_is_not_sent() -> None:
     reply = Found([LayerHit(bytes(MAX_RECORD), extents)] * 4, [SlabRef(1, 4096)])
     with pytest.raises(ProtocolError, match="send less"):
         codec.encode(reply)
+
+
+@pytest.mark.parametrize(("version", "told"), [(2, 0), (3, 0), (4, 5)])
+def test_earlier_versions_are_not_told_of_leaves(version: int, told: int) -> None:
+    numbers = dict.fromkeys(Totals.__struct_fields__, 1)
+    totals = Totals(**numbers | {"name": "m.sock", "pins": [], "leaf_shared_bytes": 5})
+    data = codec.encode(totals, version)
+    assert (b"leaf_shared_bytes" in data) == bool(told)
+    assert codec.decode_reply(data) == msgspec.structs.replace(totals, leaf_shared_bytes=told)

@@ -362,6 +362,7 @@ def _vllm_dict(fused: Fused) -> dict[str, Any]:
         "final_shared_tensors": fused.shared_tensors,
         "final_shared_bytes": fused.shared_bytes,
         "lost_to_fusing_bytes": fused.lost_bytes,
+        "leaf_shared_bytes": fused.leaf_shared_bytes,
         "groups_broken": fused.broken,
         "groups": [
             {

@@ -259,10 +259,11 @@ def _layers(prefix: str, names: Sequence[str]) -> str:
 
 def _lost(lost: Iterable[LostPart]) -> list[str]:
     """What is there already, and no use to vLLM, which has it inside of other parameters."""
-    by_target: defaultdict[str, set[str]] = defaultdict(set)
+    by_target: defaultdict[tuple[str, bool], set[str]] = defaultdict(set)
     for part in lost:
-        by_target[part.suffix.removesuffix("_proj")].add(_kind(part.tensor.name))
+        by_target[part.suffix.removesuffix("_proj"), part.by_leaf].add(_kind(part.tensor.name))
     return [
         f"{', '.join(sorted(kinds))} lost to vLLM's fused {target}"
-        for target, kinds in sorted(by_target.items())
+        + " unless its weights are plain" * by_leaf
+        for (target, by_leaf), kinds in sorted(by_target.items())
     ]

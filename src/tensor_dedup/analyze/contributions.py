@@ -2,11 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final, TypeAlias
 
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
-from tensor_dedup.digest import leaf_places
+from tensor_dedup.digest import LEAF_BYTES, leaf_places
 from tensor_dedup.layer_names import split
 from tensor_dedup.natural import natural
+
+# That of the loader, whose module needs torch: smaller tensors are shared whole or not at all.
+LEAF_SHARED_FROM: Final = 4 * LEAF_BYTES
+# A leaf by its place and digest, and what a load looks at before it compares: dtype, shape of rows.
+_Leaf: TypeAlias = tuple[str, tuple[int, ...], int, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +33,9 @@ class Contribution:
 
     `own` are the tensors whose bytes none of those have, each content once; `adds_bytes` is their
     size, so that all checkpoints together add the distinct bytes. `layers` are in natural order.
-    `leaf_shared_bytes` are the leaves (2 MiB) of `own` that a tensor of a checkpoint before has at
-    the same offset, so far as leaves are known.
+    `leaf_shared_bytes` are the leaves (2 MiB) of `own` that a load shares, so far as leaves are
+    known: of tensors of 8 MiB and more, those that one with such rows has at the same offset in a
+    checkpoint before. A store shares those of smaller ones, too.
     """
 
     own: tuple[AnalyzedTensor, ...]
@@ -43,18 +50,22 @@ class Contribution:
 def contributions(checkpoints: Sequence[Measured]) -> list[Contribution]:
     """Return what each checkpoint adds, in this order."""
     held: set[str] = set()
-    leaves: set[tuple[int, str]] = set()
+    leaves: set[_Leaf] = set()
     found = []
     for checkpoint in checkpoints:
         found.append(_contribution(checkpoint, held, leaves))
         for tensor in checkpoint.tensors:
-            leaves |= set(enumerate(tensor.leaves))
+            leaves.update(_leaves(tensor))
     return found
 
 
-def _contribution(
-    checkpoint: Measured, held: set[str], leaves: set[tuple[int, str]]
-) -> Contribution:
+def _leaves(tensor: AnalyzedTensor) -> list[_Leaf]:
+    if tensor.nbytes < LEAF_SHARED_FROM:
+        return []
+    return [(tensor.dtype, tensor.shape[1:], *leaf) for leaf in enumerate(tensor.leaves)]
+
+
+def _contribution(checkpoint: Measured, held: set[str], leaves: set[_Leaf]) -> Contribution:
     own, sizes, shared = [], dict[str, int](), dict[str, int]()
     for tensor in checkpoint.tensors:
         layer = split(tensor.name)[0]
@@ -68,9 +79,7 @@ def _contribution(
     by_leaf = sum(
         nbytes
         for tensor in own
-        for leaf, (_, nbytes) in zip(
-            enumerate(tensor.leaves), leaf_places(0, tensor.nbytes), strict=False
-        )
+        for leaf, (_, nbytes) in zip(_leaves(tensor), leaf_places(0, tensor.nbytes), strict=False)
         if leaf in leaves
     )
     return Contribution(

@@ -7,10 +7,12 @@ The groups are recognised by the names in checkpoints, without vLLM, so this is 
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tensor_dedup.analyze.contributions import LEAF_SHARED_FROM
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured, Residents
+from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.natural import natural
 from tensor_dedup.types import Fingerprint
 
@@ -60,6 +62,11 @@ class Final:
     def key(self) -> tuple[Fingerprint, ...]:
         return tuple(part.fingerprint for part in self.parts)
 
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What those have in common whose equal parts lie at equal offsets."""
+        return self.suffix, *((part.shape, part.dtype) for part in self.parts)
+
 
 @dataclass(slots=True)
 class FusedGroup:
@@ -79,10 +86,14 @@ class FusedGroup:
 
 @dataclass(frozen=True, slots=True)
 class LostPart:
-    """A tensor that is in memory, but within another fused parameter; `suffix` is its own one."""
+    """A tensor that is in memory, but within another fused parameter; `suffix` is its own one.
+
+    `by_leaf`: vLLM has it in common with that one all the same, where its weights are plain.
+    """
 
     tensor: AnalyzedTensor
     suffix: str
+    by_leaf: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +102,8 @@ class Fused:
 
     `shared_bytes` counts final tensors that were in memory already; `lost_bytes` sources that
     were, but whose fused parameter is another one, and `lost` has them for each checkpoint;
-    `broken` is how many such parameters.
+    `broken` is how many such parameters. `leaf_shared_bytes` is what of `lost_bytes` plain weights
+    share by leaf.
     """
 
     tensors: int
@@ -103,6 +115,10 @@ class Fused:
     @property
     def lost_bytes(self) -> int:
         return sum(group.lost_bytes for group in self.groups)
+
+    @property
+    def leaf_shared_bytes(self) -> int:
+        return sum(part.tensor.nbytes for each in self.lost for part in each if part.by_leaf)
 
     @property
     def broken(self) -> int:
@@ -136,6 +152,7 @@ def survives(checkpoints: Sequence[Measured]) -> Fused:
     groups: dict[str, FusedGroup] = {}
     total = shared_tensors = shared_bytes = 0
     lost: list[tuple[LostPart, ...]] = []
+    held_parts: set[tuple[object, ...]] = set()
     for checkpoint in checkpoints:
         seen = frozenset(groups)
         finals = fuse(checkpoint)
@@ -154,7 +171,10 @@ def survives(checkpoints: Sequence[Measured]) -> Fused:
                 group.fused += 1
                 group.followers += final.suffix in seen
                 group.shared += shared
-        lost.append(tuple(part for each in private for part in _lose(each, sources, groups)))
+        lost.append(
+            tuple(part for each in private for part in _lose(each, sources, groups, held_parts))
+        )
+        held_parts.update(place for final in finals for place in _places(final))
         total += len(finals)
     ordered = tuple(groups[suffix] for suffix in sorted(groups))
     return Fused(total, shared_tensors, shared_bytes, ordered, tuple(lost))
@@ -170,15 +190,27 @@ def _settle(
         yield final, shared
 
 
+def _places(final: Final) -> list[tuple[object, ...]]:
+    """Return where the parts are, in terms that are equal for what lies at one offset."""
+    return [(final.form, *each) for each in enumerate(final.key)]
+
+
 def _lose(
-    final: Final, sources: Counter[Fingerprint], groups: Mapping[str, FusedGroup]
+    final: Final,
+    sources: Counter[Fingerprint],
+    groups: Mapping[str, FusedGroup],
+    held: Container[tuple[object, ...]],
 ) -> list[LostPart]:
-    """Count and return the parts of a private parameter that are in memory within another one."""
+    """Count and return the parts of a private parameter that are in memory within another one.
+
+    `held` are the `_places` of those in memory.
+    """
     lost = []
-    for part in final.parts:
+    for part, place in zip(final.parts, _places(final), strict=True):
         if sources[part.fingerprint] > 0:
             sources[part.fingerprint] -= 1
-            lost.append(LostPart(part, final.suffix))
+            large = final.nbytes >= LEAF_SHARED_FROM and part.nbytes >= LEAF_BYTES
+            lost.append(LostPart(part, final.suffix, large and place in held))
     # A tensor alone is private only if nobody holds it, or holds it inside a fused parameter;
     # the latter is counted where that parameter's kind is.
     if not final.suffix:

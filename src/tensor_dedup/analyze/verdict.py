@@ -85,8 +85,10 @@ def _together(analysis: Analysis, first: str, store: str | None) -> Advice:
     names = {tensor.name for checkpoint in analysis.checkpoints for tensor in checkpoint.tensors}
     outside = [path for path in paths if not _stored(path)]
     in_vllm = analysis.vllm.groups and not any("/" in name for name in names)
-    lost = analysis.shared_bytes - analysis.vllm.shared_bytes
-    if in_vllm and analysis.vllm.shared_bytes >= _LITTLE * analysis.total_bytes:
+    # With a memory manager, as in the command, vLLM's weights are plain.
+    in_plain = analysis.vllm.shared_bytes + analysis.vllm.leaf_shared_bytes
+    lost = analysis.shared_bytes - in_plain
+    if in_vllm and in_plain >= _LITTLE * analysis.total_bytes:
         left = f" ({human(lost)} less in vLLM, which fuses layers)" if lost > 0 else ""
         model, config = _for_vllm(first), {"memory_manager": "auto"}
         if store is not None and model.startswith(SCHEME):

@@ -115,6 +115,9 @@ def numbers(overview: Overview, use: DeviceUse | NotAvailable | None = None) -> 
         ("evicted", human(t.evicted_bytes)),
     ):
         table.add_row(name, Dotted(value))
+    if t.leaf_shared_bytes:
+        leaves = f"{human(t.leaf_shared_bytes)} of tensors that are not shared whole"
+        table.add_row("by leaf", leaves)
     if t.lingering_bytes:
         table.add_row("lingering", f"{human(t.lingering_bytes)} of processes that were cut off")
     if isinstance(use, DeviceUse):
