@@ -18,6 +18,7 @@ from tensor_dedup.formats.markers import in_files
 from tensor_dedup.store.errors import (
     BadRangeError,
     CorruptTensorError,
+    DamagedFileError,
     MissingObjectError,
     NameTakenError,
     UnknownNameError,
@@ -424,15 +425,24 @@ class Store:
         self, artifact: "Artifact", name: str, progress: "TransferListener", replace: bool
     ) -> "TransferResult":
         """Pull whole layers into a folder of this store's `tmp`, and import that."""
-        from tensor_dedup.store.remote.oci import layers_folder
+        from tensor_dedup.store.checkpoints.runs import check_no_step
+        from tensor_dedup.store.remote.oci import advising_pull, layers_folder
         from tensor_dedup.store.remote.push import TransferResult
 
         began, before = time.monotonic(), artifact.registry.traffic.counts()[0]
         files, tmp = self._files, self._objects.layout.tmp
+        check_no_step(self._objects, name)
+        # What cannot be read is stored again by an import of the same.
+        with suppress(UnknownNameError, MissingObjectError, DamagedFileError, CorruptTensorError):
+            with self.checkpoint(name) as held:
+                same = None if replace else artifact.unchanged(held, name)
+            if same is not None:
+                return same
         # Held, so that no gc takes it for what is left of a pull.
         with self._locked(), layers_folder(tmp, artifact, files) as folder:
             artifact.download(folder, files, progress)
-            result = self.import_(folder, name, replace)
+            with advising_pull(artifact.url, name):
+                result = self.import_(folder, name, replace)
         nbytes, calls = artifact.registry.traffic.counts()
         return TransferResult(
             url=artifact.url,

@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
+from pathlib import Path, PurePosixPath
 from typing import Final
 from urllib.parse import quote
 
@@ -24,7 +25,12 @@ import platformdirs
 
 from tensor_dedup.digest import digest, leaf_digests
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.store.errors import DamagedFileError, NewerFormatError, os_errors
+from tensor_dedup.store.errors import (
+    DamagedFileError,
+    NameTakenError,
+    NewerFormatError,
+    os_errors,
+)
 from tensor_dedup.store.files import Files, Handle
 from tensor_dedup.store.format import frames
 from tensor_dedup.store.format.manifests import Piece
@@ -71,6 +77,7 @@ from tensor_dedup.store.remote.registry import (
     ArtifactName,
     RegistryManifest,
     RegistryRepository,
+    is_digest,
 )
 
 _log = logging.getLogger(__name__)
@@ -166,7 +173,7 @@ class _Push:
         if held is not None:
             document = artifacts.decode_document(held.blob, self._name.url)
             notes = document.annotations or {}
-            same, tables_ = notes.get(OUR_MANIFEST) == checkpoint.manifest, notes.get(OUR_TABLES)
+            same, tables_ = notes.get(OUR_MANIFEST) == checkpoint.manifest, _tables_of(notes)
             # A copy of the model alone leaves the tables behind. To replace an artifact by itself
             # is to send what the registry has lost of it.
             if same and not replace and tables_ and registry.has_blob(tables_):
@@ -176,7 +183,7 @@ class _Push:
                 raise RemoteNameTakenError.at(self._name.url, what, name=self._name.reference)
         layers = artifacts.layers_of(checkpoint.files)
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            digests = [*pool.map(self._hash, layers)]
+            digests = [*pool.map(partial(_hashed, checkpoint), layers)]
         tables = [artifacts.table_of(layer, self._leaves) for layer in layers]
         blob = artifacts.encode_tables(
             checkpoint.manifest, objects, [*zip(digests, tables, strict=True)]
@@ -190,12 +197,6 @@ class _Push:
         self._publish(config, descriptors, blob)
         self._known.remember(digests, self._name.repository)
         return self._result(unchanged=False)
-
-    def _hash(self, layer: ArtifactLayer) -> str:
-        hasher = hashlib.sha256()
-        for chunk in _Blob(self._checkpoint, layer, lambda _: None):
-            hasher.update(chunk)
-        return f"sha256:{hasher.hexdigest()}"
 
     def _leaves(self, piece: Piece) -> bytes:
         records = self._checkpoint.records(piece.digest)
@@ -300,6 +301,19 @@ class _Bytes:
         yield self._blob
 
 
+def _hashed(checkpoint: StoredCheckpoint, layer: ArtifactLayer) -> str:
+    hasher = hashlib.sha256()
+    for chunk in _Blob(checkpoint, layer, lambda _: None):
+        hasher.update(chunk)
+    return f"sha256:{hasher.hexdigest()}"
+
+
+def _tables_of(notes: Mapping[str, str]) -> str | None:
+    """The digest of the tables that annotations name, if it is one."""
+    named = notes.get(OUR_TABLES)
+    return named if named is not None and is_digest(named) else None
+
+
 def _annotations(layer: ArtifactLayer) -> dict[str, str] | None:
     # ModelPack's clients go by the one, ORAS by the other.
     return None if layer.path is None else {FILE_PATH: layer.path, TITLE: layer.path}
@@ -368,10 +382,10 @@ class ArtifactBucket(Bucket):
     """An artifact with our tables, as a remote that holds one checkpoint and can only be read.
 
     Its reference is that of the `manifest` that the artifact names. The tables are read when more
-    than that is asked for.
+    than that is asked for. `layers` has digest and size of each of the artifact's.
 
     Raises:
-        NoTablesError: they cannot be, or are those of something else.
+        NoTablesError: they cannot be, or are those of something else than manifest and layers.
     """
 
     def __init__(
@@ -380,10 +394,11 @@ class ArtifactBucket(Bucket):
         name: str,
         manifest: str,
         tables: Callable[[], ArtifactTables],
+        layers: set[tuple[str, int]],
     ) -> None:
         super().__init__(registry.name.url)
         self.traffic, self._registry = registry.traffic, registry
-        self._manifest, self._tables = manifest, tables
+        self._manifest, self._tables, self._expected = manifest, tables, layers
         self._lock, self._is_open = threading.Lock(), False
         self._layers: dict[str, str] = {}
         self._objects = {
@@ -407,14 +422,20 @@ class ArtifactBucket(Bucket):
             raise DamagedRemoteError.at(self.url, "its tables are those of another manifest")
         for blob in tables.objects:
             self._objects[layout.manifest_key(digest(blob))] = blob
+        found = set[tuple[str, int]]()
         for layer in tables.layers:
             container = ContainerId(digest(layer.table), RAW)
             with remote_damage(self.at(layout.table_key(container.name))) as path:
-                kind = frames.decode(layer.table, KIND, Table, path).kind
-                if kind != RAW:
-                    raise DamagedFileError.at(path, f"no layer is of the kind {kind!r}")
+                table = frames.decode(layer.table, KIND, Table, path)
+                if table.kind != RAW:
+                    raise DamagedFileError.at(path, f"no layer is of the kind {table.kind!r}")
+            name = f"sha256:{layer.sha256.hex()}"
+            found.add((name, table.data_bytes))
             self._objects[layout.table_key(container.name)] = layer.table
-            self._layers[layout.container_key(container)] = f"sha256:{layer.sha256.hex()}"
+            self._layers[layout.container_key(container)] = name
+        # What others pull, scan and sign are the layers, so they have to be what we pull, too.
+        if found != self._expected:
+            raise DamagedRemoteError.at(self.url, "its tables are those of other layers")
 
     def at(self, key: str) -> str:
         # docstring inherited
@@ -493,7 +514,7 @@ class Artifact:
         made the manifest said. Tables that are gone or damaged are none, which is logged.
         """
         notes = self._document.annotations or {}
-        named, manifest = notes.get(OUR_TABLES), notes.get(OUR_MANIFEST, "")
+        named, manifest = _tables_of(notes), notes.get(OUR_MANIFEST, "")
         if named is None or not _HEX.fullmatch(manifest):
             return None
 
@@ -504,7 +525,44 @@ class Artifact:
                 raise MissingRemoteError.at(where, "it is gone")
             return artifacts.decode_tables(blob, where)
 
-        return ArtifactBucket(self.registry, name, manifest, tables)
+        layers = {(layer.digest, layer.size) for layer in self._document.layers}
+        return ArtifactBucket(self.registry, name, manifest, tables, layers)
+
+    def unchanged(self, held: StoredCheckpoint, name: str) -> TransferResult | None:
+        """Return the result of pulling what is here under a name already; None: only bytes tell.
+
+        Sizes and digests tell of layers that are files, and not of archives. Of files that only
+        the artifact has, an import might take some.
+
+        Raises:
+            RemoteNameTakenError: the name stands for something else here.
+        """
+        began = time.monotonic()
+        layers = {_plain_path_of(layer): layer for layer in self._document.layers}
+        if None in layers or len(layers) < len(self._document.layers):
+            return None
+        if not all(is_digest(layer.digest) for layer in layers.values()):
+            return None
+        # The small ones first: any may be the one that differs.
+        for file in sorted(held.files, key=lambda file: file.nbytes):
+            layer, parts = layers.get(file.path), ArtifactLayer("", file.path, file.pieces)
+            if layer is None or layer.size != file.nbytes or layer.digest != _hashed(held, parts):
+                raise _taken(self.url, name)
+        if len(held.files) < len(layers):
+            return None
+        nbytes, calls = self.registry.traffic.counts()
+        return TransferResult(
+            url=self.url,
+            names=(name,),
+            pieces=sum(piece.name is not None for file in held.files for piece in file.pieces),
+            nbytes=sum(file.nbytes for file in held.files),
+            moved_pieces=0,
+            moved_bytes=0,
+            wire_bytes=nbytes,
+            requests=calls,
+            seconds=time.monotonic() - began,
+            unchanged=True,
+        )
 
     def download(self, folder: Path, files: Files, progress: TransferListener) -> int:
         """Write the files of all layers into a folder, each compared with its layer's digest.
@@ -592,6 +650,22 @@ class Artifact:
         unpack(folder, stream, packing, files, self.url, where)
 
 
+def _taken(url: str, name: str) -> RemoteNameTakenError:
+    what = f"{name!r} stands for another checkpoint here"
+    return RemoteNameTakenError.at(url, what, name=name)
+
+
+@contextmanager
+def advising_pull(url: str, name: str) -> Iterator[None]:
+    """Say of an import's error about a name that is taken what a pull can do."""
+    try:
+        yield
+    except NameTakenError as error:
+        if type(error) is not NameTakenError:  # of a step, which nothing replaces
+            raise
+        raise _taken(url, name) from error
+
+
 @contextmanager
 def layers_folder(tmp: Path, artifact: Artifact, files: Files) -> Iterator[Path]:
     """Make a folder for the layers of an artifact, and remove it at the end.
@@ -629,6 +703,13 @@ def _path_of(layer: Descriptor) -> str | None:
         return None
     notes = layer.annotations or {}
     return notes.get(FILE_PATH) or notes.get(TITLE)
+
+
+def _plain_path_of(layer: Descriptor) -> str | None:
+    """The path of the file that a layer is, as an import calls it; None: there may be several."""
+    path = _path_of(layer)
+    fits = path is not None and path == str(PurePosixPath(path)) and ".." not in path
+    return path if fits else None
 
 
 def _packing_of(layer: Descriptor) -> str | None:

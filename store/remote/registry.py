@@ -39,7 +39,9 @@ _log = logging.getLogger(__name__)
 SCHEME: Final = "oci://"
 MANIFEST: Final = "application/vnd.oci.image.manifest.v1+json"
 INDEX: Final = "application/vnd.oci.image.index.v1+json"
-_ACCEPTED: Final = f"{MANIFEST}, {INDEX}"
+# What `docker push` makes; who does not accept it is answered with a form without media types.
+_DOCKER: Final = "application/vnd.docker.distribution.manifest"
+_ACCEPTED: Final = f"{MANIFEST}, {INDEX}, {_DOCKER}.v2+json, {_DOCKER}.list.v2+json"
 # What every registry takes at least.
 MANIFEST_BYTES: Final = 4 << 20
 _HOST: Final = re.compile(r"[A-Za-z0-9.-]+(:[0-9]+)?|\[[0-9A-Fa-f:]+\](:[0-9]+)?")
@@ -50,7 +52,16 @@ _PLAIN: Final = re.compile(r"[A-Za-z0-9._/:-]*")
 _DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
 _HERE: Final = re.compile(r"(localhost|127\.[0-9.]+|\[::1\])(:[0-9]+)?")
 _CONNECTION: Final = re.compile(r"^(<[^>]*>|HTTPS?Connection(Pool)?\([^)]*\)): ")
-_TIMEOUT_S: Final = (10.0, 600.0)
+_CHALLENGE: Final = re.compile(r'\b(realm|service|scope)="([^"]*)"', re.IGNORECASE)
+_TOKEN: Final = re.compile("[!-~]+")
+# To connect, and to read: so long a registry may be silent.
+_TIMEOUT_S: Final = (10.0, 60.0)
+# urllib3 sends under the first of them, so it is what one slice of a body may take. A registry that
+# has got all of a layer hashes it, and may copy it, before it answers.
+_SENDING_S: Final = (60.0, 600.0)
+_SLICE_BYTES: Final = 64 << 10
+# A helper may ask its user to unlock something.
+_HELPER_S: Final = 120.0
 _ATTEMPTS: Final = 5
 _PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 20.0
@@ -74,6 +85,22 @@ class BlobContent(Protocol):
 
     def __iter__(self) -> Iterator[bytes]:
         """Iterate over them, in chunks."""
+
+
+class _Slices:
+    """A body in slices so small that a slow connection takes each within the time it has."""
+
+    def __init__(self, body: "bytes | BlobContent") -> None:
+        self._body = body
+
+    def __len__(self) -> int:
+        return len(self._body)
+
+    def __iter__(self) -> Iterator[memoryview]:
+        for part in [self._body] if isinstance(self._body, bytes) else self._body:
+            view = memoryview(part)
+            for start in range(0, len(view), _SLICE_BYTES):
+                yield view[start : start + _SLICE_BYTES]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +155,13 @@ class RegistryManifest:
     digest: str
 
 
+class _Token(msgspec.Struct):
+    """What a token service answers: one of the two, or both, and then they are the same."""
+
+    token: str | None = None
+    access_token: str | None = None
+
+
 class _Credential(msgspec.Struct):
     """What a credential helper says, in its own words."""
 
@@ -147,7 +181,12 @@ def _ask_helper(artifact: ArtifactName, suffix: str, host: str) -> str | None:
     """
     command = f"docker-credential-{suffix}"
     try:
-        found = subprocess.run([command, "get"], input=host.encode(), capture_output=True)
+        found = subprocess.run(
+            [command, "get"], input=host.encode(), capture_output=True, timeout=_HELPER_S
+        )
+    except subprocess.TimeoutExpired:
+        what = f"the credential helper {command} does not answer"
+        raise RemoteAccessError.at(artifact.url, what) from None
     except OSError as error:
         _log.warning("the credential helper %s cannot be run: %s", command, error.strerror)
         return None
@@ -160,6 +199,11 @@ def _ask_helper(artifact: ArtifactName, suffix: str, host: str) -> str | None:
         what = f"the credential helper {command} gave no user and password"
         raise RemoteAccessError.at(artifact.url, what) from None
     return b64encode(f"{said.Username}:{said.Secret}".encode()).decode()
+
+
+def is_digest(text: str) -> bool:
+    """Return whether a text is the digest of a blob, `sha256:...`, and so fit for a URL."""
+    return _DIGEST.fullmatch(text) is not None
 
 
 def _origin(url: str) -> tuple[str | None, str | None, int | None] | None:
@@ -229,8 +273,9 @@ class RegistryRepository:
             what = f"needs oras, which is not installed; {install_hint('oci')}"
             raise NotInstalledError(f"{name.url}: {what}", url=name.url) from error
         plain = _HERE.fullmatch(name.host) is not None
-        # Of oras we use what it knows of credentials. Its requests wait for seconds before they
-        # try again, know no ranges and no mounts, and send a token that lacks a scope for ever.
+        # Of oras we use what it knows of files of credentials. Its requests wait for seconds before
+        # they try again, know no ranges and no mounts, and send a token that lacks a scope for
+        # ever; those for a token have no timeout, and read an answer to whatever end it has.
         self._client: Any = Client(hostname=name.host, insecure=plain)
         container = Container(f"{name.host}/{name.repository}")
         self._client.auth._get_auth_from_creds_store = partial(_ask_helper, name)
@@ -286,10 +331,20 @@ class RegistryRepository:
 
     # --- blobs
 
+    def _blob_path(self, digest: str) -> str:
+        """The path of a blob. A manifest names it, and must not lead to another path of the host.
+
+        Raises:
+            DamagedRemoteError: this is no digest.
+        """
+        if not is_digest(digest):
+            raise DamagedRemoteError.at(self.name.url, f"{digest[:80]!r} is no digest of SHA-256")
+        return f"blobs/{digest}"
+
     def has_blob(self, digest: str) -> bool:
         """Return whether the repository has a blob."""
         self.traffic.add()
-        found = self._request("HEAD", f"blobs/{digest}")
+        found = self._request("HEAD", self._blob_path(digest))
         if found.status_code == 404:
             return False
         self._check(found, digest, 200)
@@ -301,7 +356,7 @@ class RegistryRepository:
         Raises:
             DamagedRemoteError: it does not have its digest, or more than `limit` bytes.
         """
-        blob = self._small(f"blobs/{digest}", {}, digest, limit)
+        blob = self._small(self._blob_path(digest), {}, digest, limit)
         if blob is None:
             return None
         if digest != f"sha256:{hashlib.sha256(blob).hexdigest()}":
@@ -336,12 +391,12 @@ class RegistryRepository:
             NoRangesError: the registry sends whole blobs only.
             RemoteUnreachableError: it sends more than the range; that is read no further.
         """
-        data = bytearray()
+        data, path = bytearray(), self._blob_path(digest)
         for attempt in range(_ATTEMPTS):
             if len(data) == stop - start:
                 break  # it broke off after the last byte; an empty range is no valid one
             wanted = {"Range": f"bytes={start + len(data)}-{stop - 1}"}
-            with self._request("GET", f"blobs/{digest}", wanted, stream=True) as found:
+            with self._request("GET", path, wanted, stream=True) as found:
                 if found.status_code == 404:
                     raise FileNotFoundError(errno.ENOENT, "no such blob", self.at(digest))
                 if found.status_code == 200:
@@ -370,14 +425,14 @@ class RegistryRepository:
         Raises:
             DamagedRemoteError: they do not have it, are more, or there is no such blob.
         """
-        hasher, size = hashlib.sha256(), 0
+        hasher, size, path = hashlib.sha256(), 0, self._blob_path(digest)
         for part in held:
             hasher.update(part)
             size += len(part)
         before = size
         for attempt in range(_ATTEMPTS if size < nbytes or not nbytes else 0):
             wanted = {"Range": f"bytes={size}-"} if size else {}
-            with self._request("GET", f"blobs/{digest}", wanted, stream=True) as found:
+            with self._request("GET", path, wanted, stream=True) as found:
                 if found.status_code == 404:
                     raise DamagedRemoteError.at(self.at(digest), "this layer is gone")
                 if size and found.status_code == 416:
@@ -457,22 +512,24 @@ class RegistryRepository:
         *,
         stream: bool = False,
         attempts: int = _ATTEMPTS,
+        is_for_token: bool = False,
     ) -> Any:
         import requests
 
-        url, asked, pause = urljoin(self._root, path), False, _PAUSE_S
+        url, asked, pause = urljoin(self._root, path), is_for_token, _PAUSE_S
         failure = ""
         while attempts:
             # An upload may have its place on another host, which must not see the credentials.
-            sent = {**(headers or {}), **(self._header if _origin(url) == self._origin else {})}
+            is_mine = _origin(url) == self._origin and not is_for_token
+            sent = {**(headers or {}), **(self._header if is_mine else {})}
             try:
                 found: Any = self._client.session.request(
                     verb,
                     url,
                     headers=sent,
-                    data=body,
+                    data=None if body is None else _Slices(body),
                     stream=True,
-                    timeout=_TIMEOUT_S,
+                    timeout=_TIMEOUT_S if body is None else _SENDING_S,
                 )
             except requests.RequestException as error:
                 failure = _reason(error)
@@ -495,29 +552,48 @@ class RegistryRepository:
             if attempts:
                 time.sleep(min(pause, _LONGEST_PAUSE_S))
                 pause *= 2
+        if is_for_token:
+            failure = f"it wants a token from {urlsplit(url).hostname}: {failure}"
         raise RemoteUnreachableError.at(self.name.url, failure)
 
     def _authenticate(self, refused: Any, sent: Mapping[str, str]) -> bool:
         """Get what the registry asks for, once for all threads; whether there is anything new."""
-        import requests
-
         with self._lock:
             if sent.get("Authorization") != self._header.get("Authorization"):
                 return True  # another thread was first
-            auth, asked = self._client.auth, refused.headers.get("Www-Authenticate", "")
+            asked = refused.headers.get("Www-Authenticate", "")
+            basic = getattr(self._client.auth, "_basic_auth", None)
+            mine = {"Authorization": f"Basic {basic}"} if basic else {}
             if asked[:6].lower() == "basic ":
-                basic = getattr(auth, "_basic_auth", None)
-                new = {"Authorization": f"Basic {basic}"} if basic else {}
+                new = mine
             else:
-                try:
-                    # Anew: a token that was good for reading is not one for writing.
-                    got, changed = auth.authenticate_request(refused, {}, refresh=True)
-                except (requests.RequestException, ValueError, AttributeError):
-                    return False
-                new = dict(got) if changed else {}
+                # Anew: a token that was good for reading is not one for writing.
+                token = self._token(asked, mine)
+                new = {"Authorization": f"Bearer {token}"} if token else {}
             fresh = bool(new) and new != self._header
             self._header = new or self._header
             return fresh
+
+    def _token(self, asked: str, headers: Mapping[str, str]) -> str | None:
+        """Ask where a challenge says for the token that it wants; None: it gives none."""
+        wanted = {name.lower(): value for name, value in _CHALLENGE.findall(asked)}
+        realm = wanted.pop("realm", "")
+        if not realm:
+            return None
+        if "://" not in realm:
+            realm = f"{urlsplit(self._root).scheme}://{realm}"
+        query = [("service", wanted["service"])] if "service" in wanted else []
+        query += [("scope", each) for each in wanted.get("scope", "").split()]
+        mark = "&" if "?" in realm else "?"
+        try:
+            found = self._request(
+                "GET", f"{realm}{mark}{urlencode(query)}", headers, is_for_token=True
+            )
+            said = msgspec.json.decode(found.said, type=_Token)
+        except (ValueError, RecursionError):  # no URL, or no such answer
+            return None
+        token = said.token or said.access_token or ""
+        return token if found.status_code == 200 and _TOKEN.fullmatch(token) else None
 
     def _check(self, found: Any, reference: str, expected: int) -> None:
         status = found.status_code

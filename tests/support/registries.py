@@ -198,6 +198,16 @@ def manifest(proxy: Proxy, repository: str, reference: str) -> dict[str, Any]:
     return found
 
 
+def put_manifest(proxy: Proxy, repository: str, reference: str, document: dict[str, Any]) -> None:
+    """Write a manifest, of whose blobs all are there."""
+    link = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=30)
+    body, media = json.dumps(document).encode(), document["mediaType"]
+    link.request("PUT", f"/v2/{repository}/manifests/{reference}", body, {"Content-Type": media})
+    answer = link.getresponse()
+    assert answer.status == 201, answer.read()
+    link.close()
+
+
 def bring(folder: Path, url: str, layers: list[tuple[str, bytes, str | None]]) -> None:
     """Bring an artifact of others to a registry: layers of a type, with a path or none."""
     blobs = folder / "blobs" / "sha256"

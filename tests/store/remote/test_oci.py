@@ -354,6 +354,25 @@ class TestArtifactsOfOthers:
         assert [*(store.path / "tmp").iterdir()] == []
         assert store.names() == []
 
+    def test_what_docker_pushes_is_pulled(self, tmp_path: Path, proxy: Proxy, team: str) -> None:
+        files = content(model(tmp_path / "model", [weights(0, 64 * KIB)]))
+        layer = f"{MODEL}.weight.v1.tar+gzip", self.tar(files, "w:gz"), None
+        self.brought(tmp_path / "layout", f"{team}/docker:v1", [layer])
+        where, docker = repository(f"{team}/docker"), "application/vnd.docker"
+        made = registries.manifest(proxy, where, "v1")
+        del made["artifactType"]
+        made["mediaType"] = f"{docker}.distribution.manifest.v2+json"
+        made["config"]["mediaType"] = f"{docker}.container.image.v1+json"
+        made["layers"][0]["mediaType"] = f"{docker}.image.rootfs.diff.tar.gzip"
+        registries.put_manifest(proxy, where, "v2", made)
+        store = open_store(tmp_path / "store")
+        store.pull(f"{team}/docker:v2", "docker")
+        assert stored(store, "docker") == files
+        # By an archive alone nobody knows; the error is still that of a pull.
+        store.import_(write(tmp_path / "two", {**files, "more.json": b"{}"}), "two")
+        with pytest.raises(NameTakenError, match=r"or replace it with --replace"):
+            store.pull(f"{team}/docker:v2", "two")
+
     def test_what_is_no_model_is_refused(self, tmp_path: Path, team: str) -> None:
         store = open_store(tmp_path / "store")
         self.brought(tmp_path / "a", f"{team}/bad:a", [("application/x-unknown", b"x", None)])
@@ -433,6 +452,22 @@ class TestFaults:
             other.pull(f"{team}/small:v1", "small")
         assert f"no layer is of the kind '{kind}'" in caplog.text
         assert stored(other, "small") == files
+
+    def test_tables_of_other_layers_are_no_good_tables(
+        self, tmp_path: Path, proxy: Proxy, team: str, full: Store, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """What others pull of an artifact is what we pull of it."""
+        where = repository(f"{team}/base")
+        for name in ("base", "tune"):
+            full.push(f"{team}/base:{name}", name)
+        base, tune = (registries.manifest(proxy, where, name) for name in ("base", "tune"))
+        lie = {**base, "annotations": tune["annotations"]}
+        registries.put_manifest(proxy, where, "v1", lie)
+        other = open_store(tmp_path / "other")
+        with caplog.at_level(logging.WARNING):
+            other.pull(f"{team}/base:v1", "base")
+        assert "its tables are those of other layers" in caplog.text
+        assert stored(other, "base") == content(tmp_path / "base")
 
     @pytest.mark.parametrize("tabled", [True, False])
     def test_a_damaged_layer_is_an_error_and_nothing_is_kept(

@@ -3,7 +3,9 @@
 import json
 import logging
 import os
+import socket
 import threading
+import time
 from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import suppress
@@ -340,3 +342,119 @@ def test_what_a_registry_says_of_an_error_is_passed_on(
         words = rf"it answers {status} \(WHY: because of this\)"
         with pytest.raises(RemoteError, match=words):
             open_store(tmp_path / "store").pull(f"oci://{host}/team/base:v1", "base")
+
+
+def asking(realm: str) -> type[BaseHTTPRequestHandler]:
+    """A registry that wants a token, which is given out at `realm`; below "/token", `_Endless`."""
+
+    class Asking(_Endless):
+        sent: ClassVar[int] = 0
+        answers: ClassVar = {"/token": (200, _LARGE)}
+
+        def do_GET(self) -> None:
+            if self.path.startswith("/token"):
+                super().do_GET()
+                return
+            where = realm or f"http://{self.headers['Host']}/token"
+            self.send_response(401)
+            self.send_header("Content-Length", "2")
+            self.send_header("Www-Authenticate", f'Bearer realm="{where}",service="r",scope="s"')
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+    return Asking
+
+
+def test_a_token_service_that_is_silent_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensor_dedup.store.remote.registry._PAUSE_S", 0.0)
+    monkeypatch.setattr("tensor_dedup.store.remote.registry._TIMEOUT_S", (0.2, 0.2))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        realm = f"http://127.0.0.1:{silent.getsockname()[1]}/token"
+        with (
+            answered(asking(realm)) as host,
+            RegistryRepository(ArtifactName(host, "a", "b")) as registry,
+            pytest.raises(RemoteUnreachableError, match=r"a token from 127\.0\.0\.1: .*timed"),
+        ):
+            registry.manifest("b")
+
+
+def test_a_token_service_that_says_too_much_is_not_read_to_its_end() -> None:
+    handler = asking("")
+    with (
+        answered(handler) as host,
+        RegistryRepository(ArtifactName(host, "a", "b")) as registry,
+        pytest.raises(RemoteAccessError, match="it answers 401"),
+    ):
+        registry.manifest("b")
+    assert 0 < handler.sent < _LARGE / 4  # type: ignore[attr-defined]
+
+
+def test_a_helper_that_does_not_answer_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tensor_dedup.store.remote.registry._HELPER_S", 0.2)
+    docker(tmp_path, monkeypatch, STORE, "exec sleep 20")
+    with pytest.raises(RemoteAccessError, match="docker-credential-test does not answer"):
+        RegistryRepository(NAME)
+
+
+def test_a_slow_connection_is_not_a_silent_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a chunk takes longer than may pass without a byte."""
+    for name in ("_TIMEOUT_S", "_SENDING_S"):
+        monkeypatch.setattr(f"tensor_dedup.store.remote.registry.{name}", (0.5, 5.0), raising=False)
+    monkeypatch.setattr("tensor_dedup.store.remote.registry._PAUSE_S", 0.0)
+    nbytes = 16 << 20
+
+    class Slow(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            self.send_response(202)
+            self.send_header("Location", "/up")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def do_PUT(self) -> None:
+            left = nbytes
+            while left:
+                left -= len(self.rfile.read(min(left, 256 << 10)))
+                time.sleep(0.03)
+            self.send_response(201)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *_: object) -> None:
+            """Say nothing."""
+
+    class Content:
+        def __len__(self) -> int:
+            return nbytes
+
+        def __iter__(self) -> Iterator[bytes]:
+            yield bytes(nbytes)
+
+    with answered(Slow) as host, RegistryRepository(ArtifactName(host, "a", "b")) as registry:
+        assert registry.upload(f"sha256:{0:064}", Content())
+
+
+@pytest.mark.parametrize("place", ["tables", "layer"])
+def test_what_a_manifest_says_leads_to_no_other_path(tmp_path: Path, place: str) -> None:
+    bad, asked = "../../../../api/users/current?x=1", list[str]()
+    document = json.loads(_document({"size": 9, "annotations": {"org.cncf.model.filepath": "x"}}))
+    document["annotations"] = {"dev.tensor-dedup.manifest": "0" * 64}
+    if place == "tables":
+        document["annotations"]["dev.tensor-dedup.tables"] = bad
+    else:
+        document["layers"][0]["digest"] = bad
+
+    class Handler(_Endless):
+        answers: ClassVar = {"manifests/v1": (200, json.dumps(document).encode())}
+
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            super().do_GET()
+
+    says = r"this layer is gone|is no digest of SHA-256"
+    with answered(Handler) as host, pytest.raises(DamagedRemoteError, match=says):
+        open_store(tmp_path / "store").pull(f"oci://{host}/team/base:v1", "base")
+    assert [path for path in asked if "current" in path] == []

@@ -15,7 +15,7 @@ from tensor_dedup.store import Store
 from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.remote import artifacts
 from tensor_dedup.store.remote.artifacts import TITLE
-from tensor_dedup.store.remote.errors import RemoteUnreachableError
+from tensor_dedup.store.remote.errors import RemoteNameTakenError, RemoteUnreachableError
 from tensor_dedup.store.remote.oci import Artifact, layers_folder
 from tensor_dedup.store.remote.registry import ArtifactName, RegistryRepository
 
@@ -303,3 +303,25 @@ def test_two_pulls_of_layers_at_once_take_nothing_from_each_other(
             assert stored(store, "theirs") == files
             assert (first / "part" / "0.safetensors").read_bytes() == b"half"
         assert [*tmp.iterdir()] == []
+
+
+def test_a_name_that_is_taken_is_known_before_a_layer_comes(
+    tmp_path: Path, theirs: tuple[str, dict[str, bytes]]
+) -> None:
+    """By sizes, and by digests where these are the same; and so is what is here already."""
+    url, files = theirs
+    store = open_store(tmp_path / "store")
+    other = files | {"part/2.safetensors": safetensors(u8(w2=noise(9, 3072 * KIB)))}
+    for name, held in {"other": other, "less": {**files, "config.json": b"{}"}}.items():
+        store.import_(write(tmp_path / name, held), name)
+        with pytest.raises(RemoteNameTakenError, match=f"'{name}' stands for .* --replace"):
+            store.pull(url, name)
+    assert Layers.sent == 0
+    store.import_(write(tmp_path / "same", files), "same")
+    again = store.pull(url, "same")
+    assert (again.unchanged, again.pieces, again.nbytes) == (True, 3, sum(map(len, files.values())))
+    assert Layers.sent == 0
+    for path in (store.path / "containers").rglob("*.*"):
+        path.unlink()
+    assert store.pull(url, "same").moved_pieces == 3
+    assert stored(store, "same") == files
