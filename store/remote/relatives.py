@@ -79,9 +79,7 @@ def relatives(objects: Objects, names: Collection[str], pages: Collection[str]) 
     return [each for *_, each in sorted(found, key=lambda each: each[:2])]
 
 
-def first_there(
-    bucket: Bucket, candidates: Iterable[Relative], *, surely: bool
-) -> Relative | None:
+def first_there(bucket: Bucket, candidates: Iterable[Relative], *, surely: bool) -> Relative | None:
     """Return the first of these checkpoints that the remote has, too, or None.
 
     An answer may be an old one. So that it is there is asked for twice, if nothing else is to say
