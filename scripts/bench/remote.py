@@ -39,7 +39,7 @@ from tensor_dedup.store import Store
 # Those of a pull.
 RANGE_BYTES, AT_ONCE = 32 << 20, 4
 # Of a push.
-SENT_AT_ONCE = @@
+SENT_AT_ONCE = 3
 
 _SERVER = r"""
 import os, re, socketserver, sys
@@ -198,7 +198,7 @@ def main(mb: int, tensors: int, pairs: int) -> None:
                 pull,
                 lambda n: plain_copy(url, remote, root / f"copied-{n}"),
             )
-            again = timed(partial(Store.open(root / "pulled-last").pull, url, "model"))
+            Store.open(root / "pulled-last").pull(url, "model")
             again = timed(partial(Store.open(root / "pulled-last").pull, url, "model"))
         pushed = paired(
             pairs,
@@ -209,7 +209,12 @@ def main(mb: int, tensors: int, pairs: int) -> None:
         click.echo(f"{tensors} tensors, {mb} MB, medians of {pairs} pairs [95 % interval]")
         rows = (
             ("pull into an empty store", "plain copy by obstore", "the pull / of the copy", pulled),
-            ("push to an empty folder", "plain upload by obstore", "the push / of the upload", pushed),
+            (
+                "push to an empty folder",
+                "plain upload by obstore",
+                "the push / of the upload",
+                pushed,
+            ),
         )
         for ours, theirs, both, (took, plain) in rows:
             for what, found in ((ours, estimate(took)), (theirs, estimate(plain))):
