@@ -1,12 +1,14 @@
-"""How long a pull over loopback takes, beside a plain copy of the same bytes by obstore.
+"""How long a pull over loopback and a push take, beside plain copies of the same bytes by obstore.
 
     python scripts/bench/remote.py [--mb MB] [--tensors N] [--pairs N]
 
 A checkpoint of random weights is pushed to a folder, which a server of files with ranges (a process
 of its own, with sendfile) serves. It is then pulled into an empty store; and, in pairs with that,
-its containers are copied by obstore: the same ranges, as many at once, into files that are synced.
-The copy comes first in every other pair. Times and the ratio within a pair are medians with their
-95 % intervals, for which there must be six pairs. A pull that finds everything there is timed last.
+its containers are copied by obstore: the same ranges, as many at once over all containers, into
+files that are synced as soon as each is complete. It is also pushed to an empty folder; and, in
+pairs with that, its containers are written to one by obstore, as many at once, and synced. The copy
+comes first in every other pair. Times and the ratio within a pair are medians with their 95 %
+intervals, for which there must be six pairs. A pull that finds everything there is timed last.
 """
 
 import os
@@ -15,9 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +38,8 @@ from tensor_dedup.store import Store
 
 # Those of a pull.
 RANGE_BYTES, AT_ONCE = 32 << 20, 4
+# Of a push.
+SENT_AT_ONCE = 3
 
 _SERVER = r"""
 import os, re, socketserver, sys
@@ -90,21 +94,54 @@ def served(folder: Path) -> Iterator[str]:
             server.terminate()
 
 
+def containers_of(remote: Path) -> list[Path]:
+    """Return the containers of a remote."""
+    return sorted((remote / "containers").rglob("*.*"))
+
+
 def plain_copy(url: str, remote: Path, target: Path) -> None:
-    """Copy all containers of a remote by obstore, in ranges, into files that are synced."""
+    """Copy all containers of a remote by obstore, in ranges, into files that are synced.
+
+    Nothing waits for a container: neither the ranges of the next, nor for its sync.
+    """
     store = from_url(url, client_options={"allow_http": True})
     target.mkdir()
-    for container in sorted((remote / "containers").rglob("*.*")):
-        key, size = container.relative_to(remote).as_posix(), container.stat().st_size
-        with (target / container.name).open("wb", buffering=0) as file:
+    with ExitStack() as files, ThreadPoolExecutor(AT_ONCE) as pool, ThreadPoolExecutor(2) as syncs:
+        synced: list[Future[None]] = []
 
-            def copy(start: int, key: str = key, size: int = size, fd: int = file.fileno()) -> None:
-                stop = min(start + RANGE_BYTES, size)
-                os.pwrite(fd, obstore.get_range(store, key, start=start, end=stop), start)
+        def copy(key: str, start: int, stop: int, file: int) -> None:
+            os.pwrite(file, obstore.get_range(store, key, start=start, end=stop), start)
 
-            with ThreadPoolExecutor(AT_ONCE) as pool:
-                list(pool.map(copy, range(0, size, RANGE_BYTES)))
+        def sync(parts: Sequence[Future[None]], file: int) -> None:
+            for part in parts:
+                part.result()
+            os.fsync(file)
+
+        for container in containers_of(remote):
+            key, size = container.relative_to(remote).as_posix(), container.stat().st_size
+            file = files.enter_context((target / container.name).open("wb", buffering=0)).fileno()
+            starts = range(0, size, RANGE_BYTES)
+            parts = [
+                pool.submit(copy, key, start, min(start + RANGE_BYTES, size), file)
+                for start in starts
+            ]
+            synced.append(syncs.submit(sync, parts, file))
+        for each in synced:
+            each.result()
+
+
+def plain_upload(remote: Path, target: Path) -> None:
+    """Write all containers of a remote to a folder by obstore, as many at once as a push."""
+    target.mkdir()
+    store = from_url(target.as_uri())
+
+    def send(container: Path) -> None:
+        obstore.put(store, container.name, container.read_bytes(), use_multipart=False)
+        with (target / container.name).open("rb") as file:
             os.fsync(file.fileno())
+
+    with ThreadPoolExecutor(SENT_AT_ONCE) as pool:
+        list(pool.map(send, containers_of(remote)))
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -112,6 +149,24 @@ def timed(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
+
+
+def paired(
+    pairs: int, root: Path, ours: Callable[[int], object], theirs: Callable[[int], object]
+) -> tuple[list[float], list[float]]:
+    """Time both in pairs, after one that warms up; what they write below `root` is removed."""
+    took, plain = list[float](), list[float]()
+    before = {*root.iterdir()}
+    for number in range(pairs + 1):
+        if number % 2 == 0:
+            plain.append(timed(partial(theirs, number)))
+        took.append(timed(partial(ours, number)))
+        if number % 2:
+            plain.append(timed(partial(theirs, number)))
+        for made in {*root.iterdir()} - before:
+            shutil.rmtree(made)
+        os.sync()  # so that no pair pays for what the one before it left
+    return took[1:], plain[1:]
 
 
 @click.command()
@@ -132,29 +187,40 @@ def main(mb: int, tensors: int, pairs: int) -> None:
         full, remote = Store.open(root / "full"), root / "remote"
         full.import_(root / "model", "model")
         full.push(f"file://{remote}", "model")
-        pulls, copies = list[float](), list[float]()
         with served(remote) as url:
-            for number in range(pairs + 1):
-                store = Store.open(root / f"store-{number}")
-                copy = partial(plain_copy, url, remote, root / f"copy-{number}")
-                pull = partial(store.pull, url, "model")
-                if number % 2 == 0:
-                    copies.append(timed(copy))
-                pulls.append(timed(pull))
-                if number % 2:
-                    copies.append(timed(copy))
-                shutil.rmtree(root / f"copy-{number}")
-                if number < pairs:
-                    shutil.rmtree(root / f"store-{number}")
-                os.sync()  # so that no pair pays for what the one before it left
-            again = timed(partial(store.pull, url, "model"))
-        del pulls[0], copies[0]  # which warm up
-        took, plain = estimate(pulls), estimate(copies)
-        ratio = estimate([c / p for c, p in zip(copies, pulls, strict=True)])
+
+            def pull(number: int) -> None:
+                Store.open(root / f"pulled-{number}").pull(url, "model")
+
+            pulled = paired(
+                pairs,
+                root,
+                pull,
+                lambda n: plain_copy(url, remote, root / f"copied-{n}"),
+            )
+            Store.open(root / "pulled-last").pull(url, "model")
+            again = timed(partial(Store.open(root / "pulled-last").pull, url, "model"))
+        pushed = paired(
+            pairs,
+            root,
+            lambda n: full.push(f"file://{root / f'pushed-{n}'}", "model"),
+            lambda n: plain_upload(remote, root / f"sent-{n}"),
+        )
         click.echo(f"{tensors} tensors, {mb} MB, medians of {pairs} pairs [95 % interval]")
-        for what, found in (("pull into an empty store", took), ("plain copy by obstore", plain)):
-            click.echo(f"{what:<24}  {found.text()} s  {mb / found.median:,.0f} MB/s")
-        click.echo(f"throughput of the pull / of the copy  {ratio.text(2)}")
+        rows = (
+            ("pull into an empty store", "plain copy by obstore", "the pull / of the copy", pulled),
+            (
+                "push to an empty folder",
+                "plain upload by obstore",
+                "the push / of the upload",
+                pushed,
+            ),
+        )
+        for ours, theirs, both, (took, plain) in rows:
+            for what, found in ((ours, estimate(took)), (theirs, estimate(plain))):
+                click.echo(f"{what:<24}  {found.text()} s  {mb / found.median:,.0f} MB/s")
+            ratio = estimate([c / p for c, p in zip(plain, took, strict=True)])
+            click.echo(f"throughput of {both}  {ratio.text(2)}")
         click.echo(f"pull of nothing new       {again:.3f} s")
 
 

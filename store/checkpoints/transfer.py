@@ -9,6 +9,8 @@ first, unless it is there. Every leaf is compared with its digest on the way: pl
 read, encoded ones as they can be read from the copy.
 """
 
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -42,6 +44,10 @@ _BLOCK_BYTES = 4 * LEAF_BYTES
 # A container is complete when it is this long: an attempt that is interrupted leaves those that
 # are, and the next one finds their pieces.
 _CONTAINER_BYTES = 256 << 20
+# One that is complete after some time has so many bytes, and such a share of all that was sent: a
+# slow transfer leaves some ten such containers behind, however large it is.
+_FEWEST_BYTES = 8 << 20
+_SMALLEST_SHARE = 1 / 8
 
 
 class PieceSource(Protocol):
@@ -77,12 +83,14 @@ class Transfer:
         hasher: Hasher,
         settled: set[ContainerId],
         container_bytes: int = _CONTAINER_BYTES,
+        container_s: float = math.inf,
     ) -> None:
         """Begin to copy; `settled` has the containers whose names are durable, and gets more.
 
-        A container is complete when it has `container_bytes`.
+        A container is complete when it has `container_bytes` or, unless it is small, when it is
+        `container_s` seconds old.
         """
-        self._container_bytes = container_bytes
+        self._container_bytes, self._container_s = container_bytes, container_s
         self._objects, self._index, self._hasher = objects, index, hasher
         self._settled = settled
         self._undo = ExitStack()
@@ -205,7 +213,7 @@ class Transfer:
 
     def _writer(self, kind: str) -> "_CopyWriter":
         writer = self._writers.get(kind)
-        if writer is not None and writer.data_bytes >= self._container_bytes:
+        if writer is not None and self._is_complete(writer):
             container = writer.finish()
             if container is not None:
                 self._transaction.add_container(container)
@@ -215,9 +223,22 @@ class Transfer:
             writer = self._writers[kind] = self._transaction.own(new)
         return writer
 
+    def _is_complete(self, writer: "_CopyWriter") -> bool:
+        nbytes = writer.data_bytes
+        if nbytes >= min(
+            self._container_bytes, max(_FEWEST_BYTES, self.sent_bytes * _SMALLEST_SHARE)
+        ):
+            is_old = time.monotonic() - writer.began >= self._container_s
+            return is_old or nbytes >= self._container_bytes
+        return False
+
 
 class _CopyWriter(ContainerWriter):
     """A container that is filled with pieces of another store."""
+
+    def __init__(self, objects: Objects, hasher: Hasher, kind: str) -> None:
+        super().__init__(objects, hasher, kind)
+        self.began = time.monotonic()
 
     @property
     def data_bytes(self) -> int:

@@ -5,7 +5,6 @@ obstore reads it; a URL that holds one is refused, and no text of a server is pa
 """
 
 import errno
-import hashlib
 import json
 import os
 import re
@@ -16,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -30,6 +28,13 @@ from tensor_dedup.errors import NotInstalledError, StoreError
 from tensor_dedup.store.errors import os_errors
 from tensor_dedup.store.files import Files
 from tensor_dedup.store.objects import make_folders
+from tensor_dedup.store.remote.answers import ObjectStatus as ObjectStatus
+from tensor_dedup.store.remote.answers import (
+    is_about_credentials,
+    raise_panic,
+    status_of,
+    version_of,
+)
 from tensor_dedup.store.remote.environment import allows_http, check_environment
 from tensor_dedup.store.remote.environment import scrubbed as scrubbed
 from tensor_dedup.store.remote.errors import (
@@ -68,12 +73,13 @@ _LOCK_WAIT_S: Final = 60.0
 # Of an upload in parts, so many are being sent while the next is read.
 _PART_BYTES: Final = 64 << 20
 _PARTS_AT_ONCE: Final = 3
+# What arrives is handed over when it is so much.
+_CHUNK_BYTES: Final = 4 << 20
 # What is larger may take longer to send than a server may be silent.
 _SHORT_BYTES: Final = 1 << 20
 # Of an answer; obstore counts the time in which a request is sent, too.
 _SILENCE_S: Final = 60
 _SENDING_S: Final = 1200
-_MD5: Final = re.compile("[0-9a-f]{32}")
 _HOST: Final = re.compile(r"[A-Za-z0-9._-]+(:[0-9]+)?|\[[0-9A-Fa-f:]+\](:[0-9]+)?")
 # A scheme with less than two slashes behind it would else be a folder of that name.
 _MISTYPED: Final = re.compile(r"(s3|gs|az|https?|file|oci):(?!//)", re.IGNORECASE)
@@ -93,29 +99,6 @@ _ASK_AGAIN_S: Final = 60.0
 _used_by = 0
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectStatus:
-    """What a server says of an object: its size, a tag that changes with it, when it was written.
-
-    `modified` is in seconds of the server's clock.
-    """
-
-    key: str
-    size: int
-    tag: str
-    modified: float
-
-    def surely_is(self, data: bytes) -> bool:
-        """Return whether these are known to be the bytes, by a tag of the kind that S3 gives."""
-        md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()
-        return self.size == len(data) and self.tag.strip('"') == md5
-
-    def may_be(self, data: bytes) -> bool:
-        """Return whether these may be the bytes, by a tag that may be of that kind."""
-        is_sum = _MD5.fullmatch(self.tag.strip('"')) is not None
-        return self.size == len(data) and (not is_sum or self.surely_is(data))
 
 
 class Traffic:
@@ -188,6 +171,12 @@ class Bucket(ABC):
 
         Raises FileNotFoundError where there is no such object.
         """
+
+    def stream_range(
+        self, key: str, start: int, stop: int, arrived: Callable[[memoryview], None]
+    ) -> None:
+        """Hand over what `get_range` returns, in order, as it arrives where that can be seen."""
+        arrived(self.get_range(key, start, stop))
 
     @abstractmethod
     def head(self, key: str) -> ObjectStatus | None:
@@ -465,10 +454,10 @@ class ServerBucket(Bucket):
             if _METADATA.search(text):
                 what = "there are no credentials in the environment"
                 raise RemoteAccessError.at(self.url, what) from None
-            kind = RemoteAccessError if _is_about_credentials(text) else RemoteUnreachableError
+            kind = RemoteAccessError if is_about_credentials(text) else RemoteUnreachableError
             raise kind.at(self.at(key), scrubbed(text)) from None
         except BaseException as error:
-            _raise_panic(self.at(key), error)
+            raise_panic(self.at(key), error)
             raise
 
     def _check_not_forked(self, key: str) -> None:
@@ -522,7 +511,7 @@ class ServerBucket(Bucket):
                 size = found.meta["size"]
                 if size > limit:
                     raise too_large(self.at(key), size, limit)
-                blob, tag = bytes(found.bytes()), _version_of(found.meta)
+                blob, tag = bytes(found.bytes()), version_of(found.meta)
         except FileNotFoundError:
             self.traffic.add()
             return None
@@ -550,6 +539,29 @@ class ServerBucket(Bucket):
         self.traffic.add(received=found.nbytes)
         return found
 
+    def stream_range(
+        self, key: str, start: int, stop: int, arrived: Callable[[memoryview], None]
+    ) -> None:
+        # docstring inherited
+        import obstore
+
+        if time.monotonic() < self._whole_until:
+            super().stream_range(key, start, stop, arrived)
+            return
+        got = 0
+        try:
+            with self._translated(key):
+                found = obstore.get(self._store, key, options={"range": (start, stop)})
+                for chunk in found.stream(_CHUNK_BYTES):
+                    arrived(memoryview(chunk))
+                    got += len(chunk)
+        except RemoteUnreachableError as error:
+            if got or not any(sign in str(error) for sign in ("416 ", *_NO_RANGES)):
+                raise
+            super().stream_range(key, start, stop, arrived)
+        else:
+            self.traffic.add(received=got)
+
     def _whole(self, key: str) -> memoryview:
         """An object that came without a range, if it is not too large to be held here."""
         with self._wholes_lock:
@@ -574,7 +586,7 @@ class ServerBucket(Bucket):
         self.traffic.add()
         try:
             with self._translated(key):
-                return _status_of(obstore.head(self._store, key))
+                return status_of(obstore.head(self._store, key))
         except FileNotFoundError:
             return None
 
@@ -633,7 +645,7 @@ class ServerBucket(Bucket):
             with self._translated(prefix):
                 for batch in obstore.list(self._store, prefix, chunk_size=1000):
                     self.traffic.add()
-                    yield from map(_status_of, batch)
+                    yield from map(status_of, batch)
         except (RemoteUnreachableError, RemoteAccessError) as error:
             if self.read_only and _LISTS_NOTHING.search(str(error)):
                 what = "a web server of plain files cannot be listed"
@@ -673,30 +685,6 @@ class ServerBucket(Bucket):
             raise ReadOnlyRemoteError.at(self.url, "a web server takes no objects")
 
 
-def _status_of(meta: Any) -> ObjectStatus:
-    # Azure's has quotes in an answer to HEAD, and none in a list.
-    tag = (meta["e_tag"] or "").removeprefix("W/").strip('"')
-    return ObjectStatus(meta["path"], meta["size"], tag, meta["last_modified"].timestamp())
-
-
-def _version_of(meta: Any) -> str:
-    """What a condition is about: S3 and Azure have tags of their own kind, Google has versions."""
-    both = {"e_tag": meta["e_tag"], "version": meta["version"]}
-    return json.dumps({key: value for key, value in both.items() if value is not None})
-
-
-def _is_about_credentials(text: str) -> bool:
-    signs = ("401 ", "403 ", "credential", "Credential", "ExpiredToken")
-    return any(sign in text for sign in signs)
-
-
-def _raise_panic(where: str, error: BaseException) -> None:
-    """Raise the error about a panic of obstore, which has no class that could be caught."""
-    if type(error).__name__ == "PanicException":
-        what = f"obstore cannot go on, as with a wrong setting ({scrubbed(str(error))})"
-        raise RemoteUnreachableError.at(where, what) from None
-
-
 def _open_store(url: str, *, sending: bool = False, retries: int = 5) -> "ObjectStore":
     try:
         from obstore.exceptions import BaseError
@@ -723,7 +711,7 @@ def _open_store(url: str, *, sending: bool = False, retries: int = 5) -> "Object
             raise RemoteAccessError.at(url, what) from None
         raise RemoteUrlError.at(url, scrubbed(str(error))) from None
     except BaseException as error:
-        _raise_panic(url, error)
+        raise_panic(url, error)
         raise
 
 

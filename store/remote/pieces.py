@@ -7,7 +7,7 @@ the digests of its leaves, and what leaves it as it is stored is compared by the
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,6 +37,29 @@ _WASTE_BYTES: Final = 16 << 10
 _AHEAD: Final = 4
 
 
+class _Arrival:
+    """What has come of a range so far, in order; `ended` when no more will. Not safe by itself."""
+
+    def __init__(self) -> None:
+        self._chunks: list[memoryview] = []
+        self._starts: list[int] = []
+        self.nbytes = 0
+        self.ended = False
+        self.future: Future[None] | None = None
+
+    def add(self, chunk: memoryview) -> None:
+        """Take in what comes next."""
+        if chunk.nbytes:
+            self._chunks.append(chunk)
+            self._starts.append(self.nbytes)
+            self.nbytes += chunk.nbytes
+
+    def part(self, at: int) -> memoryview:
+        """Return bytes from `at` on, some at least; they have come."""
+        number = bisect_right(self._starts, at) - 1
+        return self._chunks[number][at - self._starts[number] :]
+
+
 @dataclass
 class _Download:
     """A range of a container: what is wanted of it, and how much of that was read."""
@@ -47,11 +70,18 @@ class _Download:
     wanted: int
     read: int = 0
     begun: bool = False
-    future: "Future[memoryview] | None" = field(default=None, repr=False)
+    arrival: _Arrival | None = field(default=None, repr=False)
+
+    def has(self, stop: int) -> bool:
+        """Whether a reader need not wait for what lies before `stop`, which is in it or behind."""
+        arrival = self.arrival
+        if arrival is None:
+            return self.begun
+        return arrival.ended or arrival.nbytes >= min(stop, self.stop) - self.start
 
 
 class RemotePieces:
-    """Some pieces of a remote, to be read in the order of `order`; see `PieceSource`.
+    """Some pieces of a remote, to be read in the order of `arriving`; see `PieceSource`.
 
     Any thread may read. Close it, or use it as a context manager.
     """
@@ -73,10 +103,10 @@ class RemotePieces:
         self._downloads = _downloads([places[digest] for digest in self.order], wholes or {})
         self._starts = [(d.container, d.start) for d in self._downloads]
         self._wholes = dict(wholes or {})
-        self._lock = threading.Lock()
+        self._changed = threading.Condition(threading.Lock())
         self._ahead: deque[int] = deque(range(len(self._downloads)))
         self._pool = ThreadPoolExecutor(_AHEAD)
-        with self._lock:
+        with self._changed:
             self._fetch_ahead()
 
     def __enter__(self) -> Self:
@@ -84,6 +114,47 @@ class RemotePieces:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def arriving(self) -> Iterator[bytes]:
+        """Iterate over the pieces, each to be read before the next: first what has arrived.
+
+        Several ranges arrive side by side. Were all of one read before the next, a pull over a slow
+        connection that is killed would have most of what it received in memory only.
+        """
+        waiting: dict[int, deque[bytes]] = {}
+        for digest in self.order:
+            container, record = self._places[digest]
+            number = bisect_right(self._starts, (container, record.offset)) - 1
+            waiting.setdefault(number, deque()).append(digest)
+        while waiting:
+            with self._changed:
+                while (number := self._next(waiting)) is None:
+                    self._changed.wait()
+            yield waiting[number].popleft()
+            if not waiting[number]:
+                del waiting[number]
+
+    def _downloads_of(self, digest: bytes) -> Sequence[_Download]:
+        container, record = self._places[digest]
+        last = (container, record.offset + max(1, record.stored) - 1)
+        first = bisect_right(self._starts, (container, record.offset)) - 1
+        return self._downloads[first : bisect_right(self._starts, last)]
+
+    def _next(self, waiting: Mapping[int, Sequence[bytes]]) -> int | None:
+        """The download whose next piece to read; None where to wait is better."""
+        for number, digests in waiting.items():
+            if not self._downloads[number].begun:
+                break
+            record = self._places[digests[0]][1]
+            stop = record.offset + record.stored
+            if all(each.has(stop) for each in self._downloads_of(digests[0])):
+                return number
+        first = next(iter(waiting))
+        downloads = self._downloads_of(waiting[first][0])
+        # What is as long as all that is fetched at once lets the ranges behind it begin as it is
+        # read. What nobody fetches is fetched when it is read.
+        may_wait = len(downloads) < _AHEAD and all(each.begun for each in downloads)
+        return None if may_wait else first
 
     def close(self) -> None:
         """Stop downloading."""
@@ -112,23 +183,30 @@ class RemotePieces:
         download = self._downloads[number]
         if download.container != container or not download.start <= offset < download.stop:
             return 0
-        with self._lock:
-            if download.future is None:
+        at = offset - download.start
+        with self._changed:
+            if download.arrival is None:
                 self._submit(download)
-            future = download.future
-        assert future is not None
-        held = future.result()
-        part = held[offset - download.start :][: view.nbytes]
+            arrival = download.arrival
+            assert arrival is not None
+            while arrival.nbytes <= at and not arrival.ended:
+                self._changed.wait()
+            future, held = arrival.future, arrival.part(at) if at < arrival.nbytes else None
+        if held is None:
+            assert future is not None
+            future.result()
+            raise AssertionError("a range that is too short is an error")
+        part = held[: view.nbytes]
         view[: part.nbytes] = part
-        with self._lock:
+        with self._changed:
             download.read += part.nbytes
             if download.read >= download.wanted:
-                download.future = None  # what is read again is fetched again
+                download.arrival = None  # what is read again is fetched again
                 self._fetch_ahead()
         return part.nbytes
 
     def _fetch_ahead(self) -> None:
-        busy = sum(1 for each in self._downloads if each.future is not None)
+        busy = sum(1 for each in self._downloads if each.arrival is not None)
         while self._ahead and busy < _AHEAD:
             download = self._downloads[self._ahead.popleft()]
             if not download.begun:
@@ -137,23 +215,53 @@ class RemotePieces:
 
     def _submit(self, download: _Download) -> None:
         download.begun, download.read = True, 0
-        download.future = self._pool.submit(
-            self._fetch, download.container, download.start, download.stop
-        )
+        download.arrival = arrival = _Arrival()
+        arrival.future = self._pool.submit(self._receive, download, arrival)
+
+    def _receive(self, download: _Download, arrival: _Arrival) -> None:
+        def arrived(chunk: memoryview) -> None:
+            with self._changed:
+                arrival.add(chunk)
+                self._changed.notify_all()
+
+        try:
+            self._stream(download.container, download.start, download.stop, arrived)
+        finally:
+            with self._changed:
+                arrival.ended = True
+                self._changed.notify_all()
 
     def _fetch(self, container: ContainerId, start: int, stop: int) -> memoryview:
+        found: list[memoryview] = []
+        self._stream(container, start, stop, found.append)
+        return found[0] if len(found) == 1 else memoryview(b"".join(found))
+
+    def _stream(
+        self,
+        container: ContainerId,
+        start: int,
+        stop: int,
+        arrived: Callable[[memoryview], None],
+    ) -> None:
         key, whole = layout.container_key(container), self._wholes.get(container)
         if whole is not None:
-            return whole[start:stop]
+            arrived(whole[start:stop])
+            return
+        got = 0
+
+        def counted(chunk: memoryview) -> None:
+            nonlocal got
+            got += chunk.nbytes
+            arrived(chunk)
+
         try:
-            found = self._bucket.get_range(key, start, stop)
+            self._bucket.stream_range(key, start, stop, counted)
         except FileNotFoundError:
             what = f"this container is gone, with {self._held_in(container)}"
             raise MissingRemoteError.at(self._bucket.at(key), what) from None
-        if found.nbytes != stop - start:
-            what = f"bytes {start} to {stop} are {found.nbytes}: it is too short"
+        if got != stop - start:
+            what = f"bytes {start} to {stop} are {got}: it is too short"
             raise DamagedRemoteError.at(self._bucket.at(key), what, start=start, stop=stop)
-        return found
 
     def _held_in(self, container: ContainerId) -> str:
         held = [self._names.get(d, d.hex()) for d, p in self._places.items() if p[0] == container]

@@ -55,8 +55,10 @@ from tensor_dedup.store.remote.pieces import RemotePieces
 from tensor_dedup.store.remote.push import TransferListener, TransferResult
 from tensor_dedup.store.writing.hashing import Hasher
 
-# A container is complete when it has so many bytes: less than that has to travel again.
+# A container is complete when it has so many bytes, or after so many seconds: what is not complete
+# has to travel again.
 _CONTAINER_BYTES: Final = 64 << 20
+_CONTAINER_S: Final = 5.0
 # Small containers that are wanted whole come with their tables, when there are more than so many,
 # each in one request, with so much that is not wanted and in so much memory.
 _FEW: Final = 6
@@ -328,7 +330,7 @@ def _gathered(
     moved: Places = {}
 
     def attempt(lookup: _Lookup) -> _T:
-        with Transfer(objects, index, hasher, set(), _CONTAINER_BYTES) as transfer:
+        with Transfer(objects, index, hasher, set(), _CONTAINER_BYTES, _CONTAINER_S) as transfer:
             missing = transfer.missing(wanted, gather=False)
             # What is here is asked of no table there, which would say that it has another size.
             where = bucket.at(layout.manifest_key(found.manifest))
@@ -411,7 +413,7 @@ def _fetch(
     alone = {d: place for d, place in places.items() if place[1].base is None}
     deltas = {d: place for d, place in places.items() if place[1].base is not None}
     with RemotePieces(bucket, alone, names, None, wholes) as source:
-        for digest in source.order:
+        for digest in source.arriving():
             transfer.send(source, [digest])
             progress.advance(alone[digest][1].stored)
     if deltas:
@@ -421,7 +423,7 @@ def _fetch(
             StoredPieces(objects, index, bases) as held,
             RemotePieces(bucket, deltas, names, held, wholes) as source,
         ):
-            for digest in source.order:
+            for digest in source.arriving():
                 transfer.send(source, [digest])
                 progress.advance(deltas[digest][1].stored)
 

@@ -25,6 +25,9 @@ def test_the_benchmark_of_remotes_runs(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "20 tensors, 2 MB, medians of 6 pairs" in done.stdout
-    for what in ("pull into an empty store", "plain copy by obstore", "throughput of the pull"):
+    for what in (
+        *("pull into an empty store", "plain copy by obstore", "throughput of the pull"),
+        *("push to an empty folder", "plain upload by obstore", "throughput of the push"),
+    ):
         [line] = [line for line in done.stdout.splitlines() if line.startswith(what)]
         assert re.search(r"[0-9.]+ \[[0-9.]+, [0-9.]+\](?! \(all seen\))", line)

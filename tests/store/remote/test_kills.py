@@ -40,6 +40,7 @@ SMALL = (
     ("layout", "CONTAINER_BYTES", 400_000),
     ("push", "_ASKED_BYTES", 1),
     ("pull", "_CONTAINER_BYTES", 1),
+    ("buckets", "_CHUNK_BYTES", 10_000),
 )
 # The command line with these.
 PROGRAM = f"""
@@ -174,6 +175,51 @@ def assert_whole(remote: Remote, where: Path, kit: Kit) -> None:
         assert store.verify(full=True).fine
         for name in store.names():
             assert stored(store, name) == content(kit.paths[name])
+
+
+class Stuck(FaultyProxy):
+    """Sends three quarters of each container while `stuck`, and no more."""
+
+    stuck = False
+
+    def _handled(self, request: Request) -> tuple[bytes, bool]:
+        blob, ends = super()._handled(request)
+        if not self.stuck or "/containers/" not in request.target:
+            return blob, ends
+        return blob[: len(blob) * 3 // 4], False
+
+
+def test_a_pull_that_is_killed_while_ranges_arrive_keeps_what_arrived(tmp_path: Path) -> None:
+    full, bucket = open_store(tmp_path / "full"), MemoryBucket()
+    tensors = {f"t{n:02}": noise(n, 50 * KIB) for n in range(32)}
+    full.import_(write(tmp_path / "model", {"m.safetensors": safetensors(u8(**tensors))}), "base")
+    for module, name, value in SMALL[:1]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(f"tensor_dedup.store.remote.{module}.{name}", value)
+            full.push(Remote(bucket), "base")
+    sizes = [len(o[0]) for key, o in bucket.objects.items() if key.startswith("containers/")]
+    assert len(sizes) <= 4 + 1, "all that is fetched at once, and the header"
+    proxy, where = Stuck(MemoryS3(bucket)), tmp_path / "here"
+    command = [sys.executable, "-c", PROGRAM, "pull", URL, "base", "--store", str(where)]
+    env = {**os.environ, **real_servers.s3_environment(proxy.port)}
+    proxy.stuck = True
+
+    def held() -> int:
+        return sum(path.stat().st_size for path in (where / "containers").rglob("*.*"))
+
+    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as process:
+        until = time.monotonic() + 60
+        while held() < 0.5 * sum(sizes) and time.monotonic() < until:
+            time.sleep(0.1)
+        process.kill()
+    kept = held()
+    assert kept >= 0.5 * sum(sizes)
+    proxy.stuck = False
+    proxy.arm()
+    assert subprocess.run(command, env=env, stdout=subprocess.DEVNULL, check=False).returncode == 0
+    assert proxy.answered <= sum(sizes) - 0.9 * kept + 16 * KIB
+    assert stored(open_store(where), "base") == content(tmp_path / "model")
+    proxy.close()
 
 
 @pytest.mark.parametrize(

@@ -383,3 +383,26 @@ def test_large_pieces_travel_in_parts(tmp_path: Path, monkeypatch: pytest.Monkey
     other = open_store(tmp_path / "other")
     other.pull(Remote(bucket), "m")
     assert stored(other, "m") == content(path)
+
+
+def test_a_slow_pull_leaves_few_containers_that_are_complete_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, bucket = open_store(tmp_path / "full"), MemoryBucket()
+    tensors = {f"t{n:02}": noise(n, 150 * KIB) for n in range(40)}
+    full.import_(write(tmp_path / "model", {"m.safetensors": safetensors(u8(**tensors))}), "base")
+    full.push(Remote(bucket), "base")
+    monkeypatch.setattr("tensor_dedup.store.checkpoints.transfer._FEWEST_BYTES", 400 * KIB)
+
+    def sizes(name: str) -> list[int]:
+        store = open_store(tmp_path / name)
+        store.pull(Remote(bucket), "base")
+        assert stored(store, "base") == content(tmp_path / "model")
+        found = (store.path / "containers").rglob("*.*")
+        return sorted(each for path in found if (each := path.stat().st_size) > 100 * KIB)
+
+    assert len(sizes("fast")) == 1
+    monkeypatch.setattr("tensor_dedup.store.remote.pull._CONTAINER_S", 0.0)
+    slow = sizes("slow")
+    assert 8 <= len(slow) <= 14
+    assert all(size >= 400 * KIB for size in slow[1:])
