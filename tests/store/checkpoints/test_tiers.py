@@ -15,6 +15,8 @@ from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import DrainError, OtherTierError
 from tensor_dedup.store.errors import NoSpaceError
 from tensor_dedup.store.files import Handle, RealFiles
+from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.upkeep.inventory import Inventory, take_inventory
 
 
 def save(run: CheckpointStore, *steps: int) -> None:
@@ -252,3 +254,43 @@ def test_a_full_fast_tier_is_swept_before_a_save_fails(tmp_path: Path) -> None:
     assert [s for s in run.steps() if s >= 9]
     for step in run.steps():
         assert_same(run.load(step), noise(step))
+
+
+def test_a_sweep_reads_before_anybody_has_to_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone in the store it reads no table, page or manifest again, and sees what came since."""
+    run, other = handle(tmp_path, compress=None), handle(tmp_path, "other", compress=None)
+    for step in range(3):
+        run.save(noise(step), step)
+        other.save(noise(10 + step), step)
+    run.delete(1)
+    read = list[Path]()
+    alone_since = list[int]()
+
+    def reading(self: Objects, path: Path, limit: int = 1 << 30) -> bytes:
+        read.append(path)
+        return whole(self, path, limit)
+
+    def trailer(self: Objects, path: Path) -> bytes:
+        read.append(path)
+        return ending(self, path)
+
+    def take(objects: Objects) -> Inventory:
+        found = take_inventory(objects)
+        if not alone_since:
+            other.save(noise(20), 20)
+        return found
+
+    whole, ending = Objects.read, Objects._trailer
+    monkeypatch.setattr(Objects, "read", reading)
+    monkeypatch.setattr(Objects, "_trailer", trailer)
+    monkeypatch.setattr("tensor_dedup.store.upkeep.gc.take_inventory", take)
+    plan = run.store._sweep(10, lambda: alone_since.append(len(read)))
+    again = [path for path in read[alone_since[0] :] if path.parent.name != "refs"]
+    assert {*again} & {*read[: alone_since[0]]} == set()
+    assert len(again) == 3  # of the step that came since: manifest, page, container
+    assert plan.freed_bytes >= 1 << 20
+    assert other.steps() == [0, 1, 2, 20]
+    assert_same(other.load(20), noise(20))
+    assert run.store.verify(full=True).fine
