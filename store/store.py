@@ -118,7 +118,7 @@ class Store:
             NoStoreError: it is empty or missing, and `create` is off.
             NewerFormatError: the store was made by a later version.
         """
-        root = Path(path) if path is not None else default_path()
+        root = (Path(path) if path is not None else default_path()).absolute()
         door = files or RealFiles()
         with os_errors(root):
             initialise(Objects(door, StoreLayout(root)), create=create, mend=mend)

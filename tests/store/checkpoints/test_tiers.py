@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from disk_faults import Crash, Faults, FaultyFiles
 from stores import Model, alone, assert_same, handle, moving, open_store
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import DrainError, OtherTierError
-from tensor_dedup.store.errors import NoSpaceError
+from tensor_dedup.store.errors import NoSpaceError, NoStoreError
 from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.store import Store
 from tensor_dedup.store.upkeep.inventory import Inventory, take_inventory
 
 
@@ -71,6 +73,36 @@ def test_a_second_tier_that_is_not_mounted_is_an_error(tmp_path: Path, second: s
         assert opened.steps() == [4, 5, 6]
     with run() as opened:
         assert opened.steps() == [4, 5, 6]
+
+
+def test_a_second_tier_that_another_process_is_making(tmp_path: Path) -> None:
+    (tmp_path / "limbo").mkdir()
+    whole = FaultyFiles(tmp_path / "limbo")
+    open_store(tmp_path / "made", whole)
+    assert len(whole.log) > 10
+    for number in range(len(whole.log)):  # as far as the other one has come
+        root, limbo = tmp_path / str(number), tmp_path / f"limbo {number}"
+        limbo.mkdir()
+        with pytest.raises(Crash):
+            open_store(root / "second", FaultyFiles(limbo, Faults(stop_at=number)))
+        if not (root / "second" / "FORMAT").exists():
+            with pytest.raises(NoStoreError):
+                Store.open(root / "second", create=False)
+        with handle(root / "fast", drain=root / "second") as run:
+            save(run, 0)
+        assert alone(root, "second").steps() == [0]
+
+
+def test_a_relative_folder_is_that_of_its_opening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with handle(Path("fast"), drain="second") as run:
+        monkeypatch.chdir("elsewhere")
+        save(run, 0)
+    assert alone(tmp_path, "second").steps() == [0]
+    assert [*Path().iterdir()] == []
 
 
 def test_what_lets_go_of_nothing_is_drained_anywhere(tmp_path: Path, second: str) -> None:
