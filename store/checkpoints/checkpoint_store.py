@@ -152,7 +152,7 @@ class CheckpointStore:
 
         The first step of a run is stored against the checkpoint of the store called `base`, an
         import or a step of another run; without one, the nearest is found by comparing samples.
-        Later steps are stored against the one before.
+        Later steps are stored against the one before. Tensors are paired by how their names end.
 
         `pool_bytes` bounds the memory for the copies of `save_async`, by default a quarter of the
         machine's, or is a pool that several handles share, and with it one bound; `in_flight` is
@@ -175,7 +175,7 @@ class CheckpointStore:
             BadOptionError: an option is invalid, or one is given that needs `drain`, or the run is
                 called as a step of another run would be; `kind` says which.
             NotAStoreError: `root` or `drain` holds something else.
-            UnknownNameError: there is no checkpoint `base`.
+            UnknownNameError: the run has no step, and there is no checkpoint `base`.
             OtherTierError: `drain` is empty, as a disk that is not mounted, or is not what the run
                 was drained to.
             DivergedTierError: another `root` has drained to it, without what this one has not yet.
@@ -206,9 +206,6 @@ class CheckpointStore:
             compress=compress,
             base=base,
         )
-        if base is not None:
-            with self.store._locked():
-                self.store._objects.ref(check_name(base))  # raises if there is none
         pool = pool_bytes
         if not isinstance(pool, HostPool):
             pool = HostPool(default_bytes() if pool is None else pool)
@@ -228,6 +225,9 @@ class CheckpointStore:
                 backlog=drain_backlog,
             )
             weakref.finalize(self, self._drain.forsake)  # nobody waits for what fails any more
+        if base is not None and not self._places():  # else nothing needs it any more
+            with self.store._locked():
+                self.store._objects.ref(check_name(base))  # raises if there is none
 
     def __repr__(self) -> str:
         count = "?"

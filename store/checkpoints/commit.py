@@ -570,7 +570,7 @@ class Saver:
             return {name: instead.get(digest, digest) for name, digest in found.items()}
 
         defer = self._compress == "auto"
-        first = FirstStep(notes.run, notes.part, self._base)
+        first = FirstStep(notes.run, self._base)
         return Encoding(self._objects, index, self._deltas, before, first, sharing, defer=defer)
 
 
