@@ -45,6 +45,7 @@ from tensor_dedup.store.format.identity import (
     seen_text,
 )
 from tensor_dedup.store.format.names import file_of
+from tensor_dedup.store.locks import draining
 from tensor_dedup.store.store import Store
 
 # So many places are one fast tier's, from when it goes on from another one's last.
@@ -185,11 +186,18 @@ class TierNotes:
         """
         if self._identity is None or self._seen == self._recorded():
             return
-        with suppress(StoreError), self._fast._locked(), self._fast._objects.naming():
+        objects = self._fast._objects
+        # No save takes that lock: it would wait for the disk here.
+        with (
+            suppress(StoreError),
+            self._fast._translated(),
+            draining(objects.files, objects.layout),
+            self._fast._locked(),
+        ):
             found = _seen_of(self._fast, self._run)
             self._seen = _merged(self._seen, found.pop(self._identity, SeenPlaces()))
             text = seen_text(self._run, {**found, self._identity: self._seen})
-            self._fast._objects.publish(text, _seen_path(self._fast, self._run))
+            objects.publish(text, _seen_path(self._fast, self._run))
 
     # Which state counts
 

@@ -223,8 +223,8 @@ class _Interrupting(RealFiles):
         self.handler: Callable[[], object] | None = None
 
     def fsync(self, handle: Handle) -> None:
-        handler, self.handler = self.handler, None
-        if handler is not None:
+        if self.handler is not None and threading.current_thread() is threading.main_thread():
+            handler, self.handler = self.handler, None
             handler()
         super().fsync(handle)
 
