@@ -45,7 +45,7 @@ def initialise(objects: Objects, *, create: bool, mend: bool) -> None:
 
     Raises:
         NotAStoreError: the folder holds other files.
-        NoStoreError: it is empty or missing, and `create` is off.
+        NoStoreError: it is empty or missing, or nobody has ended its making, and `create` is off.
         NewerFormatError: the store was made by a later version.
         DamagedFileError: its marker is gone or damaged, and `mend` is off or it may have been that
             of a later version.
@@ -55,12 +55,15 @@ def initialise(objects: Objects, *, create: bool, mend: bool) -> None:
     if layout.marker.name in names:
         _check_marker(objects, mend=mend)
         return
-    # The beginnings of a store whose making was cut short are no foreign files. Its marker may have
-    # been in `tmp` by then.
+    # The beginnings of a store are no foreign files: another process is making it, or died while it
+    # did. Its marker may have been in `tmp` by then.
     filled = (folder for folder in FOLDERS if folder != layout.tmp.name)
-    if create and not names - KNOWN and all(_is_empty(objects, folder) for folder in filled):
+    begun = not names - KNOWN and all(_is_empty(objects, folder) for folder in filled)
+    if begun and create:
         _create(objects)
         return
+    if begun and not mend:
+        raise NoStoreError.at(layout.root, "there is no store yet")
     # Whoever makes a store fills it after the marker is there: by now it may be.
     if _is_plainly_a_store(objects) and files.status(layout.marker) is None:
         _mend_marker(objects, "it is gone", mend=mend)
@@ -68,7 +71,7 @@ def initialise(objects: Objects, *, create: bool, mend: bool) -> None:
     if files.status(layout.marker) is not None:
         _check_marker(objects, mend=mend)
         return
-    if not names:
+    if not names:  # nor is there anything to mend
         raise NoStoreError.at(layout.root, "there is no store yet")
     raise NotAStoreError.at(layout.root, "it holds other files, and no store")
 

@@ -80,6 +80,8 @@ def pulling(files: Files, layout: StoreLayout) -> Iterator[None]:
 def draining(files: Files, layout: StoreLayout) -> Iterator[None]:
     """Hold the lock for changing names that this store and a remote behind it both have.
 
+    It is also that of the notes of what was drained.
+
     Raises:
         StoreBusyError: another process has waited for the remote for ten minutes.
     """

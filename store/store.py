@@ -33,7 +33,7 @@ from tensor_dedup.store.locks import SWEEP_WAIT_S, session, sweep
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading.export import export
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces
-from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS, GcPlan, execute, plan_gc
+from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS, GcPlan, execute, plan_gc, sweep_now
 from tensor_dedup.store.upkeep.repair import Repair, RepairResult
 from tensor_dedup.store.upkeep.stats import Listed, Stats, listed, stats
 from tensor_dedup.store.upkeep.verify import Level, VerifyResult, verify
@@ -119,7 +119,7 @@ class Store:
             NoStoreError: it is empty or missing, and `create` is off.
             NewerFormatError: the store was made by a later version.
         """
-        root = Path(path) if path is not None else default_path()
+        root = (Path(path) if path is not None else default_path()).absolute()
         door = files or RealFiles()
         with os_errors(root):
             initialise(Objects(door, StoreLayout(root)), create=create, mend=mend)
@@ -743,9 +743,8 @@ class Store:
 
         `check` is called when nothing can be named or unnamed any more, and raises if it must not.
         """
-        with os_errors(self.path), sweep(self._files, self._objects.layout, wait_s=wait_s):
-            check()
-            return execute(self._objects, plan_gc(self._objects, DEFAULT_GRACE_HOURS), 0)
+        with os_errors(self.path):
+            return sweep_now(self._objects, wait_s, check)
 
     def verify(
         self,

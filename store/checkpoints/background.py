@@ -110,16 +110,16 @@ class CapturedStep:
 
 
 class Capturing(threading.local):
-    """Whether this thread is capturing a step of a handle.
+    """Whether this thread is capturing or committing a step of a handle.
 
     A signal handler may run in the middle of that. The save that it waits for would wait for the
-    rest of the capture, and so would all later ones.
+    rest of it, and so would all later ones.
     """
 
     _here = False
 
     def run(self, work: Callable[[], _Result]) -> _Result:
-        """Call a function that captures."""
+        """Call a function that captures or commits."""
         before, self._here = self._here, True
         try:
             return work()
@@ -130,7 +130,7 @@ class Capturing(threading.local):
         """Check that this thread may wait for saves.
 
         Raises:
-            NestedSaveError: it is capturing a step.
+            NestedSaveError: it is capturing or committing a step.
         """
         if self._here:
             what = "a save was begun or waited for in the middle of another one"
@@ -177,7 +177,7 @@ class PendingSave:
         Raises:
             StoreError: the save failed, with this error.
             ForkedSaveError: this process was forked after the save had begun.
-            NestedSaveError: this thread is capturing a step of this handle.
+            NestedSaveError: this thread is capturing or committing a step of this handle.
         """
         self.finish()
         if self._saved is None:
@@ -195,7 +195,7 @@ class PendingSave:
 
         Raises:
             ForkedSaveError: this process was forked after the save had begun.
-            NestedSaveError: this thread is capturing a step of this handle.
+            NestedSaveError: this thread is capturing or committing a step of this handle.
         """
         if self._owner != os.getpid():
             what = f"the save of {self.name} goes on in the parent process"
@@ -212,7 +212,7 @@ class PendingSave:
         """Wait until the model may be changed.
 
         Raises:
-            NestedSaveError: this thread is capturing a step of this handle.
+            NestedSaveError: this thread is capturing or committing a step of this handle.
         """
         self._capturing.check(self.root)
         self.capture_now()
@@ -469,9 +469,16 @@ class Saves:
         """Check that this thread may save, or wait for saves.
 
         Raises:
-            NestedSaveError: it is capturing a step.
+            NestedSaveError: it is capturing or committing a step.
         """
         self._capturing.check(self._saver.root)
+
+    def run(self, commit: Callable[[], _Result]) -> _Result:
+        """Call a function that commits, in the middle of which its thread may wait for no save.
+
+        The save would wait for that commit.
+        """
+        return self._capturing.run(commit)
 
     def wait(self) -> None:
         """Wait until every save has ended. Raises the error of a failed save, and of `check`."""

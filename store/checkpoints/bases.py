@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.runs import parse_step_name
@@ -23,6 +23,8 @@ from tensor_dedup.store.writing.encoder import RELATED, element_width
 
 # Bounds on the search: tensors that are compared, checkpoints that are looked at.
 _LARGEST, _CHECKPOINTS = 4, 64
+# The end of a name, a dtype and a size in bytes.
+_Ending: TypeAlias = tuple[str, str | None, int]
 
 
 class Candidate(Protocol):
@@ -52,12 +54,10 @@ class Candidate(Protocol):
 class FirstStep:
     """What is known of the base of a run's first step.
 
-    `name` is that of the checkpoint to use; without one the nearest is looked for. `part` is where
-    the weights are in the step: it precedes the names that a checkpoint of them alone has.
+    `name` is that of the checkpoint to use; without one the nearest is looked for.
     """
 
     run: str
-    part: str
     name: str | None
 
     def bases(
@@ -67,8 +67,8 @@ class FirstStep:
         with suppress(StoreError):  # it was deleted, or is damaged
             name = self.name or _nearest(objects, index, tensors, self)
             if name is not None:
-                held = _tensors(objects, name)
-                found = ((each.name, _counterpart(each, held, self.part)) for each in tensors)
+                held = _by_ending(_tensors(objects, name), tensors)
+                found = ((each.name, _counterpart(each, held)) for each in tensors)
                 return {name: piece.digest for name, piece in found if piece is not None}
         return {}
 
@@ -81,8 +81,8 @@ def _nearest(
     least, compared = math.inf, set[tuple[bytes | None, ...]]()
     for name in _names(objects, first.run) if largest else ():
         with suppress(StoreError):  # gone or damaged: it is not used
-            held = _tensors(objects, name)
-            pieces = [_counterpart(tensor, held, first.part) for tensor in largest]
+            held = _by_ending(_tensors(objects, name), largest)
+            pieces = [_counterpart(tensor, held) for tensor in largest]
             wanted = {piece.digest for piece in pieces if piece is not None}
             if not wanted:
                 continue
@@ -94,10 +94,11 @@ def _nearest(
                 compared.add(tuple(anchors))
                 pairs = zip(largest, anchors, strict=True)
                 far = [_distance(tensor, anchor, opened) for tensor, anchor in pairs]
-            # An optimizer's state is in no base. What a checkpoint lacks speaks for another one.
-            there = [each for each in far if each is not None]
+            # An optimizer's state is in no base, though a tensor may be called alike. What a
+            # checkpoint lacks speaks for another one.
+            there = [each for each in far if each is not None and each < RELATED]
             rank = sum(there) + 0.5 * (len(far) - len(there))
-            if there and sum(there) / len(there) < RELATED and rank < least:
+            if there and rank < least:
                 best, least = name, rank
     return best
 
@@ -131,13 +132,35 @@ def _tensors(objects: Objects, name: str) -> dict[str, Piece]:
     return found
 
 
-def _counterpart(tensor: Candidate, held: Mapping[str, Piece], part: str) -> Piece | None:
-    inner = tensor.name.removeprefix(f"{part}.") if part else tensor.name
-    for name in dict.fromkeys((tensor.name, inner)):
-        piece = held.get(name)
-        if piece is not None and (piece.dtype, piece.nbytes) == (tensor.dtype, tensor.nbytes):
-            return piece
-    return None
+def _by_ending(held: Mapping[str, Piece], tensors: Sequence[Candidate]) -> dict[_Ending, Piece]:
+    """Those of the dtypes and sizes of `tensors`, by each ending of their names.
+
+    Of several that end alike it is the one with the shortest name.
+
+    Where the same weights are called `model.0.weight` in a step and `0.weight` in a checkpoint of
+    them alone, nobody has to say that they are. A wrong pair costs the reading of a sample.
+    """
+    kinds = {(tensor.dtype, tensor.nbytes) for tensor in tensors}
+    fit = {name: piece for name, piece in held.items() if (piece.dtype, piece.nbytes) in kinds}
+    found: dict[_Ending, Piece] = {}
+    for name in sorted(fit, key=len):
+        for ending in _endings(name):
+            found.setdefault((ending, fit[name].dtype, fit[name].nbytes), fit[name])
+    return found
+
+
+def _counterpart(tensor: Candidate, held: Mapping[_Ending, Piece]) -> Piece | None:
+    """The tensor of the same dtype and size whose name has the longest ending in common."""
+    found = (held.get((each, tensor.dtype, tensor.nbytes)) for each in _endings(tensor.name))
+    return next(filter(None, found), None)
+
+
+def _endings(name: str) -> Iterator[str]:
+    """Yield the name, and what is left of it without its first parts, one after the other."""
+    yield name
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name
 
 
 def _distance(tensor: Candidate, anchor: bytes | None, opened: StoredPieces) -> float | None:

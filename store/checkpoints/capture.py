@@ -620,9 +620,24 @@ class StepCapture:
             self._hashes,
             self._same,
             private,
+            again=self._again,
             check_unchanged=check,
             committed=self._context.committed,
         )
+
+    def _again(self, name: str, key: bytes) -> tuple[FlatBytes, bool] | None:
+        """Return the bytes of a piece that the store had, and whether they are a copy in the pool.
+
+        None where they are in memory no more: the model may have been changed since.
+        """
+        for copy in self._copied:
+            if copy.key == key:
+                return copy.block[: copy.nbytes], True
+        for large in self._large.values():
+            names = {self._pieces[place].name for place in large.places}
+            if name in names and change_hash(large.view) == key:
+                return large.view, False
+        return None
 
     def _check_in_place(self) -> None:
         """See that nobody wrote to what there was no room for; call it when that has been stored.

@@ -1,25 +1,17 @@
 """The checkpoints of one run: saving, loading, retention and deletion."""
 
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING
-
-from tensor_dedup.store.buffers import BufferPool
-from tensor_dedup.store.checkpoints.state import NUMPY_CODES, NamedValue, in_groups, value
-from tensor_dedup.store.reading.bulk_reader import BulkReader, plan
-from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
-
-if TYPE_CHECKING:
-    from tensor_dedup.store.checkpoints.state import Value
 import logging
 import math
 import weakref
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from tensor_dedup.errors import StoreError
+from tensor_dedup.store.buffers import BufferPool
 from tensor_dedup.store.checkpoints.adapters import ModelAdapter, adapter_for, by_name, chunks_of
 from tensor_dedup.store.checkpoints.background import (
     ExtractedStep,
@@ -60,6 +52,7 @@ from tensor_dedup.store.checkpoints.runs import (
     step_numbers,
 )
 from tensor_dedup.store.checkpoints.sizes import run_stats
+from tensor_dedup.store.checkpoints.state import NUMPY_CODES, NamedValue, in_groups, value
 from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
@@ -68,6 +61,8 @@ from tensor_dedup.store.errors import (
     UnknownNameError,
 )
 from tensor_dedup.store.format.names import check_name, file_of
+from tensor_dedup.store.reading.bulk_reader import BulkReader, plan
+from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
 from tensor_dedup.store.store import Store
 from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS, GcPlan
 from tensor_dedup.store.writing.sources import small_files
@@ -76,8 +71,8 @@ from tensor_dedup.suggestions import perhaps
 if TYPE_CHECKING:
     import torch
 
+    from tensor_dedup.store.checkpoints.state import Value
     from tensor_dedup.store.remote.remote import Remote
-
 
 _LOG = logging.getLogger("tensor_dedup")
 StrPath = str | PathLike[str]
@@ -157,7 +152,7 @@ class CheckpointStore:
 
         The first step of a run is stored against the checkpoint of the store called `base`, an
         import or a step of another run; without one, the nearest is found by comparing samples.
-        Later steps are stored against the one before.
+        Later steps are stored against the one before. Tensors are paired by how their names end.
 
         `pool_bytes` bounds the memory for the copies of `save_async`, by default a quarter of the
         machine's, or is a pool that several handles share, and with it one bound; `in_flight` is
@@ -180,9 +175,10 @@ class CheckpointStore:
             BadOptionError: an option is invalid, or one is given that needs `drain`, or the run is
                 called as a step of another run would be; `kind` says which.
             NotAStoreError: `root` or `drain` holds something else.
-            UnknownNameError: there is no checkpoint `base`.
+            UnknownNameError: the run has no step, and there is no checkpoint `base`.
             OtherTierError: `drain` is empty, as a disk that is not mounted, or is not what the run
                 was drained to.
+            DivergedTierError: another `root` has drained to it, without what this one has not yet.
             StoreIOError, StoreAccessError: the second store cannot be read.
             RemoteUrlError: a URL names no remote.
             RemoteUnreachableError, RemoteAccessError, NotARemoteError, ReadOnlyRemoteError,
@@ -210,9 +206,6 @@ class CheckpointStore:
             compress=compress,
             base=base,
         )
-        if base is not None:
-            with self.store._locked():
-                self.store._objects.ref(check_name(base))  # raises if there is none
         pool = pool_bytes
         if not isinstance(pool, HostPool):
             pool = HostPool(default_bytes() if pool is None else pool)
@@ -232,6 +225,9 @@ class CheckpointStore:
                 backlog=drain_backlog,
             )
             weakref.finalize(self, self._drain.forsake)  # nobody waits for what fails any more
+        if base is not None and not self._places():  # else nothing needs it any more
+            with self.store._locked():
+                self.store._objects.ref(check_name(base))  # raises if there is none
 
     def __repr__(self) -> str:
         count = "?"
@@ -263,6 +259,7 @@ class CheckpointStore:
         With a second tier, wait until all is drained, too. A later save opens it again. Raises the
         error of a failed background save, and DrainError.
         """
+        self._saves.check()
         if self._drain is not None:
             self._drain.release()
         self._saves.close()
@@ -301,6 +298,7 @@ class CheckpointStore:
             NotATrainingError: an imported checkpoint has the name RUN@STEP; it is not replaced.
             BadStepError, BadMetricError, NamedTwiceError: an argument is invalid.
             StateError: the model cannot be taken apart.
+            NestedSaveError: a signal handler, or a provider, called it in the middle of a save.
             NoSpaceError, StoreIOError: the disk failed; all saved steps are as they were.
         """
         self._saves.wait()
@@ -352,7 +350,6 @@ class CheckpointStore:
         `before_update`, `close` or its own `wait`. If this call raises it, it has saved nothing.
         Otherwise it raises the errors of `save`.
         """
-
         step_name(self.run_id, step)
         self._check_replaceable(step)
         return self._saves.start(lambda: self._extract(model, step, metrics, files), lazy=lazy)
@@ -409,6 +406,9 @@ class CheckpointStore:
         `drain_backlog` steps are not. Any thread may call it. Raises the errors of `save`.
         """
         self._saves.check()
+        return self._saves.run(lambda: self._commit(snapshot))
+
+    def _commit(self, snapshot: StepSource) -> Saved:
         step = snapshot.notes.step
         if not snapshot.new:  # before the work; it is looked at again after it
             self._check_replaceable(step)
@@ -443,7 +443,6 @@ class CheckpointStore:
             CorruptTensorError, MissingObjectError: no intact copy of a tensor is in the store.
             StateError: the state cannot be restored, or not into `original`.
         """
-
         if self._drain is not None:
             adapter, values = self._drain.read(step, self._read)
             return adapter.reconstruct(values, original)
@@ -630,6 +629,7 @@ class CheckpointStore:
             return
         self._drain.start()
         if wait:
+            self._saves.check()  # a step is drained when it is encoded, so while no save runs
             self._drain.wait(timeout)
 
     def undrained(self) -> list[int]:

@@ -152,6 +152,11 @@ class PieceWriter:
                 self._deltas.stored(piece, plan, stored)
         return others
 
+    def missing(self, elsewhere: Mapping[bytes, StoredPiece]) -> list[bytes]:
+        """Return which of these pieces the store does not have any more, by change hash."""
+        places = self._look_up({known.digest for known in elsewhere.values()}) if elsewhere else {}
+        return [key for key, known in elsewhere.items() if known.digest not in places]
+
     def find(self, elsewhere: Mapping[bytes, StoredPiece]) -> dict[bytes, StoredPiece]:
         """Return the places of pieces whose bytes are not in memory.
 
@@ -293,9 +298,10 @@ class StepSnapshot:
     `hashes` has the change hashes that are already known, by name. Pieces in `same` have a hash and
     no bytes: they equal pieces of an earlier step, and are too large for a pack. Those named in
     `private` are in memory that nobody else can write to. If `new`, the step may replace none. It
-    is of a `background` save, if the training goes on meanwhile. `check_unchanged` is called when
-    all bytes have been read, and raises ChangedModelError if some were written to since;
-    `committed` when the step has its name.
+    is of a `background` save, if the training goes on meanwhile. `again` returns the bytes of a
+    piece in `same`, by its name and hash, where they are still in memory, and whether nobody else
+    can write to that. `check_unchanged` is called when all bytes have been read, and raises
+    ChangedModelError if some were written to since; `committed` when the step has its name.
     """
 
     notes: Notes
@@ -306,6 +312,7 @@ class StepSnapshot:
     private: Collection[str] = ()
     new: bool = False
     background: bool = False
+    again: Callable[[str, bytes], tuple[FlatBytes, bool] | None] = lambda _name, _key: None
     check_unchanged: Callable[[], None] = lambda: None
     committed: Callable[[], None] = lambda: None
 
@@ -563,7 +570,7 @@ class Saver:
             return {name: instead.get(digest, digest) for name, digest in found.items()}
 
         defer = self._compress == "auto"
-        first = FirstStep(notes.run, notes.part, self._base)
+        first = FirstStep(notes.run, self._base)
         return Encoding(self._objects, index, self._deltas, before, first, sharing, defer=defer)
 
 
@@ -659,6 +666,7 @@ class _Commit:
         known = self._last.known(alive) if changed else {}
         wanted: dict[bytes, Want] = {}
         elsewhere: dict[bytes, StoredPiece] = {}
+        named: dict[bytes, tuple[str, str | None]] = {}
         places = []
         for number in changed:
             for at, row in enumerate(parts[number], number * PAGE_ENTRIES):
@@ -667,11 +675,13 @@ class _Commit:
                         places.append((known[row[0]].places, known[row[0]].nbytes))
                 elif row[1] is not None and row[1] in self._snapshot.same:
                     elsewhere[row[0]] = self._snapshot.same[row[1]]
+                    named[row[0]] = row[1], row[2]
                 else:
                     self._want(wanted, row, flat_bytes(self._data[at]), known)
         pages = [page for page in kept if page is not None]
         packs = packs_to_merge(chain(places, *(page.weights.items() for page in pages)))
         again = self._lying_in(packs, parts, known, pages)
+        wanted |= self._deleted(elsewhere, named)
         if wanted or again or self._stored:
             self._writer.write(wanted)
             known |= self._writer.finish(again)
@@ -681,6 +691,19 @@ class _Commit:
             if not again.keys().isdisjoint(page.held):
                 page.take({**page.held, **{key: known[key] for key in again}})
         return known
+
+    def _deleted(
+        self,
+        elsewhere: Mapping[bytes, StoredPiece],
+        named: Mapping[bytes, tuple[str, str | None]],
+    ) -> dict[bytes, Want]:
+        """What somebody else has deleted, as far as it is still in memory."""
+        found = {}
+        for key in self._writer.missing(elsewhere):
+            there = self._snapshot.again(named[key][0], key)
+            if there is not None and key not in self._stored:
+                found[key] = Want(*named[key], *there)
+        return found
 
     def _want(
         self,

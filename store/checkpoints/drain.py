@@ -9,10 +9,8 @@ tiers, and the fast one lets go of what is drained and not among its last.
 What is still to be drained follows from the two tiers alone: a step of the fast tier that the
 second one lacks, or has from an earlier place in the order, and a pin. No list of it can be lost,
 and whoever opens the run with both tiers next goes on. Of two states of a step the one with the
-later place counts, wherever it is, and only that one is ever drained. A fast tier that goes on from
-steps of another one gives its own places far behind those: what the other one had not drained comes
-before, if that is used again, and where both have a step, the state that was not drained is
-reported and stays where it is.
+later place counts, wherever it is, and only that one is ever drained, unless another fast tier has
+saved it without knowing of the other one: `tensor_dedup.store.checkpoints.tier_notes` tells that.
 
 Three things change both tiers: a drained step, a deleted one and an unpinned one. Each happens
 under the second tier's lock of names, and a removal is durable there before it happens on the fast
@@ -25,7 +23,6 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,6 +32,7 @@ from tensor_dedup.store.checkpoints.errors import (
     BadOption,
     BadOptionError,
     DivergedStepError,
+    DivergedTierError,
     DrainError,
     NotATrainingError,
     PinnedStepError,
@@ -55,19 +53,13 @@ from tensor_dedup.store.checkpoints.runs import (
     step_name,
     steps_text,
 )
+from tensor_dedup.store.checkpoints.tier_notes import TierNotes, next_turn
 from tensor_dedup.store.checkpoints.tiers import (
     OutdatedError,
     SecondTier,
     StoreTier,
     TierContent,
     ahead,
-    counts,
-    diverged,
-    next_turn,
-    other_tier,
-    set_tier_note,
-    tier_note,
-    undrained,
     unlink,
 )
 from tensor_dedup.store.errors import (
@@ -76,10 +68,8 @@ from tensor_dedup.store.errors import (
     MissingObjectError,
     NewerFormatError,
     StoreBusyError,
-    StoreIOError,
     UnknownNameError,
 )
-from tensor_dedup.store.format.identity import TierNote
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading.reader import StoredCheckpoint
@@ -98,6 +88,7 @@ _OF_THE_STEP = (
     DamagedFileError,
     NewerFormatError,
     DivergedStepError,
+    DivergedTierError,
     PinnedStepError,
     NotATrainingError,
 )
@@ -130,6 +121,7 @@ class Drain:
 
         Raises:
             OtherTierError: the second tier is not the one that the fast one has drained the run to.
+            DivergedTierError: it has gone on without steps that are still to be drained.
             StoreError: a tier cannot be read.
         """
         with fast._translated():
@@ -140,10 +132,11 @@ class Drain:
         self._wait_for_encoding = wait_for_encoding
         # How many steps were let go of since the last sweep, and what all sweeps have freed.
         self._released = self._freed = 0
-        self._note, self._noted = self._read_note(), False
-        self._check_tier()
-        self._drained = self._noted_as_drained()
+        self._notes = TierNotes(fast, second, order.run, lets_go=keep_fast is not None)
         self._seen = second.content()
+        self._meet(self._seen)
+        with suppress(StoreError), second.session():  # whoever drained them may have died then
+            self._note_drained(self._seen)
         with fast._locked():
             self._count_on()
         self._begin()
@@ -156,68 +149,35 @@ class Drain:
         Where the second tier has later steps than the fast one, that was emptied, or another one
         was used: it may have died with steps that nobody here knows of.
         """
-        self._order.at_least(self._drained)
+        self._order.at_least(self._notes.drained)
         last = max((place.sequence for place in self._seen.places.values()), default=0)
         if last > max((place.sequence for place in self._order.places().values()), default=0):
             self._order.at_least(next_turn(last))
             self._order.next()  # so that the fast tier knows it, and with it its other users
 
-    def _read_note(self) -> TierNote | None:
-        """Read the note on the fast tier; one that lets go of nothing may be drained anywhere."""
-        return None if self._keep_fast is None else tier_note(self._fast, self._run)
-
-    def _check_tier(self) -> None:
-        """Check that the second tier is still the one that was drained to: a disk may be unmounted.
+    def _meet(self, there: TierContent) -> None:
+        """See what the second tier has, before anything is drained to it.
 
         Raises:
-            OtherTierError: it is not.
+            DivergedTierError: it has gone on without steps that are still to be drained.
         """
-        if self._note is not None and self.second.identity() != self._note.identity:
-            raise other_tier(self._fast, self._run, self._note, self.second.where)
+        with self._fast._locked():
+            near = self._order.places()
+        self._notes.meet(near, there)
 
-    def _identify_tier(self) -> None:
-        """Check the second tier, or see which it is if nothing was drained to it yet."""
-        self._note = self._note or self._read_note()
-        if self._note is None:
-            identity = self.second.identity(make=True)
-            if identity is None:
-                what = f"no identity could be written to {self.second.where}"
-                raise StoreIOError.at(self._fast.path, what)
-            self._note = TierNote(identity, self.second.where)
-        self._check_tier()
-
-    def _note_tier(self) -> None:
-        """Note on the fast tier which second tier has its steps, before it lets go of any."""
-        if not self._noted and self._note is not None and self._keep_fast is not None:
-            if self._read_note() is None:
-                set_tier_note(self._fast, self._run, self._note)
-            self._noted = True
-
-    def _noted_as_drained(self) -> int:
-        """Return up to which place the fast tier has noted that it has drained its steps here."""
-        note = tier_note(self._fast, self._run)
-        if note is None or note.drained == 0 or note.identity != self.second.identity():
-            return 0
-        return note.drained
-
-    def _note_drained(self, drained: int) -> None:
-        """Note that all steps with a place up to this one are in the second tier, and durable.
-
-        Where there is no note of that tier, the run may be drained elsewhere, and this is lost. A
-        full disk must not keep its drained steps for want of it: the next step tries again.
-        """
-        with suppress(StoreError):
-            note = tier_note(self._fast, self._run)
-            here = None if self._note is None else self._note.identity
-            if note is not None and note.identity == here and note.drained < drained:
-                set_tier_note(self._fast, self._run, replace(note, drained=drained))
-            self._drained = drained
+    def _note_drained(self, there: TierContent, *, settle: bool = False) -> None:
+        """Note up to which place all is in the second tier, durably; `settle` that in any case."""
+        drained = self._drained_up_to(there)
+        if settle or drained > self._notes.drained:
+            # Who gave a name in the second tier may have died before it was durable.
+            self.second.settle()
+        self._notes.note_drained(drained)
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
         """Hold the lock under which a name goes from both; the second tier is the right one."""
         with self.second.naming():
-            self._check_tier()
+            self._notes.check()
             yield
 
     def _begin(self) -> None:
@@ -246,7 +206,7 @@ class Drain:
             near = self._order.places()
         found = dict(self._look().places)
         for step, place in near.items():
-            if counts(place, found.get(step)):
+            if self._notes.counts(place, found.get(step)):
                 found[step] = place
         return {step: found[step] for step in sorted(found)}
 
@@ -256,12 +216,12 @@ class Drain:
 
     def described(self) -> list[Step]:
         """Describe each step, in order. Raises if the second tier cannot be read."""
-        self._check_tier()
+        self._notes.check()
         there = self.second.content().places
         found = {each.step: each for each in self.second.described()}
         with self._fast._locked():
             for each in describe_all(self._objects, self._run):
-                if counts(self._order.place(each.step), there.get(each.step)):
+                if self._notes.counts(self._order.place(each.step), there.get(each.step)):
                     found[each.step] = each
         return [found[step] for step in sorted(found)]
 
@@ -313,7 +273,7 @@ class Drain:
         try:
             content = self.second.content()
             if not self._seen.places.keys() <= content.places.keys():  # deleted, or unmounted
-                self._check_tier()
+                self._notes.check()
             self._seen = content
         except StoreError as error:
             _LOG.warning("going by what was known of %s: %s", self.second.where, error)
@@ -378,7 +338,7 @@ class Drain:
 
         Raises if the second tier cannot be reached.
         """
-        self._check_tier()
+        self._notes.check()
         with self.second.session():
             there = self.second.content()
             dropped = [s for s in self._dropped(there) if among is None or s in among]
@@ -396,7 +356,7 @@ class Drain:
         """Pin a step where it is; a pin on the fast tier is drained too."""
         there = self._look().places.get(step)
         with suppress(UnknownStepError), self._fast._locked():
-            if counts(self._order.place(step), there):
+            if self._notes.counts(self._order.place(step), there):
                 pin_step(self._objects, self._run, step)
                 self.add(step, saved=False)
                 return
@@ -519,8 +479,8 @@ class Drain:
             step
             for step in in_save_order(near)
             if step not in seen.places
-            or undrained(near[step], seen.places[step], self._drained)
-            or (step in kept - seen.kept and counts(near[step], seen.places[step]))
+            or self._notes.undrained(near[step], seen.places[step])
+            or (step in kept - seen.kept and self._notes.counts(near[step], seen.places[step]))
         ]
 
     def _run_thread(self) -> None:
@@ -559,8 +519,9 @@ class Drain:
             self._hurried = False
         self._wait_for_encoding(step, lambda: 2 * len(self._queue) > self._backlog)
         broken: StoreError | None = None
+        there: TierContent | None = None
         try:
-            self._drain(step)
+            there = self._drain(step)
         except OutdatedError:
             return True
         except self.second.own_damage as error:
@@ -570,7 +531,7 @@ class Drain:
             broken = error
         except StoreError as error:
             return self._pause(step, error)
-        self._tidy()
+        self._tidy(there)
         if self._released >= self._backlog:
             self._sweep(_SWEEP_WAIT_S)
         with self._changed:
@@ -603,44 +564,57 @@ class Drain:
                 left -= _POLL_S
         return True
 
-    def _drain(self, step: int) -> None:
-        """Copy one step, as it is now, unless the second tier has it or a later state of it."""
-        self._identify_tier()
+    def _drain(self, step: int) -> TierContent:
+        """Copy one step, as it is now, unless the second tier has it or a later state of it.
+
+        Returns what the second tier has then.
+        """
+        self._notes.identify()
         with self.second.session():
+            there = self._seen = self.second.content()
+            self._meet(there)
             try:
                 with self._fast._locked():
                     manifest, _, _ = manifest_of(self._objects, self._run, step)
                     near = self._order.place(step)
             except (UnknownStepError, NotATrainingError):
-                return
+                return there
             place = self.second.place(step)
-            if diverged(near, place, self._drained):
+            if near is not None and place is not None and self._notes.diverged(near, place):
+                if near.sequence > place.sequence:
+                    raise DivergedTierError.of(
+                        self._fast.path, self._run, [step], self.second.where, [step]
+                    )
                 what = f"the step {step} of {self._run!r} is another one in {self.second.where}"
                 raise DivergedStepError.at(self._fast.path, what, run=self._run, step=step)
-            if ahead(near, place):
+            if near is not None and ahead(near, place):
+                self._notes.sending(near.sequence)
                 self.second.copy(step, place)
-                self._check_tier()  # the disk may have gone away just before the copy
+                self._notes.check()  # the disk may have gone away just before the copy
                 place = self.second.place(step)
             if place is not None:
-                self._note_tier()
-                self._seen.places[step] = place
+                if place.manifest == manifest:
+                    self._notes.copied(place.sequence)
+                self._notes.bind()
+                there.places[step] = place
                 with self._fast._locked():
                     self._order.at_least(place.sequence)
             if self.second.copy_pin(step, manifest):
-                self._seen.kept.add(step)
+                there.kept.add(step)
+            self._seen = there
+            return there
 
-    def _tidy(self) -> None:
-        """Apply the retention rules to both tiers, and let go on the fast one of what is drained"""
+    def _tidy(self, there: TierContent | None = None) -> None:
+        """Apply the retention rules to both tiers, and let go on the fast one of what is drained
+
+        `there` is what the second tier has, if that was looked at just now.
+        """
         try:
             with self.second.session():
-                there = self._seen = self.second.content()
+                if there is None:
+                    there = self._seen = self.second.content()
                 dropped, left = self._dropped(there), self._left_behind(there)
-                drained = self._drained_up_to(there)
-                if dropped or left or drained > self._drained:
-                    # Who gave a name in the second tier may have died before it was durable.
-                    self.second.settle()
-                if drained > self._drained:
-                    self._note_drained(drained)
+                self._note_drained(there, settle=bool(dropped or left))
                 for step in dropped:
                     self._drop(step, there.places[step])
                 for step in left:
@@ -652,7 +626,7 @@ class Drain:
         """The place up to which every step of the fast tier is drained; later ones may be, too."""
         with self._fast._locked():
             near = self._order.places()
-        drained = self._drained
+        drained = self._notes.drained
         for step in in_save_order(near):
             if not near[step].readable or not self._is_drained(near[step], there.places.get(step)):
                 break
@@ -684,13 +658,13 @@ class Drain:
                 with self._fast._locked():
                     check_not_kept(self._objects, self._run, step)
                     near = self._order.place(step)
-                if not undrained(near, place, self._drained):
+                if not self._notes.undrained(near, place):
                     self._remove(step, near)
 
     def _is_drained(self, near: StepPlace | None, there: StepPlace | None) -> bool:
         if there is None or not there.readable:
             return False
-        return not undrained(near, there, self._drained)
+        return not self._notes.undrained(near, there)
 
     def _left_behind(self, there: TierContent) -> list[int]:
         """The drained steps on the fast tier that are not among its last."""

@@ -17,6 +17,7 @@ StoreError
   - of the world:  BrokenSaveError       a background save ended with an unexpected error
                    DrainError            steps are on the fast tier only
                    OtherTierError        the second tier is not the one of before, or not mounted
+                   DivergedTierError     the second tier has gone on without this fast tier
                    DivergedStepError     two fast tiers have saved a step, and neither is later
   - StateError, taking a model apart:
                    UnsupportedValueError    a Python value has no form in a checkpoint
@@ -36,6 +37,7 @@ The errors of the store itself are in `tensor_dedup.store.errors`.
 """
 
 import shlex
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import PurePath
 from typing import Any, ClassVar, Self
@@ -192,6 +194,37 @@ class OtherTierError(StoreError):
         advice += f"to start over with this one on purpose, delete {note}"
         facts = {"run": run, "second": where, "known": known, "note": str(note)}
         return cls(f"{fast}: {what}; {advice}", path=str(fast), **facts)
+
+
+class DivergedTierError(StoreError):
+    """The second tier has steps that this fast tier, which has later ones, has not seen.
+
+    Two fast tiers were used in turn, and this one had not drained its last steps when the other one
+    went on. Drained now, they would come after what was trained since. Both tiers keep what they
+    have, and nobody is served the wrong one.
+    """
+
+    @classmethod
+    def of(
+        cls, fast: PurePath, run: str, steps: Sequence[int], where: str, theirs: Sequence[int]
+    ) -> Self:
+        """Return the error about the undrained `steps` at `fast`, and `theirs` at `where`."""
+        store = shlex.quote(str(fast))
+        what = f"{where} has got {_numbered(theirs)} of the run {run!r} from elsewhere, and "
+        what += f"{_numbered(steps)} here, saved without them, would come after them"
+        push = f"{shlex.quote(f'{run}@STEP')} {shlex.quote(where)} --replace --store {store}"
+        advice = "nothing was copied, and both keep what they have; for each of these here, either "
+        advice += f"`tensor-dedup push {push}`, or "
+        advice += f"`tensor-dedup runs delete {shlex.quote(run)} --step STEP --store {store}`"
+        facts = {"run": run, "steps": [*steps], "second": where, "theirs": [*theirs]}
+        return cls(f"{fast}: {what}; {advice}", path=str(fast), **facts)
+
+
+def _numbered(steps: Sequence[int]) -> str:
+    """Return steps, in order, for people."""
+    if len(steps) == 1:
+        return f"the step {steps[0]}"
+    return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
 
 
 class DivergedStepError(AdvisedError):

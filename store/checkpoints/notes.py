@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from msgspec import structs
+
 from tensor_dedup.store.checkpoints.errors import BadMetricError
 from tensor_dedup.store.checkpoints.retention import Goals
-from tensor_dedup.store.format.manifests import PART
+from tensor_dedup.store.format.manifests import PART, Manifest, encode_manifest
 
 _RUN, _STEP, _ADAPTER, _METRICS = "run", "step", "adapter", "metrics"
 _SEQUENCE, _GOALS = "sequence", "goals"
@@ -68,6 +70,15 @@ class Notes:
             return cls(run, step, texts[_ADAPTER], metrics, part, sequence, goals)
         except (KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
             return None
+
+
+def content_name(manifest: Manifest) -> str:
+    """Return the name that a step's manifest would have without its place in the order of saving.
+
+    Steps for which it is the same are the same to the last byte, whenever each was saved.
+    """
+    notes = {key: text for key, text in manifest.notes.items() if key != _SEQUENCE}
+    return encode_manifest(structs.replace(manifest, notes=notes))[0]
 
 
 def _goals(wire: dict[str, Any]) -> Goals:

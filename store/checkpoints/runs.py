@@ -33,7 +33,7 @@ from tensor_dedup.store.checkpoints.errors import (
     TakenStepError,
     UnknownStepError,
 )
-from tensor_dedup.store.checkpoints.notes import Notes, shown
+from tensor_dedup.store.checkpoints.notes import Notes, content_name, shown
 from tensor_dedup.store.checkpoints.retention import Goals
 from tensor_dedup.store.errors import (
     BadNameError,
@@ -363,12 +363,13 @@ class StepPlace(NamedTuple):
     """The place of a step in the order of saving, and the state in which its reference was seen.
 
     That state is its file's or, in a remote, what it leads to: it is only compared. `manifest` is
-    the name of its manifest; None where that cannot be read.
+    the name of its manifest, and `content` its `content_name`; None where that cannot be read.
     """
 
     sequence: int
     reference: object
     manifest: str | None
+    content: str | None = None
 
     @property
     def readable(self) -> bool:
@@ -581,13 +582,13 @@ class StepOrder:
         if known is not None and known[0] == status:
             return known[1]
         try:
-            manifest, _, notes = manifest_of(self._objects, self.run, step)
+            manifest, content, notes = manifest_of(self._objects, self.run, step)
         except UnknownStepError:  # deleted just now
             return None
         except NotATrainingError:
             self._known[step] = (status, None)
             return None
         sequence = status.mtime_ns if notes.sequence is None else notes.sequence
-        place = StepPlace(sequence, status, manifest)
+        place = StepPlace(sequence, status, manifest, content_name(content))
         self._known[step] = (status, place)
         return place

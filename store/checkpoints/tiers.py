@@ -1,21 +1,19 @@
 """What lasts behind a fast tier: the interface of a second tier, and a store as one.
 
-A remote is the other one (`tensor_dedup.store.remote.tier`). Two states of a step are compared by
-their places in the order of saving alone, so this is the same for both.
+A remote is the other one (`tensor_dedup.store.remote.tier`). Which of two states of a step counts
+is the same for both: `tensor_dedup.store.checkpoints.tier_notes`.
 """
 
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from os import PathLike
+from functools import partial
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.errors import (
     NotATrainingError,
-    OtherTierError,
     UnknownStepError,
 )
 from tensor_dedup.store.checkpoints.runs import (
@@ -36,16 +34,12 @@ from tensor_dedup.store.checkpoints.transfer import Transfer
 from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
-    NoStoreError,
     UnknownNameError,
 )
 from tensor_dedup.store.format.identity import (
     TEXT_BYTES,
-    TierNote,
     identity_in,
     new_text,
-    note_in,
-    note_text,
 )
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.index import StoreIndex
@@ -54,10 +48,7 @@ from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces
 from tensor_dedup.store.store import Store
 from tensor_dedup.store.writing.hashing import Hasher
 
-_LOG = logging.getLogger("tensor_dedup")
 _T = TypeVar("_T")
-# So many places are one fast tier's, from when it goes on from another one's last.
-_TURN: Final = 1 << 20
 
 
 class OutdatedError(Exception):
@@ -185,7 +176,7 @@ class StoreTier:
             return self._identity()
 
     def _identity(self) -> str | None:
-        text = _read(self._objects, self._objects.layout.identity)
+        text = text_at(self._objects, self._objects.layout.identity)
         return None if text is None else identity_in(text)
 
     def session(self) -> AbstractContextManager[None]:
@@ -241,9 +232,9 @@ class StoreTier:
     def copy(self, step: int, place: StepPlace | None) -> None:
         # docstring inherited
         with self._second._session() as (index, hasher):
-            self._copy(step, index, hasher)
+            self._copy(step, place, index, hasher)
 
-    def _copy(self, step: int, index: StoreIndex, hasher: Hasher) -> None:
+    def _copy(self, step: int, place: StepPlace | None, index: StoreIndex, hasher: Hasher) -> None:
         objects, name = self._fast._objects, step_name(self._run, step)
         with Transfer(self._objects, index, hasher, self._settled) as transfer:
             with self._fast._session(update=False) as (near, _):
@@ -259,15 +250,20 @@ class StoreTier:
                 source = StoredPieces(objects, near, set(missing), name)
             with source:
                 transfer.send(source, missing)
-            transfer.publish(name, manifest, blobs, lambda: self._check_copy(step, manifest))
+            check = partial(self._check_copy, step, manifest, place)
+            transfer.publish(name, manifest, blobs, check)
 
-    def _check_copy(self, step: int, manifest: str) -> None:
-        """Check that a copy is to appear; nobody deletes the step meanwhile."""
+    def _check_copy(self, step: int, manifest: str, place: StepPlace | None) -> None:
+        """Check that a copy is to appear; nobody deletes the step meanwhile.
+
+        What it replaces is what was looked at: somebody may have saved the step here since.
+        """
         try:
             now = self._fast._objects.ref(step_name(self._run, step))
         except UnknownNameError as error:
             raise OutdatedError from error
-        if now != manifest or not ahead(self._order.place(step), self._there.place(step)):
+        there = self._there.place(step)
+        if now != manifest or there != place or not ahead(self._order.place(step), there):
             raise OutdatedError
         check_replaceable(self._objects, self._run, step)
 
@@ -322,39 +318,6 @@ def ahead(one: StepPlace | None, other: StepPlace | None) -> bool:
     return other is None or not other.readable or one.sequence > other.sequence
 
 
-def diverged(one: StepPlace | None, other: StepPlace | None, drained: int) -> bool:
-    """Whether a fast tier's state of a step is none that the other one was made after.
-
-    That tier has drained what has a place up to `drained`: whatever is later there replaced it.
-
-    A fast tier may die before its last steps are drained: another one that goes on from the second
-    tier does not know of them. It has later places (`next_turn`) and is what counts; the first one
-    is not to be lost, and not to be drained either. Both have one place where each of them counted
-    on from the second tier without that, as earlier versions do.
-    """
-    if one is None or other is None or not (one.readable and other.readable):
-        return False
-    if one.manifest == other.manifest:
-        return False
-    earlier = one.sequence // _TURN < other.sequence // _TURN
-    return (earlier and one.sequence > drained) or one.sequence == other.sequence
-
-
-def next_turn(last: int) -> int:
-    """Return a place behind all that whoever gave this one may have given without draining them."""
-    return (last // _TURN + 1) * _TURN
-
-
-def counts(near: StepPlace | None, there: StepPlace | None) -> bool:
-    """Whether the fast tier's state of a step counts: the second one has it too, or none later."""
-    return not ahead(there, near) and not diverged(near, there, 0)
-
-
-def undrained(near: StepPlace | None, there: StepPlace | None, drained: int) -> bool:
-    """Whether the fast tier's state of a step is on that tier only, and not to be lost."""
-    return ahead(near, there) or diverged(near, there, drained)
-
-
 def unlink(objects: Objects, files: Iterable[str]) -> bool:
     """Remove references durably, under the lock of names; return whether any was there."""
     found = False
@@ -367,56 +330,8 @@ def unlink(objects: Objects, files: Iterable[str]) -> bool:
     return found
 
 
-def _read(objects: Objects, path: Path) -> bytes | None:
-    """Read a text; None if it is not there or cannot be read."""
+def text_at(objects: Objects, path: Path) -> bytes | None:
+    """Read a small text; None if it is not there or cannot be read."""
     with suppress(MissingObjectError, DamagedFileError):
         return objects.read(path, TEXT_BYTES)
     return None
-
-
-def tier_note(fast: Store, run: str) -> TierNote | None:
-    """Return the fast tier's note of the second tier that it has drained a run to.
-
-    None if it has drained nothing yet, or by an earlier version.
-    """
-    with fast._translated():
-        text = _read(fast._objects, note_path(fast, run))
-    return None if text is None else note_in(text, run)
-
-
-def set_tier_note(fast: Store, run: str, note: TierNote) -> None:
-    """Note durably on the fast tier which second tier it drains a run to."""
-    with fast._locked(), fast._objects.naming():
-        fast._objects.publish(note_text(run, note), note_path(fast, run))
-
-
-def note_path(fast: Store, run: str) -> Path:
-    """Return the path of a run's note."""
-    return fast._objects.layout.tiers / file_of(run)
-
-
-def other_tier(fast: Store, run: str, note: TierNote, where: str) -> OtherTierError:
-    """Return the error about a second tier that is not the one of the note."""
-    return OtherTierError.of(fast.path, run, note.where, where, note_path(fast, run))
-
-
-def second_store(
-    folder: str | PathLike[str], fast: Store, order: StepOrder, note: TierNote | None
-) -> Store:
-    """Open the store of a second tier, or make it, which for a run that has steps is said.
-
-    Raises:
-        OtherTierError: the run was drained, as the `note` says, and nothing is there now.
-    """
-    try:
-        return Store.open(folder, create=False)
-    except NoStoreError as error:
-        if note is not None:
-            raise other_tier(fast, order.run, note, str(Path(folder))) from error
-        made = Store.open(folder)
-    with fast._translated():
-        if step_numbers(fast._objects, order.run):
-            what = "%s: the run %r has steps here, and a new store is made in %s; if they had been "
-            what += "drained there before, end this, and mount that disk"
-            _LOG.warning(what, fast.path, order.run, made.path)
-    return made

@@ -1,7 +1,8 @@
-"""The identity of a second tier, and a fast tier's note of it. No I/O."""
+"""The identity of a second tier, and a fast tier's notes of it. No I/O."""
 
 import json
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Final
@@ -12,19 +13,35 @@ from tensor_dedup.store.format import frames
 TEXT_BYTES: Final = 1 << 14
 _TITLE: Final = "tensor-dedup identity"
 _NOTE_TITLE: Final = "tensor-dedup second tier"
-_ID, _RUN, _WHERE, _DRAINED = "id ", "run ", "where ", "drained "
+_SEEN_TITLE: Final = "tensor-dedup seen places"
+_ID, _RUN, _WHERE, _DRAINED, _TIER = "id ", "run ", "where ", "drained ", "tier "
+# So many second tiers are remembered, those that were used last.
+_TIERS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class TierNote:
     """Which second tier a run was drained to: its identity, and where it was.
 
-    Each step of the fast tier with a place up to `drained` was drained to it.
+    Each step of the fast tier with a place up to `drained` was drained to it, as far as earlier
+    versions have noted; see `SeenPlaces`.
     """
 
     identity: str
     where: str
     drained: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SeenPlaces:
+    """What a fast tier knows of the steps of a run on one second tier.
+
+    Each step of the fast tier with a place up to `drained` was drained there. `last` has, in order,
+    the last place that was seen there of each fast tier that had drained.
+    """
+
+    drained: int = 0
+    last: tuple[int, ...] = ()
 
 
 def new_text() -> bytes:
@@ -58,6 +75,31 @@ def note_in(text: bytes, run: str) -> TierNote | None:
         return TierNote(identity, str(json.loads(where)), int(drained or 0))
     except ValueError:
         return None
+
+
+def seen_text(run: str, seen: Mapping[str, SeenPlaces]) -> bytes:
+    """Return the text of what was seen on second tiers, by identity, the last used one last."""
+    tiers = [*seen.items()][-_TIERS:]
+    lines = [
+        f"{_TIER}{identity} {each.drained} {','.join(map(str, each.last))}"
+        for identity, each in tiers
+    ]
+    return frames.encode_text([_SEEN_TITLE, f"{_RUN}{run}", *lines])
+
+
+def seen_in(text: bytes, run: str) -> dict[str, SeenPlaces]:
+    """Return what was seen on second tiers; nothing if the text is damaged or another run's."""
+    lines, found = _lines(text), dict[str, SeenPlaces]()
+    if lines[:2] != [_SEEN_TITLE, f"{_RUN}{run}"]:
+        return {}
+    try:
+        for line in lines[2:]:
+            identity, drained, last = line.removeprefix(_TIER).split(" ")
+            places = sorted(int(place) for place in last.split(",") if place)
+            found[identity] = SeenPlaces(int(drained), tuple(places))
+    except ValueError:
+        return {}
+    return found
 
 
 def _lines(text: bytes) -> list[str]:

@@ -14,6 +14,7 @@ INDEX_LOCK = "index.lock"
 SEQUENCE = "sequence"
 IDENTITY = "identity"
 TIERS = "tiers"
+DRAINS = "drains"
 INDEX_FILES = (INDEX, f"{INDEX}-wal", f"{INDEX}-shm")
 FOLDERS = ("containers", "manifests", "refs", "quarantine", "trash", "tmp")
 KNOWN = frozenset(
@@ -69,13 +70,18 @@ class StoreLayout:
 
     @cached_property
     def identity(self) -> Path:
-        """The file that tells this store from others; it is there once a fast tier drains here."""
+        """The file that tells this store from others; there once it was a second tier."""
         return self.root / IDENTITY
 
     @cached_property
     def tiers(self) -> Path:
         """The folder of notes, one for each run, of the second tier that it is drained to."""
         return self.root / TIERS
+
+    @cached_property
+    def drains(self) -> Path:
+        """The folder of notes, one for each run, of what was seen on second tiers of it."""
+        return self.root / DRAINS
 
     @cached_property
     def index(self) -> Path:

@@ -6,10 +6,12 @@ the remote is kept out by a lock on the fast tier (`drain.lock`), which no save 
 tier at a time may drain a run. What anybody else does to a name meanwhile, the conditions tell.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import Final, TypeVar
 
 from tensor_dedup.errors import StoreError
@@ -18,7 +20,7 @@ from tensor_dedup.store.checkpoints.errors import (
     PinnedStepError,
     UnknownStepError,
 )
-from tensor_dedup.store.checkpoints.notes import Notes
+from tensor_dedup.store.checkpoints.notes import Notes, content_name
 from tensor_dedup.store.checkpoints.runs import (
     Step,
     StepOrder,
@@ -26,21 +28,21 @@ from tensor_dedup.store.checkpoints.runs import (
     kept_steps,
     parse_step_name,
     step_name,
+    step_numbers,
 )
+from tensor_dedup.store.checkpoints.tier_notes import other_tier, tier_note
 from tensor_dedup.store.checkpoints.tiers import (
     OutdatedError,
     SecondTier,
     StoreTier,
     TierContent,
-    other_tier,
-    second_store,
-    tier_note,
 )
 from tensor_dedup.store.errors import (
     BadNameError,
     CorruptTensorError,
     MissingObjectError,
     NewerFormatError,
+    NoStoreError,
     UnknownNameError,
 )
 from tensor_dedup.store.format.identity import TEXT_BYTES, TierNote, identity_in, new_text
@@ -61,20 +63,25 @@ from tensor_dedup.store.remote.push import NameGuard, SilentTransfer, damaged_st
 from tensor_dedup.store.remote.remote import Remote
 from tensor_dedup.store.store import Store
 
+_LOG = logging.getLogger("tensor_dedup")
 _UNREADABLE: Final = (DamagedRemoteError, MissingRemoteError, NewerFormatError)
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """What the manifest of a name says: its notes, None where no run made it, and its size."""
+    """What the manifest of a name says: its notes, None where no run made it, and its size.
+
+    `content` is its `content_name`.
+    """
 
     notes: Notes | None
     nbytes: int
+    content: str
 
     @classmethod
     def of(cls, content: Manifest) -> "_Described":
-        return cls(Notes.from_texts(content.notes), content.nbytes)
+        return cls(Notes.from_texts(content.notes), content.nbytes, content_name(content))
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +224,7 @@ class RemoteTier:
         if sequence is None:  # of an earlier version, whose steps go by the time of the reference
             status = self._bucket.head(layout.ref_key(step_name(self._run, step)))
             sequence = 0 if status is None else int(status.modified * 1e9)
-        return StepPlace(sequence, ref.state, ref.state)
+        return StepPlace(sequence, ref.state, ref.state, described.content)
 
     def place(self, step: int) -> StepPlace | None:
         # docstring inherited
@@ -410,9 +417,31 @@ def second_tier(
     # What lets go of nothing may be drained anywhere, as to a second copy.
     note = tier_note(fast, order.run) if lets_go else None
     if not isinstance(drain, Remote) and not is_url(str(drain)):
-        return StoreTier(second_store(drain, fast, order, note), fast, order)
+        return StoreTier(_second_store(drain, fast, order, note), fast, order)
     remote = drain if isinstance(drain, Remote) else Remote.open(drain)
     folder = remote.store_folder()
     if folder is not None:
         return StoreTier(Store.open(folder, create=False), fast, order)
     return RemoteTier(remote, fast, order, note)
+
+
+def _second_store(
+    folder: str | PathLike[str], fast: Store, order: StepOrder, note: TierNote | None
+) -> Store:
+    """Open the store of a second tier, or make it, which for a run that has steps is said.
+
+    Raises:
+        OtherTierError: the run was drained, as the `note` says, and nothing is there now.
+    """
+    try:
+        return Store.open(folder, create=False)
+    except NoStoreError as error:
+        if note is not None:
+            raise other_tier(fast, order.run, note, str(Path(folder))) from error
+        made = Store.open(folder)
+    with fast._translated():
+        if step_numbers(fast._objects, order.run):
+            what = "%s: the run %r has steps here, and a new store is made in %s; if they had been "
+            what += "drained there before, end this, and mount that disk"
+            _LOG.warning(what, fast.path, order.run, made.path)
+    return made

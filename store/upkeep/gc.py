@@ -6,15 +6,17 @@ is not certain what is in use, nothing is moved or deleted.
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
 from tensor_dedup.store.errors import UnfitForCollectionError
 from tensor_dedup.store.format.external import EXTERNAL
-from tensor_dedup.store.format.tables import Record
+from tensor_dedup.store.format.manifests import Manifest, ManifestPage
+from tensor_dedup.store.format.tables import Record, Table
 from tensor_dedup.store.index import open_index
+from tensor_dedup.store.locks import session, sweep
 from tensor_dedup.store.objects import ContainerId, Objects, files_below, remove_folder
 from tensor_dedup.store.upkeep.inventory import Inventory, take_inventory
 
@@ -204,6 +206,52 @@ def plan_gc(objects: Objects, grace_hours: float) -> GcPlan:
         file_bytes(objects, keep),
         dead_bytes(found, need),
     )
+
+
+class _ReadObjects(Objects):
+    """The bookkeeping of a store, of which no file that never changes is read twice."""
+
+    def __init__(self, objects: Objects) -> None:
+        super().__init__(objects.files, objects.layout)
+        self._tables = dict[ContainerId, Table]()
+        self._manifests = dict[str, Manifest]()
+        self._pages = dict[str, ManifestPage]()
+
+    def table(self, container: ContainerId, *, at: Path | None = None) -> Table:
+        # docstring inherited
+        if container not in self._tables:
+            self._tables[container] = super().table(container, at=at)
+        return self._tables[container]
+
+    def manifest(self, name: str) -> Manifest:
+        # docstring inherited
+        if name not in self._manifests:
+            self._manifests[name] = super().manifest(name)
+        return self._manifests[name]
+
+    def page(self, name: str) -> ManifestPage:
+        # docstring inherited
+        if name not in self._pages:
+            self._pages[name] = super().page(name)
+        return self._pages[name]
+
+
+def sweep_now(objects: Objects, wait_s: float, check: Callable[[], None]) -> GcPlan:
+    """Delete what is not used now, without a grace; what is in the trash keeps its own.
+
+    Most of what there is to read is read before anybody has to wait: who saves waits for the rest.
+    `check` is called when nothing can be named or unnamed any more, and raises if it must not.
+
+    Raises:
+        StoreBusyError: other sessions were not closed within `wait_s` seconds.
+        UnfitForCollectionError: it is not certain what is in use; nothing was touched.
+    """
+    read = _ReadObjects(objects)
+    with session(objects.files, objects.layout):
+        take_inventory(read)
+    with sweep(objects.files, objects.layout, wait_s=wait_s):
+        check()
+        return execute(objects, plan_gc(read, DEFAULT_GRACE_HOURS), 0)
 
 
 def execute(objects: Objects, plan: GcPlan, grace_hours: float) -> GcPlan:

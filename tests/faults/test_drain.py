@@ -28,6 +28,7 @@ from stores import assert_same, handle, open_store, shares
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints import drain as drain_module
 from tensor_dedup.store.checkpoints.drain import Drain
+from tensor_dedup.store.checkpoints.errors import DivergedTierError
 from tensor_dedup.store.checkpoints.runs import in_save_order
 
 LOSSES: list[Loss] = ["everything", "bytes", "nothing"]
@@ -73,7 +74,7 @@ class Scene:
         """The operations of the act, undisturbed."""
         folder, files = self.stage(Faults())
         run = self.open(folder, files)
-        began = len(files.log)
+        began = 0 if self._act.opening else len(files.log)
         self._act.act(run)
         assert self.check(folder) == self._act.second[-1]
         shutil.rmtree(folder)
@@ -321,3 +322,60 @@ def test_a_training_that_is_killed(tmp_path: Path, kills: int) -> None:
     drain(run)
     assert handle(tmp_path / "second").steps() == run.steps()
     assert handle(tmp_path / "second").store.verify(full=True).faults == []
+
+
+def test_a_tier_that_takes_over_dies_at_every_operation(folder: Path, every: bool) -> None:
+    """It drains nothing; the first one goes on, and it comes back: nobody replaces anything."""
+
+    def open_(where: Path, name: str, files: FaultyFiles | None = None) -> CheckpointStore:
+        second = open_store(where / "second", files)
+        return handle(where / name, files=files, drain=second, compress=None)
+
+    first = open_(folder / "template", "fast")
+    for step in OLD:
+        first.save(model_of(step), step)
+    drain(first)
+    open_store(folder / "template" / "other")
+
+    def stage(faults: Faults) -> tuple[Path, FaultyFiles]:
+        where = folder / "stage"
+        shutil.copytree(folder / "template", where)
+        (where / "limbo").mkdir()
+        return where, FaultyFiles(where / "limbo", faults)
+
+    def save(where: Path, files: FaultyFiles) -> None:
+        run = open_(where, "other", files)
+        for step in (2, 3):
+            run.save(model_of(step), step)
+
+    where, files = stage(Faults())
+    save(where, files)
+    shutil.rmtree(where)
+    changes = [number for number, operation in enumerate(files.log) if operation in CHANGES]
+    seen = set[tuple[bool, tuple[int, ...]]]()
+    for at, number in enumerate(changes):
+        for loss in LOSSES if every else LOSSES[at % 3 : at % 3 + 1]:
+            where, files = stage(Faults(stop_at=number))
+            with pytest.raises(Crash):
+                save(where, files)
+            files.lose(loss)
+            run = open_(where, "fast")
+            for step in (2, 3, 4):
+                run.save(model_of(step + 2), step)
+            drain(run)
+            left = {step: step for step in handle(where / "other").steps()}
+            refused = False
+            try:
+                run = open_(where, "other")
+                drain(run)
+                assert run.undrained() == []
+            except DivergedTierError:
+                refused = True
+            assert refused == bool(left)
+            seen.add((refused, (*left,)))
+            second = handle(where / "second")
+            assert held(second) == {**OLD, 2: 4, 3: 5, 4: 6}
+            assert second.latest() == 4
+            assert held(handle(where / "other")) == left
+            shutil.rmtree(where)
+    assert seen == {(False, ()), (True, (2,)), (True, (2, 3))}

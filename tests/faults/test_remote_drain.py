@@ -119,7 +119,7 @@ class Scene:
         self.reset()
         spy = Faulty(self.bucket)
         run = self.open(spy)
-        began = len(spy.calls)
+        began = 0 if self.act.opening else len(spy.calls)
         (act or self.act.act)(run)
         return [""] * began + spy.calls[began:]
 

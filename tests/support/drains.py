@@ -40,6 +40,8 @@ class Act:
     second: tuple[Steps, ...]
     options: dict[str, Any] = field(default_factory=dict)
     pinned: tuple[set[int], ...] = (set(),)
+    opening: bool = False
+    """Whether to open the run is a part of it."""
 
 
 def undrained(*saves: tuple[int, int]) -> Callable[[CheckpointStore], None]:
@@ -63,8 +65,9 @@ def pin(run: CheckpointStore) -> None:
 def of_an_earlier_version(run: CheckpointStore) -> None:
     """Neither tier has a note of the other."""
     assert run._drain is not None
-    run._drain._note = None
-    shutil.rmtree(run.store.path / "tiers")
+    run._drain._notes._note = None
+    for folder in ("tiers", "drains"):
+        shutil.rmtree(run.store.path / folder)
     second = run._drain.second
     if isinstance(second, StoreTier):
         (second.path / "identity").unlink()
@@ -89,6 +92,7 @@ ACTS = {
         ({**OLD, 2: 2},),
         (OLD, {**OLD, 2: 2}),
         {"keep_fast": 2},
+        opening=True,
     ),
     "sweeping": Act(
         undrained((2, 2), (3, 3)),

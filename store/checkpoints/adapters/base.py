@@ -50,7 +50,9 @@ class ModelAdapter(Protocol):
     """An object that takes models of some kind apart and reassembles them.
 
     It may also have `chunks(model)`, an iterator of named StateChunks, which a save then uses
-    instead of `extract`. Its methods are called from several threads.
+    instead of `extract`. What it has yielded stays as it is until the model may be changed: a save
+    may read it after all others were made, so each chunk has memory of its own, and no buffer is
+    filled again. Nothing would notice it. Its methods are called from several threads.
     """
 
     name: str
@@ -83,8 +85,8 @@ class StateProvider:
     `name` is written to the checkpoint. `state` returns plain values, arrays, tensors, other
     objects that have a provider, StateChunks, and containers of them; or an iterator of the keys
     and values of a dict, each of which is taken before the next is asked for (what was yielded
-    stays as it is). A StateChunk is restored as its source is, one of bytes or with `make` as a
-    NamedValue. `restore` takes such a state and the
+    stays as it is: its memory is not filled again for another). A StateChunk is restored as its
+    source is, one of bytes or with `make` as a NamedValue. `restore` takes such a state and the
     object to restore it into (None to make a new one), and returns that object. `parts`, if given,
     returns the equivalent of `state` for the object to restore into, so that its tensors and arrays
     are filled in place.

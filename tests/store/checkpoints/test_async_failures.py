@@ -13,7 +13,19 @@ import pytest
 import torch
 
 from disk_faults import NEEDS_SPACE, Faults, FaultyFiles
-from stores import Arrays, Gate, Model, assert_same, copied, gated, handle, network, shares, train
+from stores import (
+    Arrays,
+    Gate,
+    Model,
+    assert_same,
+    copied,
+    gated,
+    handle,
+    network,
+    open_store,
+    shares,
+    train,
+)
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints import (
     CheckpointStore,
@@ -211,8 +223,8 @@ class _Interrupting(RealFiles):
         self.handler: Callable[[], object] | None = None
 
     def fsync(self, handle: Handle) -> None:
-        handler, self.handler = self.handler, None
-        if handler is not None:
+        if self.handler is not None and threading.current_thread() is threading.main_thread():
+            handler, self.handler = self.handler, None
             handler()
         super().fsync(handle)
 
@@ -232,6 +244,46 @@ def test_a_signal_handler_that_saves_in_the_middle_of_a_save_is_told(tmp_path: P
     assert len(told) == 1
     assert run.steps() == [0]
     assert_same(run.load(0), model)
+
+
+def waiting_in_saves(root: str) -> None:
+    """Waits for saves, and for what waits for them, when a signal comes in the middle of a save."""
+    second = open_store(Path(root) / "second")
+    handle(Path(root) / "fast", drain=second).close()
+    files, told, model = _Interrupting(), list[str](), network(1)
+    run = handle(Path(root) / "fast", files=files, drain=second)
+
+    def handler() -> None:
+        calls: dict[str, Callable[[], object]] = {
+            "save_async": lambda: run.save_async(network(2), 7).wait(),
+            "append": lambda: run.append(network(2)),
+            "commit": lambda: run.commit(run.snapshot(network(2), 7)),
+            "update": run.before_update,
+            "drain": run.drain,
+            "gc": run.gc,
+            "close": run.close,
+        }
+        for name, call in calls.items():
+            if name == "update":  # there is nothing that it could wait for
+                call()
+                continue
+            with pytest.raises(NestedSaveError, match="when the call has returned"):
+                call()
+            told.append(name)
+
+    for step in range(2):
+        train(model, step, "layer0.weight")
+        files.handler = handler
+        run.save(model, step)
+    assert len(told) == 12
+    pending = run.save_async(model, 2)  # nothing is left of what was refused
+    run.close()
+    assert pending.done()
+    sys.stdout.write(str(run.steps()))
+
+
+def test_a_signal_handler_that_waits_in_the_middle_of_a_save_is_told(tmp_path: Path) -> None:
+    assert in_a_process("waiting_in_saves", tmp_path).stdout == "[0, 1, 2]"
 
 
 def test_a_model_that_saves_while_it_is_taken_apart_is_told(tmp_path: Path) -> None:

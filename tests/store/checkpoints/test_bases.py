@@ -1,5 +1,6 @@
 """The first step of a run near another checkpoint costs what differs from that."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,40 @@ def test_a_step_is_not_near_itself(tmp_path: Path, elements: int) -> None:
     with CheckpointStore(tmp_path, "run").store.checkpoint("run@0") as opened:
         codecs = {opened.stored(each)[0] for each in opened if each.dtype == "F32"}
         assert PLAIN not in codecs  # but encoded
+
+
+@pytest.mark.parametrize("base", ["base", "alone@0", None])
+def test_a_base_whose_names_lack_the_first_part(
+    tmp_path: Path, elements: int, base: str | None
+) -> None:
+    root, model = tmp_path / "store", model_of(elements)
+    if base == "alone@0":
+        save(root, "alone", model)
+    else:
+        imported(root, tmp_path / "base", "base", model)
+    state = {"model": near(model, 1), "optimizer": model_of(elements, seed=7)}
+    save(root, "tuned", state, base=base)
+    with CheckpointStore(root, "tuned").store.checkpoint("tuned@0") as opened:
+        against = {each.name for each in opened if opened.stored(each)[2] is not None}
+    assert against == {"model.one", "model.two"}
+    assert_same(CheckpointStore(root, "tuned").load(0)["model"], state["model"])
+
+
+@pytest.mark.parametrize("drained", [False, True])
+def test_a_run_with_steps_goes_on_without_its_base(tmp_path: Path, drained: bool) -> None:
+    root, model, more = tmp_path / "fast", model_of(30_000), {}
+    if drained:
+        more["drain"] = tmp_path / "second"
+    imported(root, tmp_path / "base", "base", model)
+    save(root, "tuned", near(model, 1), base="base", **more)
+    if drained:
+        shutil.rmtree(root)  # its machine is lost, and the base with it
+    else:
+        CheckpointStore(root, "any").store.delete("base")
+    with CheckpointStore(root, "tuned", base="base", **more) as run:
+        assert run.steps() == [0]
+        run.save(near(model, 2), 1)
+        assert_same(run.load(1), near(model, 2))
 
 
 def test_a_base_that_is_nowhere_is_refused(tmp_path: Path) -> None:

@@ -384,19 +384,24 @@ def test_a_state_with_the_same_place_is_replaced_by_the_next_save(tmp_path: Path
 
 
 def test_a_later_state_that_appears_during_the_copy_stays(tmp_path: Path) -> None:
+    """Somebody saves the step on the second tier alone. What nobody there knew of stays, too."""
     mount = Mount()
-    with tiers(tmp_path, mount) as run:
-        save(run, 20)  # so that the second tier has been written to
-        run.drain()
-        mount.open_.clear()
-        mount.reached.clear()
-        save(run, 0)
-        assert mount.reached.wait(30)
-        other = alone(tmp_path)
-        other._steps.at_least(100)
-        other.save(moving(5), 0)
-        mount.open_.set()
+    run = tiers(tmp_path, mount)
+    save(run, 20)  # so that the second tier has been written to
+    run.drain()
+    mount.open_.clear()
+    mount.reached.clear()
+    save(run, 0)
+    assert mount.reached.wait(30)
+    other = alone(tmp_path)
+    other._steps.at_least(100)
+    other.save(moving(5), 0)
+    mount.open_.set()
+    with pytest.raises(DrainError, match="from 0, is not") as caught:
+        run.close()
+    assert isinstance(caught.value.__cause__, DivergedStepError)
     assert_same(alone(tmp_path).load(0), moving(5))
+    assert_same(alone(tmp_path, "fast").load(0), moving(0))
 
 
 def test_an_empty_fast_tier_goes_on_behind_what_is_drained(tmp_path: Path) -> None:

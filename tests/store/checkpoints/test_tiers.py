@@ -9,12 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from disk_faults import Crash, Faults, FaultyFiles
 from stores import Model, alone, assert_same, handle, moving, open_store
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import DrainError, OtherTierError
-from tensor_dedup.store.errors import NoSpaceError
+from tensor_dedup.store.errors import NoSpaceError, NoStoreError
 from tensor_dedup.store.files import Handle, RealFiles
+from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.store import Store
+from tensor_dedup.store.upkeep.inventory import Inventory, take_inventory
 
 
 def save(run: CheckpointStore, *steps: int) -> None:
@@ -69,6 +73,36 @@ def test_a_second_tier_that_is_not_mounted_is_an_error(tmp_path: Path, second: s
         assert opened.steps() == [4, 5, 6]
     with run() as opened:
         assert opened.steps() == [4, 5, 6]
+
+
+def test_a_second_tier_that_another_process_is_making(tmp_path: Path) -> None:
+    (tmp_path / "limbo").mkdir()
+    whole = FaultyFiles(tmp_path / "limbo")
+    open_store(tmp_path / "made", whole)
+    assert len(whole.log) > 10
+    for number in range(len(whole.log)):  # as far as the other one has come
+        root, limbo = tmp_path / str(number), tmp_path / f"limbo {number}"
+        limbo.mkdir()
+        with pytest.raises(Crash):
+            open_store(root / "second", FaultyFiles(limbo, Faults(stop_at=number)))
+        if not (root / "second" / "FORMAT").exists():
+            with pytest.raises(NoStoreError):
+                Store.open(root / "second", create=False)
+        with handle(root / "fast", drain=root / "second") as run:
+            save(run, 0)
+        assert alone(root, "second").steps() == [0]
+
+
+def test_a_relative_folder_is_that_of_its_opening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with handle(Path("fast"), drain="second") as run:
+        monkeypatch.chdir("elsewhere")
+        save(run, 0)
+    assert alone(tmp_path, "second").steps() == [0]
+    assert [*Path().iterdir()] == []
 
 
 def test_what_lets_go_of_nothing_is_drained_anywhere(tmp_path: Path, second: str) -> None:
@@ -252,3 +286,43 @@ def test_a_full_fast_tier_is_swept_before_a_save_fails(tmp_path: Path) -> None:
     assert [s for s in run.steps() if s >= 9]
     for step in run.steps():
         assert_same(run.load(step), noise(step))
+
+
+def test_a_sweep_reads_before_anybody_has_to_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone in the store it reads no table, page or manifest again, and sees what came since."""
+    run, other = handle(tmp_path, compress=None), handle(tmp_path, "other", compress=None)
+    for step in range(3):
+        run.save(noise(step), step)
+        other.save(noise(10 + step), step)
+    run.delete(1)
+    read = list[Path]()
+    alone_since = list[int]()
+
+    def reading(self: Objects, path: Path, limit: int = 1 << 30) -> bytes:
+        read.append(path)
+        return whole(self, path, limit)
+
+    def trailer(self: Objects, path: Path) -> bytes:
+        read.append(path)
+        return ending(self, path)
+
+    def take(objects: Objects) -> Inventory:
+        found = take_inventory(objects)
+        if not alone_since:
+            other.save(noise(20), 20)
+        return found
+
+    whole, ending = Objects.read, Objects._trailer
+    monkeypatch.setattr(Objects, "read", reading)
+    monkeypatch.setattr(Objects, "_trailer", trailer)
+    monkeypatch.setattr("tensor_dedup.store.upkeep.gc.take_inventory", take)
+    plan = run.store._sweep(10, lambda: alone_since.append(len(read)))
+    again = [path for path in read[alone_since[0] :] if path.parent.name != "refs"]
+    assert {*again} & {*read[: alone_since[0]]} == set()
+    assert len(again) == 3  # of the step that came since: manifest, page, container
+    assert plan.freed_bytes >= 1 << 20
+    assert other.steps() == [0, 1, 2, 20]
+    assert_same(other.load(20), noise(20))
+    assert run.store.verify(full=True).fine
