@@ -107,7 +107,8 @@ def unpack(
         with tarfile.open(fileobj=source, mode="r|", tarinfo=_Entry) as archive:
             for entry in archive:
                 unpacking.take(entry, archive)
-                archive.members.clear()  # or all that it has met stays in memory
+                # Or all that it has met stays in memory; typeshed lacks it.
+                archive.members.clear()  # type: ignore[attr-defined]
             ended = getattr(archive, _ENDED, False)
     except _SparseFileError:
         what = "an archive with a sparse file"

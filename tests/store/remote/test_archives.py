@@ -162,6 +162,9 @@ def test_an_archive_that_stops_is_damaged(
     assert store.names() == []
 
 
+LARGE = 32 << 20
+
+
 def facts(pairs: dict[str, str], data: bytes = b"") -> bytes:
     """An archive with a file before which such facts about it stand."""
     out = io.BytesIO()
@@ -178,27 +181,26 @@ def headed(kind: bytes, size: int, *rest: bytes) -> bytes:
     entry.type, entry.size = kind, size
     head = bytearray(entry.tobuf(tarfile.GNU_FORMAT))
     if kind == tarfile.GNUTYPE_SPARSE:  # its size on the disk, and that its map goes on
-        head[482:495] = bytes([True]) + b"%011o\0" % (1 << 32)
+        head[482:495] = bytes([True]) + b"%011o\0" % LARGE
         head[148:156] = b" " * 8
         head[148:156] = b"%06o\0 " % sum(head)
     return b"".join([head, *rest])
 
 
-LARGE = 32 << 20
-GNU = {"GNU.sparse.name": "x", "GNU.sparse.realsize": str(1 << 40)}
+GNU = {"GNU.sparse.name": "x", "GNU.sparse.realsize": str(LARGE)}
 
 
 def sparse(form: str) -> bytes:
-    """An archive with a file of a terabyte, or with one whose map is as large as this archive."""
+    """An archive with a file that is large on the disk, or with a map that is large itself."""
     if form.startswith("of GNU"):
         block = b"00000000001\0" * 42 + bytes([True]) * 8
         return headed(tarfile.GNUTYPE_SPARSE, 0, block * (LARGE // 512 if "map" in form else 0))
     if form == "in pairs":
-        return facts({"GNU.sparse.size": str(1 << 40), "GNU.sparse.numblocks": "0"})
+        return facts({"GNU.sparse.size": str(LARGE), "GNU.sparse.numblocks": "0"})
     if form == "in one pair":
         return facts({**GNU, "GNU.sparse.map": "0,1"})
     version = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}
-    return facts({**GNU, **version}, b"99999999\n" + b"1\n" * (LARGE // 2))
+    return facts({**GNU, **version}, b"99999999\n" + b"1\n" * (LARGE // 32))
 
 
 @pytest.mark.parametrize(

@@ -449,7 +449,7 @@ def test_a_sweep_takes_nothing_off_the_list_twice(tmp_path: Path) -> None:
     assert gate.calls[forgets] == f"put_if {layout.HEAD}"
     inner = scene.bucket()
     key = next(call.split()[1] for call in gate.calls if call.startswith("delete containers/"))
-    another = {key: (int(inner.clock),)}
+    another: dict[str, tuple[int, ...]] = {key: (int(inner.clock),)}
 
     def enter() -> None:
         catalog = catalog_of(inner)
