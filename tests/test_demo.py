@@ -92,8 +92,15 @@ def test_one_other_token_is_said_and_ends_with_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = checkpoints.make("qwen2", tmp_path)
-    monkeypatch.setattr(run, "run_plain", lambda *_: side(7, 8))
-    arguments = ["--work", str(tmp_path), "--json", str(tmp_path / "r.json")]
+    work, logs = tmp_path / "work", list[Path]()
+
+    def plain(models: Sequence[Path], log: Path, *_: object) -> run.Side:
+        log.touch()
+        logs.append(log)
+        return side(7, 8)
+
+    monkeypatch.setattr(run, "run_plain", plain)
+    arguments = ["--work", str(work), "--json", str(tmp_path / "r.json")]
     arguments += [str(pair.base), str(pair.fine_tune)]
     for answers, status in (((7, 8), 0), ((7, 9), 1)):
         monkeypatch.setattr(run, "run_shared", lambda *_, answers=answers: side(*answers))
@@ -101,6 +108,9 @@ def test_one_other_token_is_said_and_ends_with_1(
     report = json.loads((tmp_path / "r.json").read_text())
     assert [model["tokens_equal_plain"] for model in report["models"]] == [True, False]
     assert report["tokens_equal_plain"] is False
+    # What a shell takes `work/*` for is checkpoints, as `analyze` needs them.
+    assert all(log.is_file() and log.is_relative_to(work) for log in logs)
+    assert [path for path in work.iterdir() if not path.name.startswith(".")] == []
 
 
 def test_what_each_load_added_and_its_sum() -> None:
@@ -206,6 +216,12 @@ def test_what_stays_on_the_disk_is_said(tmp_path: Path, monkeypatch: pytest.Monk
         result = CliRunner().invoke(demo.main, ["--work", str(tmp_path)])
         assert result.exit_code == (not equal)
         assert f"1.0 MiB of checkpoints stay in {tmp_path} for the next run" in result.stderr
+
+
+def test_its_help_is_that_of_the_command(capfd: pytest.CaptureFixture[str]) -> None:
+    script = package_source.ROOT / "scripts" / "demonstration"
+    subprocess.run([sys.executable, str(script), "--help"], check=True)
+    assert capfd.readouterr().out.startswith("Usage: scripts/demo [OPTIONS] [PATHS]...\n")
 
 
 def test_what_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

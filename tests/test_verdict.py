@@ -92,6 +92,8 @@ def test_the_server_is_one_that_runs_here(
 
     monkeypatch.setattr(metadata, "version", version)
     assert vllm_server() == server
+    (found,) = advice(both(QKV))
+    assert ("--enforce-eager" in found.command) == (server != "vllm serve")  # a CPU compiles long
 
 
 def test_nothing_and_everything_are_said_only_where_they_are_true() -> None:

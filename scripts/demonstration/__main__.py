@@ -125,10 +125,11 @@ def _pipelines(
             _read(file)
             bar.advance(task)
         step = _steps(bar, task)
-        plain = gallery.run_side(chosen, work / "plain", step("plain"), None, size)
+        results = models.results(folder)
+        plain = gallery.run_side(chosen, results / "plain", step("plain"), None, size)
         config = {"enabled": not off}
-        shared = gallery.run_side(chosen, work / "shared", step("sharing"), config, size)
-    png = work / gallery.PNG
+        shared = gallery.run_side(chosen, results / "shared", step("sharing"), config, size)
+    png = results / gallery.PNG
     gallery.save_png(plain, shared, png)
     gallery.show(console_of_tables(), chosen, plain, shared, png)
     found = gallery.document(plain, shared, png)
@@ -185,7 +186,6 @@ def _both(
     chosen: Sequence[Path], folder: Path, bar: Progress, *, own: bool, off: bool
 ) -> tuple[run.Side, run.Side]:
     opened = [open_checkpoint(path) for path in chosen]
-    folder.mkdir(parents=True, exist_ok=True)
     kv = _OWN_KV_CACHE_BYTES if own else run.KV_CACHE_BYTES
     files = [file.path for checkpoint in opened for file in checkpoint.files]
     task = bar.add_task("reading all files once", total=len(files) + 4 * len(chosen))
@@ -195,9 +195,10 @@ def _both(
     together = run.plain_fits([checkpoint.nbytes for checkpoint in opened])
 
     step = _steps(bar, task)
-    plain = run.run_plain(chosen, folder / "plain.log", step("plain vLLM"), kv, together)
+    results = models.results(folder)
+    plain = run.run_plain(chosen, results / "plain.log", step("plain vLLM"), kv, together)
     config = {"enabled": not off}
-    shared = run.run_shared(chosen, folder / "shared.log", step("sharing"), kv, config)
+    shared = run.run_shared(chosen, results / "shared.log", step("sharing"), kv, config)
     return plain, shared
 
 
@@ -223,4 +224,4 @@ def _read(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="scripts/demo")

@@ -46,6 +46,13 @@ def default_folder() -> Path:
     return Path(platformdirs.user_cache_dir("tensor-dedup")) / "demo-1"
 
 
+def results(work: Path) -> Path:
+    """The folder of logs and pictures, which a shell's `work/*` leaves out: that is checkpoints."""
+    folder = work / ".results"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def paths(work: Path) -> list[Path]:
     """The folder of each checkpoint, in the order of loading."""
     return [work / name for name in MAKERS]

@@ -117,6 +117,32 @@ def test_du_of_a_folder_says_what_importing_it_would_add(store: Store, tmp_path:
     assert document("du", str(folder))["unique_bytes"] == 0
 
 
+def test_each_thing_has_its_own_word_and_what_does_not_add_up_says_so(
+    store: Store, tmp_path: Path
+) -> None:
+    assert headings("list")[3:5] == ["size", "gives back"]
+    assert headings("du") == ["name", "size", "alone", "shared", "gives back"]
+    counted_once = "What several need counts in each of their rows, and once in these sums."
+    assert counted_once in said("du")
+    assert counted_once not in said("du", "base")
+    files = {"model.safetensors": safetensors(u8(a=noise(3, 999)))}
+    folder = write(tmp_path / "by itself", files)
+    assert "new     999 B that `tensor-dedup import" in said("du", str(folder))
+    own = str(tmp_path / "another")
+    said("import", str(folder), "--store", own)
+    shown = said("du", "--store", own)
+    assert re.search(r"^needed .* alone, 0 B shared$", shown, re.M)
+    assert counted_once not in shown
+    for verb in ("list", "du", "list --help", "du --help", "remote du --help"):
+        assert "unique" not in said(*verb.split())
+
+
+def headings(verb: str) -> list[str]:
+    """The headings of the table that a verb prints."""
+    [row] = [line for line in said(verb).splitlines() if line.startswith("┃")]
+    return [cell.strip() for cell in row.strip("┃").split("┃")]
+
+
 def store_digest(store: Store) -> str:
     with store.checkpoint("base") as checkpoint:
         return checkpoint["model.embed_tokens.weight"].digest

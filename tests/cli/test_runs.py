@@ -253,6 +253,12 @@ def test_what_differs_between_steps(kept: Runs) -> None:
         assert kept.run("diff", *wrong).exit_code == 2
     hint = kept.run("diff", "a/one@0", "two@7").stderr
     assert f"see `tensor-dedup runs show two --store {kept.store}`" in hint
+    for name in ("a/one@10", "store://a/one@10"):
+        told = kept.run("show", name)
+        assert (told.exit_code, told.stdout) == (2, "")
+        shows = f"tensor-dedup show a/one@10 --store {kept.store}"
+        assert f"{name!r} is a step; give its run, 'a/one'; `{shows}` shows" in told.stderr
+    assert "no run 'b@10'" in kept.run("show", "b@10").stderr
 
 
 def test_tensors_under_other_names_are_renamed(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from stores import KIB, content, noise, safetensors, size_on_disk, tuned, u8, we
 from tensor_dedup.cli import main
 from tensor_dedup.cli.tensorcas import main as tensorcas
 from tensor_dedup.store.format.layout import StoreLayout
+from tensor_dedup.text_table import human
 
 COMMAND = Path(sys.executable).with_name("tensor-dedup")
 
@@ -287,6 +288,10 @@ def test_weights_are_indexed_where_they_are(shell: Shell) -> None:
     imported = shell.document("import", shell.root / "m", "--external")
     assert imported["external_bytes"] > 90 * KIB
     assert imported["stored_bytes"] < 20 * KIB
+    told = shell.run("import", shell.root / "m", "--external", "--name", "told").stdout
+    outside = human(imported["external_bytes"])
+    assert f"\nin place      {outside} of weights stay where they are\nin the store  " in told
+    assert "new " not in told
     shell.run("export", "m", shell.root / "out")
     assert content(shell.root / "out") == content(shell.root / "m")
     (shell.root / "m" / "model.safetensors").write_bytes(b"something else")

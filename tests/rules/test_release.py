@@ -44,7 +44,8 @@ def test_a_source_distribution_has_the_package_and_nothing_else(source: Path) ->
         names = {name.partition("/")[2] for name in archive.getnames()}
     tops = {name.split("/")[0] for name in names if name}
     made = {"PKG-INFO", "setup.cfg"}
-    files = {"CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "src"}
+    files = {"CHANGELOG.md", "LICENSE", "MANIFEST.in", "README.md"}
+    files |= {"pyproject.toml", "setup.py", "src"}
     assert tops == made | files
     modules = package_source.modules(package_source.ROOT / "src")
     assert {str(each.relative_to(package_source.ROOT)) for each in modules.values()} <= names

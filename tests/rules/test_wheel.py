@@ -24,6 +24,10 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"--prefix={folder}/",
     ]
     subprocess.run(command, check=True)
+    # What setuptools leaves there it packs again, long after the module is gone.
+    stale = folder / "build" / "lib" / "tensor_dedup" / "gone.py"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
     return folder
 
 
@@ -46,6 +50,13 @@ def test_it_holds_every_module(export: Path, wheel: zipfile.ZipFile) -> None:
     assert "tensorcas/adapters/sklearn.py" in expected
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert packed == expected | {"tensor_dedup/py.typed", "tensorcas/py.typed"}
+
+
+def test_building_it_leaves_nothing_to_be_packed_again(
+    export: Path, wheel: zipfile.ZipFile
+) -> None:
+    assert [path.name for path in (export / "build").rglob("*.py")] == ["gone.py"]
+    assert "tensor_dedup/__init__.py" in wheel.namelist()
 
 
 def test_it_announces_its_command_and_its_plug_ins(wheel: zipfile.ZipFile) -> None:

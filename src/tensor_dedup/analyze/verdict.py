@@ -93,10 +93,13 @@ def _together(analysis: Analysis, first: str, store: str | None) -> Advice:
         model, config = _for_vllm(first), {"memory_manager": "auto"}
         if store is not None and model.startswith(SCHEME):
             config["store"] = str(Path(store).absolute())
+        server = vllm_server()
+        # On a CPU vLLM otherwise compiles for many minutes, silently, before a model first answers.
+        eager = "" if server == VLLM_COMMAND else "--enforce-eager "
         share = f"--tensor-dedup {shlex.quote(json.dumps(config))}"
         return Advice(
             f"Load them together to save {saved}{left}. Start each on a port of its own:",
-            f"{vllm_server()} {shlex.quote(model)} {_OF_ITS_OWN} {share}",
+            f"{server} {shlex.quote(model)} {_OF_ITS_OWN} {eager}{share}",
         )
     if not outside:
         sentence = f"The store keeps them in {saved} less than plain files would take."

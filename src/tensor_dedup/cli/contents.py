@@ -48,13 +48,13 @@ def du(
 ) -> None:
     """Show the disk space of each checkpoint and each run, and what deleting it frees.
 
-    NAME selects one of them, or a step RUN@STEP. `unique` is the space that it alone needs, and
-    `shared` what others need too. `gives back` is what deleting it frees: whole files, so small
-    tensors stay while others in the same container are needed. The exit status is 1 if any of it
-    cannot be read.
+    NAME selects one of them, or a step RUN@STEP. `alone` is the space that nothing else needs, and
+    `shared` what others need too: that counts in each of their rows, and once in the sums.
+    `gives back` is what deleting it frees: whole files, so small tensors stay while others in the
+    same container are needed. The exit status is 1 if any of it cannot be read.
 
     NAME can also be a file, a folder or a name in your Hugging Face cache. Then `shared` is what
-    the store already holds of it, and `unique` what importing it would add.
+    the store already holds of it, and `new` what importing it would add.
     """
     if name is not None and _is_outside(name, store):
         _say_outside(name, store, follow_links, as_json)
@@ -109,14 +109,14 @@ def _say_outside(name: str, store: str | None, follow_links: bool, as_json: bool
         as_json,
         f"size    {human(checkpoint.nbytes)} in {counted(len(checkpoint.tensors), 'tensor')}",
         f"shared  {human(shared)} that the store holds already",
-        f"unique  {human(unique)} that `tensor-dedup import {shlex.quote(name)}` would add",
+        f"new     {human(unique)} that `tensor-dedup import {shlex.quote(name)}` would add",
     )
 
 
 def _print(store: Store, found: Sequence[Usage]) -> None:
     columns = {
         "size": [human(each.nbytes) for each in found],
-        "unique": [human(each.unique_bytes) for each in found],
+        "alone": [human(each.unique_bytes) for each in found],
         "shared": [human(each.shared_bytes) for each in found],
         "in place": [human(each.external_bytes) for each in found],
         "encoding saves": [human(each.encoding_saves_bytes) for each in found],
@@ -135,12 +135,15 @@ _COUNTED = {"in place": "external_bytes", "encoding saves": "encoding_saves_byte
 def _totals(found: StoreUsage) -> list[str]:
     stored = found.unique_bytes + found.shared_bytes
     lines = [
-        f"needed     {human(stored)}: {human(found.unique_bytes)} unique, "
+        f"needed     {human(stored)}: {human(found.unique_bytes)} alone, "
         f"{human(found.shared_bytes)} shared",
-        f"on disk    {human(found.disk_bytes)}, all files of the store",
+        f"on disk    {human(found.disk_bytes)}, with bookkeeping, unused bytes and the trash",
     ]
     if found.external_bytes:
         lines.append(f"in place   {human(found.external_bytes)}, not in the store")
+    rows = sum(each.shared_bytes + each.external_bytes for each in found.checkpoints)
+    if rows != found.shared_bytes + found.external_bytes:
+        lines.append("What several need counts in each of their rows, and once in these sums.")
     return lines
 
 

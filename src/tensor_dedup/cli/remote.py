@@ -244,7 +244,7 @@ def _print(
         "size": [human(sum(each.nbytes for each in held)) for held in rows.values()],
     }
     if of_runs is not None:
-        columns["unique"] = [
+        columns["alone"] = [
             human((of_runs.get(name, 0) if is_run else held[0].unique_bytes) or 0)
             for (name, is_run), held in rows.items()
         ]

@@ -42,7 +42,7 @@ from tensor_dedup.store.checkpoints.errors import PinnedStepError
 from tensor_dedup.store.checkpoints.notes import shown
 from tensor_dedup.store.checkpoints.retention import Mode, goal, ranked
 from tensor_dedup.store.checkpoints.retention import best as best_step
-from tensor_dedup.store.checkpoints.runs import Step, parse_step_name
+from tensor_dedup.store.checkpoints.runs import Step, parse_step_name, step_name
 from tensor_dedup.store.checkpoints.sizes import RunCost, RunStats, TensorChanges
 from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, NotAStoreError
 from tensor_dedup.store.format.manifests import STATE_MARK
@@ -135,8 +135,13 @@ def steps_of(store: Store, run: str) -> list[Step]:
     """The steps of a run. WrongUse: there is no such run."""
     found = store.steps(run)
     if not found:
-        near = perhaps(run, store.runs())
-        look = f"tensor-dedup runs list --store {shlex.quote(str(store.path))}"
+        runs, there = store.runs(), f"--store {shlex.quote(str(store.path))}"
+        step = parse_step_name(run.removeprefix("store://"))
+        if step is not None and step.run in runs:
+            shows = f"tensor-dedup show {shlex.quote(step_name(step.run, step.step))} {there}"
+            what = f"{run!r} is a step; give its run, {step.run!r}; `{shows}` shows the step"
+            raise WrongUse(f"{store.path}: {what}")
+        near, look = perhaps(run, runs), f"tensor-dedup runs list {there}"
         raise WrongUse(f"{store.path}: no run {run!r}{near}; see `{look}`")
     return found
 

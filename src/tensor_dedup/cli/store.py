@@ -254,17 +254,24 @@ def _import_lines(result: ImportResult) -> list[str]:
         return [f"{result.name}: unchanged, {counted(result.tensors, 'tensor')}"]
     lines = [
         f"{result.name}: {counted(result.tensors, 'tensor')} in {counted(result.files, 'file')}",
-        f"new {human(result.new_bytes)} in {counted(result.new_tensors, 'tensor')}, "
-        f"known {human(result.known_bytes)}; {human(result.stored_bytes)} written",
     ]
+    if result.external_bytes:
+        # What is new and known is of small files here, and would be taken for the weights'.
+        lines += [
+            f"in place      {human(result.external_bytes)} of weights stay where they are",
+            f"in the store  {human(result.stored_bytes)} written: digests, and the other files",
+        ]
+    else:
+        lines.append(
+            f"new {human(result.new_bytes)} in {counted(result.new_tensors, 'tensor')}, "
+            f"known {human(result.known_bytes)}; {human(result.stored_bytes)} written"
+        )
     if result.leaf_shared_bytes:
         lines.append(f"{human(result.leaf_shared_bytes)} of the new were there, in other tensors")
     if result.encoded_tensors:
         against = f", against {result.base}" if result.base is not None else ""
         encoded = counted(result.encoded_tensors, "tensor")
         lines.append(f"saved {human(result.saved_bytes)} by encoding {encoded}{against}")
-    if result.external_bytes:
-        lines.append(f"indexed in place {human(result.external_bytes)}")
     if result.skipped:
         lines.append(f"left out, weights in another form or copy: {', '.join(result.skipped)}")
     return lines
@@ -364,8 +371,8 @@ def export(name: str, directory: Path, store: str | None, as_json: bool) -> None
 def list_(ctx: click.Context, store: str | None, as_json: bool) -> None:
     """List the checkpoints of the store, and each training run with its number of steps.
 
-    `unique` is the space that deleting one frees, once `gc` has run. The exit status is 1 if one of
-    them cannot be read, for example an external one whose files were moved.
+    `gives back` is what deleting one frees, once `gc` has run. The exit status is 1 if one of them
+    cannot be read, for example an external one whose files were moved.
     """
     nothing: dict[str, object] = {"store": store, "checkpoints": [], "damaged": [], "usage": []}
     opened = existing_or_said(store, as_json, nothing)
@@ -401,7 +408,7 @@ def _listing(found: Sequence[Usage]) -> tuple[str, list[str], dict[str, list[str
         "kind": [each.kind for each in found],
         "steps": [str(each.steps) if each.kind == "run" else "-" for each in found],
         "size": [human(each.nbytes) for each in found],
-        "unique": [known(each.reclaimable_bytes) for each in found],
+        "gives back": [known(each.reclaimable_bytes) for each in found],
         "imported": [
             datetime.fromtimestamp(each.imported_at, UTC).strftime("%Y-%m-%d %H:%M")
             for each in found
