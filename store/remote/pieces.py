@@ -128,11 +128,11 @@ class RemotePieces:
             waiting.setdefault(number, deque()).append(digest)
         while waiting:
             with self._changed:
-                while (number := self._next(waiting)) is None:
+                while (arrived := self._next(waiting)) is None:
                     self._changed.wait()
-            yield waiting[number].popleft()
-            if not waiting[number]:
-                del waiting[number]
+            yield waiting[arrived].popleft()
+            if not waiting[arrived]:
+                del waiting[arrived]
 
     def _downloads_of(self, digest: bytes) -> Sequence[_Download]:
         container, record = self._places[digest]

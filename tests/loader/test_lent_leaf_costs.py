@@ -342,7 +342,7 @@ def test_small_tensors_of_a_known_file_cost_no_requests_of_their_own(
     assert sum(again.values()) <= sum(unknown.values()) + 1  # one for the digests of all
 
 
-def _copy_all(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+def _copy_all(model: nn.Module, tensors: deferring.Weights) -> None:
     for name, parameter in model.named_parameters():
         parameter.data.copy_(tensors[name])
 

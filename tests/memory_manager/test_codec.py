@@ -1,5 +1,7 @@
 """Any bytes are a message or one typed error."""
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -164,7 +166,7 @@ def test_what_is_too_large_is_not_sent() -> None:
 
 @pytest.mark.parametrize(("version", "told"), [(2, 0), (3, 0), (4, 5)])
 def test_earlier_versions_are_not_told_of_leaves(version: int, told: int) -> None:
-    numbers = dict.fromkeys(Totals.__struct_fields__, 1)
+    numbers: dict[str, Any] = dict.fromkeys(Totals.__struct_fields__, 1)
     totals = Totals(**numbers | {"name": "m.sock", "pins": [], "leaf_shared_bytes": 5})
     data = codec.encode(totals, version)
     assert (b"leaf_shared_bytes" in data) == bool(told)

@@ -191,7 +191,7 @@ def load_deferred(
     process: Process | None,
     path: Path,
     model: nn.Module,
-    fill: Callable[[nn.Module, dict[str, torch.Tensor]], None],
+    fill: Callable[[Any, deferring.Weights], object],
     *,
     known: bool,
     wrong: str = "",

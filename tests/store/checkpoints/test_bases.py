@@ -135,7 +135,8 @@ def test_a_base_whose_names_lack_the_first_part(
 
 @pytest.mark.parametrize("drained", [False, True])
 def test_a_run_with_steps_goes_on_without_its_base(tmp_path: Path, drained: bool) -> None:
-    root, model, more = tmp_path / "fast", model_of(30_000), {}
+    root, model = tmp_path / "fast", model_of(30_000)
+    more: dict[str, Any] = {}
     if drained:
         more["drain"] = tmp_path / "second"
     imported(root, tmp_path / "base", "base", model)
