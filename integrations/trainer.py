@@ -20,10 +20,11 @@ import numpy as np
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.training_args import ParallelMode
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.integrations.freezing import Frozen, FrozenLayerError, check_frozen, freeze
@@ -63,8 +64,8 @@ class StoreCallback(TrainerCallback):
     A step is saved once Trainer has logged and evaluated it, just before the next step begins: its
     metrics are known then, and an evaluation moves random states and learning rates.
 
-    Two things are not resumed: other callbacks begin in their initial state, and with several
-    processes no random state is restored, as Trainer itself warns when it resumes.
+    Other callbacks are not resumed: they begin in their initial state. Of several processes each
+    gets its own random states back, if they are as many as before.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class StoreCallback(TrainerCallback):
         Trainer restores random states here when it resumes between epochs. A `StoreError` ends the
         training and leaves all saved steps intact.
         """
-        self._save_if_due(state, given)
+        self._save_if_due(args, state, given)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
@@ -155,7 +156,7 @@ class StoreCallback(TrainerCallback):
         Trainer restores random states here when it resumes in an epoch. A `StoreError` ends the
         training and leaves all saved steps intact.
         """
-        self._save_if_due(state, given)
+        self._save_if_due(args, state, given)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
@@ -165,7 +166,7 @@ class StoreCallback(TrainerCallback):
         Trainer may load its best model after that, so nothing is left to be copied then.
         """
         if "train_runtime" in given.get("logs", {}):
-            self._save_if_due(replace(state, log_history=state.log_history[:-1]), given)
+            self._save_if_due(args, replace(state, log_history=state.log_history[:-1]), given)
             self.run.before_update()
 
     def on_train_end(
@@ -201,19 +202,28 @@ class StoreCallback(TrainerCallback):
         for file, part in _FILES.items():
             if part in found:
                 torch.save(found[part], target / file)
+        for number, states in enumerate(found.get("rngs", ())):
+            torch.save(states, target / f"rng_state_{number}.pth")
         (target / "trainer_state.json").write_text(found["trainer"])
         return str(target)
 
-    def _save_if_due(self, state: TrainerState, given: dict[str, Any]) -> None:
+    def _save_if_due(
+        self, args: TrainingArguments, state: TrainerState, given: dict[str, Any]
+    ) -> None:
         due, self._due = self._due, False
-        if not (due and state.is_world_process_zero):
+        if not due:
+            return
+        # All processes come here at the same step.
+        several = args.world_size > 1
+        random_states = gather_object([_random_states(args)]) if several else _random_states(args)
+        if not state.is_world_process_zero:
             return
         check_frozen(given["model"])
         parts = {
             _MODEL: given["model"].state_dict(),
             "optimizer": given["optimizer"].state_dict(),
             "scheduler": given["lr_scheduler"].state_dict(),
-            "rng": _random_states(),
+            "rngs" if several else "rng": random_states,
             "trainer": json.dumps(asdict(state)),
         }
         if (scaler := getattr(given["optimizer"], "scaler", None)) is not None:
@@ -335,15 +345,17 @@ def _inner(optimizer: Any) -> torch.optim.Optimizer:
     return inner
 
 
-def _random_states() -> dict[str, Any]:
-    """Return the states of all generators in the form in which Trainer saves them."""
+def _random_states(args: TrainingArguments) -> dict[str, Any]:
+    """Return the states of this process's generators in the form in which Trainer saves them."""
     states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "cpu": torch.random.get_rng_state(),
     }
     if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.random.get_rng_state()
+        several = args.parallel_mode == ParallelMode.DISTRIBUTED
+        cuda = torch.cuda.random
+        states["cuda"] = cuda.get_rng_state_all() if several else cuda.get_rng_state()
     return states
 
 
