@@ -8,7 +8,7 @@ import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Self
@@ -106,6 +106,7 @@ class RemotePieces:
         self._changed = threading.Condition(threading.Lock())
         self._ahead: deque[int] = deque(range(len(self._downloads)))
         self._pool = ThreadPoolExecutor(_AHEAD)
+        self._closed = False
         with self._changed:
             self._fetch_ahead()
 
@@ -157,8 +158,14 @@ class RemotePieces:
         return None if may_wait else first
 
     def close(self) -> None:
-        """Stop downloading."""
+        """Stop downloading. Who still reads gets an error."""
+        self._closed = True
         self._pool.shutdown(cancel_futures=True)
+        with self._changed:
+            for each in self._downloads:
+                if each.arrival is not None:  # perhaps of a range that nobody began to fetch
+                    each.arrival.ended = True
+            self._changed.notify_all()
 
     def own_places(self, digest: bytes) -> list[tuple[ContainerId, Record]]:
         """Return where a piece is."""
@@ -214,9 +221,10 @@ class RemotePieces:
                 busy += 1
 
     def _submit(self, download: _Download) -> None:
-        download.begun, download.read = True, 0
-        download.arrival = arrival = _Arrival()
+        arrival = _Arrival()
+        # First, for a pool that takes nothing more raises: nobody would end what waits for it.
         arrival.future = self._pool.submit(self._receive, download, arrival)
+        download.begun, download.read, download.arrival = True, 0, arrival
 
     def _receive(self, download: _Download, arrival: _Arrival) -> None:
         def arrived(chunk: memoryview) -> None:
@@ -244,7 +252,7 @@ class RemotePieces:
         arrived: Callable[[memoryview], None],
     ) -> None:
         key, whole = layout.container_key(container), self._wholes.get(container)
-        if whole is not None:
+        if whole is not None and stop <= whole.nbytes:
             arrived(whole[start:stop])
             return
         got = 0
@@ -252,6 +260,11 @@ class RemotePieces:
         def counted(chunk: memoryview) -> None:
             nonlocal got
             got += chunk.nbytes
+            if self._closed:
+                raise CancelledError
+            if got > stop - start:
+                what = f"asked for bytes {start} to {stop}, the server sends more"
+                raise DamagedRemoteError.at(self._bucket.at(key), what, start=start, stop=stop)
             arrived(chunk)
 
         try:
