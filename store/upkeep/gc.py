@@ -13,12 +13,11 @@ from typing import TypeAlias
 
 from tensor_dedup.store.errors import UnfitForCollectionError
 from tensor_dedup.store.format.external import EXTERNAL
-from tensor_dedup.store.format.manifests import Manifest, ManifestPage
-from tensor_dedup.store.format.tables import Record, Table
+from tensor_dedup.store.format.tables import Record
 from tensor_dedup.store.index import open_index
 from tensor_dedup.store.locks import session, sweep
 from tensor_dedup.store.objects import ContainerId, Objects, files_below, remove_folder
-from tensor_dedup.store.upkeep.inventory import Inventory, take_inventory
+from tensor_dedup.store.upkeep.inventory import Inventory, catch_up, take_inventory
 
 _LOG = logging.getLogger("tensor_dedup")
 DEFAULT_GRACE_HOURS = 24.0
@@ -176,13 +175,15 @@ def refuse_unless_certain(found: Inventory) -> None:
         )
 
 
-def plan_gc(objects: Objects, grace_hours: float) -> GcPlan:
+def plan_gc(objects: Objects, grace_hours: float, found: Inventory | None = None) -> GcPlan:
     """Compute what gc would do now. The caller holds the store exclusively.
+
+    `found` is what is there, if that was looked at already.
 
     Raises:
         UnfitForCollectionError: it is not certain what is in use.
     """
-    found = take_inventory(objects)
+    found = take_inventory(objects) if found is None else found
     refuse_unless_certain(found)
     layout, now = objects.layout, objects.files.now()
     need = needed(found.live, found.readable())
@@ -208,50 +209,22 @@ def plan_gc(objects: Objects, grace_hours: float) -> GcPlan:
     )
 
 
-class _ReadObjects(Objects):
-    """The bookkeeping of a store, of which no file that never changes is read twice."""
-
-    def __init__(self, objects: Objects) -> None:
-        super().__init__(objects.files, objects.layout)
-        self._tables = dict[ContainerId, Table]()
-        self._manifests = dict[str, Manifest]()
-        self._pages = dict[str, ManifestPage]()
-
-    def table(self, container: ContainerId, *, at: Path | None = None) -> Table:
-        # docstring inherited
-        if container not in self._tables:
-            self._tables[container] = super().table(container, at=at)
-        return self._tables[container]
-
-    def manifest(self, name: str) -> Manifest:
-        # docstring inherited
-        if name not in self._manifests:
-            self._manifests[name] = super().manifest(name)
-        return self._manifests[name]
-
-    def page(self, name: str) -> ManifestPage:
-        # docstring inherited
-        if name not in self._pages:
-            self._pages[name] = super().page(name)
-        return self._pages[name]
-
-
 def sweep_now(objects: Objects, wait_s: float, check: Callable[[], None]) -> GcPlan:
     """Delete what is not used now, without a grace; what is in the trash keeps its own.
 
-    Most of what there is to read is read before anybody has to wait: who saves waits for the rest.
+    What is there is looked at before anybody has to wait for it, and again for what came since.
     `check` is called when nothing can be named or unnamed any more, and raises if it must not.
 
     Raises:
         StoreBusyError: other sessions were not closed within `wait_s` seconds.
         UnfitForCollectionError: it is not certain what is in use; nothing was touched.
     """
-    read = _ReadObjects(objects)
     with session(objects.files, objects.layout):
-        take_inventory(read)
+        found = take_inventory(objects)
     with sweep(objects.files, objects.layout, wait_s=wait_s):
         check()
-        return execute(objects, plan_gc(read, DEFAULT_GRACE_HOURS), 0)
+        plan = plan_gc(objects, DEFAULT_GRACE_HOURS, catch_up(objects, found))
+        return execute(objects, plan, 0)
 
 
 def execute(objects: Objects, plan: GcPlan, grace_hours: float) -> GcPlan:

@@ -35,14 +35,15 @@ class Problem:
 class Inventory:
     """What a store contains and which of it is in use.
 
-    `live` has the size of every piece that a reference leads to, `users` the checkpoints and tensor
-    names that use it; `objects` has the manifests and pages that references lead to, `absent` those
-    of them that cannot be read; `tables` has every readable container and `bad` the offsets of its
-    bad records; `changed` has the files indexed in place that were modified, all of whose records
-    are bad.
+    `manifests` has the manifest that each readable reference leads to, `live` the size of every
+    piece below that, `users` the checkpoints and tensor names that use it; `objects` has the
+    manifests and pages that references lead to, `absent` those of them that cannot be read;
+    `tables` has every readable container and `bad` the offsets of its bad records; `changed` has
+    the files indexed in place that were modified, all of whose records are bad.
     """
 
     live: dict[bytes, int] = field(default_factory=dict)
+    manifests: dict[str, str] = field(default_factory=dict)
     users: dict[bytes, list[str]] = field(default_factory=dict)
     references: int = 0
     logical_bytes: int = 0
@@ -136,12 +137,37 @@ def take_containers(objects: Objects, live: Mapping[bytes, int]) -> Inventory:
     return _with_containers(objects, Inventory(dict(live)))
 
 
-def _with_containers(objects: Objects, found: Inventory) -> Inventory:
+def catch_up(objects: Objects, found: Inventory) -> Inventory:
+    """Look again at what may have changed since an inventory was taken, and return it.
+
+    The caller holds the store exclusively. Tables, pages and manifests never change, so those that
+    were read are not read again. What a reference led to that was deleted since still counts as in
+    use; where it is gone by now, another one has swept, and all is read again.
+    """
+    bad = set(objects.bad_containers())
+    known = {
+        container: table
+        for container, table in found.tables.items()
+        if container.kind != EXTERNAL and container.name not in bad and not found.bad[container]
+    }
+    found.tables, found.bad, found.changed = {}, {}, {}
+    for name in objects.names():
+        _checkpoint(objects, found, name)
+    _with_containers(objects, found, known)
+    return take_inventory(objects) if found.problems or found.lost() else found
+
+
+def _with_containers(
+    objects: Objects, found: Inventory, known: Mapping[ContainerId, Table] | None = None
+) -> Inventory:
     for path in objects.aliens():
         error = ForeignFileError.at(path, "nothing in a store has such a name")
         found.problems.append(Problem("alien", path, error))
     for container in objects.containers():
-        _container(objects, found, container)
+        if known is not None and container in known:
+            found.tables[container], found.bad[container] = known[container], frozenset()
+        else:
+            _container(objects, found, container)
     lost = found.lost()
     for container, path in found.changed.items():
         if any(record.digest in lost for record in found.tables[container].records):
@@ -160,6 +186,9 @@ def _checkpoint(objects: Objects, found: Inventory, name: str) -> None:
         found.checkpoints.append(name)
         found.problems.append(Problem("reference", path, error, name))
         return
+    if found.manifests.get(name) == manifest_name:
+        return
+    found.manifests[name] = manifest_name
     found.checkpoints.append(name)
     found.objects.add(manifest_name)
     try:

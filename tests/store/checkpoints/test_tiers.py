@@ -3,6 +3,8 @@
 import errno
 import os
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,13 @@ import pytest
 from disk_faults import Crash, Faults, FaultyFiles
 from stores import Model, alone, assert_same, handle, moving, open_store
 from tensor_dedup.errors import StoreError
+from tensor_dedup.store import locks
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.errors import DrainError, OtherTierError
 from tensor_dedup.store.errors import NoSpaceError, NoStoreError
 from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.store import Store
-from tensor_dedup.store.upkeep.inventory import Inventory, take_inventory
 
 
 def save(run: CheckpointStore, *steps: int) -> None:
@@ -297,8 +299,8 @@ def test_a_sweep_reads_before_anybody_has_to_wait(
         run.save(noise(step), step)
         other.save(noise(10 + step), step)
     run.delete(1)
-    read = list[Path]()
-    alone_since = list[int]()
+    read, before = list[Path](), list[int]()
+    whole, ending = Objects.read, Objects._trailer
 
     def reading(self: Objects, path: Path, limit: int = 1 << 30) -> bytes:
         read.append(path)
@@ -308,21 +310,55 @@ def test_a_sweep_reads_before_anybody_has_to_wait(
         read.append(path)
         return ending(self, path)
 
-    def take(objects: Objects) -> Inventory:
-        found = take_inventory(objects)
-        if not alone_since:
-            other.save(noise(20), 20)
-        return found
-
-    whole, ending = Objects.read, Objects._trailer
     monkeypatch.setattr(Objects, "read", reading)
     monkeypatch.setattr(Objects, "_trailer", trailer)
-    monkeypatch.setattr("tensor_dedup.store.upkeep.gc.take_inventory", take)
-    plan = run.store._sweep(10, lambda: alone_since.append(len(read)))
-    again = [path for path in read[alone_since[0] :] if path.parent.name != "refs"]
-    assert {*again} & {*read[: alone_since[0]]} == set()
+    meanwhile(monkeypatch, lambda: other.save(noise(20), 20))
+    plan = run.store._sweep(10, lambda: before.append(len(read)))
+    again = [path for path in read[before[0] :] if path.parent.name != "refs"]
+    assert {*again} & {*read[: before[0]]} == set()
     assert len(again) == 3  # of the step that came since: manifest, page, container
     assert plan.freed_bytes >= 1 << 20
     assert other.steps() == [0, 1, 2, 20]
     assert_same(other.load(20), noise(20))
     assert run.store.verify(full=True).fine
+
+
+def test_a_sweep_that_another_one_was_quicker_than_is_sure_of_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = handle(tmp_path, compress=None)
+    for step in range(3):
+        run.save(noise(step), step)
+
+    def collected() -> None:
+        for step in (0, 1):
+            run.delete(step)
+        run.store.gc(0)
+        run.save({**noise(5), "first": noise(1)["weight"]}, 1)
+        run.delete(2)
+
+    meanwhile(monkeypatch, collected)
+    run.store._sweep(10, lambda: None)
+    run.store._sweep(10, lambda: None)
+    assert size_of(tmp_path) >> 20 == 2
+    assert_same(run.load(1), {**noise(5), "first": noise(1)["weight"]})
+    assert run.store.verify(full=True).fine
+
+
+def meanwhile(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Let something happen once, between the look at a store and the sweep."""
+    acts = [act]
+
+    @contextmanager
+    def sweep(*args: Any, **options: Any) -> Iterator[None]:
+        for each in acts[:1]:
+            acts.clear()
+            each()
+        with locks.sweep(*args, **options):
+            yield
+
+    monkeypatch.setattr("tensor_dedup.store.upkeep.gc.sweep", sweep)
+
+
+def size_of(root: Path) -> int:
+    return sum(path.stat().st_size for path in (root / "containers").rglob("*.*"))
