@@ -77,16 +77,16 @@ def pulling(files: Files, layout: StoreLayout) -> Iterator[None]:
 
 
 @contextmanager
-def draining(files: Files, layout: StoreLayout) -> Iterator[None]:
+def draining(files: Files, layout: StoreLayout, wait_s: float = _REMOTE_WAIT_S) -> Iterator[None]:
     """Hold the lock for changing names that this store and a remote behind it both have.
 
     It is also that of the notes of what was drained.
 
     Raises:
-        StoreBusyError: another process has waited for the remote for ten minutes.
+        StoreBusyError: another process has waited for the remote for `wait_s` seconds.
     """
-    busy = f"whoever changes a name on the remote behind it has held it for {_REMOTE_WAIT_S:g} s"
-    with _held(files, layout.drain_lock, layout.root, busy, exclusive=True, wait_s=_REMOTE_WAIT_S):
+    busy = f"whoever changes a name on the remote behind it has held it for {wait_s:g} s"
+    with _held(files, layout.drain_lock, layout.root, busy, exclusive=True, wait_s=wait_s):
         yield
 
 

@@ -98,7 +98,8 @@ class DedupContext:
     """What the models of one load have in common. For one thread.
 
     `files` is None where hints are no help, as after a cast. `built` are the residents that this
-    load made; `resident_before` are the geometries of those that existed when it began.
+    load made, and `accounted` those of them that were counted; `resident_before` are the geometries
+    of those that existed when it began.
     `remembered` and `unknown` count the tensors whose digest a hint gave, and the others.
     """
 
@@ -106,6 +107,7 @@ class DedupContext:
     provider: HostProvider
     files: MappedFiles | None = None
     built: WeakSet[Resident] = field(default_factory=WeakSet)
+    accounted: WeakSet[Resident] = field(default_factory=WeakSet)
     resident_before: set[_Geometry] = field(default_factory=_resident_geometries)
     bytes_hashed: int = 0
     remembered: int = 0

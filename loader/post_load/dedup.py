@@ -38,7 +38,7 @@ from tensor_dedup.loader.post_load.batch import (
     slab_batches,
 )
 from tensor_dedup.loader.post_load.known_leaves import build_of_known_leaves, note_leaves
-from tensor_dedup.loader.post_load.on_gpu import GpuModuleDedup
+from tensor_dedup.loader.post_load.on_gpu import GpuModuleDedup, GpuShare
 from tensor_dedup.loader.post_load.replaced_storages import ReplacedStorages
 from tensor_dedup.loader.post_load.replicas import (
     ReplicaAssigner,
@@ -441,14 +441,22 @@ class ModuleDedup:
         for name, parameter in self.model.named_parameters():
             share = self._shares.get(id(parameter)) or self._on_gpus.shares.get(id(parameter))
             if share is not None:
-                nbytes, made = parameter.nbytes, share.made
-                self.ledger.add(name, nbytes, shared=share.before, made=made)
+                made = share.made and self._counts(share)
+                self.ledger.add(name, parameter.nbytes, shared=share.before, made=made)
                 if made:
                     here = share.resident if isinstance(share, ReplicaShare) else share
                     self.ledger.note_leaves(here.leaf_shared_bytes)
             elif parameter.nbytes:
                 self.ledger.add(name, parameter.nbytes, shared=False)
                 self.ledger.skip(name, self._reasons[id(parameter)])
+
+    def _counts(self, share: ReplicaShare | GpuShare) -> bool:
+        """Return whether what was made is counted here: models of one load may each have it."""
+        if not isinstance(share, ReplicaShare):
+            return True
+        counted = share.resident in self._context.accounted
+        self._context.accounted.add(share.resident)
+        return not counted
 
 
 def _is_as_read(candidate: DedupCandidate) -> bool:

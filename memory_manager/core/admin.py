@@ -146,12 +146,7 @@ def _use(connection: ClientState) -> _Use:
     counted than is used; the next one only where its own rest is leased, too.
     """
     leased = {each.digest: each for each in connection.leases.values()}
-    found: dict[tuple[str, ...], dict[str, _Composition]] = defaultdict(dict)
-    for resident in leased.values():
-        for record in resident.records:
-            composition = _composition(record)
-            if composition is not None and all(d in leased for d in record.digests):
-                found[record.digests][composition.digest] = composition
+    found = _compositions(leased)
     left = dict(connection.leased)
     whole: defaultdict[str, list[_Range]] = defaultdict(list)
     parts: defaultdict[str, list[_Range]] = defaultdict(list)
@@ -174,13 +169,34 @@ def _use(connection: ClientState) -> _Use:
     )
 
 
-def _composition(record: KeyRecord) -> _Composition | None:
-    """Return what a record says that a tensor consists of; None for one of another kind."""
+def _compositions(
+    leased: dict[str, ResidentEntry],
+) -> dict[tuple[str, ...], dict[str, _Composition]]:
+    """Return, by what they name, the tensors in parts of which all that they name is leased."""
+    found: dict[tuple[str, ...], dict[str, _Composition]] = defaultdict(dict)
+    for resident in leased.values():
+        for record in resident.records:
+            if not all(digest in leased for digest in record.digests):
+                continue  # first, for a base may have the records of many others
+            composition = _composition(record, [leased[digest].nbytes for digest in record.digests])
+            if composition is not None:
+                found[record.digests][composition.digest] = composition
+    return found
+
+
+def _composition(record: KeyRecord, sizes: list[int]) -> _Composition | None:
+    """Return what a record says that a tensor consists of; None for one of another kind.
+
+    Clients write records: one that has more of a tensor than there is is of no kind.
+    """
     try:
         found = msgspec.msgpack.decode(record.record, type=_Composition)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    inside = all(0 <= n < len(record.digests) and min(at, size) >= 0 for n, at, size in found.parts)
+    inside = all(
+        0 <= n < len(sizes) and min(at, size) >= 0 and at + size <= sizes[n]
+        for n, at, size in found.parts
+    )
     return found if inside else None
 
 

@@ -588,7 +588,7 @@ class Drain:
                 what = f"the step {step} of {self._run!r} is another one in {self.second.where}"
                 raise DivergedStepError.at(self._fast.path, what, run=self._run, step=step)
             if near is not None and ahead(near, place):
-                self._notes.sending(near.sequence)
+                self._notes.sending(near)
                 self.second.copy(step, place)
                 self._notes.check()  # the disk may have gone away just before the copy
                 place = self.second.place(step)

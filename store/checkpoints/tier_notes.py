@@ -53,6 +53,8 @@ _TURN: Final = 1 << 20
 # Of so many turns the last places are noted. Steps of earlier versions, whose places are times,
 # have one each.
 _TURNS: Final = 64
+_RECORD_WAIT_S: Final = 2.0
+_SENT: Final = 16  # copies go one by one, so few are under way or have failed
 
 
 class TierNotes:
@@ -67,7 +69,7 @@ class TierNotes:
         self._fast, self._second, self._run, self._lets_go = fast, second, run, lets_go
         self._note, self._noted = self._read_note(), False
         self.check()
-        self._identity: str | None = None
+        self._identity = None if self._note is None else self._note.identity
         with suppress(StoreError):  # it may be that nothing can be written there
             self._identity = second.identity(make=True)
         self._seen = self._recorded() or SeenPlaces()
@@ -129,7 +131,7 @@ class TierNotes:
         recorded = self._recorded()  # by now: what has left the fast tier was recorded before
         known = _merged(self._seen, recorded or SeenPlaces())
         places = {step: place for step, place in there.places.items() if place.readable}
-        own = {place.manifest for place in near.values()}
+        own = {place.manifest for place in near.values()} | {*known.sent}
         known = _with(known, (p.sequence for p in places.values() if p.manifest in own))
         new = {s: p for s, p in places.items() if not _has(known, p.sequence)}
         waiting = {s: p for s, p in near.items() if ahead(p, places.get(s))}
@@ -151,12 +153,14 @@ class TierNotes:
         self._seen = _with(known, (each for each in learned if each // _TURN not in kept))
         self._record()
 
-    def sending(self, place: int) -> None:
-        """Note durably that a step with this place is about to be copied, so that it is one's own.
+    def sending(self, place: StepPlace) -> None:
+        """Note durably that a step is about to be copied, so that it is one's own there.
 
-        It may be saved again before anybody knows what has come of the copy.
+        It may be saved again before anybody knows what has come of the copy. Its place alone would
+        not do: where the copy fails, another fast tier may give the same one.
         """
-        self._seen = _with(self._seen, [place])
+        assert place.manifest is not None, "what cannot be read is not copied"
+        self._seen = _merged(SeenPlaces(sent=(place.manifest,)), self._seen)
         self._record()
 
     def copied(self, place: int) -> None:
@@ -187,11 +191,12 @@ class TierNotes:
         if self._identity is None or self._seen == self._recorded():
             return
         objects = self._fast._objects
-        # No save takes that lock: it would wait for the disk here.
+        # No save takes that lock: it would wait for the disk here. Who changes a name on a remote
+        # holds it until that answers; what is not recorded then is found by content.
         with (
             suppress(StoreError),
             self._fast._translated(),
-            draining(objects.files, objects.layout),
+            draining(objects.files, objects.layout, wait_s=_RECORD_WAIT_S),
             self._fast._locked(),
         ):
             found = _seen_of(self._fast, self._run)
@@ -208,7 +213,7 @@ class TierNotes:
         if near.manifest == there.manifest or near.content == there.content:
             return False
         if near.sequence > there.sequence:
-            return not self._knows(there.sequence)
+            return there.manifest not in self._seen.sent and not self._knows(there.sequence)
         return near.sequence > self.drained or near.sequence == there.sequence
 
     def _knows(self, place: int) -> bool:
@@ -238,7 +243,8 @@ def _with(seen: SeenPlaces, places: Iterable[int]) -> SeenPlaces:
 
 
 def _merged(one: SeenPlaces, other: SeenPlaces) -> SeenPlaces:
-    return _with(replace(one, drained=max(one.drained, other.drained)), other.last)
+    sent = tuple(dict.fromkeys([*other.sent, *one.sent]))[-_SENT:]
+    return _with(replace(one, drained=max(one.drained, other.drained), sent=sent), other.last)
 
 
 def _has(seen: SeenPlaces, place: int) -> bool:

@@ -37,11 +37,13 @@ class SeenPlaces:
     """What a fast tier knows of the steps of a run on one second tier.
 
     Each step of the fast tier with a place up to `drained` was drained there. `last` has, in order,
-    the last place that was seen there of each fast tier that had drained.
+    the last place that was seen there of each fast tier that had drained; `sent` the manifests of
+    steps that were copied there last, or perhaps were.
     """
 
     drained: int = 0
     last: tuple[int, ...] = ()
+    sent: tuple[str, ...] = ()
 
 
 def new_text() -> bytes:
@@ -81,7 +83,7 @@ def seen_text(run: str, seen: Mapping[str, SeenPlaces]) -> bytes:
     """Return the text of what was seen on second tiers, by identity, the last used one last."""
     tiers = [*seen.items()][-_TIERS:]
     lines = [
-        f"{_TIER}{identity} {each.drained} {','.join(map(str, each.last))}"
+        f"{_TIER}{identity} {each.drained} {','.join(map(str, each.last))} {','.join(each.sent)}"
         for identity, each in tiers
     ]
     return frames.encode_text([_SEEN_TITLE, f"{_RUN}{run}", *lines])
@@ -94,9 +96,10 @@ def seen_in(text: bytes, run: str) -> dict[str, SeenPlaces]:
         return {}
     try:
         for line in lines[2:]:
-            identity, drained, last = line.removeprefix(_TIER).split(" ")
+            identity, drained, last, sent = line.removeprefix(_TIER).split(" ")
             places = sorted(int(place) for place in last.split(",") if place)
-            found[identity] = SeenPlaces(int(drained), tuple(places))
+            manifests = tuple(each for each in sent.split(",") if each)
+            found[identity] = SeenPlaces(int(drained), tuple(places), manifests)
     except ValueError:
         return {}
     return found

@@ -12,6 +12,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import managers
@@ -225,6 +226,27 @@ def test_bytes_that_are_not_what_was_announced_are_refused(manager: managers.Man
         totals = manager.overview().totals
         assert (totals.residents, totals.charged, totals.builds) == (0, 0, 0)
         assert client.reserve(["layer"]).answers == {"layer": "granted"}
+
+
+@pytest.mark.parametrize("size", [MIB + 1, 2**40, 2**63 - 1])
+def test_a_record_that_has_more_of_a_tensor_than_there_is_counts_for_nothing(
+    manager: managers.Manager, size: int
+) -> None:
+    """Numbers of clients are added up and sent: too large ones would end the manager."""
+    data = [DATA, managers.pattern(2, MIB)]
+    with manager.client() as client:
+        with reserved(client) as put:
+            put.allocate([MIB, MIB], [digest(each) for each in data])
+            for index, each in enumerate(data):
+                put.write(index, each)
+            leases = put.seal()
+            parts = [(0, 0, size), (0, size, size), (1, 0, MIB)]
+            record = msgspec.msgpack.encode(("uint8", (2 * MIB,), (1,), digest(b""), parts))
+            put.publish("layer", record, [each.digest for each in leases])
+        overview = manager.overview()
+        assert overview.totals.leaf_shared_bytes == 0
+        assert [each.leased_bytes for each in overview.clients] == [2 * MIB]
+        assert leases
 
 
 def test_a_writer_cannot_seal_while_it_can_write_nor_write_once_it_is_sealed(

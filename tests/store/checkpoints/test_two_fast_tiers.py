@@ -15,7 +15,10 @@ from tensor_dedup.store.checkpoints.errors import (
     DivergedTierError,
     DrainError,
 )
+from tensor_dedup.store.checkpoints.tiers import StoreTier
+from tensor_dedup.store.errors import NoSpaceError
 from tensor_dedup.store.files import RealFiles
+from tensor_dedup.store.remote.tier import RemoteTier
 
 
 class Away(RealFiles):
@@ -267,3 +270,34 @@ def test_a_damaged_note_counts_as_none(tmp_path: Path) -> None:
     with one(tmp_path, tmp_path / "second") as run:
         save(run, 7)
     assert alone(tmp_path).steps() == [*range(8)]
+
+
+@pytest.mark.parametrize("again", [3, 4])
+def test_a_copy_that_failed_claims_no_step_that_another_one_drains_then(
+    tmp_path: Path, second: str, monkeypatch: pytest.MonkeyPatch, again: int
+) -> None:
+    """Both go on from the same step, and give the same places."""
+    with one(tmp_path, second) as run:
+        save(run, 2)
+
+    def full(*_: object) -> None:
+        raise NoSpaceError.at(tmp_path, "the disk is full")
+
+    run = two(tmp_path, second)
+    with monkeypatch.context() as patch:
+        for kind in (StoreTier, RemoteTier):
+            patch.setattr(kind, "copy", full)
+        save(run, 3, plus=10)
+        with pytest.raises(DrainError):
+            run.drain()
+        save(run, again, plus=11)
+        with pytest.raises(DrainError):
+            run.close()
+    other = handle(tmp_path / "three", drain=second)
+    save(other, 3)
+    other.close()
+    with pytest.raises(DivergedTierError):
+        two(tmp_path, second)
+    reader = handle(tmp_path / "reader", drain=second)
+    assert reader.steps() == [2, 3]
+    assert_same(reader.load(3), moving(3))
