@@ -21,6 +21,7 @@ from tensor_dedup.store.objects import make_folders
 from tensor_dedup.store.remote.errors import DamagedRemoteError, remote_damage
 
 _END: Final = tarfile.EOFHeaderError  # type: ignore[attr-defined]  # which typeshed lacks
+_READ_ERROR: Final = tarfile.ReadError
 _ENDED: Final = "tensor_dedup_ended"
 # What tarfile and what unpacks for it raise; ValueErrors are about what should be a number.
 _NO_ARCHIVE: Final = (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError)
@@ -32,6 +33,13 @@ _BEFORE_A_MEMBER: Final = frozenset(
     }
 )
 _BEFORE_BYTES: Final = 1 << 20
+# tarfile calls itself for each of them that stands before one member, and keeps what it has read.
+# Two long names and two sorts of facts are what programs write.
+_BEFORE_COUNT: Final = 8
+_BEFORE: Final = "tensor_dedup_before"
+# Linux opens no longer path. All links are in memory until the archive has ended.
+_NAME_CHARS: Final = 4096
+_SHOWN_CHARS: Final = 200
 _OTHERWISE: Final = "pull it with its own client"
 
 
@@ -59,6 +67,10 @@ class ChunkStream:
             pass
 
 
+def _shown(name: str) -> str:
+    return repr(name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}...")
+
+
 def write_file(folder: Path, path: str, stream: Any, files: Files, url: str) -> str:
     """Write a file of the artifact at `url`; return its path, as others of it may name it.
 
@@ -73,7 +85,7 @@ def write_file(folder: Path, path: str, stream: Any, files: Files, url: str) -> 
         make_folders(files, target.parent)
         handle, at = files.open(target, "create"), 0
     except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
-        what = f"{path!r} is there twice, or a file and a folder"
+        what = f"{_shown(path)} is there twice, or a file and a folder"
         raise DamagedRemoteError.at(url, what) from error
     try:
         while chunk := stream.read(1 << 20):
@@ -93,7 +105,8 @@ def unpack(
     call it.
 
     Raises:
-        UnsupportedError: a member is neither a file nor a link to one, or is sparse.
+        UnsupportedError: a member is neither a file nor a link to one, is sparse, or has a name or
+            a target of more than 4096 characters.
         EscapingPathError: a file's name leads out of the folder.
         DamagedRemoteError: it is no archive, or one without an end.
     """
@@ -114,7 +127,8 @@ def unpack(
         what = "an archive with a sparse file"
         raise UnsupportedError(f"{layer}: {what}; {_OTHERWISE}", url=layer) from None
     except (*_NO_ARCHIVE, zstandard.ZstdError) as error:
-        raise DamagedRemoteError.at(layer, f"it is no archive ({error})") from error
+        why = str(error)[:_SHOWN_CHARS]
+        raise DamagedRemoteError.at(layer, f"it is no archive ({why})") from error
     if not ended:
         raise DamagedRemoteError.at(layer, "it is an archive without an end")
     unpacking.follow()
@@ -130,6 +144,8 @@ class _Unpacking:
 
     def take(self, entry: tarfile.TarInfo, archive: tarfile.TarFile) -> None:
         """Write a file, or note where a link leads."""
+        if max(len(entry.name), len(entry.linkname)) > _NAME_CHARS:
+            raise self._unsupported(f"{_shown(entry.name)} in it has a name or a target too long")
         name = entry.name.removeprefix("./")
         path = posixpath.normpath(name)
         if entry.isdir():
@@ -153,8 +169,7 @@ class _Unpacking:
         elif (data := archive.extractfile(entry) if entry.isfile() else None) is not None:
             self._write(name, data)
         else:
-            what = f"{name!r} in it is neither a file nor a link to one"
-            raise UnsupportedError(f"{self._url}: {what}; {_OTHERWISE}", url=self._url)
+            raise self._unsupported(f"{_shown(name)} in it is neither a file nor a link to one")
 
     def follow(self) -> None:
         """Write what links lead to, under their names."""
@@ -163,11 +178,14 @@ class _Unpacking:
             ready = {name: target for name, target in left.items() if target in self._written}
             if not ready:
                 name, target = next(iter(left.items()))
-                what = f"{name!r} is a link to {target!r}, which is no file of the archive"
-                raise UnsupportedError(f"{self._url}: {what}; {_OTHERWISE}", url=self._url)
+                what = f"{_shown(name)} is a link to {_shown(target)}"
+                raise self._unsupported(f"{what}, which is no file of the archive")
             for name, target in ready.items():
                 self._copy(target, name)
                 del left[name]
+
+    def _unsupported(self, what: str) -> UnsupportedError:
+        return UnsupportedError(f"{self._url}: {what}; {_OTHERWISE}", url=self._url)
 
     def _copy(self, target: str, name: str) -> None:
         files = self._files
@@ -202,11 +220,17 @@ class _Entry(tarfile.TarInfo):
     @classmethod
     def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
         # docstring inherited
+        before = getattr(tarfile, _BEFORE, 0)
+        if before > _BEFORE_COUNT:
+            raise _READ_ERROR(f"more than {_BEFORE_COUNT} headers go before a member")
+        setattr(tarfile, _BEFORE, before + 1)
         try:
             return super().fromtarfile(tarfile)
         except _END:
             setattr(tarfile, _ENDED, True)
             raise
+        finally:
+            setattr(tarfile, _BEFORE, before)
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:

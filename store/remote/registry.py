@@ -52,7 +52,10 @@ _PLAIN: Final = re.compile(r"[A-Za-z0-9._/:-]*")
 _DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
 _HERE: Final = re.compile(r"(localhost|127\.[0-9.]+|\[::1\])(:[0-9]+)?")
 _CONNECTION: Final = re.compile(r"^(<[^>]*>|HTTPS?Connection(Pool)?\([^)]*\)): ")
-_CHALLENGE: Final = re.compile(r'\b(realm|service|scope)="([^"]*)"', re.IGNORECASE)
+# A scheme, or a parameter of the scheme before it with a value, quoted or not.
+_CHALLENGE: Final = re.compile(
+    r"""(?<![^,\s])([\w!#$%&'*+.^`|~-]+)(\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s,"]*)))?"""
+)
 _TOKEN: Final = re.compile("[!-~]+")
 # To connect, and to read: so long a registry may be silent.
 _TIMEOUT_S: Final = (10.0, 60.0)
@@ -218,6 +221,28 @@ def _origin(url: str) -> tuple[str | None, str | None, int | None] | None:
     return parts.scheme, parts.host, parts.port or port
 
 
+def _challenges(asked: str) -> dict[str, dict[str, str]]:
+    """What each scheme in a header `Www-Authenticate` asks for; of equal ones the first counts."""
+    found: dict[str, dict[str, str]] = {}
+    wanted: dict[str, str] = {}
+    for name, has_value, quoted, plain in _CHALLENGE.findall(asked):
+        if has_value:
+            wanted[name.lower()] = quoted or plain
+        else:
+            wanted = {}
+            found.setdefault(name.lower(), wanted)
+    return found
+
+
+def _strip_credentials(session: Any, following: Any, led_here: Any) -> None:
+    """Take the credentials from a request that is led on to another host.
+
+    So does requests, but then adds those that ~/.netrc has for that host, or for any.
+    """
+    if session.should_strip_auth(led_here.request.url, following.url):
+        following.headers.pop("Authorization", None)
+
+
 def _said(found: Any) -> bytes:
     """The beginning of a body, which may never end; no more of it is read."""
     import requests
@@ -277,6 +302,11 @@ class RegistryRepository:
         # they try again, know no ranges and no mounts, and send a token that lacks a scope for
         # ever; those for a token have no timeout, and read an answer to whatever end it has.
         self._client: Any = Client(hostname=name.host, insecure=plain)
+        session = self._client.session
+        session.rebuild_auth = partial(_strip_credentials, session)
+        # Or requests replaces a token by what ~/.netrc has. A session that does not trust the
+        # environment does not do so, but knows no proxy either.
+        session.auth = lambda request: request
         container = Container(f"{name.host}/{name.repository}")
         self._client.auth._get_auth_from_creds_store = partial(_ask_helper, name)
         try:
@@ -519,6 +549,8 @@ class RegistryRepository:
         url, asked, pause = urljoin(self._root, path), is_for_token, _PAUSE_S
         failure = ""
         while attempts:
+            # A registry that is asked to mount a layer may copy it before it answers.
+            reads = (_TIMEOUT_S[0], _SENDING_S[1]) if verb == "POST" else _TIMEOUT_S
             # An upload may have its place on another host, which must not see the credentials.
             is_mine = _origin(url) == self._origin and not is_for_token
             sent = {**(headers or {}), **(self._header if is_mine else {})}
@@ -529,7 +561,7 @@ class RegistryRepository:
                     headers=sent,
                     data=None if body is None else _Slices(body),
                     stream=True,
-                    timeout=_TIMEOUT_S if body is None else _SENDING_S,
+                    timeout=reads if body is None else _SENDING_S,
                 )
             except requests.RequestException as error:
                 failure = _reason(error)
@@ -561,27 +593,28 @@ class RegistryRepository:
         with self._lock:
             if sent.get("Authorization") != self._header.get("Authorization"):
                 return True  # another thread was first
-            asked = refused.headers.get("Www-Authenticate", "")
+            asked = _challenges(refused.headers.get("Www-Authenticate", ""))
             basic = getattr(self._client.auth, "_basic_auth", None)
             mine = {"Authorization": f"Basic {basic}"} if basic else {}
-            if asked[:6].lower() == "basic ":
-                new = mine
-            else:
+            new = mine if "basic" in asked else {}
+            if "bearer" in asked:
                 # Anew: a token that was good for reading is not one for writing.
-                token = self._token(asked, mine)
+                token = self._token(asked["bearer"], mine)
                 new = {"Authorization": f"Bearer {token}"} if token else {}
             fresh = bool(new) and new != self._header
             self._header = new or self._header
             return fresh
 
-    def _token(self, asked: str, headers: Mapping[str, str]) -> str | None:
+    def _token(self, wanted: Mapping[str, str], headers: Mapping[str, str]) -> str | None:
         """Ask where a challenge says for the token that it wants; None: it gives none."""
-        wanted = {name.lower(): value for name, value in _CHALLENGE.findall(asked)}
-        realm = wanted.pop("realm", "")
-        if not realm:
-            return None
-        if "://" not in realm:
-            realm = f"{urlsplit(self._root).scheme}://{realm}"
+        realm = wanted.get("realm", "")
+        scheme, host, _ = _origin(realm) or (None, None, None)
+        if scheme not in ("http", "https") or not host:
+            what = f"it names no token service by a URL, but {scrubbed(realm)[:80]!r}"
+            raise RemoteAccessError.at(self.name.url, what)
+        if self._root.startswith("https:") and scheme != "https":
+            what = f"its token service has no https: {host[:80]}"
+            raise RemoteAccessError.at(self.name.url, what)
         query = [("service", wanted["service"])] if "service" in wanted else []
         query += [("scope", each) for each in wanted.get("scope", "").split()]
         mark = "&" if "?" in realm else "?"

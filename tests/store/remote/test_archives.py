@@ -235,6 +235,25 @@ def test_what_goes_before_a_member_is_no_longer_than_it_may_be(tmp_path: Path, k
         unpack_in_little_memory(tmp_path, headed(kind, LARGE, bytes(LARGE)), "zst")
 
 
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_few_headers_go_before_a_member(tmp_path: Path, kind: bytes) -> None:
+    body = (b"abc\0" if kind == tarfile.GNUTYPE_LONGNAME else b"6 a=b\n").ljust(512, b"\0")
+    before, rest = headed(kind, body.index(b"\0"), body), linking(("a.json", "file", b"{}"))
+    unpack_in_little_memory(tmp_path, before * 8 + rest, "")
+    with pytest.raises(DamagedRemoteError, match="more than 8 headers go before a member"):
+        unpack_in_little_memory(tmp_path / "other", before * 3000 + rest, "")
+
+
+@pytest.mark.parametrize("kind", ["file", "soft", "hard"])
+def test_a_name_that_no_file_can_have_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    long = "a" * (LARGE // 64)
+    links = [(f"{n}", kind, long) for n in range(64)]
+    tar = linking(*([(long, "file", b"{}")] if kind == "file" else links))
+    with pytest.raises(UnsupportedError, match="too long") as caught:
+        unpack_in_little_memory(tmp_path, tar, "zst")
+    assert len(str(caught.value)) < 400
+
+
 def test_an_archive_of_many_folders_takes_little_memory(tmp_path: Path) -> None:
     folders = b"".join(headed(tarfile.DIRTYPE, 0) for _ in range(20_000))
     unpack_in_little_memory(tmp_path, folders + linking(("a.json", "file", b"{}")), "zst")

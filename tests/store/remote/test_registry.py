@@ -1,5 +1,7 @@
 """Requests to a registry: to whom credentials go, and what is taken of answers."""
 
+import hashlib
+import io
 import json
 import logging
 import os
@@ -363,6 +365,152 @@ def asking(realm: str) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(b"{}")
 
     return Asking
+
+
+class _Choosy(BaseHTTPRequestHandler):
+    """A registry that wants the token `good`, leads blobs to `other`, and notes what it is sent."""
+
+    challenges: ClassVar[list[str]]
+    other: ClassVar[str] = ""
+    seen: ClassVar[list[tuple[str, str | None]]]
+
+    def do_GET(self) -> None:
+        path, given, here = self.path.partition("?")[0], self.headers["Authorization"], ""
+        self.seen.append((path, given))
+        status, body = (200, b'{"token": "good"}') if path == "/token" else (200, b"{}")
+        if path.startswith("/v2/") and given != "Bearer good":
+            status, here = 401, self.headers["Host"]
+        elif "/blobs/" in path and self.other:
+            status = 307
+        self.send_response(status)
+        for each in self.challenges if here else []:
+            self.send_header("Www-Authenticate", each.replace("HERE", here))
+        if status == 307:
+            self.send_header("Location", f"http://{self.other}/elsewhere")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *_: object) -> None:
+        """Say nothing."""
+
+
+_BEARER = 'Bearer realm="http://HERE/token", service="Basic, of all", scope="s"'
+_BASIC = 'Basic realm="registry.example"'
+
+
+def choosy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> type[_Choosy]:
+    """A class of its own, and a word that Docker has for every port of this machine."""
+
+    class Handler(_Choosy):
+        challenges: ClassVar = asked
+        seen: ClassVar = []
+
+    said = json.dumps({"ServerURL": "x", "Username": "u", "Secret": "p"})
+    docker(tmp_path, monkeypatch, STORE, f"echo '{said}'")
+    return Handler
+
+
+_WORD = f"Basic {b64encode(b'u:p').decode()}"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        [_BEARER, _BASIC],
+        [_BASIC, _BEARER],
+        [f"{_BEARER}, {_BASIC}"],
+        [f"{_BASIC}, {_BEARER}"],
+        [_BEARER.replace('"http://HERE/token"', "http://HERE/token")],
+    ],
+)
+def test_of_several_schemes_a_token_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]
+) -> None:
+    handler = choosy(tmp_path, monkeypatch, asked)
+    with answered(handler) as host, RegistryRepository(ArtifactName(host, "a", "b")) as registry:
+        assert registry.manifest("b") is not None
+    path = "/v2/a/manifests/b"
+    assert handler.seen == [(path, None), ("/token", _WORD), (path, "Bearer good")]
+
+
+def test_a_realm_that_is_no_url_is_sent_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler = choosy(tmp_path, monkeypatch, [_BEARER.replace("http://HERE/token", "localhost")])
+    says = "it names no token service by a URL, but 'localhost'"
+    with (
+        answered(handler) as host,
+        RegistryRepository(ArtifactName(host, "a", "b")) as registry,
+        pytest.raises(RemoteAccessError, match=says),
+    ):
+        registry.manifest("b")
+    assert len(handler.seen) == 1
+
+
+def test_a_password_goes_from_https_to_no_http(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import requests
+
+    handler = choosy(tmp_path, monkeypatch, [])
+    with answered(handler) as host, RegistryRepository(NAME) as registry:
+        send = registry._client.session.request
+
+        def refuse(verb: str, url: str, **more: object) -> requests.Response:
+            if url.startswith("http:"):
+                return send(verb, url, **more)  # type: ignore[no-any-return]
+            found = requests.Response()
+            found.status_code, found.url, found.raw = 401, url, io.BytesIO()
+            found.headers["Www-Authenticate"] = _BEARER.replace("HERE", host)
+            return found
+
+        monkeypatch.setattr(registry._client.session, "request", refuse)
+        with pytest.raises(RemoteAccessError, match=r"its token service has no https: 127\.0"):
+            registry.manifest("v1")
+    assert handler.seen == []
+
+
+def test_a_netrc_file_is_for_no_registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = choosy(tmp_path, monkeypatch, [_BEARER])
+    (tmp_path / "netrc").write_text("default login other password word\n")
+    (tmp_path / "netrc").chmod(0o600)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with answered(handler, "127.0.0.2") as other, answered(handler) as host:
+        handler.other = other
+        digest = f"sha256:{hashlib.sha256(b'{}').hexdigest()}"
+        with RegistryRepository(ArtifactName(host, "a", "b")) as registry:
+            assert registry.blob(digest, 2) == b"{}"
+    path = f"/v2/a/blobs/{digest}"
+    tokens = [(path, None), ("/token", _WORD), (path, "Bearer good")]
+    assert handler.seen == [*tokens, ("/elsewhere", None)]
+
+
+def test_a_mount_may_take_as_long_as_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tensor_dedup.store.remote.registry._PAUSE_S", 0.0)
+    monkeypatch.setattr("tensor_dedup.store.remote.registry._TIMEOUT_S", (5.0, 0.2))
+    asked = list[str]()
+
+    class Copying(_Endless):
+        answers: ClassVar = {"blobs/uploads/": (201, b"")}
+
+        def do_POST(self) -> None:
+            asked.append(self.path)
+            time.sleep(0.6)
+            super().do_GET()
+
+    name = "team/base"
+    with answered(Copying) as host, RegistryRepository(ArtifactName(host, name, "b")) as registry:
+        assert not registry.upload(f"sha256:{0:064}", _Nothing(), "team/other")
+    assert len(asked) == 1
+
+
+class _Nothing:
+    def __len__(self) -> int:
+        return 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(())
 
 
 def test_a_token_service_that_is_silent_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
