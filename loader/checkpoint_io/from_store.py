@@ -13,12 +13,11 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from tensor_dedup.digest import combine, leaf_places
+from tensor_dedup.digest import LEAF_BYTES, combine, leaf_places
 from tensor_dedup.errors import ChangedFileError, FormatError, StoreError
 from tensor_dedup.formats.safetensors import parse_header
 from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
 from tensor_dedup.loader.checkpoint_io.sources import SourceFile, SourceTensor
-from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM
 from tensor_dedup.store.store import Store
 
 if TYPE_CHECKING:
@@ -189,7 +188,7 @@ class StoredSource(SourceFile):
     def _leaves(self, digest: bytes, nbytes: int) -> tuple[str, ...]:
         """Return the digests that the leaves of a tensor have by themselves."""
         record = next(iter(self._checkpoint.records(digest)), None)
-        if nbytes < LEAF_SHARED_FROM or record is None or record.nbytes != nbytes:
+        if nbytes <= LEAF_BYTES or record is None or record.nbytes != nbytes:
             return ()
         places = leaf_places(0, nbytes)
         return tuple(

@@ -33,7 +33,6 @@ from tensor_dedup.errors import (
 )
 from tensor_dedup.formats.weights import members_in, read_header
 from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
-from tensor_dedup.loader.residents.registry import LEAF_SHARED_FROM
 from tensor_dedup.loader.residents.resident import digest_of
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ class SourceTensor:
 
     `digest` is None until a hint or a read gives it; `hinted` tells that it came from a hint.
     `leaves` are the digests that its leaves have by themselves, or empty: they are remembered of
-    tensors of 8 MiB and more.
+    tensors of more than one.
     """
 
     file: SourceFile
@@ -160,7 +159,7 @@ class SourceFile:
 
     def _tensor(self, spec: TensorSpec, known: Mapping[tuple[int, int], str]) -> SourceTensor:
         digest = known.get((spec.start, spec.nbytes))
-        places = leaf_places(spec.start, spec.nbytes) if spec.nbytes >= LEAF_SHARED_FROM else ()
+        places = leaf_places(spec.start, spec.nbytes)
         leaves = tuple(known[place] for place in places if place in known)
         if digest is None or len(leaves) < len(places):
             leaves = ()
@@ -397,8 +396,11 @@ class SourceReader:
 
 
 def _wanted_leaves(source: SourceTensor) -> list[bytes] | None:
-    """Return a list for the leaf digests of a tensor that may have leaves in common with others."""
-    return [] if source.spec.nbytes >= LEAF_SHARED_FROM else None
+    """Return a list for the leaf digests of a tensor that has more than one leaf.
+
+    Others may have some of them, by itself or in a larger tensor that it becomes a part of.
+    """
+    return [] if source.spec.nbytes > LEAF_BYTES else None
 
 
 def _enter(source: SourceTensor, value: str, leaves: Sequence[bytes]) -> None:

@@ -194,7 +194,7 @@ class StoredWeights:
 
     def _build_known(self, source: SourceTensor) -> Resident | None:
         """Build a tensor of which others have leaves, and read only the rest; None if none has."""
-        if not source.leaves:
+        if not source.leaves or source.spec.nbytes < LEAF_SHARED_FROM:
             return None
         key = _key(source)
         geometry, contents = replace(key, digest=""), [_content(source)]

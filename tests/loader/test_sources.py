@@ -236,9 +236,11 @@ def test_hashing_never_sees_memory_change(tmp_path: Path) -> None:
 
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
-    """A file with a tensor of four and a half leaves, and one that is smaller than what counts."""
+    """A file with a tensor of four and a half leaves, and one of a single leaf."""
     numbers = torch.arange(9 * LEAF_BYTES // 8, dtype=torch.int32)
-    return deferring.save(tmp_path / "l.safetensors", {"w": numbers, "v": numbers[:-500_000] + 1})
+    return deferring.save(
+        tmp_path / "l.safetensors", {"w": numbers, "v": numbers[: LEAF_BYTES // 4] + 1}
+    )
 
 
 def test_leaves_of_large_tensors_are_remembered(large: Path, index: HintIndex) -> None:
