@@ -589,7 +589,7 @@ class Drain:
                 raise DivergedStepError.at(self._fast.path, what, run=self._run, step=step)
             if near is not None and ahead(near, place):
                 self._notes.sending(near)
-                self.second.copy(step, place)
+                self.second.copy(step, manifest, place)
                 self._notes.check()  # the disk may have gone away just before the copy
                 place = self.second.place(step)
             if place is not None:

@@ -112,8 +112,8 @@ class SecondTier(Protocol):
     def remove(self, step: int) -> bool:
         """Remove a step durably, in `naming`; return whether it was there."""
 
-    def copy(self, step: int, place: StepPlace | None) -> None:
-        """Copy the fast tier's state of a step, the one at `place` being an earlier one.
+    def copy(self, step: int, manifest: str, place: StepPlace | None) -> None:
+        """Copy a state of a step from the fast tier, the one at `place` being an earlier one.
 
         Raises:
             OutdatedError: meanwhile either tier has got another state.
@@ -229,19 +229,29 @@ class StoreTier:
         # docstring inherited
         return unlink(self._objects, [file_of(step_name(self._run, step))])
 
-    def copy(self, step: int, place: StepPlace | None) -> None:
+    def copy(self, step: int, manifest: str, place: StepPlace | None) -> None:
         # docstring inherited
+        check = partial(self._check_copy, step, manifest, place)
         with self._second._session() as (index, hasher):
-            self._copy(step, place, index, hasher)
+            self._copy(step, manifest, check, index, hasher)
 
-    def _copy(self, step: int, place: StepPlace | None, index: StoreIndex, hasher: Hasher) -> None:
+    def _copy(
+        self,
+        step: int,
+        manifest: str,
+        check: Callable[[], None],
+        index: StoreIndex,
+        hasher: Hasher,
+    ) -> None:
         objects, name = self._fast._objects, step_name(self._run, step)
         with Transfer(self._objects, index, hasher, self._settled) as transfer:
             with self._fast._session(update=False) as (near, _):
                 try:
-                    manifest, content, _ = manifest_of(objects, self._run, step)
+                    now, content, _ = manifest_of(objects, self._run, step)
                 except (UnknownStepError, NotATrainingError) as error:
                     raise OutdatedError from error
+                if now != manifest:
+                    raise OutdatedError
                 pieces = objects.pieces(manifest, content)
                 parts = [*dict.fromkeys(page.hex() for page in content.pages), manifest]
                 blobs = {part: objects.read(objects.layout.manifest(part)) for part in parts}
@@ -250,7 +260,6 @@ class StoreTier:
                 source = StoredPieces(objects, near, set(missing), name)
             with source:
                 transfer.send(source, missing)
-            check = partial(self._check_copy, step, manifest, place)
             transfer.publish(name, manifest, blobs, check)
 
     def _check_copy(self, step: int, manifest: str, place: StepPlace | None) -> None:

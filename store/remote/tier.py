@@ -278,7 +278,7 @@ class RemoteTier:
 
     # What changes
 
-    def copy(self, step: int, place: StepPlace | None) -> None:
+    def copy(self, step: int, manifest: str, place: StepPlace | None) -> None:
         # docstring inherited
         fast, name = self._fast, step_name(self._run, step)
         try:
@@ -287,7 +287,9 @@ class RemoteTier:
                 content = fast._objects.manifest(outgoing.manifest)
         except UnknownNameError as error:
             raise OutdatedError from error
-        guard = _StepGuard(self, step, outgoing.manifest, place)
+        if outgoing.manifest != manifest:
+            raise OutdatedError
+        guard = _StepGuard(self, step, manifest, place)
         try:
             # One that cannot be read there may be the same: then what is gone of it is sent again.
             fast._push_to(
