@@ -207,7 +207,7 @@ def test_a_table_that_is_lost_is_read_in_its_container_and_written_by_a_mend(
         if damage == "damaged":
             bucket.objects[key] = (blob[:-1] + b"?", tag, when)
     assert scene.full.push(Remote(bucket), "tune").moved_pieces == 1
-    other = open_store(scene.full.path.parent / "other")
+    other = open_store(scene.full.path.parent / f"reader-{damage}")
     other.pull(Remote(bucket), "tune")
     assert stored(other, "tune") == content(scene.tune)
     mending = damage == "gone"  # that it is damaged, nobody knows who has not read it
