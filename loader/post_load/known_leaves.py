@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from concurrent.futures import Future
 
+    from tensor_dedup.digest import Fill
     from tensor_dedup.loader.post_load.batch import DedupCandidate, DedupContext
     from tensor_dedup.loader.post_load.mapped_files import FileRange, MappedFiles
     from tensor_dedup.loader.residents.provider import Admit
@@ -84,23 +85,34 @@ def _read(
     write: Write,
 ) -> None:
     """Read those leaves of a range, or all of it, and compare each with what is remembered."""
-    places = leaf_places(0, file_range.nbytes)
-
-    def begin(number: int) -> tuple[int, int, Future[str]]:
-        start, size = places[number]
-
-        def pass_on(piece: memoryview, offset: int) -> None:
-            file_range.read(piece, start + offset)
-            write(piece, start + offset)
-
+    for start, size, found in read_leaves(file_range.nbytes, numbers, file_range.read, write):
         context.bytes_hashed += size
-        return start, size, stream(size, pass_on)
-
-    begun = [begin(number) for number in (range(len(places)) if numbers is None else numbers)]
-    wait([future for _, _, future in begun])  # all of them, whatever happened to one
-    for start, size, future in begun:
         part = file_range._replace(start=file_range.start + start, nbytes=size)
-        files.learn(part, future.result())
+        files.learn(part, found)
+
+
+def read_leaves(
+    nbytes: int, numbers: Sequence[int] | None, read: Fill, write: Write
+) -> list[tuple[int, int, str]]:
+    """Read those leaves of a tensor of `nbytes`, or all; return start, size and digest of each.
+
+    `read(piece, offset)` fills a piece, as the `fill` of `digest.stream`, and `write` gets it. Both
+    are called from threads of the hash pool; all have ended when an error is raised.
+    """
+    places = leaf_places(0, nbytes)
+
+    def begin(start: int, size: int) -> Future[str]:
+        def pass_on(piece: memoryview, offset: int) -> bytes | None:
+            compared = read(piece, start + offset)
+            write(piece, start + offset)
+            return compared
+
+        return stream(size, pass_on)
+
+    wanted = places if numbers is None else [places[number] for number in numbers]
+    begun = [begin(*place) for place in wanted]
+    wait(begun)  # all of them, whatever happened to one
+    return [(*place, future.result()) for place, future in zip(wanted, begun, strict=True)]
 
 
 def _check(_number: int, _data: memoryview) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import threading
-from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,10 +17,10 @@ from weakref import WeakSet
 
 import torch
 
-from tensor_dedup.digest import leaf_places, stream
 from tensor_dedup.loader.checkpoint_io.from_store import FromStore
 from tensor_dedup.loader.cuda.shared import BATCH_BYTES
 from tensor_dedup.loader.post_load.batch import content_recipe
+from tensor_dedup.loader.post_load.known_leaves import read_leaves
 from tensor_dedup.loader.residents.compare import raise_audit, same_bytes
 from tensor_dedup.loader.residents.leaves import Content, build_from_contents
 from tensor_dedup.loader.residents.manager import ResidentQuery, ResidentRequest
@@ -38,7 +37,6 @@ from tensor_dedup.types import ResidentKey
 if TYPE_CHECKING:
     import os
     from collections.abc import Sequence
-    from concurrent.futures import Future
 
     from tensor_dedup.config import TensorDedupConfig
     from tensor_dedup.loader.checkpoint_io.sources import SourceFile, SourceTensor
@@ -246,20 +244,7 @@ def _read_leaves(
 ) -> None:
     """Read those leaves of a tensor, or all; the store compares each with its digest."""
     spec = source.spec
-    places = leaf_places(0, spec.nbytes)
-
-    def begin(start: int, size: int) -> Future[str]:
-        def pass_on(piece: memoryview, offset: int) -> bytes | None:
-            compared = source.file.read_into(spec, piece, start + offset)
-            write(piece, start + offset)
-            return compared
-
-        return stream(size, pass_on)
-
-    begun = [begin(*places[each]) for each in (range(len(places)) if numbers is None else numbers)]
-    wait(begun)  # all of them, whatever happened to one
-    for each in begun:
-        each.result()
+    read_leaves(spec.nbytes, numbers, partial(source.file.read_into, spec), write)
 
 
 def _read(source: SourceTensor) -> torch.Tensor:
