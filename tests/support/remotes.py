@@ -273,9 +273,15 @@ class Proxy:
                 each.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        self._server.close()
-        for each in self._open:
-            each.close()
+        hang_up(self._server, *self._open)
+
+
+def hang_up(*sockets: socket.socket) -> None:
+    """Close sockets, and wake the threads that wait for them, which closing alone does not."""
+    for each in sockets:
+        with suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
+        each.close()
 
 
 _VARIABLES = {

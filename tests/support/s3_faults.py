@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 from urllib.parse import parse_qs, unquote
 from xml.sax.saxutils import escape
 
-from remotes import MemoryBucket, Proxy
+from remotes import MemoryBucket, Proxy, hang_up
 from tensor_dedup.store.remote import Remote
 from tensor_dedup.store.remote.buckets import ServerBucket
 
@@ -299,6 +299,7 @@ class FaultyProxy:
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._server.getsockname()[1]
         self._guard = threading.Lock()
+        self._links: list[socket.socket] = []
         self.arm()
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -330,7 +331,7 @@ class FaultyProxy:
         self.late.clear()
 
     def close(self) -> None:
-        self._server.close()
+        hang_up(self._server, *self._links)
 
     def _accept(self) -> None:
         while True:
@@ -338,6 +339,8 @@ class FaultyProxy:
                 link, _ = self._server.accept()
             except OSError:
                 return
+            self._links = [each for each in self._links if each.fileno() >= 0]
+            self._links.append(link)
             threading.Thread(target=self._serve, args=(link,), daemon=True).start()
 
     def _serve(self, link: socket.socket) -> None:
