@@ -53,9 +53,7 @@ from tensor_dedup.store.remote.catalog import (
     drop,
     is_damage_noted,
     listed,
-    put_holders,
     read_catalog,
-    relied_on,
     unheld,
     with_more,
 )
@@ -66,6 +64,7 @@ from tensor_dedup.store.remote.errors import (
     RemoteBusyError,
     RemoteNameTakenError,
 )
+from tensor_dedup.store.remote.holders import put_holders, relied_on
 from tensor_dedup.store.remote.lease import LEASE_S, boottime
 from tensor_dedup.store.remote.relatives import Relative, first_there, lost, pages_there
 

@@ -34,9 +34,7 @@ from tensor_dedup.store.remote.catalog import (
     is_damage_noted,
     listed,
     prefixes,
-    put_holders,
     read_catalog,
-    read_holders,
     read_table,
     segment_of,
     unheld,
@@ -52,6 +50,7 @@ from tensor_dedup.store.remote.errors import (
     RemoteUnreachableError,
     UnknownRemoteNameError,
 )
+from tensor_dedup.store.remote.holders import fault_of, put_holders, read_holders
 from tensor_dedup.store.remote.pieces import RemotePieces
 from tensor_dedup.store.remote.pull import (
     RemoteManifest,
@@ -692,7 +691,7 @@ def _mended_holders(
 
     for name, held in zip(written, bucket.each(read, written), strict=True):
         own = {piece.digest for piece in manifests[name].pieces if piece.nbytes}
-        what = _wrong(held, own, there)
+        what = fault_of(held, own, there)
         if what is None:
             continue
         records = (r for c in there.containers for r in found.tables[c].records)
@@ -701,24 +700,6 @@ def _mended_holders(
             put_holders(bucket, name, there.only(sorted(own | anchors)))
         if what:
             yield RemoteFault(bucket.at(layout.holders_key(name)), what)
-
-
-def _wrong(
-    held: Catalog | DamagedRemoteError | None, pieces: Collection[bytes], there: Catalog
-) -> str | None:
-    """What is wrong with the holders of a manifest with these pieces; None if nothing is.
-
-    Empty where it is no fault: they name what is not there, or nothing for a piece.
-    """
-    if held is None:
-        return None
-    if isinstance(held, DamagedRemoteError):
-        return str(held)
-    for container in held.containers.keys() & there.containers.keys():
-        if not {*prefixes(held.containers[container])} <= {*prefixes(there.containers[container])}:
-            return f"it says of {container.name} what its table does not"
-    whole = held.containers.keys() <= there.containers.keys() and all(map(held.holders, pieces))
-    return None if whole else ""
 
 
 def _right(
