@@ -26,8 +26,9 @@ _FEWEST_PAGES: Final = 3
 # So many are asked for, until one is there.
 _ASKED: Final = 2
 # Of more containers than so many, listing all costs less than asking for each; of fewer, where all
-# are few.
+# are few, or where each would be a request too many and a list is not too many bytes.
 _ASKED_CONTAINERS: Final = 8
+_ASKED_AT_ONCE: Final = 2
 # What an object takes in a list, and what a list may: so much, a share of what is sent, and so much
 # for each page or table that is not asked for then.
 _LISTED_BYTES: Final = 350
@@ -119,17 +120,21 @@ def lost(
     catalog: Catalog,
     containers: Collection[ContainerId],
     sent: int,
+    left: int,
     *,
     mending: bool,
 ) -> set[ContainerId]:
     """Return which of these containers of the catalog are not there, or have another size.
 
     When `mending`, likewise those whose table is not there: a pull has that of the container, but a
-    sweep and a catalog that is put together anew go by tables.
+    sweep and a catalog that is put together anew go by tables. So many bytes of pieces were `sent`,
+    and so many are `left` of what the push is to cost.
     """
     count = len(catalog.containers)
     keys = {layout.container_key(each): each for each in containers}
-    spare = _spare(sent) if len(keys) <= _ASKED_CONTAINERS else math.inf
+    spare = _spare(sent)
+    if len(keys) > _ASKED_AT_ONCE:
+        spare = max(spare, left) if len(keys) <= _ASKED_CONTAINERS else math.inf
     sizes = _sizes(bucket, layout.CONTAINERS, keys, count, spare)
     tables = {layout.table_key(each.name): each for each in containers if mending}
     spare = _spare(sent) + len(tables) * _HEAD_BYTES

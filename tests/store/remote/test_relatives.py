@@ -60,6 +60,31 @@ def test_a_fine_tune_of_many_tensors_costs_what_is_missing(
     assert wire.remote.verify(full=True).fine
 
 
+@pytest.mark.parametrize("reused", [4, 8])
+def test_a_push_that_relies_on_a_few_of_many_containers_lists_them(
+    tmp_path: Path, wire: Wire, reused: int
+) -> None:
+    """To ask for each would be more requests than it may make, and the list fits."""
+    here = open_store(tmp_path / "here")
+    for number in range(100):
+        one = safetensors(u8(**{f"t{number}": noise(number, 4 * KIB)}))
+        here.import_(write(tmp_path / f"one-{number}", {"model.safetensors": one}), f"one-{number}")
+        here.push(Remote(wire.bucket), f"one-{number}")
+    names = [f"t{number}" for number in range(reused)]
+    tensors = u8(new=noise(1000, 4 * KIB), **{n: noise(k, 4 * KIB) for k, n in enumerate(names)})
+    path = write(tmp_path / "all", {"model.safetensors": safetensors(tensors)})
+    here.import_(path, "all")
+    wire.reset()
+    done = here.push(wire.remote, "all")
+    assert done.moved_pieces == 2  # the new tensor, and the header
+    assert wire.proxy.requests <= 12 + 3, wire.server.requests
+    assert wire.proxy.nbytes <= 1.02 * done.moved_bytes + 64 * KIB
+    assert wire.server.requests.count("LIST containers/") == 1
+    there = open_store(tmp_path / "there")
+    there.pull(wire.remote, "all")
+    assert stored(there, "all") == content(path)
+
+
 class Scene:
     """A store with a base of many pages and its fine-tune, and a remote that has the base."""
 
