@@ -291,6 +291,10 @@ class _Push:
         missing = {d: n for d, n in self._sizes.items() if d in unheld_}
         saved = sum(n for d, n in self._sizes.items() if d not in missing)
         self._progress.saved(saved)
+        checkpoints = [self._checkpoints[number] for number in tags]
+        blobs = {part: blob for each in checkpoints for part, blob in each.blobs.items()}
+        others = {layout.manifest_key(part) for part in blobs}
+        others |= {layout.ref_key(each.name) for each in checkpoints}
         loads: list[_Load] = []
         if missing:
             with self._open_pieces({*missing}) as source:
@@ -299,6 +303,8 @@ class _Push:
                 confirm(bucket, catalog, bases - missing.keys(), alone=True)
                 while True:
                     loads = self._plan(source, missing, catalog)
+                    reused = self._reused(catalog, missing, loads)
+                    self._refuse_deleting(catalog, others | _keys(reused, loads))
                     try:
                         self._upload(source, loads, catalog)
                         break
@@ -306,8 +312,6 @@ class _Push:
                         self._damaged.add(error.digest)
         self._moved_pieces = len(missing)
         self._moved_bytes = sum(r.stored for load in loads for r in load.table.records)
-        checkpoints = [self._checkpoints[number] for number in tags]
-        blobs = {part: blob for each in checkpoints for part, blob in each.blobs.items()}
 
         def write(part: str) -> None:
             bucket.put(layout.manifest_key(part), [memoryview(blobs[part])])
@@ -318,7 +322,7 @@ class _Push:
         reused = self._reused(catalog, missing, loads)
         self._check_there(catalog, reused, loads)
         self._put_holders(catalog, reused, loads, checkpoints)
-        self._publish(catalog, reused, loads, [*blobs], [each.name for each in checkpoints])
+        self._publish(catalog, reused, loads, [*blobs], others | _keys(reused, loads))
         for number, tag in tags.items():
             # What is relied on may be condemned and deleted in a lease: then begin with what is
             # there now, which costs no more than to ask for each container.
@@ -541,27 +545,22 @@ class _Push:
         reused: Mapping[tuple[bytes, bool], ContainerId],
         loads: Sequence[_Load],
         objects: Sequence[str],
-        names: Sequence[str],
+        keys: Collection[str],
     ) -> None:
         """Enter the new containers in the catalog, and see that no gc takes what is relied on.
+
+        The `keys` are those of all that is relied on, the new ones too.
 
         A delta is relied on only where it is listed now: a sweep leaves it out when it condemns
         what that is against, which this push does not know and so could not take off that list.
         """
         new = [listed(load.container, load.table) for load in loads]
-        containers = {*reused.values(), *(load.container for load in loads)}
-        keys = {layout.container_key(each) for each in containers}
-        keys |= {layout.table_key(each.name) for each in containers}
-        keys |= {layout.manifest_key(name) for name in objects}
-        keys |= {layout.ref_key(name) for name in names}
 
         def change(now: Catalog) -> CatalogChange | None:
-            if keys & {*now.trash.deleting}:
-                what = "a gc deletes what this push needs; if none does, run one an hour later"
-                raise RemoteBusyError.at(self._bucket.at(layout.HEAD), what)
+            self._refuse_deleting(now, keys)
             condemned, before = now.trash.condemned, catalog.trash.condemned
             found_damaged = {key for key, since in condemned.items() if since == DAMAGED}
-            if any(before.get(key) != DAMAGED for key in keys & found_damaged):
+            if any(before.get(key) != DAMAGED for key in found_damaged.intersection(keys)):
                 raise _OutdatedError
             again = dict[ContainerId, ListedContainer]()
             for (digest, alone), each in reused.items():
@@ -584,6 +583,15 @@ class _Push:
 
         if commit(self._bucket, catalog, change).tag != catalog.tag:
             self._check_sent(loads, objects)
+
+    def _refuse_deleting(self, now: Catalog, keys: Collection[str]) -> None:
+        """Refuse to rely on what a gc deletes. One that was killed stays on the list for an hour.
+
+        Asked before anything is sent, too: what the catalog said when it was read, counts.
+        """
+        if not now.trash.deleting.keys().isdisjoint(keys):
+            what = "a gc deletes what this push needs; if none does, run one an hour later"
+            raise RemoteBusyError.at(self._bucket.at(layout.HEAD), what)
 
     def _check_sent(self, loads: Sequence[_Load], objects: Sequence[str]) -> None:
         """Check that what was sent is there, where others wrote the catalog meanwhile.
@@ -659,6 +667,13 @@ def refer(
         if bucket.put_if(key, text, None if found is None else found[1]):
             return
     raise RemoteBusyError.at(bucket.at(key), "others wrote this reference again and again")
+
+
+def _keys(reused: Mapping[tuple[bytes, bool], ContainerId], loads: Sequence[_Load]) -> set[str]:
+    """The keys of the containers that a push relies on or sends, and of their tables."""
+    containers = {*reused.values(), *(load.container for load in loads)}
+    keys = {layout.container_key(each) for each in containers}
+    return keys | {layout.table_key(each.name) for each in containers}
 
 
 def _loads(
