@@ -353,11 +353,11 @@ class Store:
             UnknownRemoteNameError: the remote has neither a checkpoint nor a run of this name.
             RemoteNameTakenError: the name stands for another one here, and `replace` is off.
             MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError: objects of the remote
-                are gone or damaged; nothing was committed.
+                are gone or damaged; nothing was committed, but the other steps of a run.
             RemoteUrlError, RemoteUnreachableError, RemoteAccessError, NotARemoteError: it cannot
                 be reached, or is something else.
         """
-        from tensor_dedup.store.remote.errors import UnknownRemoteNameError
+        from tensor_dedup.store.remote.errors import LostRemotelyError, UnknownRemoteNameError
         from tensor_dedup.store.remote.oci import is_artifact
         from tensor_dedup.store.remote.pull import pull
         from tensor_dedup.store.remote.remote import Remote
@@ -375,6 +375,7 @@ class Store:
         before = remote.bucket.traffic.counts()
         refs, seen, results = remote.refs_of(check_name(name)), set[bytes](), []
         one = partial(pull, remote.bucket, progress=listener, replace=replace, seen=seen)
+        damage: LostRemotelyError | None = None
         for each, listed_ in refs.items():
             with self._session() as (index, hasher):
                 here = self._objects, index, hasher
@@ -382,8 +383,13 @@ class Store:
                     results.append(one(each, here, listed=listed_))
                 except UnknownRemoteNameError:
                     # A step that was deleted there meanwhile, unless that is true of all.
-                    if each == [*refs][-1] and not results:
+                    if each == [*refs][-1] and not results and damage is None:
                         raise
+                except LostRemotelyError as error:
+                    # Told when the other steps have come: what is damaged may be a deleted name.
+                    damage = damage or error
+        if damage is not None:
+            raise damage
         nbytes, calls = remote.bucket.traffic.counts()  # with those that looked for the names
         wire, requests = nbytes - before[0], calls - before[1]
         return replace_fields(together(results), wire_bytes=wire, requests=requests)

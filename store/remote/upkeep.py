@@ -316,21 +316,29 @@ def _read_manifests(bucket: Bucket, found: RemoteInventory) -> None:
     # No reference is ever deleted. So one that either list has is there, and an answer that it is
     # not, as a list without it, is an old one.
     listed_ = {layout.name_of_ref(key) for key in found.objects if key.startswith(layout.REFS)}
-    for name in sorted({*names(bucket), *(name for name in listed_ if name is not None)}):
+    every = sorted({*names(bucket), *(name for name in listed_ if name is not None)})
+
+    def read(name: str) -> tuple[str, RemoteManifest | StoreError | None]:
         key, manifest = layout.ref_key(name), ""
         try:
             ref = bucket.get(key, layout.TEXT_BYTES)
             if ref is None:
                 raise MissingRemoteError.at(bucket.at(key), "it is listed, and it is not there")
             manifest = layout.referred(ref[0], name, bucket.at(key)) or ""
-            if not manifest:
-                found.deleted.append(name)
-            else:
-                found.manifests.append(read_manifest(bucket, name, manifest))
+            return manifest, read_manifest(bucket, name, manifest) if manifest else None
         except _AWAY:
             raise
         except StoreError as error:
-            found.problems.append(RemoteFault(bucket.at(key), str(error), (name,)))
+            return manifest, error
+
+    for name, (manifest, content) in zip(every, bucket.each(read, every), strict=True):
+        if isinstance(content, RemoteManifest):
+            found.manifests.append(content)
+        elif content is None:
+            found.deleted.append(name)
+        else:
+            where = bucket.at(layout.ref_key(name))
+            found.problems.append(RemoteFault(where, str(content), (name,)))
             if manifest:
                 found.broken.add(manifest)
 
