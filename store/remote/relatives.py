@@ -28,7 +28,7 @@ _ASKED: Final = 2
 # Of more containers than so many, listing all costs less than asking for each; of fewer, where all
 # are few, or where each would be a request too many and a list is not too many bytes.
 _ASKED_CONTAINERS: Final = 8
-_ASKED_AT_ONCE: Final = 2
+_FEW_CONTAINERS: Final = 2
 # What an object takes in a list, and what a list may: so much, a share of what is sent, and so much
 # for each page or table that is not asked for then.
 _LISTED_BYTES: Final = 350
@@ -133,7 +133,7 @@ def lost(
     count = len(catalog.containers)
     keys = {layout.container_key(each): each for each in containers}
     spare = _spare(sent)
-    if len(keys) > _ASKED_AT_ONCE:
+    if len(keys) > _FEW_CONTAINERS:
         spare = max(spare, left) if len(keys) <= _ASKED_CONTAINERS else math.inf
     sizes = _sizes(bucket, layout.CONTAINERS, keys, count, spare)
     tables = {layout.table_key(each.name): each for each in containers if mending}
