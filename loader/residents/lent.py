@@ -1,7 +1,7 @@
 """Residents in slabs of the memory manager, whole tensors and such that consist of parts of them.
 
 The record of a layer says what its tensors are: `record` for a whole one, `record_of_parts` for one
-whose parts lie in several. The manager does not read records.
+whose parts lie in several. The manager reads the latter for its totals only, and trusts neither.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 import gc
 import os
-import resource
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -297,14 +296,10 @@ def test_near_the_limit_of_descriptors_a_tensor_is_whole_and_it_is_said(
     engine: Callable[..., SleepyEngine],
 ) -> None:
     process = engine(managed=False)
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
     log = BlockLog()
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (gpus.descriptors() + 10, before[1]))
+    with gpus.few_descriptors():
         wanted = (ReplicaKey(key_of(BASE), 0), "recipe", process.gpu.copy_of(BASE))
         [(resident, _)] = process.gpu.get_or_build([wanted], ManagerResidents(), log)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert len(resident.slabs) == 1
     assert "ulimit -n" in (log.why_whole or "")
 
@@ -478,18 +473,13 @@ def test_who_may_not_have_the_descriptors_of_blocks_has_a_whole_copy(
 ) -> None:
     one, two = engine(BASE), engine()
     assert two.device is not None
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
     session = device_session(two.device, two.gpu.gpu, "base")
     recipe = f"recipe {key_of(BASE).digest}"
     queries = [ResidentQuery(recipe, replace(key_of(BASE), digest="")) for _ in range(2)]
-    try:
-        # Enough for the blocks, and for little else.
-        resource.setrlimit(resource.RLIMIT_NOFILE, (gpus.descriptors() + 10, before[1]))
+    with gpus.few_descriptors():
         assert session.by_content([key_of(BASE)]) == session.by_recipe(queries[:1]) == [None]
         assert "ulimit -n" in (session.not_by_leaf or "")
         two.load([BASE])
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
     # Under the recipe there are the blocks already, so the copy is this process's alone.
     assert (on_gpu(device), gpus.in_use()) == (BASE.nbytes, 2 * in_slabs(BASE.nbytes))
     assert one.is_right()

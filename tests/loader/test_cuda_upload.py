@@ -24,7 +24,8 @@ def test_bytes_arrive_and_their_digest_is_known(tmp_path: Path, nbytes: int) -> 
     data = pattern(nbytes)[:nbytes]
     file = tmp_path / "weights"
     file.write_bytes(b"header" + data + b"more")
-    gpu = Gpu(FakeDriver(), "0")
+    driver = FakeDriver()
+    gpu = Gpu(driver, "0")
     slab = VmmBackend(FakeDriver(), "0").reserve(6 * LEAF_BYTES)
     extent = MappedExtent(slab.fileno, slab.nbytes, 1)
     found: list[str] = []
@@ -37,6 +38,9 @@ def test_bytes_arrive_and_their_digest_is_known(tmp_path: Path, nbytes: int) -> 
     mapping = gpu.map([extent], gpu.vmm(), slab)
     assert ctypes.string_at(mapping.address + 512, nbytes) == data
     assert held() == 0
+    del mapping
+    assert gpu.reap(wait=True) == 0
+    assert driver.left() == {}
 
 
 def test_a_file_that_is_too_short_is_said(tmp_path: Path) -> None:

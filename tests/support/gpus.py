@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import resource
 import signal
 import warnings
 from collections.abc import Callable, Iterator
@@ -47,6 +48,22 @@ def in_use() -> int:
 def descriptors() -> int:
     """How many this process has open, when the garbage of earlier tests has closed its own."""
     return len(process_state.descriptors())
+
+
+@contextmanager
+def few_descriptors() -> Iterator[None]:
+    """This process may have so few that it opens no blocks, and enough for everything else.
+
+    Three quarters of all are for blocks. What earlier tests left may look for its manager
+    meanwhile, in threads, each with a descriptor for a moment.
+    """
+    before, there = resource.getrlimit(resource.RLIMIT_NOFILE), descriptors()
+    most = max(there + 10, there * 4 // 3)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @contextmanager

@@ -153,7 +153,7 @@ def test_a_client_is_killed_at_every_request(kit: Kit, verb: str, kills: int) ->
             for key in kit.bucket.objects.keys() - before
             if key.startswith("containers/")
         )
-        held = sum(path.stat().st_size for path in (where / "containers").rglob("*.*"))
+        held = held_in(where)
         kit.proxy.arm()
         again = kit.end(kit.start(verb, where))
         assert again == 0 or verb == "delete"
@@ -204,15 +204,10 @@ def test_a_pull_that_is_killed_while_ranges_arrive_keeps_what_arrived(tmp_path: 
     env = {**os.environ, **real_servers.s3_environment(proxy.port)}
     proxy.stuck = True
 
-    def held() -> int:
-        return sum(path.stat().st_size for path in (where / "containers").rglob("*.*"))
-
     with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as process:
-        until = time.monotonic() + 60
-        while held() < 0.5 * sum(sizes) and time.monotonic() < until:
-            time.sleep(0.1)
+        until_it_holds(where, 0.5 * sum(sizes))
         process.kill()
-    kept = held()
+    kept = held_in(where)
     assert kept >= 0.5 * sum(sizes)
     proxy.stuck = False
     proxy.arm()
@@ -267,7 +262,7 @@ def test_a_server_is_killed_at_every_request(
             there = [s for s in direct.bucket.list("containers/") if s.key not in before]
             # One whose table is not there may have been cut, and is sent again if it was.
             landed = sum(status.size for status in there if whole(direct, status))
-            held = sum(path.stat().st_size for path in (where.path / "containers").rglob("*.*"))
+            held = held_in(where.path)
 
             def again(remote: Remote = remote, where: Store = where) -> None:
                 proxy.arm()
@@ -331,6 +326,18 @@ def done(verb: str, remote: Remote, full: Store, where: Store) -> None:
         remote.gc(0)
     else:
         full.push(remote, "base" if verb == "first push" else "tune")
+
+
+def held_in(store: Path) -> int:
+    """The bytes of the containers in the folder of a store."""
+    return sum(path.stat().st_size for path in (store / "containers").rglob("*.*"))
+
+
+def until_it_holds(store: Path, nbytes: float) -> None:
+    """Wait for containers of so many bytes in the folder of a store, but for a minute at most."""
+    until = time.monotonic() + 60
+    while held_in(store) < nbytes and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def settle(proxy: FaultyProxy) -> None:
@@ -422,7 +429,12 @@ def test_a_registry_and_its_client_are_killed_at_every_request(
             where = prepared(case)
             started: list[subprocess.Popen[bytes]] = []
 
-            def kill(started: list[subprocess.Popen[bytes]] = started) -> None:
+            def kill(
+                started: list[subprocess.Popen[bytes]] = started,
+                where: Path = where,
+                least: int = verb == "pull" and number // 2 == requests - 1,
+            ) -> None:
+                until_it_holds(where, least)  # before the last request, all others were answered
                 server.kill() if side == "registry" else started[0].kill()
 
             killer = Killer(number // 2, kill)
@@ -438,7 +450,7 @@ def test_a_registry_and_its_client_are_killed_at_every_request(
                 assert status in (0, 3)
                 server.start()
             landed = linked(root, case) if verb == "push" else 0
-            held = sum(path.stat().st_size for path in (where / "containers").rglob("*.*"))
+            held = held_in(where)
             kept += landed + held
             proxy.arm()
             assert end(start(case, where)) == 0
