@@ -1,4 +1,4 @@
-"""What a push or a pull has done, and who is told how far it is."""
+"""What a push or a pull tells while it runs, and what it has done."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
