@@ -58,14 +58,10 @@ if TYPE_CHECKING:
     from tensor_dedup.store.reading.find import TensorPlace
     from tensor_dedup.store.remote.buckets import Bucket
     from tensor_dedup.store.remote.oci import Artifact
-    from tensor_dedup.store.remote.push import (
-        NameGuard,
-        Outgoing,
-        TransferListener,
-        TransferResult,
-    )
+    from tensor_dedup.store.remote.push import NameGuard, Outgoing
     from tensor_dedup.store.remote.relatives import Relative
     from tensor_dedup.store.remote.remote import Remote
+    from tensor_dedup.store.remote.results import TransferListener, TransferResult
     from tensor_dedup.store.upkeep.usage import StoreUsage
     from tensor_dedup.store.writing.encoder import Encoder
 
@@ -312,8 +308,8 @@ class Store:
                 be reached, or is something else.
         """
         from tensor_dedup.store.remote.oci import is_artifact
-        from tensor_dedup.store.remote.push import SilentTransfer
         from tensor_dedup.store.remote.remote import Remote
+        from tensor_dedup.store.remote.results import SilentTransfer
 
         if is_artifact(url):
             return self._push_artifact(str(url), name, progress or SilentTransfer(), replace)
@@ -357,15 +353,15 @@ class Store:
             UnknownRemoteNameError: the remote has neither a checkpoint nor a run of this name.
             RemoteNameTakenError: the name stands for another one here, and `replace` is off.
             MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError: objects of the remote
-                are gone or damaged; nothing was committed.
+                are gone or damaged; nothing was committed, but the other steps of a run.
             RemoteUrlError, RemoteUnreachableError, RemoteAccessError, NotARemoteError: it cannot
                 be reached, or is something else.
         """
-        from tensor_dedup.store.remote.errors import UnknownRemoteNameError
+        from tensor_dedup.store.remote.errors import LostRemotelyError, UnknownRemoteNameError
         from tensor_dedup.store.remote.oci import is_artifact
         from tensor_dedup.store.remote.pull import pull
-        from tensor_dedup.store.remote.push import SilentTransfer, together
         from tensor_dedup.store.remote.remote import Remote
+        from tensor_dedup.store.remote.results import SilentTransfer, together
 
         if is_artifact(url):
             return self._pull_artifact(str(url), name, progress or SilentTransfer(), replace)
@@ -379,6 +375,7 @@ class Store:
         before = remote.bucket.traffic.counts()
         refs, seen, results = remote.refs_of(check_name(name)), set[bytes](), []
         one = partial(pull, remote.bucket, progress=listener, replace=replace, seen=seen)
+        damage: LostRemotelyError | None = None
         for each, listed_ in refs.items():
             with self._session() as (index, hasher):
                 here = self._objects, index, hasher
@@ -386,8 +383,13 @@ class Store:
                     results.append(one(each, here, listed=listed_))
                 except UnknownRemoteNameError:
                     # A step that was deleted there meanwhile, unless that is true of all.
-                    if each == [*refs][-1] and not results:
+                    if each == [*refs][-1] and not results and damage is None:
                         raise
+                except LostRemotelyError as error:
+                    # Told when the other steps have come: what is damaged may be a deleted name.
+                    damage = damage or error
+        if damage is not None:
+            raise damage
         nbytes, calls = remote.bucket.traffic.counts()  # with those that looked for the names
         wire, requests = nbytes - before[0], calls - before[1]
         return replace_fields(together(results), wire_bytes=wire, requests=requests)
@@ -427,7 +429,7 @@ class Store:
         """Pull whole layers into a folder of this store's `tmp`, and import that."""
         from tensor_dedup.store.checkpoints.runs import check_no_step
         from tensor_dedup.store.remote.oci import advising_pull, layers_folder
-        from tensor_dedup.store.remote.push import TransferResult
+        from tensor_dedup.store.remote.results import TransferResult
 
         began, before = time.monotonic(), artifact.registry.traffic.counts()[0]
         files, tmp = self._files, self._objects.layout.tmp
@@ -541,7 +543,7 @@ class Store:
     ) -> "TransferResult":
         """Copy these checkpoints, without those that were deleted here meanwhile."""
         from tensor_dedup.store.remote.neighbour import copy_checkpoint
-        from tensor_dedup.store.remote.push import together
+        from tensor_dedup.store.remote.results import together
 
         near = self._objects, partial(self._session, update=False)
         far, seen, results = (other._objects, other._session), set[bytes](), []

@@ -35,7 +35,7 @@ from tensor_dedup.store.format import frames, manifests
 from tensor_dedup.store.format.manifests import Piece
 from tensor_dedup.store.format.tables import PLAIN, Record
 from tensor_dedup.store.objects import ContainerId
-from tensor_dedup.store.remote import Remote, catalog, layout, pieces, pull, push
+from tensor_dedup.store.remote import Remote, catalog, holders, layout, pieces, pull, push
 from tensor_dedup.store.remote import sweep as remote_sweep
 from tensor_dedup.store.remote.buckets import ObjectStatus
 from tensor_dedup.store.remote.catalog import Catalog, ListedContainer
@@ -155,7 +155,7 @@ def put(
         bucket.put(layout.manifest_key(part), [memoryview(blob)])
     anchors = [record.base for record in records if record.base is not None]
     own = [piece.digest for piece in model.pieces]
-    catalog.put_holders(bucket, name, family.only([*own, *anchors]))
+    holders.put_holders(bucket, name, family.only([*own, *anchors]))
     bucket.put(layout.ref_key(model.name), [memoryview(layout.reference(model.name, name))])
     return listed
 
@@ -221,7 +221,7 @@ def scale(count: int, *, sweep: bool) -> None:
     new = catalog.listed(*_one(models))
     merged = catalog.with_more(whole, [new])
     written = sum(
-        len(catalog._segment_blob(held))
+        len(catalog.segment_blob(held))
         for name, held in merged.items()
         if name not in whole.segments
     )

@@ -37,8 +37,10 @@ _BEFORE_BYTES: Final = 1 << 20
 # Two long names and two sorts of facts are what programs write.
 _BEFORE_COUNT: Final = 8
 _BEFORE: Final = "tensor_dedup_before"
-# Linux opens no longer path. All links are in memory until the archive has ended.
+# Linux opens no longer path. All links are in memory until the archive has ended, and are looked
+# through once for each link of a chain: a compressed archive of some kilobytes can have millions.
 _NAME_CHARS: Final = 4096
+_MOST_LINKS: Final = 10_000
 _SHOWN_CHARS: Final = 200
 _OTHERWISE: Final = "pull it with its own client"
 
@@ -106,7 +108,7 @@ def unpack(
 
     Raises:
         UnsupportedError: a member is neither a file nor a link to one, is sparse, or has a name or
-            a target of more than 4096 characters.
+            a target of more than 4096 characters; or there are more than 10,000 links.
         EscapingPathError: a file's name leads out of the folder.
         DamagedRemoteError: it is no archive, or one without an end.
     """
@@ -170,6 +172,8 @@ class _Unpacking:
             self._write(name, data)
         else:
             raise self._unsupported(f"{_shown(name)} in it is neither a file nor a link to one")
+        if len(self._links) > _MOST_LINKS:
+            raise self._unsupported(f"an archive in it has more than {_MOST_LINKS} links")
 
     def follow(self) -> None:
         """Write what links lead to, under their names."""

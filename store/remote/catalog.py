@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -34,7 +34,6 @@ from tensor_dedup.store.remote.buckets import Bucket
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
     MissingRemoteError,
-    RemoteAccessError,
     RemoteBusyError,
     remote_damage,
 )
@@ -47,8 +46,6 @@ _WHOLE: Final = 2048
 # One piece in so many that are nowhere seems to be somewhere, and costs the reading of a table.
 _MISTAKEN_BITS: Final = 12
 _SHORTEST: Final = 3
-# What holders may have for each piece. It takes 70 in a container of its own; so does an anchor.
-_HOLDERS_BYTES: Final = 512
 _HEAD, _SEGMENT, _TRASH = b"rhed", b"rseg", b"rtra"
 # The first version of a list of what is condemned has its keys as text.
 _TRASH_VERSION: Final = 2
@@ -63,7 +60,6 @@ _MOST_SEGMENTS: Final = 8
 _SMALL_BYTES: Final = 16 << 10
 _ATTEMPTS: Final = 40
 _PAUSE_S: Final = 0.05
-_T = TypeVar("_T")
 
 
 class ListedContainer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -175,23 +171,6 @@ def bases_listed(entry: ListedContainer, table: Table) -> set[bytes]:
     width = entry.width
     there = {*_split(entry.deltas, width)}
     return {r.base for r in table.records if r.base is not None and r.digest[:width] in there}
-
-
-def relied_on(
-    catalog: "Catalog", reused: Mapping[tuple[bytes, bool], ContainerId]
-) -> Iterator[ListedContainer]:
-    """Iterate over the entries of containers with these pieces only, and whole prefixes of them.
-
-    Each piece is given with whether it is held without a base.
-    """
-    held: dict[ContainerId, tuple[list[bytes], list[bytes]]] = {}
-    for (digest_, alone), container in reused.items():
-        held.setdefault(container, ([], []))[not alone].append(digest_[:PREFIX_BYTES])
-    for container, (alone_, deltas) in held.items():
-        entry = catalog.containers[container]
-        yield msgspec.structs.replace(
-            entry, alone=b"".join(alone_), deltas=b"".join(deltas), width=PREFIX_BYTES
-        )
 
 
 @dataclass
@@ -393,13 +372,12 @@ def read_catalog(
     def segment(name: bytes) -> list[ListedContainer]:
         if known is not None and name in known:
             return known[name]
-        part = _frame(bucket, layout.segment_key(name.hex()), name.hex(), _SEGMENT, _Segment)
-        return part.containers
+        key = layout.segment_key(name.hex())
+        return decode_segment(_named(bucket, key, name.hex()), bucket.at(key))
 
     for name, held in zip(head.segments, bucket.each(segment, head.segments), strict=True):
         catalog.segments[name] = held
         for container in held:
-            _check(container, bucket.at(layout.segment_key(name.hex())), _SHORTEST)
             catalog.add(container)
     if with_trash:
         catalog.trash = _trash(bucket, head)
@@ -484,50 +462,26 @@ def _unpacked(keys: _Keys) -> Iterator[str]:
             yield form.replace("??", name[:2]).replace("*", name)
 
 
-def put_holders(bucket: Bucket, manifest: str, containers: Iterable[ListedContainer]) -> None:
-    """Write which containers hold the pieces of a manifest."""
-    bucket.put(layout.holders_key(manifest), [memoryview(_segment_blob(containers))])
-
-
-def read_holders(bucket: Bucket, manifest: str, pieces: int) -> Catalog | None:
-    """Read which containers hold the `pieces` pieces of a manifest; None where nothing says so.
-
-    They are a cache and no more trusted than the catalog. What a sweep has deleted since may be
-    among them.
+def decode_segment(blob: bytes, where: str) -> list[ListedContainer]:
+    """Return the containers in the frame of a segment that was read at `where`.
 
     Raises:
-        DamagedRemoteError, NewerFormatError: they cannot be read, or are larger than so many pieces
-            and what these are against need.
+        DamagedRemoteError, NewerFormatError: it is none, contradicts itself, or is of a later
+            version.
     """
-    key = layout.holders_key(manifest)
-    try:
-        found = bucket.get(key, layout.TEXT_BYTES + pieces * _HOLDERS_BYTES)
-    except RemoteAccessError:
-        # What S3 says of an object that is not there to those who may not list.
-        return None
-    if found is None:
-        return None
-    with remote_damage(bucket.at(key)) as path:
-        held = frames.decode(found[0], _SEGMENT, _Segment, path).containers
-    holders = Catalog()
-    for container in held:
-        _check(container, bucket.at(key), PREFIX_BYTES)
-        holders.add(container)
-    return holders
+    with remote_damage(where) as path:
+        containers = frames.decode(blob, _SEGMENT, _Segment, path).containers
+    for container in containers:
+        _check(container, where)
+    return containers
 
 
-def _check(container: ListedContainer, where: str, shortest: int) -> None:
+def _check(container: ListedContainer, where: str) -> None:
     known = container.kind in layout.KINDS and len(container.name) == DIGEST_BYTES
-    known = known and shortest <= container.width <= PREFIX_BYTES and container.nbytes > 0
+    known = known and _SHORTEST <= container.width <= PREFIX_BYTES and container.nbytes > 0
     held = container.alone, container.deltas
     if not known or any(len(each) % container.width for each in held):
         raise DamagedRemoteError.at(where, "an entry of a container contradicts itself")
-
-
-def _frame(bucket: Bucket, key: str, name: str, kind: bytes, form: type[_T]) -> _T:
-    blob = _named(bucket, key, name)
-    with remote_damage(bucket.at(key)) as path:
-        return frames.decode(blob, kind, form, path)
 
 
 def _named(bucket: Bucket, key: str, name: str) -> bytes:
@@ -718,15 +672,16 @@ def _safe_segment(
     That gc may have looked at the old one already, and would delete what is written now. An entry
     that is there twice means nothing, and makes another name.
     """
-    blob = _segment_blob(held)
+    blob = segment_blob(held)
     while layout.segment_key(name.hex()) in deleting:
         held = [*held, held[0]]
-        blob = _segment_blob(held)
+        blob = segment_blob(held)
         name = bytes.fromhex(digest(blob))
     return name, blob
 
 
-def _segment_blob(containers: Iterable[ListedContainer]) -> bytes:
+def segment_blob(containers: Iterable[ListedContainer]) -> bytes:
+    """Return the frame of a segment of these containers."""
     return frames.encode(_SEGMENT, _Segment([*containers]))
 
 
@@ -740,10 +695,14 @@ def segment_of(
     held = sorted(containers, key=lambda each: each.name)
     pieces = others + sum(each.pieces for each in held)
     if pieces > _WHOLE:
-        widths = range(_SHORTEST, PREFIX_BYTES)
-        width = next(n for n in widths if pieces < 1 << 8 * n - _MISTAKEN_BITS)
+        width = prefix_width(pieces, _MISTAKEN_BITS)
         held = [each.shortened(width) for each in held]
-    return {bytes.fromhex(digest(_segment_blob(held))): held} if held else {}
+    return {bytes.fromhex(digest(segment_blob(held))): held} if held else {}
+
+
+def prefix_width(pairs: int, bits: int) -> int:
+    """Return how long prefixes are where two of so many pairs agree once in 2^bits times."""
+    return next(n for n in range(_SHORTEST, PREFIX_BYTES) if pairs < 1 << 8 * n - bits)
 
 
 def with_more(

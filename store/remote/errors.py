@@ -5,8 +5,8 @@ RemoteError
                    ReadOnlyRemoteError, UnlistedRemoteError
   - of the world:  RemoteUnreachableError (and NoRangesError), RemoteAccessError, RemoteBusyError,
                    NoConditionsError
-  - with those of the store: UnknownRemoteNameError, RemoteNameTakenError, DamagedRemoteError,
-    MissingRemoteError, CorruptRemoteTensorError, UncertainRemoteError
+  - with those of the store: UnknownRemoteNameError, RemoteNameTakenError, UncertainRemoteError, and
+    as a LostRemotelyError: DamagedRemoteError, MissingRemoteError, CorruptRemoteTensorError
 """
 
 from collections.abc import Iterator
@@ -142,7 +142,7 @@ class RemoteNameTakenError(NameTakenError):
     advice = "choose another name, or replace it with --replace"
 
 
-class _LostRemotelyError(AdvisedError):
+class LostRemotelyError(AdvisedError):
     """A remote does not have what it should. Its next step depends on what kind it is."""
 
     advice = (
@@ -163,15 +163,15 @@ class _LostRemotelyError(AdvisedError):
         return cls(f"{path}: {what}; {advice}", path=str(path), **facts)
 
 
-class DamagedRemoteError(_LostRemotelyError, DamagedFileError):
+class DamagedRemoteError(LostRemotelyError, DamagedFileError):
     """An object of a remote is not what it was written as; nothing of it was taken."""
 
 
-class MissingRemoteError(_LostRemotelyError, MissingObjectError):
+class MissingRemoteError(LostRemotelyError, MissingObjectError):
     """An object that a checkpoint of a remote needs is not there."""
 
 
-class CorruptRemoteTensorError(_LostRemotelyError, CorruptTensorError):
+class CorruptRemoteTensorError(LostRemotelyError, CorruptTensorError):
     """Bytes that came from a remote do not have their digest. Nothing was committed."""
 
 

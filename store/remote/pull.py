@@ -36,7 +36,6 @@ from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus
 from tensor_dedup.store.remote.catalog import (
     Catalog,
     read_catalog,
-    read_holders,
     read_table,
     rebuilt,
 )
@@ -51,8 +50,9 @@ from tensor_dedup.store.remote.errors import (
     UnknownRemoteNameError,
     remote_damage,
 )
+from tensor_dedup.store.remote.holders import read_holders
 from tensor_dedup.store.remote.pieces import RemotePieces
-from tensor_dedup.store.remote.push import TransferListener, TransferResult
+from tensor_dedup.store.remote.results import TransferListener, TransferResult
 from tensor_dedup.store.writing.hashing import Hasher
 
 # A container is complete when it has so many bytes, or after so many seconds: what is not complete

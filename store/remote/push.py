@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
@@ -53,9 +53,8 @@ from tensor_dedup.store.remote.catalog import (
     drop,
     is_damage_noted,
     listed,
-    put_holders,
     read_catalog,
-    relied_on,
+    segment_blob,
     unheld,
     with_more,
 )
@@ -66,8 +65,10 @@ from tensor_dedup.store.remote.errors import (
     RemoteBusyError,
     RemoteNameTakenError,
 )
+from tensor_dedup.store.remote.holders import put_holders, relied_on
 from tensor_dedup.store.remote.lease import LEASE_S, boottime
 from tensor_dedup.store.remote.relatives import Relative, first_there, lost, pages_there
+from tensor_dedup.store.remote.results import TransferListener, TransferResult
 
 _BLOCK_BYTES: Final = 4 * LEAF_BYTES
 _AT_ONCE: Final = 3
@@ -78,66 +79,13 @@ _PLAIN: Final = "pack"
 # What saves less goes as it is: of a container of plain pieces alone it is known what of it is
 # wanted, so that a pull can fetch it whole.
 _LEAST_SAVED: Final = 512
-
-
-class TransferListener(Protocol):
-    """A listener to a push or a pull. `advance` is called from several threads."""
-
-    def start(self, total_bytes: int) -> None:
-        """Receive the number of bytes that will travel."""
-
-    def advance(self, nbytes: int) -> None:
-        """Receive the number of further bytes that have travelled."""
-
-    def saved(self, nbytes: int) -> None:
-        """Receive the number of bytes that need not travel."""
-
-
-class SilentTransfer:
-    """A TransferListener that does nothing."""
-
-    def start(self, total_bytes: int) -> None:
-        """Do nothing."""
-
-    def advance(self, nbytes: int) -> None:
-        """Do nothing."""
-
-    def saved(self, nbytes: int) -> None:
-        """Do nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class TransferResult:
-    """What a push or a pull did.
-
-    `nbytes` is the size of the checkpoints, which have so many `pieces`; `moved_pieces` of these
-    were missing. `anchor_pieces` are no part of the checkpoints: they came along because missing
-    pieces are stored as differences from them. `moved_bytes` are both, as they are stored, and
-    `wire_bytes` everything that was sent and received, in `requests` calls. `unchanged` says that
-    the other side had it all under these names. The pin of a step goes with the step, and is none
-    of the `names`.
-    """
-
-    url: str
-    names: tuple[str, ...]
-    pieces: int
-    nbytes: int
-    moved_pieces: int
-    moved_bytes: int
-    wire_bytes: int
-    requests: int
-    seconds: float
-    unchanged: bool
-    anchor_pieces: int = 0
-
-    @property
-    def saved_bytes(self) -> int:
-        """The bytes of the checkpoints that did not have to travel."""
-        return max(0, self.nbytes - self.moved_bytes)
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the result as a JSON object."""
-        return {**asdict(self), "names": [*self.names], "saved_bytes": self.saved_bytes}
+# What a push is to cost: so much of what it has to send, and so much beside. A request has about so
+# many bytes of headers, the answer's included (some 820 were counted; S3's own answers are longer).
+# The list, the head and a reference are the last.
+_COST_SHARE: Final = 1.02
+_COST_BYTES: Final = 64 << 10
+_CALL_BYTES: Final = 900
+_LAST_CALLS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +291,10 @@ class _Push:
         missing = {d: n for d, n in self._sizes.items() if d in unheld_}
         saved = sum(n for d, n in self._sizes.items() if d not in missing)
         self._progress.saved(saved)
+        checkpoints = [self._checkpoints[number] for number in tags]
+        blobs = {part: blob for each in checkpoints for part, blob in each.blobs.items()}
+        others = {layout.manifest_key(part) for part in blobs}
+        others |= {layout.ref_key(each.name) for each in checkpoints}
         loads: list[_Load] = []
         if missing:
             with self._open_pieces({*missing}) as source:
@@ -351,6 +303,8 @@ class _Push:
                 confirm(bucket, catalog, bases - missing.keys(), alone=True)
                 while True:
                     loads = self._plan(source, missing, catalog)
+                    reused = self._reused(catalog, missing, loads)
+                    self._refuse_deleting(catalog, others | _keys(reused, loads))
                     try:
                         self._upload(source, loads, catalog)
                         break
@@ -358,8 +312,6 @@ class _Push:
                         self._damaged.add(error.digest)
         self._moved_pieces = len(missing)
         self._moved_bytes = sum(r.stored for load in loads for r in load.table.records)
-        checkpoints = [self._checkpoints[number] for number in tags]
-        blobs = {part: blob for each in checkpoints for part, blob in each.blobs.items()}
 
         def write(part: str) -> None:
             bucket.put(layout.manifest_key(part), [memoryview(blobs[part])])
@@ -368,10 +320,9 @@ class _Push:
         for _ in bucket.each(write, [part for part in blobs if part not in there]):
             pass
         reused = self._reused(catalog, missing, loads)
-        containers = [*dict.fromkeys(reused.values())]
-        self._check_there(catalog, containers)
+        self._check_there(catalog, reused, loads)
         self._put_holders(catalog, reused, loads, checkpoints)
-        self._publish(catalog, reused, loads, [*blobs], [each.name for each in checkpoints])
+        self._publish(catalog, reused, loads, [*blobs], others | _keys(reused, loads))
         for number, tag in tags.items():
             # What is relied on may be condemned and deleted in a lease: then begin with what is
             # there now, which costs no more than to ask for each container.
@@ -552,14 +503,38 @@ class _Push:
             found[digest, True] = catalog.holders(digest, alone=True)[0]
         return found
 
-    def _check_there(self, catalog: Catalog, reused: Sequence[ContainerId]) -> None:
+    def _left(
+        self,
+        catalog: Catalog,
+        reused: Mapping[tuple[bytes, bool], ContainerId],
+        loads: Sequence[_Load],
+    ) -> int:
+        """The bytes that are left of what a push is to cost, when it has written what it must."""
+        nbytes, calls = self._bucket.traffic.counts()
+        new = [listed(load.container, load.table) for load in loads]
+        due = [[*new, *relied_on(catalog, reused)]]  # the holders, at most
+        segments = with_more(catalog, new)
+        due += [held for name, held in segments.items() if name not in catalog.segments]
+        nbytes += sum(len(segment_blob(each)) for each in due) - self._before[0]
+        calls += len(due) + _LAST_CALLS - self._before[1]
+        allowed = int(_COST_SHARE * self._moved_bytes) + _COST_BYTES
+        return allowed - nbytes - calls * _CALL_BYTES
+
+    def _check_there(
+        self,
+        catalog: Catalog,
+        reused: Mapping[tuple[bytes, bool], ContainerId],
+        loads: Sequence[_Load],
+    ) -> None:
         """Check that what the catalog says is there: a reference must not lead to nothing.
 
         What is not there leaves the catalog and is noted as damaged, so that whoever has lost it
         is told; the push begins anew and sends what was in it.
         """
         bucket = self._bucket
-        if gone := lost(bucket, catalog, reused, self._moved_bytes, mending=self._replace):
+        containers, left = {*reused.values()}, self._left(catalog, reused, loads)
+        gone = lost(bucket, catalog, containers, self._moved_bytes, left, mending=self._replace)
+        if gone:
             check_remote(bucket)  # or a catalog would be made where all of it has gone
             drop(bucket, gone)
             raise _OutdatedError
@@ -570,27 +545,22 @@ class _Push:
         reused: Mapping[tuple[bytes, bool], ContainerId],
         loads: Sequence[_Load],
         objects: Sequence[str],
-        names: Sequence[str],
+        keys: Collection[str],
     ) -> None:
         """Enter the new containers in the catalog, and see that no gc takes what is relied on.
+
+        The `keys` are those of all that is relied on, the new ones too.
 
         A delta is relied on only where it is listed now: a sweep leaves it out when it condemns
         what that is against, which this push does not know and so could not take off that list.
         """
         new = [listed(load.container, load.table) for load in loads]
-        containers = {*reused.values(), *(load.container for load in loads)}
-        keys = {layout.container_key(each) for each in containers}
-        keys |= {layout.table_key(each.name) for each in containers}
-        keys |= {layout.manifest_key(name) for name in objects}
-        keys |= {layout.ref_key(name) for name in names}
 
         def change(now: Catalog) -> CatalogChange | None:
-            if keys & {*now.trash.deleting}:
-                what = "a gc deletes what this push needs; if none does, run one an hour later"
-                raise RemoteBusyError.at(self._bucket.at(layout.HEAD), what)
+            self._refuse_deleting(now, keys)
             condemned, before = now.trash.condemned, catalog.trash.condemned
             found_damaged = {key for key, since in condemned.items() if since == DAMAGED}
-            if any(before.get(key) != DAMAGED for key in keys & found_damaged):
+            if any(before.get(key) != DAMAGED for key in found_damaged.intersection(keys)):
                 raise _OutdatedError
             again = dict[ContainerId, ListedContainer]()
             for (digest, alone), each in reused.items():
@@ -613,6 +583,15 @@ class _Push:
 
         if commit(self._bucket, catalog, change).tag != catalog.tag:
             self._check_sent(loads, objects)
+
+    def _refuse_deleting(self, now: Catalog, keys: Collection[str]) -> None:
+        """Refuse to rely on what a gc deletes. One that was killed stays on the list for an hour.
+
+        Asked before anything is sent, too: what the catalog said when it was read, counts.
+        """
+        if not now.trash.deleting.keys().isdisjoint(keys):
+            what = "a gc deletes what this push needs; if none does, run one an hour later"
+            raise RemoteBusyError.at(self._bucket.at(layout.HEAD), what)
 
     def _check_sent(self, loads: Sequence[_Load], objects: Sequence[str]) -> None:
         """Check that what was sent is there, where others wrote the catalog meanwhile.
@@ -688,6 +667,13 @@ def refer(
         if bucket.put_if(key, text, None if found is None else found[1]):
             return
     raise RemoteBusyError.at(bucket.at(key), "others wrote this reference again and again")
+
+
+def _keys(reused: Mapping[tuple[bytes, bool], ContainerId], loads: Sequence[_Load]) -> set[str]:
+    """The keys of the containers that a push relies on or sends, and of their tables."""
+    containers = {*reused.values(), *(load.container for load in loads)}
+    keys = {layout.container_key(each) for each in containers}
+    return keys | {layout.table_key(each.name) for each in containers}
 
 
 def _loads(
@@ -772,23 +758,3 @@ def _encoded_content(
             yield view
     except (CorruptFrameError, CorruptTensorError) as error:
         raise _DamagedRecordError(record.digest) from error
-
-
-def together(results: Sequence[TransferResult]) -> TransferResult:
-    """Return the sum of several results of one remote; a pin is no further checkpoint."""
-    first = results[0]
-    names = {name for each in results for name in each.names}
-    counted = [e for e in results if not all(is_pin_among(name, names) for name in e.names)]
-    return TransferResult(
-        url=first.url,
-        names=tuple(name for each in counted for name in each.names),
-        pieces=sum(each.pieces for each in counted),
-        nbytes=sum(each.nbytes for each in counted),
-        moved_pieces=sum(each.moved_pieces for each in results),
-        moved_bytes=sum(each.moved_bytes for each in results),
-        wire_bytes=sum(each.wire_bytes for each in results),
-        requests=sum(each.requests for each in results),
-        seconds=sum(each.seconds for each in results),
-        unchanged=all(each.unchanged for each in results),
-        anchor_pieces=sum(each.anchor_pieces for each in results),
-    )

@@ -26,8 +26,9 @@ _FEWEST_PAGES: Final = 3
 # So many are asked for, until one is there.
 _ASKED: Final = 2
 # Of more containers than so many, listing all costs less than asking for each; of fewer, where all
-# are few.
+# are few, or where each would be a request too many and a list is not too many bytes.
 _ASKED_CONTAINERS: Final = 8
+_FEW_CONTAINERS: Final = 2
 # What an object takes in a list, and what a list may: so much, a share of what is sent, and so much
 # for each page or table that is not asked for then.
 _LISTED_BYTES: Final = 350
@@ -119,35 +120,34 @@ def lost(
     catalog: Catalog,
     containers: Collection[ContainerId],
     sent: int,
+    left: int,
     *,
     mending: bool,
 ) -> set[ContainerId]:
     """Return which of these containers of the catalog are not there, or have another size.
 
-    Likewise those whose table was not read, as a reference leads to what is in them, and is not
-    there; when `mending`, all whose table is not: a pull has that of the container, but a sweep and
-    a catalog that is put together anew go by tables.
+    When `mending`, likewise those whose table is not there: a pull has that of the container, but a
+    sweep and a catalog that is put together anew go by tables. So many bytes of pieces were `sent`,
+    and so many are `left` of what the push is to cost.
     """
     count = len(catalog.containers)
     keys = {layout.container_key(each): each for each in containers}
-    spare = _spare(sent) if len(keys) <= _ASKED_CONTAINERS else math.inf
+    spare = _spare(sent)
+    if len(keys) > _FEW_CONTAINERS:
+        spare = max(spare, left) if len(keys) <= _ASKED_CONTAINERS else math.inf
     sizes = _sizes(bucket, layout.CONTAINERS, keys, count, spare)
-    unread = {
-        layout.table_key(each.name): each
-        for each in containers
-        if mending or catalog.is_doubtful(each)
-    }
-    spare = _spare(sent) + len(unread) * _HEAD_BYTES
-    sizes |= _sizes(bucket, layout.TABLES, unread, count, spare)
+    tables = {layout.table_key(each.name): each for each in containers if mending}
+    spare = _spare(sent) + len(tables) * _HEAD_BYTES
+    sizes |= _sizes(bucket, layout.TABLES, tables, count, spare)
 
     def is_whole(key: str) -> bool:
         whole = catalog.containers[keys[key]].nbytes if key in keys else sizes.get(key)
         return key in sizes and sizes[key] == whole
 
     # An answer may be old: one is not enough to send again what is there.
-    gone = [key for key in (*keys, *unread) if not is_whole(key)]
+    gone = [key for key in (*keys, *tables) if not is_whole(key)]
     sizes |= {s.key: s.size for s in bucket.each(bucket.head, gone) if s is not None}
-    return {(keys | unread)[key] for key in gone if not is_whole(key)}
+    return {(keys | tables)[key] for key in gone if not is_whole(key)}
 
 
 def _spare(sent: int) -> float:

@@ -34,9 +34,7 @@ from tensor_dedup.store.remote.catalog import (
     is_damage_noted,
     listed,
     prefixes,
-    put_holders,
     read_catalog,
-    read_holders,
     read_table,
     segment_of,
     unheld,
@@ -52,6 +50,7 @@ from tensor_dedup.store.remote.errors import (
     RemoteUnreachableError,
     UnknownRemoteNameError,
 )
+from tensor_dedup.store.remote.holders import fault_of, put_holders, read_holders
 from tensor_dedup.store.remote.pieces import RemotePieces
 from tensor_dedup.store.remote.pull import (
     RemoteManifest,
@@ -317,21 +316,29 @@ def _read_manifests(bucket: Bucket, found: RemoteInventory) -> None:
     # No reference is ever deleted. So one that either list has is there, and an answer that it is
     # not, as a list without it, is an old one.
     listed_ = {layout.name_of_ref(key) for key in found.objects if key.startswith(layout.REFS)}
-    for name in sorted({*names(bucket), *(name for name in listed_ if name is not None)}):
+    every = sorted({*names(bucket), *(name for name in listed_ if name is not None)})
+
+    def read(name: str) -> tuple[str, RemoteManifest | StoreError | None]:
         key, manifest = layout.ref_key(name), ""
         try:
             ref = bucket.get(key, layout.TEXT_BYTES)
             if ref is None:
                 raise MissingRemoteError.at(bucket.at(key), "it is listed, and it is not there")
             manifest = layout.referred(ref[0], name, bucket.at(key)) or ""
-            if not manifest:
-                found.deleted.append(name)
-            else:
-                found.manifests.append(read_manifest(bucket, name, manifest))
+            return manifest, read_manifest(bucket, name, manifest) if manifest else None
         except _AWAY:
             raise
         except StoreError as error:
-            found.problems.append(RemoteFault(bucket.at(key), str(error), (name,)))
+            return manifest, error
+
+    for name, (manifest, content) in zip(every, bucket.each(read, every), strict=True):
+        if isinstance(content, RemoteManifest):
+            found.manifests.append(content)
+        elif content is None:
+            found.deleted.append(name)
+        else:
+            where = bucket.at(layout.ref_key(name))
+            found.problems.append(RemoteFault(where, str(content), (name,)))
             if manifest:
                 found.broken.add(manifest)
 
@@ -692,7 +699,7 @@ def _mended_holders(
 
     for name, held in zip(written, bucket.each(read, written), strict=True):
         own = {piece.digest for piece in manifests[name].pieces if piece.nbytes}
-        what = _wrong(held, own, there)
+        what = fault_of(held, own, there)
         if what is None:
             continue
         records = (r for c in there.containers for r in found.tables[c].records)
@@ -701,24 +708,6 @@ def _mended_holders(
             put_holders(bucket, name, there.only(sorted(own | anchors)))
         if what:
             yield RemoteFault(bucket.at(layout.holders_key(name)), what)
-
-
-def _wrong(
-    held: Catalog | DamagedRemoteError | None, pieces: Collection[bytes], there: Catalog
-) -> str | None:
-    """What is wrong with the holders of a manifest with these pieces; None if nothing is.
-
-    Empty where it is no fault: they name what is not there, or nothing for a piece.
-    """
-    if held is None:
-        return None
-    if isinstance(held, DamagedRemoteError):
-        return str(held)
-    for container in held.containers.keys() & there.containers.keys():
-        if not {*prefixes(held.containers[container])} <= {*prefixes(there.containers[container])}:
-            return f"it says of {container.name} what its table does not"
-    whole = held.containers.keys() <= there.containers.keys() and all(map(held.holders, pieces))
-    return None if whole else ""
 
 
 def _right(

@@ -17,6 +17,7 @@ from remotes import Proxy
 from stores import KIB, noise, open_store, safetensors, stored, u8
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.store.files import RealFiles
+from tensor_dedup.store.remote import archives
 from tensor_dedup.store.remote.archives import ChunkStream, unpack
 from tensor_dedup.store.remote.errors import DamagedRemoteError
 
@@ -137,6 +138,29 @@ def test_what_leads_to_no_file_is_named(
     with pytest.raises(UnsupportedError, match=says):
         store.pull(f"{team}/links:v1", "links")
     assert store.names() == []
+
+
+@pytest.mark.parametrize(("most", "fits"), [(3, True), (2, False)])
+def test_an_archive_has_so_many_links_at_most(
+    tmp_path: Path, team: str, monkeypatch: pytest.MonkeyPatch, most: int, fits: bool
+) -> None:
+    """What leads to no file yet is in memory; a name that is there twice is there once."""
+    monkeypatch.setattr(archives, "_MOST_LINKS", most)
+    tar = linking(
+        ("model.safetensors", "file", safetensors(u8(a=noise(1, 9 * KIB)))),
+        *((f"{n}.json", "soft", "a.json") for n in (1, 2, 2, 3)),
+        ("a.json", "file", b"{}"),
+        ("4.json", "hard", "a.json"),
+    )
+    registries.bring(tmp_path / "l", f"{team}/links:v1", [(f"{MODEL}.weight.v1.tar", tar, None)])
+    store = open_store(tmp_path / "store")
+    if fits:
+        store.pull(f"{team}/links:v1", "links")
+        assert len(stored(store, "links")) == 2 + 4
+    else:
+        with pytest.raises(UnsupportedError, match="more than 2 links"):
+            store.pull(f"{team}/links:v1", "links")
+        assert store.names() == []
 
 
 @pytest.mark.parametrize("what", ["no end", "a damaged header", "no number", "half a file"])

@@ -198,6 +198,6 @@ def test_prefixes_are_as_long_as_a_catalog_of_its_size_needs(pieces: int, width:
     [[short]] = catalog.segment_of([entry], pieces - PIECES).values()
     assert (short.width, short.pieces) == (width, PIECES)
     assert [*catalog.prefixes(short)] == [each[:width] for each in catalog.prefixes(entry)]
-    blob = catalog._segment_blob([short])
+    blob = catalog.segment_blob([short])
     read = frames.decode(blob, b"rseg", catalog._Segment, PurePath("x"))
     assert read.containers == [short]

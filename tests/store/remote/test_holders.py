@@ -12,15 +12,17 @@ import pytest
 
 from remotes import Faulty, MemoryBucket
 from stores import KIB, content, noise, open_store, safetensors, stored, u8, write
+from tensor_dedup.digest import digest
 from tensor_dedup.store import Store
 from tensor_dedup.store.format import frames
-from tensor_dedup.store.remote import Remote, layout
-from tensor_dedup.store.remote.catalog import ListedContainer, prefixes, read_holders
+from tensor_dedup.store.remote import Remote, catalog, holders, layout
+from tensor_dedup.store.remote.catalog import ListedContainer, prefixes
 from tensor_dedup.store.remote.errors import (
     CorruptRemoteTensorError,
     MissingRemoteError,
     RemoteAccessError,
 )
+from tensor_dedup.store.remote.holders import read_holders
 
 HOUR = 3600.0
 NAMES = ("base", "tune", "tiny")
@@ -148,12 +150,12 @@ def of_a_container_without_them(bucket: MemoryBucket, blob: bytes) -> bytes:
     return changed(blob, lambda entry: [bytes.fromhex(other.name), other.kind, *entry[2:]])
 
 
-def of_shortened_prefixes(bucket: MemoryBucket, blob: bytes) -> bytes:
+def of_prefixes_that_are_too_short(bucket: MemoryBucket, blob: bytes) -> bytes:
     def shortened(entry: list[object]) -> list[object]:
         whole = msgspec.convert(entry, ListedContainer)
         assert whole.pieces > 0
         assert whole.deltas == b""
-        return [*entry[:3], b"".join(prefix[:3] for prefix in prefixes(whole)), b"", 3]
+        return [*entry[:3], b"".join(prefix[:2] for prefix in prefixes(whole)), b"", 2]
 
     return changed(blob, shortened)
 
@@ -183,7 +185,7 @@ LIES: dict[str, Callable[[MemoryBucket, bytes], bytes]] = {
     "of another kind": of_another_kind,
     "of a container that is gone": of_a_container_that_is_gone,
     "of more than its pieces": of_more_than_its_pieces,
-    "of shortened prefixes": of_shortened_prefixes,
+    "of prefixes that are too short": of_prefixes_that_are_too_short,
     "of a container without them": of_a_container_without_them,
 }
 
@@ -204,6 +206,37 @@ def test_holders_that_are_wrong_cost_requests_and_nothing_else(
     assert not any(fault.affected for fault in found.faults)
     assert Remote(bucket).verify(full=True).fine
     assert "catalog" not in pulled(tmp_path, bucket, "base", "again")
+
+
+def test_prefixes_that_pieces_of_several_containers_share_cost_tables_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of many pieces holders have short prefixes, and what these lead to has whole digests."""
+    monkeypatch.setattr(layout, "CONTAINER_BYTES", 64 * 64)
+    store, found = open_store(tmp_path / "many"), MemoryBucket()
+    path = write(
+        tmp_path / "base",
+        {"model.safetensors": safetensors(u8(**{f"t{n}": noise(n, 64) for n in range(200)}))},
+    )
+    store.import_(path, "base")
+    store.push(Remote(found), "base")
+    key = holders_key(found, "base")
+    [entries] = frames.decode(found.objects[key][0], b"rseg", list, PurePath("x"))
+    assert {entry[5] if len(entry) > 5 else 16 for entry in entries} >= {3}
+    monkeypatch.setattr(catalog, "_SHORTEST", 1)
+    monkeypatch.setattr(holders, "_MISTAKEN_BITS", -100)
+    store.push(Remote(found), "base", replace=True)
+    held = read_holders(found, Remote(found).read("base").manifest, 201)
+    assert held is not None
+    assert len(held.containers) >= 4
+    several = [
+        n for n in range(200) if len({*held.holders(bytes.fromhex(digest(noise(n, 64))))}) > 1
+    ]
+    assert several
+    assert Remote(found).verify(full=True).fine
+    read = pulled(tmp_path, found, "base", "other")
+    assert "catalog" not in read
+    assert read.count("tables") <= len(held.containers)
 
 
 @pytest.mark.parametrize("what", ["damaged", "gone"])

@@ -312,6 +312,22 @@ def test_a_sweep_that_was_held_up_deletes_nothing_more(
         assert "tune" in Remote(inner).names()
 
 
+def test_a_push_that_a_killed_sweep_stops_sends_nothing(tmp_path: Path) -> None:
+    """What that one was deleting stays on the list for an hour, whatever has been sent."""
+    scene = Scene(tmp_path)
+    gate = Faulty(scene.bucket())
+    Remote(gate).gc(24)
+    first = next(n for n, call in enumerate(gate.calls) if call.startswith("delete"))
+    inner = scene.bucket()
+    tried(partial(Remote(Faulty(inner, first, "killed before")).gc, 24))
+    assert catalog_of(inner).trash.deleting
+    push = Faulty(inner)
+    with pytest.raises(RemoteBusyError, match="a gc deletes"):
+        scene.full.push(Remote(push), "tune")
+    assert not [call for call in push.calls if call.startswith("put ")]
+    scene.full.push(Remote(inner), "tiny")  # of which nothing is on that list
+
+
 def test_a_sweep_that_slept_takes_nothing_of_another_one_off_the_list(tmp_path: Path) -> None:
     """It wakes between the other one's last look at a container and the deletion."""
     scene = Scene(tmp_path)
@@ -327,10 +343,18 @@ def test_a_sweep_that_slept_takes_nothing_of_another_one_off_the_list(tmp_path: 
 
     first = Faulty(inner, deletions[-1] + 1, meanwhile=sleep)
     sweep = threading.Thread(target=lambda: Remote(first).gc(24))
-    sweep.start()
-    assert asleep.wait(60)
+
+    def delete() -> None:
+        sweep.start()
+        assert asleep.wait(60)
+
+    sends = Faulty(scene.bucket())
+    scene.full.push(Remote(sends), "tune")
+    sent = next(n for n, call in enumerate(sends.calls) if call.startswith("put containers/"))
+    push = Faulty(inner, sent, meanwhile=delete)
     with pytest.raises(RemoteBusyError):  # but it has sent what it needs
-        scene.full.push(Remote(inner), "tune")
+        scene.full.push(Remote(push), "tune")
+    assert push.struck
     inner.clock += 1.1 * HOUR
     probe = Faulty(inner.copied())
     Remote(probe).gc(24)

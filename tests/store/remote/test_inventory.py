@@ -1,5 +1,6 @@
 """What `verify`, `gc` and `du` find while others push, and of what nobody needs any longer."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from remotes import MemoryBucket
 from stores import noise, open_store, safetensors, stored, u8, write
 from tensor_dedup.store import Store
 from tensor_dedup.store.remote import Remote, layout
+from tensor_dedup.store.remote.buckets import Bucket
 from tensor_dedup.store.remote.catalog import condemned
 from tensor_dedup.store.remote.errors import UncertainRemoteError
 
@@ -63,6 +65,32 @@ def test_a_push_that_ends_meanwhile_is_no_damage(store: Store, verb: str) -> Non
     assert during["then"] is None
     assert remote.names() == ["new", "one"]
     assert not condemned(bucket)
+
+
+class Together(MemoryBucket):
+    """A reference is only answered when another one is asked for, too."""
+
+    each = Bucket.each
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair: threading.Barrier | None = None
+
+    def get(self, key: str, limit: int) -> tuple[bytes, str] | None:
+        if key.startswith(layout.REFS) and self.pair is not None:
+            self.pair.wait(60)
+        return super().get(key, limit)
+
+
+def test_references_are_read_at_once(store: Store) -> None:
+    bucket = Together()
+    remote = Remote(bucket)
+    for name in ("one", "two"):
+        store.push(remote, name)
+    bucket.pair = threading.Barrier(2)
+    assert remote.gc(24).done
+    assert remote.verify(full=True).fine
+    assert sorted(each.name for each in remote.usage().checkpoints) == ["one", "two"]
 
 
 def spoil(bucket: MemoryBucket, key: str) -> None:

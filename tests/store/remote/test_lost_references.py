@@ -3,17 +3,19 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from remotes import MemoryBucket
 from s3_faults import FaultyProxy, MemoryS3, client
 from stores import content, noise, open_store, safetensors, stored, u8, write
 from tensor_dedup.store import Store
+from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.format import manifests
 from tensor_dedup.store.remote import Remote, catalog, layout
 from tensor_dedup.store.remote.buckets import ObjectStatus
 from tensor_dedup.store.remote.catalog import DAMAGED, condemned
-from tensor_dedup.store.remote.errors import UncertainRemoteError
+from tensor_dedup.store.remote.errors import DamagedRemoteError, UncertainRemoteError
 
 HOUR = 3600.0
 
@@ -210,3 +212,30 @@ def test_deleted_references_are_not_all_read_where_tags_are_no_sums(store: Store
     before = bucket.traffic.calls
     assert [each.name for each in Remote(bucket).checkpoints()] == ["base"]
     assert bucket.traffic.calls - before < 20
+
+
+@pytest.mark.parametrize("what", ["a deleted name", "a reference", "a manifest"])
+def test_a_damaged_step_keeps_no_other_step_of_its_run_from_coming(
+    tmp_path: Path, what: str
+) -> None:
+    """The pull of the run says so at its end, every time."""
+    bucket, here = MemoryBucket(), open_store(tmp_path / "here")
+    with CheckpointStore(here, "run") as run:
+        for step in range(3):
+            run.save({"w": np.full(900, step)}, step=step)
+    here.push(Remote(bucket), "run")
+    key = layout.ref_key("run@0")
+    if what == "a deleted name":
+        Remote(bucket).delete("run@0")
+    elif what == "a manifest":
+        key = layout.manifest_key(Remote(bucket).read("run@0").manifest)
+    spoil(bucket, key)
+    proxy, there = FaultyProxy(MemoryS3(bucket)), open_store(tmp_path / "there")
+    remote = Remote(client(proxy.port))  # whose list has sums
+    for _ in range(2):
+        with pytest.raises(DamagedRemoteError, match=key.rpartition("/")[2]):
+            there.pull(remote, "run")
+        assert there.names() == ["run@1", "run@2"]
+    remote.delete("run@0")
+    assert there.pull(remote, "run").names == ("run@1", "run@2")
+    proxy.close()

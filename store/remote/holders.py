@@ -1,0 +1,100 @@
+"""Holders: which containers hold the pieces of one checkpoint of a remote. A cache.
+
+They are a segment beside a manifest, and only a pull goes by them. It reads the tables that they
+lead to in any case, and these have whole digests. So a prefix that two pieces share costs it one
+table more at most, and prefixes can be shorter here than a push may rely on.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Final
+
+import msgspec
+
+from tensor_dedup.store.objects import ContainerId
+from tensor_dedup.store.remote import layout
+from tensor_dedup.store.remote.buckets import Bucket
+from tensor_dedup.store.remote.catalog import (
+    PREFIX_BYTES,
+    Catalog,
+    ListedContainer,
+    decode_segment,
+    prefix_width,
+    prefixes,
+    segment_blob,
+)
+from tensor_dedup.store.remote.errors import DamagedRemoteError, RemoteAccessError
+
+# What holders may have for each piece. It takes 70 in a container of its own; so does an anchor.
+_PIECE_BYTES: Final = 512
+# One checkpoint in so many has two pieces with one prefix.
+_MISTAKEN_BITS: Final = 6
+
+
+def relied_on(
+    catalog: Catalog, reused: Mapping[tuple[bytes, bool], ContainerId]
+) -> Iterator[ListedContainer]:
+    """Iterate over the entries of containers with these pieces only, and whole prefixes of them.
+
+    Each piece is given with whether it is held without a base.
+    """
+    held: dict[ContainerId, tuple[list[bytes], list[bytes]]] = {}
+    for (digest, alone), container in reused.items():
+        held.setdefault(container, ([], []))[not alone].append(digest[:PREFIX_BYTES])
+    for container, (alone_, deltas) in held.items():
+        entry = catalog.containers[container]
+        yield msgspec.structs.replace(
+            entry, alone=b"".join(alone_), deltas=b"".join(deltas), width=PREFIX_BYTES
+        )
+
+
+def put_holders(bucket: Bucket, manifest: str, containers: Iterable[ListedContainer]) -> None:
+    """Write which containers hold the pieces of a manifest; prefixes are shortened here."""
+    held = [*containers]
+    pieces = sum(each.pieces for each in held)
+    width = prefix_width(pieces * pieces, _MISTAKEN_BITS)
+    blob = segment_blob(each.shortened(width) for each in held)
+    bucket.put(layout.holders_key(manifest), [memoryview(blob)])
+
+
+def read_holders(bucket: Bucket, manifest: str, pieces: int) -> Catalog | None:
+    """Read which containers hold the `pieces` pieces of a manifest; None where nothing says so.
+
+    They are a cache and no more trusted than the catalog. What a sweep has deleted since may be
+    among them.
+
+    Raises:
+        DamagedRemoteError, NewerFormatError: they cannot be read, or are larger than so many pieces
+            and what these are against need.
+    """
+    key = layout.holders_key(manifest)
+    try:
+        found = bucket.get(key, layout.TEXT_BYTES + pieces * _PIECE_BYTES)
+    except RemoteAccessError:
+        # What S3 says of an object that is not there to those who may not list.
+        return None
+    if found is None:
+        return None
+    holders = Catalog()
+    for container in decode_segment(found[0], bucket.at(key)):
+        holders.add(container)
+    return holders
+
+
+def fault_of(
+    held: Catalog | DamagedRemoteError | None, pieces: Collection[bytes], there: Catalog
+) -> str | None:
+    """Return what is wrong with the holders of a manifest with these pieces; None if nothing is.
+
+    Empty where it is no fault: they name what is not there, or nothing for a piece.
+    """
+    if held is None:
+        return None
+    if isinstance(held, DamagedRemoteError):
+        return str(held)
+    for container in held.containers.keys() & there.containers.keys():
+        entry = held.containers[container]
+        known = {prefix[: entry.width] for prefix in prefixes(there.containers[container])}
+        if not known.issuperset(prefixes(entry)):
+            return f"it says of {container.name} what its table does not"
+    whole = held.containers.keys() <= there.containers.keys() and all(map(held.holders, pieces))
+    return None if whole else ""
