@@ -35,7 +35,7 @@ from tensor_dedup.store.writing.hashing import Hasher
 Row: TypeAlias = tuple[bytes, str | None, str | None, tuple[int, ...] | None]
 """A piece: change hash, name, dtype, shape. Without the last three: a whole small file."""
 Places: TypeAlias = tuple[ContainerId, ...]
-"""The containers a piece is read from: its own, and that of what it is a delta against."""
+"""The containers a piece is read from: its own, and those of what it is a delta against."""
 # So many containers with about as much of small pieces are put together: the files of a step stay
 # few, and a piece is written again as often as its ensemble has grown by as much.
 _TIER = 32
