@@ -118,7 +118,7 @@ class PieceAlike:
 
 
 Entry: TypeAlias = tuple[bytes, int, int, bytes | None, tuple[bytes, ...]]
-"""A digest, its offset and size, its base, and the leaves that are pieces of their own, in order."""
+"""A digest, its offset and size, its base, and its parts, in order."""
 
 
 def entry_of(record: Record) -> Entry:

@@ -58,14 +58,10 @@ if TYPE_CHECKING:
     from tensor_dedup.store.reading.find import TensorPlace
     from tensor_dedup.store.remote.buckets import Bucket
     from tensor_dedup.store.remote.oci import Artifact
-    from tensor_dedup.store.remote.push import (
-        NameGuard,
-        Outgoing,
-        TransferListener,
-        TransferResult,
-    )
+    from tensor_dedup.store.remote.push import NameGuard, Outgoing
     from tensor_dedup.store.remote.relatives import Relative
     from tensor_dedup.store.remote.remote import Remote
+    from tensor_dedup.store.remote.results import TransferListener, TransferResult
     from tensor_dedup.store.upkeep.usage import StoreUsage
     from tensor_dedup.store.writing.encoder import Encoder
 
@@ -312,8 +308,8 @@ class Store:
                 be reached, or is something else.
         """
         from tensor_dedup.store.remote.oci import is_artifact
-        from tensor_dedup.store.remote.push import SilentTransfer
         from tensor_dedup.store.remote.remote import Remote
+        from tensor_dedup.store.remote.results import SilentTransfer
 
         if is_artifact(url):
             return self._push_artifact(str(url), name, progress or SilentTransfer(), replace)
@@ -364,8 +360,8 @@ class Store:
         from tensor_dedup.store.remote.errors import UnknownRemoteNameError
         from tensor_dedup.store.remote.oci import is_artifact
         from tensor_dedup.store.remote.pull import pull
-        from tensor_dedup.store.remote.push import SilentTransfer, together
         from tensor_dedup.store.remote.remote import Remote
+        from tensor_dedup.store.remote.results import SilentTransfer, together
 
         if is_artifact(url):
             return self._pull_artifact(str(url), name, progress or SilentTransfer(), replace)
@@ -427,7 +423,7 @@ class Store:
         """Pull whole layers into a folder of this store's `tmp`, and import that."""
         from tensor_dedup.store.checkpoints.runs import check_no_step
         from tensor_dedup.store.remote.oci import advising_pull, layers_folder
-        from tensor_dedup.store.remote.push import TransferResult
+        from tensor_dedup.store.remote.results import TransferResult
 
         began, before = time.monotonic(), artifact.registry.traffic.counts()[0]
         files, tmp = self._files, self._objects.layout.tmp
@@ -541,7 +537,7 @@ class Store:
     ) -> "TransferResult":
         """Copy these checkpoints, without those that were deleted here meanwhile."""
         from tensor_dedup.store.remote.neighbour import copy_checkpoint
-        from tensor_dedup.store.remote.push import together
+        from tensor_dedup.store.remote.results import together
 
         near = self._objects, partial(self._session, update=False)
         far, seen, results = (other._objects, other._session), set[bytes](), []

@@ -33,6 +33,7 @@ from tensor_dedup.store.checkpoints.run_cache import (
     Row,
     RunCache,
     StoredPiece,
+    nearest,
     packs_to_merge,
 )
 from tensor_dedup.store.checkpoints.runs import (
@@ -187,7 +188,7 @@ class PieceWriter:
         if not self._index.fresh and not self._index.still_so(containers):
             self._index.refresh()
             held, under = self._find(digests)
-        found = {digest: _nearest(places, under) for digest, places in held.items()}
+        found = {digest: nearest(places, under) for digest, places in held.items()}
         return {digest: places for digest, places in found.items() if places}
 
     def _find(self, digests: Collection[bytes]) -> tuple[_Held, _Held]:
@@ -210,7 +211,7 @@ class PieceWriter:
                 under[record.digest] = [place]  # of what others are against, the newest is nearest
         found = {}
         for (_, record), place in zip(records, placed, strict=True):
-            places = found[record.digest] = _nearest([place], under)
+            places = found[record.digest] = nearest([place], under)
             if not places:
                 what = f"what {record.digest.hex()} is stored against was removed meanwhile"
                 raise LostHitError.at(self._objects.layout.root, what)
@@ -233,25 +234,6 @@ def _batches(pieces: Iterable[_T], size: Callable[[_T], int]) -> Iterator[list[_
 
 def _containers(held: _Held) -> set[ContainerId]:
     return {place.container for places in held.values() for place in places}
-
-
-def _nearest(places: Sequence[PieceLocation], under: _Held) -> Places:
-    """The containers that a piece is read from: one that needs no other, where there is one.
-
-    The result is empty if something that each of its deltas is against is missing.
-    """
-    for place in places:
-        if place.base is None:
-            return (place.container,)
-    for place in places:
-        anchors = [
-            next((each.container for each in under.get(base, ()) if each.base is None), None)
-            for base in place.bases
-        ]
-        there = [container for container in anchors if container is not None]
-        if len(there) == len(anchors):
-            return (place.container, *dict.fromkeys(there))
-    return ()
 
 
 def _is_unicode(text: str) -> bool:

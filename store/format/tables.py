@@ -174,7 +174,7 @@ def _plain_fits(record: Record) -> bool | None:
 
 
 def _encoded_fits(record: Record) -> bool | None:
-    """Whether sizes, base and parts are those that its codec makes; None: nobody knows the codec."""
+    """Whether sizes, base and parts are those of its codec; None: nobody knows the codec."""
     own = numbers_in(record.codec)
     against_base = AGAINST_BASE.get(record.codec) if own is None else True
     if against_base is None:

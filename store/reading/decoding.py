@@ -14,8 +14,8 @@ from tensor_dedup.store.format.tables import DIGEST_BYTES, PLAIN, Record
 Base: TypeAlias = Callable[[int, memoryview], bytes]
 """Fills memory with the leaf that another piece has instead of a record, and returns its digest.
 
-The offset is that of the leaf in the record; the other piece is its base, or a part of it. The bytes
-have been compared with that digest. It is called from several threads.
+The offset is that of the leaf in the record; the other piece is its base, or a part of it. The
+bytes have been compared with that digest. It is called from several threads.
 
 Raises:
     CorruptFrameError: that piece has no leaf of that size there.

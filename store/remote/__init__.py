@@ -1,7 +1,7 @@
 """Remotes: checkpoints in object storage, pushed and pulled at the price of what is missing."""
 
-from tensor_dedup.store.remote.push import TransferResult
 from tensor_dedup.store.remote.remote import Remote
+from tensor_dedup.store.remote.results import TransferResult
 from tensor_dedup.store.remote.sweep import RemoteGcPlan
 from tensor_dedup.store.remote.upkeep import (
     RemoteCheckpoint,

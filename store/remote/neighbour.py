@@ -11,7 +11,7 @@ from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading.reader import StoredPieces
 from tensor_dedup.store.remote.errors import RemoteNameTakenError
 from tensor_dedup.store.remote.pull import name_check, newly_seen
-from tensor_dedup.store.remote.push import TransferListener, TransferResult
+from tensor_dedup.store.remote.results import TransferListener, TransferResult
 from tensor_dedup.store.writing.hashing import Hasher
 
 Session = Callable[[], AbstractContextManager[tuple[StoreIndex, Hasher]]]

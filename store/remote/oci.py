@@ -68,7 +68,6 @@ from tensor_dedup.store.remote.errors import (
     RemoteUrlError,
     remote_damage,
 )
-from tensor_dedup.store.remote.push import TransferListener, TransferResult
 from tensor_dedup.store.remote.registry import (
     INDEX,
     MANIFEST,
@@ -79,6 +78,7 @@ from tensor_dedup.store.remote.registry import (
     RegistryRepository,
     is_digest,
 )
+from tensor_dedup.store.remote.results import TransferListener, TransferResult
 
 _log = logging.getLogger(__name__)
 # Whole leaves, so that verifying a piece reads nothing twice.

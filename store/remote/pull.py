@@ -52,7 +52,7 @@ from tensor_dedup.store.remote.errors import (
     remote_damage,
 )
 from tensor_dedup.store.remote.pieces import RemotePieces
-from tensor_dedup.store.remote.push import TransferListener, TransferResult
+from tensor_dedup.store.remote.results import TransferListener, TransferResult
 from tensor_dedup.store.writing.hashing import Hasher
 
 # A container is complete when it has so many bytes, or after so many seconds: what is not complete

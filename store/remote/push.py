@@ -11,16 +11,19 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
 from tensor_dedup.digest import LEAF_BYTES, hand
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.runs import is_pin_among
-from tensor_dedup.store.codecs.records import chunks, head_bytes
+from tensor_dedup.store.codecs.interface import LEAVES
+from tensor_dedup.store.codecs.leaves import AS_IT_IS, wrap
+from tensor_dedup.store.codecs.parts import leaf_bytes
+from tensor_dedup.store.codecs.records import chunks, entry, head_bytes
 from tensor_dedup.store.errors import (
     CorruptFrameError,
     CorruptTensorError,
@@ -68,6 +71,7 @@ from tensor_dedup.store.remote.errors import (
 )
 from tensor_dedup.store.remote.lease import LEASE_S, boottime
 from tensor_dedup.store.remote.relatives import Relative, first_there, lost, pages_there
+from tensor_dedup.store.remote.results import TransferListener, TransferResult
 
 _BLOCK_BYTES: Final = 4 * LEAF_BYTES
 _AT_ONCE: Final = 3
@@ -78,66 +82,6 @@ _PLAIN: Final = "pack"
 # What saves less goes as it is: of a container of plain pieces alone it is known what of it is
 # wanted, so that a pull can fetch it whole.
 _LEAST_SAVED: Final = 512
-
-
-class TransferListener(Protocol):
-    """A listener to a push or a pull. `advance` is called from several threads."""
-
-    def start(self, total_bytes: int) -> None:
-        """Receive the number of bytes that will travel."""
-
-    def advance(self, nbytes: int) -> None:
-        """Receive the number of further bytes that have travelled."""
-
-    def saved(self, nbytes: int) -> None:
-        """Receive the number of bytes that need not travel."""
-
-
-class SilentTransfer:
-    """A TransferListener that does nothing."""
-
-    def start(self, total_bytes: int) -> None:
-        """Do nothing."""
-
-    def advance(self, nbytes: int) -> None:
-        """Do nothing."""
-
-    def saved(self, nbytes: int) -> None:
-        """Do nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class TransferResult:
-    """What a push or a pull did.
-
-    `nbytes` is the size of the checkpoints, which have so many `pieces`; `moved_pieces` of these
-    were missing. `anchor_pieces` are no part of the checkpoints: they came along because missing
-    pieces are stored as differences from them. `moved_bytes` are both, as they are stored, and
-    `wire_bytes` everything that was sent and received, in `requests` calls. `unchanged` says that
-    the other side had it all under these names. The pin of a step goes with the step, and is none
-    of the `names`.
-    """
-
-    url: str
-    names: tuple[str, ...]
-    pieces: int
-    nbytes: int
-    moved_pieces: int
-    moved_bytes: int
-    wire_bytes: int
-    requests: int
-    seconds: float
-    unchanged: bool
-    anchor_pieces: int = 0
-
-    @property
-    def saved_bytes(self) -> int:
-        """The bytes of the checkpoints that did not have to travel."""
-        return max(0, self.nbytes - self.moved_bytes)
-
-    def to_dict(self) -> dict[str, object]:
-        """Return the result as a JSON object."""
-        return {**asdict(self), "names": [*self.names], "saved_bytes": self.saved_bytes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,8 +356,8 @@ class _Push:
         reads the catalog.
         """
         relied = Catalog()
-        for entry in relied_on(catalog, reused):
-            relied.add(entry)
+        for each in relied_on(catalog, reused):
+            relied.add(each)
         for load in loads:
             relied.add(listed(load.container, load.table))
         bases = {r.digest: r.base for load in loads for r in load.table.records if r.base}
@@ -446,7 +390,7 @@ class _Push:
             for digest, place in chosen.items()
             if place is None
         ]
-        encoded = [(place[1], place) for place in chosen.values() if place is not None]
+        encoded = [(_as_sent(place[1]), place) for place in chosen.values() if place is not None]
         # In one sequence: a container of each kind would be two more requests.
         return [*_loads([*plain, *encoded])]
 
@@ -466,9 +410,10 @@ class _Push:
         places = [
             (container, record)
             for container, record in source.own_places(digest)
-            if record.codec != PLAIN and record.nbytes - record.stored >= _LEAST_SAVED
+            if record.codec != PLAIN
+            if record.nbytes - _as_sent(record).stored >= _LEAST_SAVED
         ]
-        for place in sorted(places, key=lambda p: (p[1].stored, p[0])):
+        for place in sorted(places, key=lambda p: (_as_sent(p[1]).stored, p[0])):
             base = place[1].base
             if base is None:
                 return place
@@ -749,6 +694,8 @@ def _content(source: StoredPieces, load: _Load) -> Iterator[memoryview]:
                 view = memoryview(bytearray(min(_BLOCK_BYTES, record.nbytes - start)))
                 source.read_piece_into(record.digest, start, view, record.nbytes)
                 yield view
+        elif place[1].parts:
+            yield from _by_leaf(source, place[1])
         else:
             yield from _encoded_content(source, *place)
         at = record.offset + record.stored
@@ -774,21 +721,34 @@ def _encoded_content(
         raise _DamagedRecordError(record.digest) from error
 
 
-def together(results: Sequence[TransferResult]) -> TransferResult:
-    """Return the sum of several results of one remote; a pin is no further checkpoint."""
-    first = results[0]
-    names = {name for each in results for name in each.names}
-    counted = [e for e in results if not all(is_pin_among(name, names) for name in e.names)]
-    return TransferResult(
-        url=first.url,
-        names=tuple(name for each in counted for name in each.names),
-        pieces=sum(each.pieces for each in counted),
-        nbytes=sum(each.nbytes for each in counted),
-        moved_pieces=sum(each.moved_pieces for each in results),
-        moved_bytes=sum(each.moved_bytes for each in results),
-        wire_bytes=sum(each.wire_bytes for each in results),
-        requests=sum(each.requests for each in results),
-        seconds=sum(each.seconds for each in results),
-        unchanged=all(each.unchanged for each in results),
-        anchor_pieces=sum(each.anchor_pieces for each in results),
-    )
+def _as_sent(record: Record) -> Record:
+    """The record that a remote gets of one in a store.
+
+    Nothing there is kept because it is a part of something, so what has parts becomes one of the
+    codec `leaves`, with the same base.
+    """
+    parts = record.parts
+    if not parts:
+        return record
+    own = sum(len(wrap(AS_IT_IS, b"")) + leaf_bytes(number, record.nbytes) for number in parts)
+    stored = head_bytes(record.nbytes) + own
+    return msgspec.structs.replace(record, codec=LEAVES, stored=stored)
+
+
+def _by_leaf(source: StoredPieces, record: Record) -> Iterator[memoryview]:
+    """The bytes of a record that has parts, as `_as_sent` has it.
+
+    Its head has the checksums of leaves, so these are read twice; all of them take much memory.
+    """
+    parts, start = record.parts, memoryview(wrap(AS_IT_IS, b""))
+
+    def read(number: int) -> memoryview:
+        view = memoryview(bytearray(leaf_bytes(number, record.nbytes)))
+        source.read_piece_into(record.digest, number * LEAF_BYTES, view, record.nbytes)
+        return view
+
+    for number in range(-(-record.nbytes // LEAF_BYTES)):
+        yield memoryview(entry(wrap(AS_IT_IS, read(number)) if number in parts else b""))
+    for number in parts:
+        yield start
+        yield read(number)

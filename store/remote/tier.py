@@ -59,8 +59,9 @@ from tensor_dedup.store.remote.errors import (
     RemoteNameTakenError,
 )
 from tensor_dedup.store.remote.pull import list_refs, open_pulled, read_content
-from tensor_dedup.store.remote.push import NameGuard, SilentTransfer, damaged_state, refer
+from tensor_dedup.store.remote.push import NameGuard, damaged_state, refer
 from tensor_dedup.store.remote.remote import Remote
+from tensor_dedup.store.remote.results import SilentTransfer
 from tensor_dedup.store.store import Store
 
 _LOG = logging.getLogger("tensor_dedup")
