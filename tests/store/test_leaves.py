@@ -386,7 +386,8 @@ def test_an_anchor_is_replaced_when_little_is_left_of_it(tmp_path: Path) -> None
                 codecs.append(checkpoint.stored(checkpoint["embedding"])[0])
         assert_same(run.load(9), model(data))
         assert codecs == ["raw", *["parts"] * 7, "raw", "parts"]
-        assert container_bytes(run.store) < 2.1 * len(data) + LEAF_BYTES
+        # Two whole ones, and eight leaves.
+        assert container_bytes(run.store) < 3 * len(data) + LEAF_BYTES
         assert run.store.verify(full=True).faults == []
 
 
