@@ -22,7 +22,7 @@ from tensor_dedup.store.errors import (
     NewerFormatError,
     UnfitForCollectionError,
 )
-from tensor_dedup.store.format import tables
+from tensor_dedup.store.format import frames, tables
 from tensor_dedup.store.format.tables import Record, Table
 from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.remote import Remote
@@ -173,7 +173,7 @@ def test_sizes_count_parts(run: CheckpointStore) -> None:
     assert usage.unique_bytes >= len(BASE) + (LEAVES - 1) * LEAF_BYTES
     assert usage.reclaimable_bytes is not None
     assert usage.reclaimable_bytes >= usage.unique_bytes
-    assert run.stats()["total_bytes"] >= len(BASE) + (LEAVES - 1) * LEAF_BYTES
+    assert run.store.run_stats("run").total_bytes >= len(BASE) + (LEAVES - 1) * LEAF_BYTES
 
 
 # That nothing is lost.
@@ -274,7 +274,9 @@ def part_file(store: Store, step: int) -> tuple[Path, int]:
     for container, table in all_tables(store).items():
         for record in table.records:
             if record.digest == wanted:
-                return store._objects.layout.container(container.name, container.kind), record.offset
+                return store._objects.layout.container(
+                    container.name, container.kind
+                ), record.offset
     raise AssertionError("it is no piece of its own")
 
 
@@ -463,7 +465,7 @@ def test_a_remote_has_no_parts(run: CheckpointStore, tmp_path: Path) -> None:
     there = list((tmp_path / "remote" / "tables").rglob("*"))
     codecs = set[str]()
     for path in (each for each in there if each.is_file()):
-        table = tables.frames.decode(path.read_bytes(), tables.KIND, Table, path)
+        table = frames.decode(path.read_bytes(), tables.KIND, Table, path)
         codecs |= {record.codec for record in table.records}
     assert "leaves" in codecs
     assert not any(codec.startswith("parts") for codec in codecs)

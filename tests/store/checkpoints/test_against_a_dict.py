@@ -37,8 +37,12 @@ _TICK_S = 0.011
 class Training(RuleBasedStateMachine):
     """Two handles of one run, another run, and what each step should be."""
 
-    @initialize(compress=st.sampled_from(["auto", None]), keep=st.none() | st.integers(1, 3))
-    def begin(self, compress: str | None, keep: int | None) -> None:
+    @initialize(
+        compress=st.sampled_from(["auto", None]),
+        keep=st.none() | st.integers(1, 3),
+        large=st.booleans(),
+    )
+    def begin(self, compress: str | None, keep: int | None, large: bool) -> None:
         self._memory = memory_folder()
         self.root = self._memory.__enter__()
         self.options: dict[str, Any] = {"compress": compress, "keep_last": keep}
@@ -47,6 +51,9 @@ class Training(RuleBasedStateMachine):
         self.model: Model = {}
         self.kept: dict[int, Model] = {}
         self.pinned: set[int] = set()
+        if large:
+            self.put_large(0)
+            self.save(0)
 
     def teardown(self) -> None:
         self.run.close()
@@ -66,12 +73,13 @@ class Training(RuleBasedStateMachine):
         """What is stored by leaf, once a step has it and the next one differs in some."""
         self.model["large"] = np.random.default_rng(seed).integers(0, 256, LARGE, np.uint8)
 
-    @rule(leaf=st.integers(0, 2), seed=st.integers(4, 6), all_of_it=st.booleans())
+    @rule(step=STEPS, leaf=st.integers(0, 2), seed=st.integers(4, 6), all_of_it=st.booleans())
     @precondition(lambda self: "large" in self.model)
-    def touch(self, leaf: int, seed: int, all_of_it: bool) -> None:
-        """Another leaf changes: wholly, so that it is stored as it is, or in a few numbers."""
+    def save_with_another_leaf(self, step: int, leaf: int, seed: int, all_of_it: bool) -> None:
+        """One leaf changes: wholly, so that it is stored as it is, or in a few numbers."""
         part = self.model["large"][leaf * LEAF_BYTES :][: LEAF_BYTES if all_of_it else 100]
         part[:] = np.random.default_rng(seed).integers(0, 256, part.size, np.uint8)
+        self._save(self.run.save, step)
 
     @rule(name=NAMES)
     def drop(self, name: str) -> None:

@@ -73,7 +73,11 @@ def rows_of(step: int) -> Model:
 
 
 # How the table of step 1 is stored.
-BY_LEAF = {embedding_of: "parts", touched_of: "parts", rows_of: "leaves"}
+BY_LEAF: dict[Callable[[int], Model], str] = {
+    embedding_of: "parts",
+    touched_of: "parts",
+    rows_of: "leaves",
+}
 
 
 @dataclass(frozen=True)
