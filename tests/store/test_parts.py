@@ -339,6 +339,55 @@ def test_a_damaged_part_is_stored_again_by_the_next_save(run: CheckpointStore) -
     check(run, list(range(LEAVES + 1)))
 
 
+# Reading.
+
+
+def test_single_leaves_are_read_and_compared(run: CheckpointStore) -> None:
+    """As `store://` reads them, each with the digest that it was compared with."""
+    data = data_of(4)
+    key = bytes.fromhex(digest(data))
+    with run.store.open_pieces([digest(data)]) as pieces:
+        assert pieces.records(key)[0].parts
+        for number, expected in enumerate(leaf_digests(data)):
+            at = number * LEAF_BYTES
+            view = memoryview(bytearray(min(LEAF_BYTES, len(data) - at)))
+            assert pieces.read_piece_into(key, at, view, len(data)) == expected
+            assert view == data[at : at + LEAF_BYTES]
+        start, stop = 2 * LEAF_BYTES - 3, 4 * LEAF_BYTES + 7
+        assert pieces.read_piece(key, start, stop, len(data)) == data[start:stop]
+
+
+@pytest.mark.parametrize("options", [{}, {"verify": False}, {"mapped": True}])
+def test_torch_loads_what_has_parts(run: CheckpointStore, options: dict[str, bool]) -> None:
+    load_tensors = pytest.importorskip("tensor_dedup.store.reading.tensors").load_tensors
+    with run.store.checkpoint("run@5") as checkpoint:
+        loaded = load_tensors(checkpoint, **options)
+    assert loaded["embedding"].numpy().tobytes() == data_of(5)
+
+
+def test_who_has_a_step_open_reads_it_whatever_gc_does(run: CheckpointStore) -> None:
+    with run.store.checkpoint("run@5") as checkpoint:
+        for step in range(LEAVES):
+            run.delete(step)
+        run.gc(0)
+        assert containers(run.store) == 0
+        assert checkpoint.read("embedding") == data_of(5)
+
+
+def test_an_import_of_an_export_refers_to_it(run: CheckpointStore, tmp_path: Path) -> None:
+    """And keeps the parts for as long as it is there."""
+    run.store.export("run@5", tmp_path / "out")
+    run.store.import_(tmp_path / "out", "copy")
+    for step in range(LEAVES):
+        run.delete(step)
+    run.gc(0)
+    assert bytes.fromhex(digest(data_of(5))) in in_parts(run.store)
+    with run.store.checkpoint("copy") as checkpoint:
+        [name] = [each.name for each in checkpoint if each.nbytes == len(BASE)]
+        assert checkpoint.read(name) == data_of(5)
+    assert run.store.verify(full=True).faults == []
+
+
 # The index.
 
 
