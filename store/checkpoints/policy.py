@@ -12,8 +12,9 @@ while.
 A save encodes what takes no time: small tensors, a little of large ones, and those of which samples
 have said that few numbers change. The rest it stores as it is and leaves to `BackgroundEncoder`.
 
-Leaves that an anchor has at the same place take no space, encoded or not. Where nothing is encoded
-this is all that is saved, and the same rule says when a tensor is stored as a whole again.
+Leaves that an anchor has at the same place take no space, encoded or not. The others become pieces
+of their own where no codec makes them much smaller: each is stored once, however many steps have
+it, so no such delta is the sign to begin another star. That begins when no leaf is in common.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

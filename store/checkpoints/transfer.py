@@ -4,8 +4,8 @@ The order is that of an import: containers, index, a second look at what was the
 manifest, the reference. So nobody sees the step before its pieces, and whatever interrupts the copy
 leaves garbage and no hole. Its manifest is the same file in both stores.
 
-A piece travels as it is stored: what is encoded stays encoded, and what it is stored against goes
-first, unless it is there. Every leaf is compared with its digest on the way: plain ones as they are
+A piece travels as it is stored: what is encoded stays encoded, and all that it is stored against
+goes first, unless it is there. Every leaf is compared with its digest on the way: plain ones as they are
 read, encoded ones as they can be read from the copy.
 """
 

@@ -1,8 +1,9 @@
 """Delta containers that are being written: tensors encoded, or stored against others.
 
 A plan says how a tensor is stored: by a codec, against an anchor, or both. Leaves that the anchor
-has at the same place are left out, whatever becomes of the others; their digests are compared, and
-neither the tensor nor the anchor is read for that. `tensor_dedup.store.writing.encoder` and
+has at the same place are left out, whatever becomes of the others: they are encoded, stored as they
+are, or become pieces of their own. Their digests are compared, and neither the tensor nor the
+anchor is read for that. `tensor_dedup.store.writing.encoder` and
 `tensor_dedup.store.checkpoints.policy` make plans that need a codec, `LeafSharing` finds anchors
 that have leaves in common.
 """
