@@ -5,8 +5,8 @@ manifest, the reference. So nobody sees the step before its pieces, and whatever
 leaves garbage and no hole. Its manifest is the same file in both stores.
 
 A piece travels as it is stored: what is encoded stays encoded, and all that it is stored against
-goes first, unless it is there. Every leaf is compared with its digest on the way: plain ones as they are
-read, encoded ones as they can be read from the copy.
+goes first, unless it is there. Every leaf is compared with its digest on the way: plain ones as
+they are read, encoded ones as they can be read from the copy.
 """
 
 import math

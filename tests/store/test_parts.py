@@ -320,6 +320,23 @@ def test_verify_names_a_damaged_part(run: CheckpointStore) -> None:
     assert set(fault.affected) == {f"run@{step}: embedding" for step in (3, 4, 5)}
 
 
+def test_damage_to_a_record_is_damage_to_no_part(run: CheckpointStore) -> None:
+    wanted = bytes.fromhex(digest(data_of(3)))
+    for container, table in all_tables(run.store).items():
+        for record in (each for each in table.records if each.digest == wanted):
+            path = run.store._objects.layout.container(container.name, container.kind)
+            flip(path, record.offset - 9)  # the size of the first chunk
+    with pytest.raises(CorruptTensorError):
+        run.load(3)
+    for step in (2, 4, 5):
+        assert_same(run.load(step), model(step))
+    before = containers(run.store)
+    run.save(model(3), 9)
+    assert containers(run.store) - before <= _BOOKS  # all of its leaves are there
+    for step in (3, 9):
+        assert_same(run.load(step), model(3))
+
+
 def test_a_part_comes_back_from_the_trash(run: CheckpointStore) -> None:
     path, _ = part_file(run.store, 2)
     aside = run.store.path / "trash" / f"1.{path.name}"
