@@ -26,15 +26,15 @@ from tensor_dedup.store.errors import (
     unreadable_as_damage,
 )
 from tensor_dedup.store.format.external import EXTERNAL, ExternalFile
-from tensor_dedup.store.format.tables import DIGEST_BYTES, Table
+from tensor_dedup.store.format.tables import DIGEST_BYTES, Record, Table
 from tensor_dedup.store.objects import ContainerId, Objects
 
 if TYPE_CHECKING:
     from tensor_dedup.store.files import Handle
 
-_SCHEMA_VERSION = 4
-# These have no leaves, or only some of them.
-_EARLIER_VERSIONS = (2, 3)
+_SCHEMA_VERSION = 5
+# These have no leaves, or only some of them, or no parts.
+_EARLIER_VERSIONS = (2, 3, 4)
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS container (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, kind TEXT NOT NULL, state TEXT NOT NULL);
@@ -44,12 +44,20 @@ CREATE TABLE IF NOT EXISTS place (
 CREATE TABLE IF NOT EXISTS leaf (
     digest BLOB NOT NULL, number INTEGER NOT NULL, container INTEGER NOT NULL,
     offset INTEGER NOT NULL, PRIMARY KEY (digest, number, container, offset)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS part (
+    container INTEGER NOT NULL, offset INTEGER NOT NULL, number INTEGER NOT NULL,
+    digest BLOB NOT NULL, PRIMARY KEY (container, offset, number)) WITHOUT ROWID;
 """
-# A delta can be read only with its base, and only from a place that is no delta itself, nor in a
-# file that others may change.
+# A delta can be read only with its base and all of its parts, and each only from a place that is no
+# delta itself, nor in a file that others may change.
+_ANCHORED = (
+    "EXISTS (SELECT 1 FROM place b JOIN container d ON d.id = b.container "
+    f"WHERE b.digest = {{}} AND b.base IS NULL AND d.kind != '{EXTERNAL}')"
+)
 _READABLE = (
-    "(p.base IS NULL OR EXISTS (SELECT 1 FROM place b JOIN container d ON d.id = b.container "
-    f"WHERE b.digest = p.base AND b.base IS NULL AND d.kind != '{EXTERNAL}'))"
+    f"(p.base IS NULL OR ({_ANCHORED.format('p.base')} AND NOT EXISTS (SELECT 1 FROM part q "
+    f"WHERE q.container = p.container AND q.offset = p.offset "
+    f"AND NOT {_ANCHORED.format('q.digest')})))"
 )
 # A digest stands in the index by so many bytes where what it finds is compared anyway.
 _LEAF_BYTES_KEPT = 16
@@ -93,6 +101,12 @@ class PieceLocation:
     nbytes: int
     base: bytes | None = None
     file_bytes: int = 0
+    parts: tuple[bytes, ...] = ()
+
+    @property
+    def bases(self) -> tuple[bytes, ...]:
+        """The digests of all that the piece is stored against there."""
+        return () if self.base is None else (self.base, *self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +117,14 @@ class PieceAlike:
     offset: int
 
 
-Entry: TypeAlias = tuple[bytes, int, int, bytes | None]
-"""A digest, its offset and size, and what it is stored against."""
+Entry: TypeAlias = tuple[bytes, int, int, bytes | None, tuple[bytes, ...]]
+"""A digest, its offset and size, its base, and its parts, in order."""
+
+
+def entry_of(record: Record) -> Entry:
+    """Return the entry that a record has in an index."""
+    parts = tuple(record.parts.values())
+    return record.digest, record.offset, record.nbytes, record.base, parts
 
 
 class StoreIndex:
@@ -216,19 +236,28 @@ class StoreIndex:
             part = wanted[start : start + _BATCH]
             marks = ",".join("?" * len(part))
             rows = self._rows(
-                "SELECT p.digest, c.name, c.kind, p.offset, p.nbytes, p.base, c.state "
+                "SELECT p.digest, c.name, c.kind, c.id, p.offset, p.nbytes, p.base, c.state "
                 "FROM place p "
                 f"JOIN container c ON c.id = p.container WHERE p.digest IN ({marks}) "
                 f"AND {_READABLE} {whose}ORDER BY c.kind DESC, c.name, p.offset",
                 part,
             )
-            for digest, name, kind, offset, nbytes, base, state in rows:
-                key, at, length, under = _entry(digest, offset, nbytes, base)
+            for digest, name, kind, row, offset, nbytes, base, state in rows:
+                parts = self._parts(row, offset) if base is not None else ()
+                key, at, length, under, own = _entry(digest, offset, nbytes, base, parts)
                 with _malformed():
                     size = int(_SIZE.split(state, maxsplit=1)[0])
-                place = PieceLocation(_container(name, kind), at, length, under, size)
+                place = PieceLocation(_container(name, kind), at, length, under, size, own)
                 found.setdefault(key, []).append(place)
         return found
+
+    def _parts(self, container: int, offset: int) -> list[bytes]:
+        """The digests of the leaves of a record that are pieces of their own, in order."""
+        rows = self._rows(
+            "SELECT digest FROM part WHERE container = ? AND offset = ? ORDER BY number",
+            (container, offset),
+        )
+        return [digest for (digest,) in rows]
 
     def find_alike(self, leaves: bytes) -> list[PieceAlike]:
         """Return anchors that seem to have leaves in common with these, at the same offsets.
@@ -270,11 +299,14 @@ class StoreIndex:
 
     def _places(self, container: ContainerId) -> set[Entry]:
         rows = self._rows(
-            "SELECT digest, offset, nbytes, base FROM place p "
+            "SELECT p.digest, p.offset, p.nbytes, p.base, c.id FROM place p "
             "JOIN container c ON c.id = p.container WHERE c.name = ? AND c.kind = ?",
             (container.name, container.kind),
         )
-        return {_entry(*row) for row in rows}
+        return {
+            _entry(digest, offset, nbytes, base, self._parts(row, offset))
+            for digest, offset, nbytes, base, row in rows
+        }
 
     def containers(self) -> list[ContainerId]:
         """Return the containers that the index knows."""
@@ -357,6 +389,17 @@ class StoreIndex:
                 if record.offset not in bad
             ],
         )
+        # An earlier program that uses this index at the same time may leave some of another one.
+        self._db.execute("DELETE FROM part WHERE container = ?", (row,))
+        self._db.executemany(
+            "INSERT INTO part VALUES (?, ?, ?, ?)",
+            [
+                (row, record.offset, number, digest)
+                for record in table.records
+                if record.offset not in bad
+                for number, digest in record.parts.items()
+            ],
+        )
         if container.kind == EXTERNAL:
             return  # nothing is stored against what others may change
         self._db.executemany(
@@ -382,6 +425,7 @@ class StoreIndex:
                 part,
             ):
                 self._db.execute(f"DELETE FROM leaf WHERE container IN {found}", part)
+            self._db.execute(f"DELETE FROM part WHERE container IN {found}", part)
             self._db.execute(f"DELETE FROM place WHERE container IN {found}", part)
             self._db.execute(f"DELETE FROM container WHERE id IN {found}", part)
 
@@ -406,13 +450,18 @@ def _container(name: object, kind: object) -> ContainerId:
     return ContainerId(name, kind)
 
 
-def _entry(digest: object, offset: object, nbytes: object, base: object) -> Entry:
+def _entry(
+    digest: object, offset: object, nbytes: object, base: object, parts: Sequence[object]
+) -> Entry:
     with _malformed():
         if not (isinstance(digest, bytes) and isinstance(offset, int) and isinstance(nbytes, int)):
             raise TypeError("an entry has other types")
         if not (base is None or isinstance(base, bytes)):
             raise TypeError("an entry has a base of another type")
-    return digest, offset, nbytes, base
+        own = tuple(part for part in parts if isinstance(part, bytes))
+        if len(own) != len(parts):
+            raise TypeError("an entry has a part of another type")
+    return digest, offset, nbytes, base, own
 
 
 def _numbered(leaves: bytes) -> list[tuple[bytes, int]]:
@@ -550,6 +599,9 @@ def _forget(db: sqlite3.Connection) -> None:
         if db.execute("PRAGMA user_version").fetchone()[0] in _EARLIER_VERSIONS:
             db.execute("DELETE FROM place")
             db.execute("DELETE FROM container")
-            db.execute("DROP TABLE IF EXISTS leaf")
-            db.execute(_SCHEMA[_SCHEMA.rindex("CREATE") :])
+            for table in ("leaf", "part"):
+                db.execute(f"DROP TABLE IF EXISTS {table}")
+            # `executescript` would commit first.
+            for statement in _SCHEMA.split(";"):
+                db.execute(statement)
             db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")

@@ -358,8 +358,8 @@ class BackgroundEncoder:
         self._bases = {each: held for each, held in self._bases.items() if each in there}
         try:
             for each in there - self._bases.keys():
-                found = {record.base for record in self._objects.table(each).records}
-                self._bases[each] = frozenset(base for base in found if base is not None)
+                records = self._objects.table(each).records
+                self._bases[each] = frozenset(base for each in records for base in each.bases)
         except (MissingObjectError, DamagedFileError, NewerFormatError):
             return False
         return True

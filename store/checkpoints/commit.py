@@ -33,6 +33,7 @@ from tensor_dedup.store.checkpoints.run_cache import (
     Row,
     RunCache,
     StoredPiece,
+    nearest,
     packs_to_merge,
 )
 from tensor_dedup.store.checkpoints.runs import (
@@ -66,7 +67,7 @@ from tensor_dedup.store.writing.containers import (
     hash_pieces,
     kind_for,
 )
-from tensor_dedup.store.writing.deltas import EncodedWriter, LeafSharing
+from tensor_dedup.store.writing.deltas import EncodedWriter, LeafSharing, PartsWriter
 from tensor_dedup.store.writing.hashing import Hasher, change_hashes
 from tensor_dedup.store.writing.transaction import BatchTransaction, SyncedFolders
 
@@ -97,7 +98,12 @@ class PieceWriter:
             kind: transaction.own(ContainerWriter(objects, hasher, kind))
             for kind in ("slab", "pack")
         }
-        self._encoder = transaction.own(EncodedWriter(objects, hasher))
+        parts = PartsWriter(
+            transaction.own(ContainerWriter(objects, hasher, "slab")),
+            self._writers["pack"],
+            transaction.own(EncodedWriter(objects, hasher)),
+        )
+        self._encoder = transaction.own(EncodedWriter(objects, hasher, parts))
         self.pieces = self.nbytes = self.stored_bytes = 0
         # By digest: what was given to `write`, and where the store has it already.
         self._hashed: dict[bytes, Fresh] = {}
@@ -140,11 +146,14 @@ class PieceWriter:
 
     def _write_by_leaf(self, pieces: list[Fresh]) -> list[Fresh]:
         """Store the pieces of which most is stored already; return the others."""
-        alike = self._sharing.find((piece.hashed, piece.nbytes) for piece in pieces)
+        wanted = ((piece.hashed, piece.nbytes) for piece in pieces)
+        alike = self._sharing.find(wanted, parts=True)
         others = []
         for piece in pieces:
             anchor = alike.get(piece.hashed.digest)
-            plan = None if anchor is None else self._deltas.plan_by_leaf(piece, anchor)
+            plan = (
+                None if anchor is None else self._deltas.plan_by_leaf(piece, anchor, self._sharing)
+            )
             if plan is None:
                 others.append(piece)
             else:
@@ -179,24 +188,30 @@ class PieceWriter:
         if not self._index.fresh and not self._index.still_so(containers):
             self._index.refresh()
             held, under = self._find(digests)
-        found = {digest: _nearest(places, under) for digest, places in held.items()}
+        found = {digest: nearest(places, under) for digest, places in held.items()}
         return {digest: places for digest, places in found.items() if places}
 
     def _find(self, digests: Collection[bytes]) -> tuple[_Held, _Held]:
         """The places of these pieces, and of what some of them are stored against."""
         held = self._index.find(digests)
-        bases = {place.base for places in held.values() for place in places if place.base}
+        bases = {base for places in held.values() for place in places for base in place.bases}
         return held, self._index.find(bases)
 
     def _places(self) -> dict[bytes, Places]:
         """Where what was written lies."""
         sealed = self._transaction.sealed
         records = [(each.container, r) for each in sealed for r in each.table.records]
-        under = self._index.find({record.base for _, record in records if record.base})
+        under = dict(self._index.find({base for _, record in records for base in record.bases}))
+        placed = [
+            PieceLocation(each, r.offset, r.nbytes, r.base, parts=tuple(r.parts.values()))
+            for each, r in records
+        ]
+        for (_, record), place in zip(records, placed, strict=True):
+            if record.base is None:
+                under[record.digest] = [place]  # of what others are against, the newest is nearest
         found = {}
-        for container, record in records:
-            place = PieceLocation(container, record.offset, record.nbytes, record.base)
-            places = found[record.digest] = _nearest([place], under)
+        for (_, record), place in zip(records, placed, strict=True):
+            places = found[record.digest] = nearest([place], under)
             if not places:
                 what = f"what {record.digest.hex()} is stored against was removed meanwhile"
                 raise LostHitError.at(self._objects.layout.root, what)
@@ -219,21 +234,6 @@ def _batches(pieces: Iterable[_T], size: Callable[[_T], int]) -> Iterator[list[_
 
 def _containers(held: _Held) -> set[ContainerId]:
     return {place.container for places in held.values() for place in places}
-
-
-def _nearest(places: Sequence[PieceLocation], under: _Held) -> Places:
-    """The containers that a piece is read from: one that needs no other, where there is one.
-
-    The result is empty if the bases of all its deltas are missing.
-    """
-    for place in places:
-        if place.base is None:
-            return (place.container,)
-    for place in places:
-        for anchor in under.get(place.base or b"", ()):
-            if anchor.base is None:
-                return (place.container, anchor.container)
-    return ()
 
 
 def _is_unicode(text: str) -> bool:

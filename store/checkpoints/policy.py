@@ -12,8 +12,9 @@ while.
 A save encodes what takes no time: small tensors, a little of large ones, and those of which samples
 have said that few numbers change. The rest it stores as it is and leaves to `BackgroundEncoder`.
 
-Leaves that an anchor has at the same place take no space, encoded or not. Where nothing is encoded
-this is all that is saved, and the same rule says when a tensor is stored as a whole again.
+Leaves that an anchor has at the same place take no space, encoded or not. The others become pieces
+of their own where no codec makes them much smaller: each is stored once, however many steps have
+it, so no such delta is the sign to begin another star. That begins when no leaf is in common.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -69,6 +70,8 @@ _LEFT_ALONE = 256
 _QUICK = "sparse"
 # So much of large tensors is encoded by the save itself: that takes no longer than its syncs.
 _AT_ONCE = 4 << 20
+# A disk writes about eight times as fast as a processor encodes.
+_FEW = 1 / 8
 
 
 @dataclass(slots=True)
@@ -171,26 +174,36 @@ class Deltas:
         self.anchors = AnchorMemory()
         self._decisions: dict[str, _Decision] = {}
 
-    def plan(self, piece: Candidate, anchor: Anchor | None, anchor_bytes: int) -> Plan | None:
-        """Return how to encode a tensor, or None; `anchor_bytes` is the stored anchor's size."""
+    def plan(
+        self,
+        piece: Candidate,
+        anchor: Anchor | None,
+        anchor_bytes: int,
+        sharing: LeafSharing | None = None,
+    ) -> Plan | None:
+        """Return how to encode a tensor, or None; `anchor_bytes` is the stored anchor's size.
+
+        With `sharing`, leaves of it may become pieces of their own.
+        """
         made = self._decisions.get(piece.name)
         against = anchor.digest if anchor is not None else None
         begin = made is not None and made.left < 0
         if made is None or made.left <= 0 or made.anchored != (against is not None):
             made = self._decide(piece, anchor, made)
         made.left -= 1
-        plan = plan_of(made.choice, None if begin else anchor, piece.nbytes, piece.leaves)
+        against_ = None if begin else anchor
+        plan = plan_of(made.choice, against_, piece.nbytes, piece.leaves, sharing)
         if plan is not None and plan.anchor is not None and made.anchor != against:
             made.anchor, made.spent, made.steps = against, anchor_bytes, 1
         return plan
 
-    def plan_by_leaf(self, piece: Candidate, anchor: Anchor) -> Plan | None:
+    def plan_by_leaf(self, piece: Candidate, anchor: Anchor, sharing: LeafSharing) -> Plan | None:
         """Return how to store a tensor without encoding it, or None to store all of it."""
         made = self._decisions.get(piece.name)
         if made is not None and made.left < 0:
             del self._decisions[piece.name]  # another anchor begins
             return None
-        plan = plan_of(None, anchor, piece.nbytes, piece.leaves)
+        plan = plan_of(None, anchor, piece.nbytes, piece.leaves, sharing)
         if plan is not None and (made is None or made.anchor != anchor.digest):
             made = _Decision(None, 1, 1, True, anchor.digest, anchor.nbytes, 1)
             self._decisions[piece.name] = made
@@ -228,6 +241,11 @@ class Deltas:
         choice = None if made is None else made.choice
         return choice is not None and _quick(choice)
 
+    def leaves_alone(self, name: str) -> bool:
+        """Return whether no codec is known to make a tensor of this name smaller."""
+        made = self._decisions.get(name)
+        return made is not None and made.choice is None
+
     def _decide(self, piece: Candidate, anchor: Anchor | None, old: _Decision | None) -> _Decision:
         # A delta that costs more than the average of its star is the sign to begin another.
         begin = old is not None and old.left < 0
@@ -247,7 +265,7 @@ class Deltas:
         made = self._decisions[piece.name]
         if nbytes is None:
             made.choice = None
-        elif plan.anchor is not None:
+        elif plan.anchor is not None and not plan.in_parts:  # of parts none is stored twice
             made.spent += nbytes
             made.steps += 1
             if nbytes * made.steps > made.spent:
@@ -321,7 +339,7 @@ class Encoding:
         done = self._encode_small(writer, fresh)
         fit = [p for p in fresh if p.dtype is not None and p.nbytes >= ENCODE_FROM]
         wanted = ((piece.hashed, piece.nbytes) for piece in fit)
-        alike = self._sharing.find(wanted, readable=True)
+        alike = self._sharing.find(wanted, readable=True, parts=True)
         now = self._chosen(fit, alike) if self._defer else fit
         if now:
             done |= self._encode_large(writer, now, alike)
@@ -340,13 +358,19 @@ class Encoding:
         return list(fit)
 
     def _few(self, piece: Fresh, alike: Mapping[bytes, Anchor]) -> bool:
-        """Whether few leaves of a tensor are new; the budget is then less by these."""
+        """Whether few leaves of a tensor are new; the budget is then less by these.
+
+        They are few, whatever the budget, if it takes no longer to encode them than to store all.
+        """
         anchor = alike.get(piece.hashed.digest)
-        plan = plan_of(None, anchor, piece.nbytes, piece.leaves)
-        new = piece.nbytes if plan is None else own_bytes(plan, piece.nbytes)
-        few = plan is not None and new <= self._budget
-        self._budget -= new if few else 0
-        return few
+        plan = plan_of(None, anchor, piece.nbytes, piece.leaves, self._sharing)
+        if plan is None:
+            return False
+        new = own_bytes(plan, piece.nbytes)
+        if new > self._budget:
+            return new <= piece.nbytes * _FEW or self._deltas.leaves_alone(piece.name)
+        self._budget -= new
+        return True
 
     @property
     def is_first(self) -> bool:
@@ -376,7 +400,7 @@ class Encoding:
         for piece in fit:
             before, digest = self._bases.get(piece.name), piece.hashed.digest
             anchor, nbytes = self._deltas.anchor(piece, digest, before, pieces, alike.get(digest))
-            plan = self._deltas.plan(piece, anchor, nbytes)
+            plan = self._deltas.plan(piece, anchor, nbytes, self._sharing)
             if plan is not None:
                 planned.append((piece, plan))
         for (piece, plan), stored in zip(planned, writer.encode_all(planned), strict=True):

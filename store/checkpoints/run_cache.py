@@ -16,7 +16,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeAlias
 from tensor_dedup import sqlite
 from tensor_dedup.store.errors import os_errors
 from tensor_dedup.store.format.manifests import PAGE_ENTRIES
-from tensor_dedup.store.index import StoreIndex, open_index
+from tensor_dedup.store.index import PieceLocation, StoreIndex, open_index
 from tensor_dedup.store.locks import session
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.writing.containers import PACK_BELOW
@@ -35,7 +35,7 @@ from tensor_dedup.store.writing.hashing import Hasher
 Row: TypeAlias = tuple[bytes, str | None, str | None, tuple[int, ...] | None]
 """A piece: change hash, name, dtype, shape. Without the last three: a whole small file."""
 Places: TypeAlias = tuple[ContainerId, ...]
-"""The containers a piece is read from: its own, and that of what it is a delta against."""
+"""The containers a piece is read from: its own, and those of what it is a delta against."""
 # So many containers with about as much of small pieces are put together: the files of a step stay
 # few, and a piece is written again as often as its ensemble has grown by as much.
 _TIER = 32
@@ -174,6 +174,28 @@ class Rewritten:
     places: dict[bytes, Places]
     files: dict[ContainerId, tuple[Path, int]]
     deltas: dict[bytes, bytes]
+
+
+def nearest(
+    places: Sequence[PieceLocation], under: Mapping[bytes, Sequence[PieceLocation]]
+) -> Places:
+    """Return the containers that a piece is read from: one that needs no other, if there is one.
+
+    `under` has the places of all that it is stored against in some of its `places`. The result is
+    empty if something that each of its deltas is against is missing.
+    """
+    for place in places:
+        if place.base is None:
+            return (place.container,)
+    for place in places:
+        anchors = [
+            next((each.container for each in under.get(base, ()) if each.base is None), None)
+            for base in place.bases
+        ]
+        there = [container for container in anchors if container is not None]
+        if len(there) == len(anchors):
+            return (place.container, *dict.fromkeys(there))
+    return ()
 
 
 def packs_to_merge(held: Iterable[tuple[Places, int]]) -> set[ContainerId]:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 
 from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.runs import manifests_of_run, parse_step_name, tensors_of
+from tensor_dedup.store.codecs.parts import leaf_bytes
 from tensor_dedup.store.errors import MissingObjectError, UnknownNameError
 from tensor_dedup.store.format.external import EXTERNAL
 from tensor_dedup.store.format.manifests import Manifest, Piece
@@ -134,14 +135,23 @@ def run_stats(objects: Objects, runs: Iterable[str], run_id: str | None) -> RunS
 
 
 def stored_bytes(tables: Iterable[Table], wanted: Collection[bytes]) -> dict[bytes, int]:
-    """Return the bytes that each of these pieces takes on disk, where it takes least."""
-    least: dict[bytes, int] = {}
+    """Return the bytes that each of these pieces takes on disk, where it takes least.
+
+    Leaves of them that are pieces of their own are among the result.
+    """
+    least: dict[bytes, Record] = {}
     for table in tables:
         for record in table.records:
             if record.digest in wanted:
-                known = least.get(record.digest, record.stored)
-                least[record.digest] = min(known, record.stored)
-    return least
+                known = least.setdefault(record.digest, record)
+                if record.stored < known.stored:
+                    least[record.digest] = record
+    parts = {
+        digest: leaf_bytes(number, record.nbytes)
+        for record in least.values()
+        for number, digest in record.parts.items()
+    }
+    return parts | {digest: record.stored for digest, record in least.items()}
 
 
 def _tables(objects: Objects) -> Iterator[Table]:
@@ -285,8 +295,8 @@ def _own_records(held: Held, containers: Collection[ContainerId]) -> dict[bytes,
 def _with_bases(live: Iterable[bytes], own: Mapping[bytes, Record]) -> dict[bytes, int]:
     """What these pieces take on disk, with the bases that they are differences from."""
     needing = {digest: own[digest] for digest in live if digest in own}
-    bases = {record.base for record in needing.values() if record.base in own}
-    return {d: own[d].stored for d in needing.keys() | bases if d is not None}
+    bases = {base for record in needing.values() for base in record.bases}
+    return {d: own[d].stored for d in needing.keys() | (bases & own.keys())}
 
 
 def _is_of(name: str, manifest: Manifest, runs: Collection[str]) -> bool:

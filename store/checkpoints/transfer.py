@@ -4,9 +4,9 @@ The order is that of an import: containers, index, a second look at what was the
 manifest, the reference. So nobody sees the step before its pieces, and whatever interrupts the copy
 leaves garbage and no hole. Its manifest is the same file in both stores.
 
-A piece travels as it is stored: what is encoded stays encoded, and what it is stored against goes
-first, unless it is there. Every leaf is compared with its digest on the way: plain ones as they are
-read, encoded ones as they can be read from the copy.
+A piece travels as it is stored: what is encoded stays encoded, and all that it is stored against
+goes first, unless it is there. Every leaf is compared with its digest on the way: plain ones as
+they are read, encoded ones as they can be read from the copy.
 """
 
 import math
@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
 from typing import Protocol, Self
 
 import msgspec
@@ -30,7 +29,7 @@ from tensor_dedup.store.errors import (
 from tensor_dedup.store.format.tables import ENCODED, PLAIN, Record
 from tensor_dedup.store.index import PieceLocation, StoreIndex
 from tensor_dedup.store.objects import ContainerId, Objects
-from tensor_dedup.store.reading.decoding import decode_leaf, read_chunk, read_head
+from tensor_dedup.store.reading.decoding import base_of, decode_leaf, read_chunk, read_head
 from tensor_dedup.store.writing.containers import (
     PACK_BELOW,
     ContainerWriter,
@@ -95,7 +94,7 @@ class Transfer:
         self._settled = settled
         self._undo = ExitStack()
         self._transaction = self._undo.enter_context(OrderedTransaction(objects, index))
-        self._writers: dict[str, _CopyWriter] = {}
+        self._writers: dict[tuple[str, bool], _CopyWriter] = {}
         self._wanted: Mapping[bytes, int] = {}
         self._sizes: Mapping[bytes, int] = {}
         self._sent: dict[bytes, bool] = {}  # and whether as what a delta may be against
@@ -176,14 +175,20 @@ class Transfer:
         if lost:
             what = f"{len(lost)} of {len(self._wanted)} pieces were removed meanwhile"
             raise LostHitError.at(self._objects.layout.root, what, lost=len(lost))
-        bases = {place.base for found in held.values() for place in found if place.base}
+        bases = {base for found in held.values() for place in found for base in place.bases}
         places = [*held.values(), *self._index.find(bases).values()]
         containers = {place.container for found in places for place in found}
         self._transaction.settle(containers - self._settled)
         self._settled |= containers
 
     def _send(
-        self, source: PieceSource, digest: bytes, nbytes: int, *, as_anchor: bool = False
+        self,
+        source: PieceSource,
+        digest: bytes,
+        nbytes: int,
+        *,
+        as_anchor: bool = False,
+        is_part: bool = False,
     ) -> None:
         encoded = [
             place
@@ -194,25 +199,32 @@ class Transfer:
             with suppress(CorruptTensorError, MissingObjectError):  # then any other copy will do
                 if record.base is not None:
                     self._bring_anchor(source, record.base)
-                if self._writer(ENCODED).copy_encoded(source, container, record):
+                for part in record.parts.values():
+                    self._bring_anchor(source, part, is_part=True)
+                if self._writer(ENCODED, parts=is_part).copy_encoded(source, container, record):
                     self._sent[digest] = record.base is None
                     self.sent_bytes += record.stored
                     return
-        self._writer(kind_for(nbytes)).copy(source, digest, nbytes)
+        self._writer(kind_for(nbytes), parts=is_part).copy(source, digest, nbytes)
         self._sent[digest] = True
         self.sent_bytes += nbytes
 
-    def _bring_anchor(self, source: PieceSource, digest: bytes) -> None:
+    def _bring_anchor(self, source: PieceSource, digest: bytes, *, is_part: bool = False) -> None:
         there = any(place.base is None for place in self._index.find({digest}).get(digest, ()))
         if not there and not self._sent.get(digest):
             sizes = [record.nbytes for record in source.records(digest)]
             if not sizes:
                 what = f"no container holds {digest.hex()}, which others are stored against"
                 raise MissingObjectError.at(self._objects.layout.root, what)
-            self._send(source, digest, sizes[0], as_anchor=True)
+            self._send(source, digest, sizes[0], as_anchor=True, is_part=is_part)
 
-    def _writer(self, kind: str) -> "_CopyWriter":
-        writer = self._writers.get(kind)
+    def _writer(self, kind: str, *, parts: bool = False) -> "_CopyWriter":
+        """The writer for pieces of a kind; large parts of others have one of their own.
+
+        A container stays as long as one of its pieces does, and parts serve many steps.
+        """
+        parts = parts and kind != "pack"
+        writer = self._writers.get((kind, parts))
         if writer is not None and self._is_complete(writer):
             container = writer.finish()
             if container is not None:
@@ -220,7 +232,7 @@ class Transfer:
             writer = None
         if writer is None:
             new = _CopyWriter(self._objects, self._hasher, kind)
-            writer = self._writers[kind] = self._transaction.own(new)
+            writer = self._writers[kind, parts] = self._transaction.own(new)
         return writer
 
     def _is_complete(self, writer: "_CopyWriter") -> bool:
@@ -299,7 +311,7 @@ class _CopyWriter(ContainerWriter):
         def work(number: int) -> bool:
             at = number * LEAF_BYTES
             stop = min(at + LEAF_BYTES, record.nbytes)
-            base = partial(source.read_leaf, record.base or b"")
+            base = base_of(record, source.read_leaf)
             leaf = memoryview(bytearray(stop - at))
             try:
                 chunk = read_chunk(files, handle, record, chunks[number])

@@ -7,6 +7,7 @@
     sparse        `sparse`: the few words that differ from a base
     records       an encoded tensor, chunk by chunk
     leaves        `leaves`: a tensor that has some leaves in common with another, of any size
+    parts         `parts`: a tensor whose changed leaves are pieces of their own
     choice        the codecs themselves, and which one a tensor gets, measured on samples
 
 Nothing here opens files, knows dtypes or trusts its input: whoever reads a tensor compares its

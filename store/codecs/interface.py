@@ -67,6 +67,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 LEAVES = "leaves"
 """The codec of `tensor_dedup.store.codecs.leaves`, which keeps each leaf in a way of its own."""
+PARTS = "parts"
+"""What the codecs of `tensor_dedup.store.codecs.parts` begin with, which have no bytes at all."""
 AGAINST_BASE: Mapping[str, bool] = MappingProxyType(
     {
         f"{name}{width}": family.against_base
@@ -75,4 +77,4 @@ AGAINST_BASE: Mapping[str, bool] = MappingProxyType(
     }
     | {LEAVES: True}
 )
-"""Every name a record may have, and whether its base is needed."""
+"""Every name a record may have but those of PARTS, and whether its base is needed."""

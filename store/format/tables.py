@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from tensor_dedup.digest import combine, digest
+from tensor_dedup.digest import LEAF_BYTES, combine, digest
 from tensor_dedup.errors import IntegrityError
-from tensor_dedup.store.codecs.interface import AGAINST_BASE, LEAVES
+from tensor_dedup.store.codecs.interface import AGAINST_BASE, LEAVES, PARTS
+from tensor_dedup.store.codecs.parts import is_part, leaf_bytes, numbers_in, part_digest
 from tensor_dedup.store.codecs.records import head_bytes
 from tensor_dedup.store.errors import DamagedFileError, NewerFormatError
 from tensor_dedup.store.format import frames
@@ -49,6 +50,35 @@ class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     def leaf_list(self) -> list[bytes]:
         """The leaf digests as a list."""
         return [self.leaves[at : at + 32] for at in range(0, len(self.leaves), 32)]
+
+    @property
+    def codec_name(self) -> str:
+        """The name of the codec, without what it says of this record alone."""
+        return self.codec.partition(":")[0]
+
+    @property
+    def parts(self) -> dict[int, bytes]:
+        """The digests of the pieces that some of its leaves are, by the number of the leaf."""
+        return {number: self._part(number) for number in numbers_in(self.codec) or ()}
+
+    @property
+    def bases(self) -> tuple[bytes, ...]:
+        """The digests of all that it is stored against, the base first: it is read with all."""
+        return () if self.base is None else (self.base, *self.parts.values())
+
+    def leaf_in(self, start: int) -> tuple[bytes, int]:
+        """Return which piece has a leaf that is not in this record itself, and at which offset.
+
+        `start` is where the leaf is in this one.
+        """
+        number = start // LEAF_BYTES
+        if is_part(self.codec, number):
+            return self._part(number), 0
+        return self.base or b"", start
+
+    def _part(self, number: int) -> bytes:
+        at = number * DIGEST_BYTES
+        return part_digest(self.leaves[at : at + DIGEST_BYTES], leaf_bytes(number, self.nbytes))
 
 
 class Table(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -98,8 +128,10 @@ def table_start(ending: bytes, size: int, path: PurePath) -> int:
     return int(start)
 
 
-def decode(blob: bytes, name: str, kind: str, path: PurePath) -> Table:
+def decode(blob: bytes, name: str, kind: str, path: PurePath, *, parts: bool = True) -> Table:
     """Decode the table of the container `name` and check it in every respect.
+
+    With `parts` off, their codec is an unknown one: that of a remote, where nothing keeps them.
 
     Raises:
         DamagedFileError: it is not a valid table of this container.
@@ -109,16 +141,18 @@ def decode(blob: bytes, name: str, kind: str, path: PurePath) -> Table:
     if digest(blob) != name or table.kind != kind:
         raise DamagedFileError.at(path, f"its table is that of another container ({table.kind})")
     for record in table.records:
-        _check_record(record, table, path)
+        _check_record(record, table, path, parts=parts)
     _check_places(table, path)
     if kind == EXTERNAL:
         ExternalFile.from_texts(table.origin, table.data_bytes, path)
     return table
 
 
-def _check_record(record: Record, table: Table, path: PurePath) -> None:
+def _check_record(record: Record, table: Table, path: PurePath, *, parts: bool) -> None:
     is_encoded = table.kind == ENCODED or (table.kind == MIXED and record.codec != PLAIN)
-    fits = _encoded_fits(record) if is_encoded else _plain_fits(record)
+    fits = None
+    if parts or record.codec_name != PARTS:
+        fits = _encoded_fits(record) if is_encoded else _plain_fits(record)
     if fits is None:
         raise NewerFormatError.at(path, f"the codec {record.codec!r}", codec=record.codec)
     try:
@@ -140,8 +174,9 @@ def _plain_fits(record: Record) -> bool | None:
 
 
 def _encoded_fits(record: Record) -> bool | None:
-    """Whether sizes and base are those that its codec makes; None: nobody knows the codec."""
-    against_base = AGAINST_BASE.get(record.codec)
+    """Whether sizes, base and parts are those of its codec; None: nobody knows the codec."""
+    own = numbers_in(record.codec)
+    against_base = AGAINST_BASE.get(record.codec) if own is None else True
     if against_base is None:
         return None
     base = record.base
@@ -149,6 +184,10 @@ def _encoded_fits(record: Record) -> bool | None:
         return False
     if base is not None and (len(base) != DIGEST_BYTES or base == record.digest):
         return False
+    if own is not None:
+        # One leaf at least is the base's, so there are two: no part is the piece itself.
+        count = -(-record.nbytes // LEAF_BYTES)
+        return len(own) < count and own[-1] < count and record.stored == head_bytes(record.nbytes)
     # What is not smaller would have been stored as it is: no reader need take more than `nbytes`.
     # Nothing follows the head where all leaves are those of the base, the beginning of which it is.
     least = head_bytes(record.nbytes) + (record.codec != LEAVES)

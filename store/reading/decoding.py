@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests, submit
-from tensor_dedup.store.codecs.interface import LEAVES
+from tensor_dedup.store.codecs.interface import LEAVES, PARTS
 from tensor_dedup.store.codecs.leaves import AS_IT_IS, unwrap
 from tensor_dedup.store.codecs.records import Chunk, chunks, head_bytes
 from tensor_dedup.store.errors import CorruptFrameError
@@ -12,13 +12,27 @@ from tensor_dedup.store.files import Files, Handle
 from tensor_dedup.store.format.tables import DIGEST_BYTES, PLAIN, Record
 
 Base: TypeAlias = Callable[[int, memoryview], bytes]
-"""Fills memory with the leaf of the base that begins at an offset, and returns its digest.
+"""Fills memory with the leaf that another piece has instead of a record, and returns its digest.
 
-The bytes have been compared with that digest. It is called from several threads.
+The offset is that of the leaf in the record; the other piece is its base, or a part of it. The
+bytes have been compared with that digest. It is called from several threads.
 
 Raises:
-    CorruptFrameError: the base has no leaf of that size there.
+    CorruptFrameError: that piece has no leaf of that size there.
 """
+
+
+def base_of(record: Record, read_leaf: Callable[[bytes, int, memoryview], bytes]) -> Base:
+    """Return what gives the leaves of other pieces to a record.
+
+    `read_leaf` fills memory with the leaf of a piece at an offset, as a Base does.
+    """
+
+    def fill(start: int, view: memoryview) -> bytes:
+        digest, at = record.leaf_in(start)
+        return read_leaf(digest, at, view)
+
+    return fill
 
 
 def fill_leaves(
@@ -86,6 +100,12 @@ def decode_leaf(
     Raises:
         CorruptFrameError: no encoder made this chunk.
     """
+    if codec.startswith(PARTS):
+        if chunk:
+            raise CorruptFrameError.at(
+                f"codec {PARTS}", f"{len(chunk)} bytes of a leaf", codec=codec
+            )
+        return base(start, view)
     if codec == LEAVES and not chunk:
         return base(start, view)
     if codec == LEAVES:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from tensor_dedup.errors import StoreError
+from tensor_dedup.store.codecs.parts import leaf_bytes
 from tensor_dedup.store.errors import (
     BadRangeError,
     ChangedExternalError,
@@ -43,6 +44,7 @@ from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.reading.decoding import (
     Base,
     are_leaves,
+    base_of,
     fill_leaves,
     leaves_of,
     read_range,
@@ -158,7 +160,7 @@ class StoredPieces:
     def _open_known(self, index: StoreIndex, wanted: set[bytes]) -> None:
         # More than one, also where one would do: it may turn out to be damaged.
         records = self._open_all(index, wanted)
-        bases = {r.base for _, r in records if r.digest in wanted and r.base is not None}
+        bases = {base for _, r in records if r.digest in wanted for base in r.bases}
         for container, record in [*records, *self._open_all(index, bases)]:
             if record.digest in wanted or record.digest in bases:
                 spot = _Spot(container, record)
@@ -205,8 +207,7 @@ class StoredPieces:
         if not isinstance(digest, bytes):
             return False
         return any(
-            spot.record.base is None or self.anchor(spot.record.base) is not None
-            for spot in self._spots.get(digest, ())
+            all(map(self._is_anchor, spot.record.bases)) for spot in self._spots.get(digest, ())
         )
 
     def __repr__(self) -> str:
@@ -302,8 +303,7 @@ class StoredPieces:
     def _base(self, spot: _Spot) -> Base:
         """What gives the leaves that a record is stored against."""
 
-        def fill(start: int, view: memoryview) -> bytes:
-            digest = spot.record.base or b""
+        def read_leaf(digest: bytes, start: int, view: memoryview) -> bytes:
             self._check_leaf(digest, start, view.nbytes)
             try:
                 return self._from_any(digest, view.nbytes, partial(anchored, start, view), True)
@@ -312,10 +312,11 @@ class StoredPieces:
 
         def anchored(start: int, view: memoryview, at: _Spot, handle: Handle) -> bytes | None:
             # No delta: it has no base of its own.
-            right = fill_leaves(self.door, handle, at.record, start, view, fill)
+            right = fill_leaves(self.door, handle, at.record, start, view, base)
             return leaves_of(at.record, start, view.nbytes) if right else None
 
-        return fill
+        base = base_of(spot.record, read_leaf)
+        return base
 
     def read_leaf(self, digest: bytes, start: int, view: memoryview) -> bytes:
         """Fill `view` with the leaf at `start` of the piece with this digest; return its digest.
@@ -437,7 +438,7 @@ class StoredPieces:
             searched |= missing | bases
 
     def _find_all(self, wanted: set[bytes]) -> set[bytes]:
-        """Add every good record of these pieces; return the bases of those that are deltas."""
+        """Add every good record of these pieces; return all that deltas are against."""
         bases = set[bytes]()
         for container in sorted(self._objects.containers(), key=lambda c: c.kind, reverse=True):
             with suppress(StoreError, FileNotFoundError):  # it is for verify to say so
@@ -445,7 +446,7 @@ class StoredPieces:
                 held = [r for r in table.records if r.digest in wanted and r.offset not in bad]
                 if held and container not in self._origins:
                     self._origins[container] = self._objects.origin(container, table)
-                bases |= {record.base for record in held if record.base is not None}
+                bases |= {base for record in held for base in record.bases}
                 with self._lock:
                     for record in held:
                         spot, spots = (
@@ -671,13 +672,14 @@ class StoredCheckpoint(StoredPieces):
         """Return how a tensor is stored: its codec, bytes on disk, and the digest of its base.
 
         An unencoded tensor has no base; one that is in no container has no codec and takes no
-        bytes.
+        bytes. Leaves that are pieces of their own count with every tensor that has them.
         """
         records = self.records(bytes.fromhex(tensor.digest))
         if not records:
             return "", 0, None
         best = min(records, key=lambda record: record.stored)
-        return best.codec, best.stored, None if best.base is None else best.base.hex()
+        stored = best.stored + sum(leaf_bytes(number, best.nbytes) for number in best.parts)
+        return best.codec_name, stored, None if best.base is None else best.base.hex()
 
     def _names_of(self, digest: bytes) -> list[str]:
         return [t.name for t in self._tensors.values() if t.digest == digest.hex()]

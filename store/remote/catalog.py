@@ -508,7 +508,7 @@ def read_table(bucket: Bucket, name: str) -> Table:
         kind = frames.decode(found[0], tables.KIND, Table, path).kind
         if kind not in layout.READABLE:
             raise NewerFormatError.at(path, f"a container of the unknown kind {kind!r}")
-        return tables.decode(found[0], name, kind, path)
+        return tables.decode(found[0], name, kind, path, parts=False)
 
 
 def rebuilt(bucket: Bucket, catalog: Catalog | None = None) -> Catalog:

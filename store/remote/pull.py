@@ -616,7 +616,7 @@ class _Lookup:
                 end = whole.nbytes - tables.TAIL_BYTES
                 start = tables.table_start(bytes(whole[max(0, end) :]), whole.nbytes, path)
                 blob = bytes(whole[start:end])
-                table = tables.decode(blob, container.name, container.kind, path)
+                table = tables.decode(blob, container.name, container.kind, path, parts=False)
         except (FileNotFoundError, DamagedRemoteError, NewerFormatError):
             return None
         self.wholes[container] = whole
@@ -641,7 +641,7 @@ class _Lookup:
                 if end - start > layout.FRAME_BYTES:
                     return None
                 blob = bytes(self._bucket.get_range(key, start, end))
-                return tables.decode(blob, container.name, container.kind, path)
+                return tables.decode(blob, container.name, container.kind, path, parts=False)
         except (FileNotFoundError, DamagedRemoteError, NewerFormatError, RemoteAccessError):
             return None
 

@@ -20,7 +20,10 @@ import msgspec
 from tensor_dedup.digest import LEAF_BYTES, hand
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.runs import is_pin_among
-from tensor_dedup.store.codecs.records import chunks, head_bytes
+from tensor_dedup.store.codecs.interface import LEAVES
+from tensor_dedup.store.codecs.leaves import AS_IT_IS, wrap
+from tensor_dedup.store.codecs.parts import leaf_bytes
+from tensor_dedup.store.codecs.records import chunks, entry, head_bytes
 from tensor_dedup.store.errors import (
     CorruptFrameError,
     CorruptTensorError,
@@ -363,8 +366,8 @@ class _Push:
         reads the catalog.
         """
         relied = Catalog()
-        for entry in relied_on(catalog, reused):
-            relied.add(entry)
+        for each in relied_on(catalog, reused):
+            relied.add(each)
         for load in loads:
             relied.add(listed(load.container, load.table))
         bases = {r.digest: r.base for load in loads for r in load.table.records if r.base}
@@ -397,7 +400,7 @@ class _Push:
             for digest, place in chosen.items()
             if place is None
         ]
-        encoded = [(place[1], place) for place in chosen.values() if place is not None]
+        encoded = [(_as_sent(place[1]), place) for place in chosen.values() if place is not None]
         # In one sequence: a container of each kind would be two more requests.
         return [*_loads([*plain, *encoded])]
 
@@ -417,9 +420,10 @@ class _Push:
         places = [
             (container, record)
             for container, record in source.own_places(digest)
-            if record.codec != PLAIN and record.nbytes - record.stored >= _LEAST_SAVED
+            if record.codec != PLAIN
+            if record.nbytes - _as_sent(record).stored >= _LEAST_SAVED
         ]
-        for place in sorted(places, key=lambda p: (p[1].stored, p[0])):
+        for place in sorted(places, key=lambda p: (_as_sent(p[1]).stored, p[0])):
             base = place[1].base
             if base is None:
                 return place
@@ -735,6 +739,8 @@ def _content(source: StoredPieces, load: _Load) -> Iterator[memoryview]:
                 view = memoryview(bytearray(min(_BLOCK_BYTES, record.nbytes - start)))
                 source.read_piece_into(record.digest, start, view, record.nbytes)
                 yield view
+        elif place[1].parts:
+            yield from _by_leaf(source, place[1])
         else:
             yield from _encoded_content(source, *place)
         at = record.offset + record.stored
@@ -758,3 +764,36 @@ def _encoded_content(
             yield view
     except (CorruptFrameError, CorruptTensorError) as error:
         raise _DamagedRecordError(record.digest) from error
+
+
+def _as_sent(record: Record) -> Record:
+    """The record that a remote gets of one in a store.
+
+    Nothing there is kept because it is a part of something, so what has parts becomes one of the
+    codec `leaves`, with the same base.
+    """
+    parts = record.parts
+    if not parts:
+        return record
+    own = sum(len(wrap(AS_IT_IS, b"")) + leaf_bytes(number, record.nbytes) for number in parts)
+    stored = head_bytes(record.nbytes) + own
+    return msgspec.structs.replace(record, codec=LEAVES, stored=stored)
+
+
+def _by_leaf(source: StoredPieces, record: Record) -> Iterator[memoryview]:
+    """The bytes of a record that has parts, as `_as_sent` has it.
+
+    Its head has the checksums of leaves, so these are read twice; all of them take much memory.
+    """
+    parts, start = record.parts, memoryview(wrap(AS_IT_IS, b""))
+
+    def read(number: int) -> memoryview:
+        view = memoryview(bytearray(leaf_bytes(number, record.nbytes)))
+        source.read_piece_into(record.digest, number * LEAF_BYTES, view, record.nbytes)
+        return view
+
+    for number in range(-(-record.nbytes // LEAF_BYTES)):
+        yield memoryview(entry(wrap(AS_IT_IS, read(number)) if number in parts else b""))
+    for number in parts:
+        yield start
+        yield read(number)

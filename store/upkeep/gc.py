@@ -89,13 +89,13 @@ def needed(live: Collection[bytes], containers: Held) -> NeededPieces:
     """Compute the containers that must stay so that every live piece remains readable.
 
     `containers` has the readable records. Of a piece that is stored twice, one container is kept:
-    the one with more live bytes. If its record is a delta, the base stays too; a base is never a
-    delta, so this ends there. A file that others own never replaces the store's own copy: an
-    external container stays only for pieces that nothing else holds.
+    the one with more live bytes. If its record is a delta, all that it is against stays too; that
+    is never a delta, so this ends there. A file that others own never replaces the store's own
+    copy: an external container stays only for pieces that nothing else holds.
     """
     own = {c: held for c, held in containers.items() if c.kind != EXTERNAL}
     chosen = _cover(live, own)
-    anchors = {record.base for held in chosen.values() for record in held.values() if record.base}
+    anchors = {base for held in chosen.values() for each in held.values() for base in each.bases}
     alone = {
         container: {digest: record for digest, record in held.items() if record.base is None}
         for container, held in own.items()

@@ -68,13 +68,11 @@ class Inventory:
     def readable(self) -> dict[ContainerId, dict[bytes, Record]]:
         """Return the readable records, by container and digest.
 
-        A delta is readable only if its base is.
+        A delta is readable only if all that it is stored against is.
         """
         anchors = self.anchors()
         return {
-            container: {
-                r.digest: r for r in self.good(container) if r.base is None or r.base in anchors
-            }
+            container: {r.digest: r for r in self.good(container) if anchors.issuperset(r.bases)}
             for container in self.tables
         }
 
@@ -100,27 +98,32 @@ class Inventory:
         only_there = (damaged.keys() & self.live.keys() & others) - own
         return {digest: damaged[digest] for digest in only_there}
 
-    def bases(self, digest: bytes) -> list[bytes]:
-        """Return the digests of the bases of the deltas with this digest."""
+    def missing_bases(self, digest: bytes) -> list[bytes]:
+        """Return what deltas with this digest are stored against and is not there."""
+        anchors = self.anchors()
         records = (r for container in self.tables for r in self.good(container))
-        return [r.base for r in records if r.digest == digest and r.base is not None]
+        return [
+            base for r in records if r.digest == digest for base in r.bases if base not in anchors
+        ]
 
     def deltas_of(self, digest: bytes) -> list[bytes]:
         """Return the digests of the deltas against this piece."""
         records = (r for container in self.tables for r in self.good(container))
-        return [r.digest for r in records if r.base == digest]
+        return [r.digest for r in records if digest in r.bases]
 
     def lost_anchors(self) -> set[bytes]:
         """Return the missing bases that would make lost pieces readable again.
 
         No manifest refers to them.
         """
-        lost = self.lost()
+        lost, anchors = self.lost(), self.anchors()
         return {
-            r.base
+            base
             for container in self.tables
             for r in self.good(container)
-            if r.base is not None and r.digest in lost
+            if r.digest in lost
+            for base in r.bases
+            if base not in anchors
         }
 
 

@@ -9,7 +9,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import CheckpointError, StoreError, UnsupportedError
+from tensor_dedup.store.codecs.parts import leaf_bytes, part_digest
 from tensor_dedup.store.errors import is_unreadable
 from tensor_dedup.store.format import frames, manifests, tables
 from tensor_dedup.store.format.external import EXTERNAL
@@ -27,7 +29,13 @@ from tensor_dedup.store.writing.hashing import (
     Range,
     SilentListener,
 )
-from tensor_dedup.store.writing.sources import ImportFile, ImportSource, aliases_of, read_source
+from tensor_dedup.store.writing.sources import (
+    ImportFile,
+    ImportSource,
+    Segment,
+    aliases_of,
+    read_source,
+)
 
 # A few flipped bits are told from another name or manifest, whose digests differ everywhere.
 NEAR_BYTES = 4
@@ -301,9 +309,10 @@ class Repair:
     ) -> None:
         news = []
         for part, found in zip(file.segments, hashed, strict=True):
-            if found is not None and found.digest in lost:
-                lost.remove(found.digest)
-                news.append(NewPiece(part.start, part.nbytes, found.digest))
+            for new in () if found is None else _held_in(part, found):
+                if new.digest in lost:
+                    lost.remove(new.digest)
+                    news.append(new)
         handle = file.open_with(self._objects.files)
         try:
             for kind, writer in writers.items():
@@ -312,6 +321,16 @@ class Repair:
             self._objects.files.close(handle)
         self._result.pieces += len(news)
         self._result.bytes += sum(new.nbytes for new in news)
+
+
+def _held_in(part: Segment, found: Hashed) -> Iterator[NewPiece]:
+    """What a segment of a file may bring back: itself, and the pieces that its leaves are."""
+    yield NewPiece(part.start, part.nbytes, found.digest)
+    if part.nbytes > LEAF_BYTES:
+        for number, leaf in enumerate(found.leaf_list):
+            nbytes = leaf_bytes(number, part.nbytes)
+            start = part.start + number * LEAF_BYTES
+            yield NewPiece(start, nbytes, part_digest(leaf, nbytes))
 
 
 _KINDS = ("slab", "pack")

@@ -38,7 +38,7 @@ def by_codec(held: Held, used: Collection[bytes]) -> dict[str, Coded]:
     for record in sorted(records, key=lambda record: record.stored):
         if record.digest not in seen:
             seen.add(record.digest)
-            coded = found.setdefault(record.codec, Coded())
+            coded = found.setdefault(record.codec_name, Coded())
             coded.pieces += 1
             coded.nbytes += record.nbytes
             coded.stored_bytes += record.stored

@@ -156,7 +156,7 @@ class _Measurement:
         # Where a piece lies, and the deltas that it is the base of.
         self._holders: dict[bytes, list[ContainerId]] = {}
         for container, held in self._held.items():
-            bases = (record.base for record in held.values() if record.base is not None)
+            bases = (base for record in held.values() for base in record.bases)
             for digest in {*held, *bases}:
                 self._holders.setdefault(digest, []).append(container)
         self._neighbours: dict[ContainerId, set[ContainerId]] = {}
@@ -186,7 +186,7 @@ class _Measurement:
     def _wanted(self, group: _Group) -> set[bytes]:
         """The pieces it needs, with the bases of its deltas."""
         records = (self._own[digest] for digest in group.live.keys() & self._own.keys())
-        return group.live.keys() | {r.base for r in records if r.base is not None}
+        return group.live.keys() | {base for record in records for base in record.bases}
 
     def result(self) -> StoreUsage:
         found = tuple(self._of(group) for group in self._groups)
@@ -275,8 +275,7 @@ class _Measurement:
                 self._neighbours[container] = {
                     other
                     for digest, record in self._held[container].items()
-                    for each in (digest, record.base)
-                    if each is not None
+                    for each in (digest, *record.bases)
                     for other in self._holders.get(each, ())
                 }
             waiting += self._neighbours[container] - found.keys()

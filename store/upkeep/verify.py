@@ -24,9 +24,9 @@ from tensor_dedup.store.files import Handle
 from tensor_dedup.store.format import tables
 from tensor_dedup.store.format.layout import TABLE_SUFFIX
 from tensor_dedup.store.format.tables import ENCODED, Record, Table
-from tensor_dedup.store.index import Entry, StoreIndex
+from tensor_dedup.store.index import Entry, StoreIndex, entry_of
 from tensor_dedup.store.objects import ContainerId, Objects
-from tensor_dedup.store.reading.decoding import fill_leaves, read_chunk, read_head
+from tensor_dedup.store.reading.decoding import base_of, fill_leaves, read_chunk, read_head
 from tensor_dedup.store.reading.reader import StoredPieces
 from tensor_dedup.store.upkeep.inventory import Inventory, Problem, take_inventory
 from tensor_dedup.store.writing.hashing import Hasher, ProgressListener, Range
@@ -49,7 +49,7 @@ class Scrubber:
 
         A delta whose base cannot be read counts as right if its chunks are.
         """
-        bases = {record.base for record in records if record.base is not None}
+        bases = {base for record in records for base in record.bases}
         with StoredPieces(self._objects, self._index, bases) as pieces:
             found = self._hasher.each(partial(self._checked, handle, pieces), records)
             return [bad for bad in found if bad is not None]
@@ -79,7 +79,7 @@ class Scrubber:
             return False
 
     def _leaves_right(self, handle: Handle, pieces: StoredPieces, record: Record) -> bool:
-        base = partial(pieces.read_leaf, record.base or b"")
+        base = base_of(record, pieces.read_leaf)
         memory = memoryview(bytearray(min(LEAF_BYTES, record.nbytes)))
         for start in range(0, record.nbytes, LEAF_BYTES):
             view = memory[: record.nbytes - start]
@@ -211,10 +211,8 @@ def _say_what_is_lost(
     for digest, nbytes in lost.items():
         if digest in named:
             continue
-        bases = found.bases(digest)
-        where = (
-            "in no container" if not bases else f"stored against {bases[0].hex()}, which is lost"
-        )
+        gone = found.missing_bases(digest)
+        where = "in no container" if not gone else f"stored against {gone[0].hex()}, which is lost"
         what = f"{nbytes} bytes of digest {digest.hex()} are {where}; {_GIVE}"
         result.faults.append(Fault("lost", str(objects.layout.root), what, _users(found, digest)))
     for digest, nbytes in exposed.items():
@@ -368,7 +366,7 @@ def _check_index(
 
 
 def _places(found: Inventory, container: ContainerId) -> set[Entry]:
-    return {(r.digest, r.offset, r.nbytes, r.base) for r in found.good(container)}
+    return {entry_of(record) for record in found.good(container)}
 
 
 def _users(found: Inventory, digest: bytes) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
 """Delta containers that are being written: tensors encoded, or stored against others.
 
 A plan says how a tensor is stored: by a codec, against an anchor, or both. Leaves that the anchor
-has at the same place are left out, whatever becomes of the others; their digests are compared, and
-neither the tensor nor the anchor is read for that. `tensor_dedup.store.writing.encoder` and
+has at the same place are left out, whatever becomes of the others: they are encoded, stored as they
+are, or become pieces of their own. Their digests are compared, and neither the tensor nor the
+anchor is read for that. `tensor_dedup.store.writing.encoder` and
 `tensor_dedup.store.checkpoints.policy` make plans that need a codec, `LeafSharing` finds anchors
 that have leaves in common.
 """
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 from tensor_dedup.digest import LEAF_BYTES, leaf_digests
 from tensor_dedup.store.codecs.interface import LEAVES, WORTH
 from tensor_dedup.store.codecs.leaves import AS_IT_IS, wrap
+from tensor_dedup.store.codecs.parts import codec_of, leaf_bytes, part_digest
 from tensor_dedup.store.codecs.records import entry, head_bytes
 from tensor_dedup.store.errors import (
     CorruptTensorError,
@@ -33,6 +35,7 @@ from tensor_dedup.store.writing.containers import (
     Fresh,
     NewPiece,
     changed_in_memory,
+    kind_for,
 )
 from tensor_dedup.store.writing.hashing import Hashed, Hasher, changed
 
@@ -41,6 +44,9 @@ if TYPE_CHECKING:
     from tensor_dedup.store.codecs.interface import Codec
 
 _LEAF_HEAD = len(wrap(AS_IT_IS, b""))
+# Steps that each change another leaf repeat what all before them have changed. With this share of a
+# leaf, three of them take as much as if each leaf were stored once, as it is.
+_CHEAP = 0.5
 
 
 def _nothing() -> None:
@@ -84,12 +90,14 @@ class Plan:
     """How to store a new piece: by which codec, and against which anchor.
 
     `common` says which of its leaves are those of the anchor; they take no space. If there are any,
-    the other leaves are stored as they are where no codec is chosen or it saves too little.
+    the other leaves are stored as they are where no codec is chosen or it saves too little. With
+    `held`, they become pieces of their own, and those in `held` are: they take no space either.
     """
 
     choice: "CodecChoice | None"
     anchor: Anchor | None
     common: tuple[bool, ...] = ()
+    held: frozenset[int] | None = None
 
     @property
     def by_leaf(self) -> bool:
@@ -99,7 +107,19 @@ class Plan:
     @property
     def codec(self) -> str:
         """The name of the codec that the record has."""
+        if self.in_parts:
+            return codec_of(self.own)
         return LEAVES if self.by_leaf or self.choice is None else self.choice.codec.name
+
+    @property
+    def own(self) -> list[int]:
+        """The numbers of the leaves that are not the anchor's."""
+        return [number for number, common in enumerate(self.common) if not common]
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the leaves that are not the anchor's become pieces of their own."""
+        return self.held is not None and self.by_leaf and not all(self.common)
 
     @property
     def base(self) -> bytes | None:
@@ -112,15 +132,32 @@ class Plan:
 
 
 def plan_of(
-    choice: "CodecChoice | None", anchor: Anchor | None, nbytes: int, leaves: bytes
+    choice: "CodecChoice | None",
+    anchor: Anchor | None,
+    nbytes: int,
+    leaves: bytes,
+    held: "LeafSharing | None" = None,
 ) -> Plan | None:
-    """Return the plan for a piece with these leaf digests; None if it is best stored as it is."""
+    """Return the plan for a piece with these leaf digests; None if it is best stored as it is.
+
+    If `held` is given, which knows which ones are, leaves may become pieces of their own: where no
+    codec makes them much smaller. What a codec makes of them is stored with each later step again.
+    """
     plan = Plan(choice, anchor, anchor.in_common(leaves) if anchor is not None else ())
+    if held is not None and plan.by_leaf and (choice is None or not _is_cheap(choice)):
+        in_parts = replace(plan, held=held.held(plan, nbytes, leaves))
+        if saves_by_leaf(in_parts, nbytes):
+            return in_parts
     if choice is None:
         return plan if saves_by_leaf(plan, nbytes) else None
     if plan.by_leaf:
         return plan
     return Plan(choice, anchor if choice.codec.against_base else None)
+
+
+def _is_cheap(choice: "CodecChoice") -> bool:
+    """Whether what a codec makes of changed leaves may be stored once more by each later step."""
+    return choice.codec.against_base and choice.share <= _CHEAP
 
 
 def anchor_of(pieces: StoredPieces, digest: bytes) -> Anchor | None:
@@ -134,19 +171,15 @@ def anchor_of(pieces: StoredPieces, digest: bytes) -> Anchor | None:
 
 
 def own_bytes(plan: Plan, nbytes: int) -> int:
-    """Return the size of the leaves of a piece of `nbytes` that its anchor does not have."""
-    return sum(
-        min(LEAF_BYTES, nbytes - at)
-        for at, common in zip(range(0, nbytes, LEAF_BYTES), plan.common, strict=True)
-        if not common
-    )
+    """Return the size of the leaves of a piece of `nbytes` that are nowhere else."""
+    return sum(leaf_bytes(number, nbytes) for number in plan.own if number not in (plan.held or ()))
 
 
 def saves_by_leaf(plan: Plan, nbytes: int) -> bool:
     """Return whether a piece is worth being stored by this plan even if no codec saves anything."""
     if not plan.by_leaf:
         return False
-    heads = head_bytes(nbytes) + _LEAF_HEAD * plan.common.count(False)
+    heads = head_bytes(nbytes) + _LEAF_HEAD * len(plan.own)
     return own_bytes(plan, nbytes) + heads <= nbytes * WORTH
 
 
@@ -164,6 +197,8 @@ class LeafSharing:
         self._objects, self._index, self._without = objects, index, without
         self._records: dict[ContainerId, dict[int, Record]] = {}
         self._pieces: StoredPieces | None = None
+        # By the leaves of a piece and what it would be stored against.
+        self._held: dict[tuple[bytes, bytes | None], frozenset[int]] = {}
 
     def close(self) -> None:
         """Close what the last search has opened."""
@@ -172,17 +207,18 @@ class LeafSharing:
         self._pieces = None
 
     def find(
-        self, wanted: Iterable[tuple[Hashed, int]], *, readable: bool = False
+        self, wanted: Iterable[tuple[Hashed, int]], *, readable: bool = False, parts: bool = False
     ) -> dict[bytes, Anchor]:
         """Return, by the digests of new pieces, the anchor that has most of the leaves of each.
 
-        `wanted` are pieces and their sizes. What would save less than a tenth is left out. If
-        `readable`, the anchors can be read until the next call.
+        `wanted` are pieces and their sizes. What would save less than a tenth is left out; with
+        `parts`, leaves that are pieces of their own count as saved. If `readable`, the anchors can
+        be read until the next call.
         """
         self.close()
         found = {}
         for hashed, nbytes in wanted:
-            anchor = None if nbytes < LEAF_BYTES else self._best(hashed, nbytes)
+            anchor = None if nbytes < LEAF_BYTES else self._best(hashed, nbytes, parts=parts)
             if anchor is not None:
                 found[hashed.digest] = anchor
         if not readable or not found:
@@ -191,7 +227,27 @@ class LeafSharing:
         self._pieces = StoredPieces(self._objects, self._index, digests)
         return {key: replace(anchor, pieces=self._pieces) for key, anchor in found.items()}
 
-    def _best(self, hashed: Hashed, nbytes: int) -> Anchor | None:
+    def held(self, plan: Plan, nbytes: int, leaves: bytes) -> frozenset[int]:
+        """Return which leaves of a new piece, beside the anchor's, are pieces that it can refer to.
+
+        These are no deltas, so that nothing is against what is itself against something.
+        """
+        key = leaves, plan.base
+        if key not in self._held:
+            self._held[key] = self._find_held(plan, nbytes, leaves)
+        return self._held[key]
+
+    def _find_held(self, plan: Plan, nbytes: int, leaves: bytes) -> frozenset[int]:
+        wanted = {number: _part_of(leaves, number, nbytes) for number in plan.own}
+        found = self._index.find(wanted.values())
+        containers = {place.container for places in found.values() for place in places}
+        if not self._index.fresh and not self._index.still_so(containers):
+            self._index.refresh()
+            found = self._index.find(wanted.values())
+        there = {d for d, places in found.items() if any(place.base is None for place in places)}
+        return frozenset(n for n, d in wanted.items() if d in there and d not in self._without)
+
+    def _best(self, hashed: Hashed, nbytes: int, *, parts: bool) -> Anchor | None:
         best, least = None, nbytes
         for record in self._alike(hashed.leaves):
             if record.digest == hashed.digest or record.digest in self._without:
@@ -199,8 +255,10 @@ class LeafSharing:
             anchor = Anchor(record.digest, record.nbytes, record.leaves)
             plan = Plan(None, anchor, anchor.in_common(hashed.leaves))
             own = own_bytes(plan, nbytes)
-            if own < least and saves_by_leaf(plan, nbytes):
+            if own < least and (plan.by_leaf if parts else saves_by_leaf(plan, nbytes)):
                 best, least = anchor, own
+        if parts and best is not None:
+            return best if plan_of(None, best, nbytes, hashed.leaves, self) is not None else None
         return best
 
     def _alike(self, leaves: bytes) -> Iterator[Record]:
@@ -232,8 +290,12 @@ class EncodedWriter(ContainerWriter):
     the leaves that were left out because an anchor has them, from files or memory.
     """
 
-    def __init__(self, objects: Objects, hasher: Hasher) -> None:
+    def __init__(
+        self, objects: Objects, hasher: Hasher, parts: "PartsWriter | None" = None
+    ) -> None:
+        """Begin a container; leaves that plans make pieces of their own go to `parts`."""
         super().__init__(objects, hasher, ENCODED)
+        self._parts = parts
         self.saved_bytes = 0
         self.tensors = 0
         self.leaf_shared_bytes = 0
@@ -306,14 +368,18 @@ class EncodedWriter(ContainerWriter):
             ChangedModelError: a piece was written to.
         """
 
-        encoded = [(piece, plan) for piece, plan in planned if plan.choice is not None]
+        encoded = [
+            (piece, plan)
+            for piece, plan in planned
+            if plan.choice is not None and not plan.in_parts
+        ]
         work = [(piece, plan, at) for piece, plan in encoded for at in _leaves(piece)]
         # Waking threads for little takes longer than it saves.
         large = sum(piece.view.nbytes for piece, _ in encoded) > LEAF_BYTES
         each = self._hasher.each if large else map
         chunks = iter(each(lambda one: _encoded_in_memory(*one), work))
         for piece, plan in planned:
-            if plan.choice is None:
+            if plan.choice is None or plan.in_parts:
                 yield self.put_by_leaf(piece, plan)
             else:
                 yield self._put_encoded(piece, plan, [next(chunks) for _ in _leaves(piece)])
@@ -321,9 +387,13 @@ class EncodedWriter(ContainerWriter):
     def put_by_leaf(self, piece: Fresh, plan: Plan) -> int:
         """Store those leaves of a piece in memory that its anchor does not have, as they are.
 
+        Return the bytes that took.
+
         Raises:
             ChangedModelError: one of them was written to.
         """
+        if plan.in_parts:
+            return self._put_in_parts(piece, plan)
         own = [at for at in _leaves(piece) if not plan.has_leaf(at)]
         head = head_bytes(piece.nbytes)
         stored = head + sum(_LEAF_HEAD + min(LEAF_BYTES, piece.nbytes - at) for at in own)
@@ -342,6 +412,19 @@ class EncodedWriter(ContainerWriter):
         files.begin_writing(handle, start, stored)
         self._add(piece.hashed, start, stored, piece.nbytes, plan)
         return stored
+
+    def _put_in_parts(self, piece: Fresh, plan: Plan) -> int:
+        assert self._parts is not None
+        written = sum(
+            self._parts.put_leaf(piece, number, plan.choice)
+            for number in plan.own
+            if number not in (plan.held or ())
+        )
+        head = entry(b"") * len(plan.common)
+        start = self._reserve(len(head))
+        self._write(head, start)
+        self._add(piece.hashed, start, len(head), piece.nbytes, plan)
+        return len(head) + written
 
     def encode_small(self, piece: Fresh, plan: Plan) -> int | None:
         """Store a piece in memory of one leaf, in this thread; as `encode_all` otherwise."""
@@ -370,6 +453,60 @@ class EncodedWriter(ContainerWriter):
         if count != len(data) or leaf_digests(data) != [leaves[number : number + DIGEST_BYTES]]:
             raise changed(source, f"its bytes at {piece.start} were written while it was read")
         return data
+
+
+class PartsWriter:
+    """Stores leaves of pieces in memory as pieces of their own, once each.
+
+    They get containers of their own: one stays for as long as one of its pieces does, and a leaf
+    may serve steps long after the others of its step are gone. What is as small as that in a pack
+    goes to the step's.
+    """
+
+    def __init__(
+        self, slab: ContainerWriter, pack: ContainerWriter, encoder: EncodedWriter
+    ) -> None:
+        self._writers = {"slab": slab, "pack": pack}
+        self._encoder = encoder
+        self._written: set[bytes] = set()
+
+    def put_leaf(self, piece: Fresh, number: int, choice: "CodecChoice | None") -> int:
+        """Store a leaf, encoded if that is worth it; return what it takes, 0 if it was stored.
+
+        Raises:
+            ChangedModelError: it was written to.
+        """
+        nbytes = leaf_bytes(number, piece.nbytes)
+        digest = _part_of(piece.leaves, number, piece.nbytes)
+        if digest in self._written:
+            return 0
+        self._written.add(digest)
+        at = number * LEAF_BYTES
+        leaf = piece.leaves[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        changes = piece.leaf_changes[number : number + 1]
+        part = Fresh(
+            piece.name,
+            piece.dtype,
+            piece.view[at : at + nbytes],
+            changes[0] if changes else b"",
+            Hashed(digest, leaf),
+            piece.private,
+            changes,
+        )
+        if choice is not None:
+            codec = _alone(choice.codec) if choice.codec.against_base else choice.codec
+            plan = Plan(replace(choice, codec=codec), None)
+            stored = self._encoder.encode_small(part, plan)
+            if stored is not None:
+                return stored
+        self._writers[kind_for(nbytes)].put(part)
+        return nbytes
+
+
+def _part_of(leaves: bytes, number: int, nbytes: int) -> bytes:
+    """The digest of the piece that one leaf of a piece of `nbytes` is."""
+    leaf = leaves[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+    return part_digest(leaf, leaf_bytes(number, nbytes))
 
 
 def _leaves(piece: Fresh) -> range:

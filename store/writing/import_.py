@@ -360,7 +360,7 @@ class Import:
                 lost=len(lost),
             )
         places = [place for found in held.values() for place in found]
-        bases = self._index.find({place.base for place in places if place.base is not None})
+        bases = self._index.find({base for place in places for base in place.bases})
         places += [place for found in bases.values() for place in found]
         self._transaction.settle({place.container for place in places})
 

@@ -25,6 +25,7 @@ from tensor_dedup.store.files import Handle, Mode, RealFiles
 
 # Empty, small, around what shares a container, and what is encoded.
 SIZES = (0, 1, 64, 3000, 16_383, 16_384, 16_385, 40_000)
+LARGE = 2 * LEAF_BYTES + 70_000
 NAMES = st.sampled_from([f"t{n}" for n in range(6)])
 STEPS = st.integers(0, 5)
 
@@ -36,8 +37,12 @@ _TICK_S = 0.011
 class Training(RuleBasedStateMachine):
     """Two handles of one run, another run, and what each step should be."""
 
-    @initialize(compress=st.sampled_from(["auto", None]), keep=st.none() | st.integers(1, 3))
-    def begin(self, compress: str | None, keep: int | None) -> None:
+    @initialize(
+        compress=st.sampled_from(["auto", None]),
+        keep=st.none() | st.integers(1, 3),
+        large=st.booleans(),
+    )
+    def begin(self, compress: str | None, keep: int | None, large: bool) -> None:
         self._memory = memory_folder()
         self.root = self._memory.__enter__()
         self.options: dict[str, Any] = {"compress": compress, "keep_last": keep}
@@ -46,6 +51,9 @@ class Training(RuleBasedStateMachine):
         self.model: Model = {}
         self.kept: dict[int, Model] = {}
         self.pinned: set[int] = set()
+        if large:
+            self.put_large(0)
+            self.save(0)
 
     def teardown(self) -> None:
         self.run.close()
@@ -59,6 +67,19 @@ class Training(RuleBasedStateMachine):
     def train(self, name: str, amount: float) -> None:
         if name in self.model:
             self.model[name] += np.float32(amount)
+
+    @rule(seed=st.integers(0, 3))
+    def put_large(self, seed: int) -> None:
+        """What is stored by leaf, once a step has it and the next one differs in some."""
+        self.model["large"] = np.random.default_rng(seed).integers(0, 256, LARGE, np.uint8)
+
+    @rule(step=STEPS, leaf=st.integers(0, 2), seed=st.integers(4, 6), all_of_it=st.booleans())
+    @precondition(lambda self: "large" in self.model)
+    def save_with_another_leaf(self, step: int, leaf: int, seed: int, all_of_it: bool) -> None:
+        """One leaf changes: wholly, so that it is stored as it is, or in a few numbers."""
+        part = self.model["large"][leaf * LEAF_BYTES :][: LEAF_BYTES if all_of_it else 100]
+        part[:] = np.random.default_rng(seed).integers(0, 256, part.size, np.uint8)
+        self._save(self.run.save, step)
 
     @rule(name=NAMES)
     def drop(self, name: str) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from disk_faults import CHANGES, Crash, Faults, FaultyFiles, Loss
 from stores import Model, assert_same
+from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.store.checkpoints import CheckpointStore, background_encoder
 from tensor_dedup.store.checkpoints.background_encoder import BackgroundEncoder, EncodingJob
 from tensor_dedup.store.checkpoints.errors import BadOptionError
@@ -232,6 +233,82 @@ def test_what_others_have_stored_against_it_meanwhile_keeps_it(
     check(run, 0, 1)
     with run.store.checkpoint("other") as opened:
         assert len(opened.read("one")) == 4 * ELEMENTS
+
+
+def leaf_model(step: int) -> Model:
+    """Weights of one leaf each that move a little, and noise."""
+    model: Model = {}
+    for number, name in enumerate(MOVING):
+        weights = np.random.default_rng(number).standard_normal(LEAF_BYTES // 4)
+        move = np.random.default_rng(100 + step).standard_normal(LEAF_BYTES // 4) * 1e-5
+        model[name] = (weights + (move if step else 0)).astype(np.float32)
+    model["noise"] = np.random.default_rng(step).integers(0, 256, ELEMENTS, np.uint8)
+    return model
+
+
+def table_of(step: int) -> Model:
+    """Of another run: a table whose second leaf becomes what a tensor of `leaf_model(1)` is."""
+    table = np.random.default_rng(9).integers(0, 256, 2 * LEAF_BYTES, np.uint8)
+    if step:
+        table[LEAF_BYTES:] = leaf_model(1)["one"].view(np.uint8)
+    return {"table": table}
+
+
+def save_table(run: CheckpointStore, step: int) -> None:
+    with CheckpointStore(Store.open(run.store.path, worker_count=1), "other", compress=None) as own:
+        own.save(table_of(step), step)
+        if step:
+            with own.store.checkpoint("other@1") as opened:
+                [record] = opened.records(bytes.fromhex(opened["table"].digest))
+                assert list(record.parts) == [1]
+                # It is the tensor: it was not stored again.
+                [(container, _)] = opened.plain_places(record.parts[1])
+                assert len(own.store._objects.table(container).records) > 1
+
+
+@pytest.mark.parametrize("when", ["before", "while", "after"])
+def test_what_is_a_part_of_something_stays_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """A tensor that another run refers to as a leaf, before or while it is encoded, or after."""
+    run = run_on(tmp_path)
+    run.save(leaf_model(0), 0)
+    run._saver.finish_encoding()
+    save_table(run, 0)
+    encoder = encoder_of(run)
+    remove, stand_still, done = encoder._remove, encoder._stand_still, list[bool]()
+
+    def save_once() -> None:
+        if not done:
+            done.append(True)
+            save_table(run, 1)
+
+    def noted() -> None:
+        save_once()
+        stand_still()
+
+    def late(*args: Any) -> bool:
+        save_once()
+        return remove(*args)
+
+    with encoder.saving():
+        run.save(leaf_model(1), 1)
+        if when == "before":
+            save_once()
+    if when == "while":
+        monkeypatch.setattr(encoder, "_stand_still", noted)
+    elif when == "after":
+        monkeypatch.setattr(encoder, "_remove", late)
+    run.close()
+    assert done
+    for _ in range(2):
+        assert run.store.verify(full=True).faults == []
+        for step in range(2):
+            assert_same(run.load(step), leaf_model(step))
+            own = CheckpointStore(Store.open(run.store.path, worker_count=1), "other")
+            assert_same(own.load(step), table_of(step))
+            own.close()
+        assert run.gc(0).done
 
 
 def test_nothing_is_stored_against_what_waits_to_be_removed(

@@ -54,6 +54,32 @@ def embedding_of(step: int) -> Model:
     return {"embedding": table, "frozen": np.arange(10), "step": np.full(10, step)}
 
 
+@cache
+def touched_of(step: int) -> Model:
+    """A table of two leaves and a bit, of which each step replaces another one."""
+    table = np.random.default_rng(0).integers(0, 256, 2 * LEAF_BYTES + 300 * KIB, np.uint8)
+    for number in range(1, step + 1):
+        leaf = table[number % 3 * LEAF_BYTES :][:LEAF_BYTES]
+        leaf[:] = np.random.default_rng(number).integers(0, 256, leaf.size, np.uint8)
+    return {"embedding": table, "frozen": np.arange(10), "step": np.full(10, step)}
+
+
+@cache
+def rows_of(step: int) -> Model:
+    """A table of two leaves, of which few numbers move."""
+    table = np.random.default_rng(0).integers(0, 256, 2 * LEAF_BYTES, np.uint8)
+    table[LEAF_BYTES : LEAF_BYTES + 100 * step] += 1
+    return {"embedding": table, "frozen": np.arange(10), "step": np.full(10, step)}
+
+
+# How the table of step 1 is stored.
+BY_LEAF: dict[Callable[[int], Model], str] = {
+    embedding_of: "parts",
+    touched_of: "parts",
+    rows_of: "leaves",
+}
+
+
 @dataclass(frozen=True)
 class Act:
     """What is done to a run with the steps 0 and 1: first undisturbed, then with a fault."""
@@ -67,6 +93,11 @@ class Act:
 
 def delete_and_gc(run: CheckpointStore) -> None:
     run.delete(0)
+    run.gc(0)
+
+
+def delete_and_gc_a_middle_one(run: CheckpointStore) -> None:
+    run.delete(1)
     run.gc(0)
 
 
@@ -117,6 +148,24 @@ ACTS = {
         {"compress": None},
         embedding_of,
     ),
+    "save beside parts": Act(
+        nothing,
+        lambda run: run.save(touched_of(2), 2),
+        ({0, 1}, {0, 1, 2}),
+        {"compress": None},
+        touched_of,
+    ),
+    "save of changed rows": Act(
+        nothing, lambda run: run.save(rows_of(2), 2), ({0, 1}, {0, 1, 2}), {}, rows_of
+    ),
+    # Step 2 has the leaf that step 1 has changed.
+    "delete and gc of who stored a part": Act(
+        lambda run: run.save(touched_of(2), 2),
+        delete_and_gc_a_middle_one,
+        ({0, 1, 2}, {0, 2}),
+        {"compress": None},
+        touched_of,
+    ),
     # Step 1 has leaves of what step 0 has put, which stays.
     "delete and gc of what leaves are of": Act(
         nothing, delete_and_gc, ({0, 1}, {1}), {}, embedding_of
@@ -138,9 +187,9 @@ class Scene:
             run.save(act.model(step), step)
         assert shares(run)
         kinds = {path.suffix for path in (folder / "template" / "containers").rglob("*.*")}
-        by_leaf = act.model is embedding_of
+        by_leaf = BY_LEAF.get(act.model)
         assert kinds == {".pack", ".delta", *([".slab"] if by_leaf else [])}
-        assert ("leaves" in run.store.stats().codecs) == by_leaf
+        assert {"leaves", "parts"} & run.store.stats().codecs.keys() == {by_leaf} - {None}
         run.close()
 
     def _made(self, folder: Path) -> Path:
