@@ -59,6 +59,7 @@ _READABLE = (
     f"WHERE q.container = p.container AND q.offset = p.offset "
     f"AND NOT {_ANCHORED.format('q.digest')})))"
 )
+_PAGE_BYTES = 1024
 # A digest stands in the index by so many bytes where what it finds is compared anyway.
 _LEAF_BYTES_KEPT = 16
 # So many pieces that have a leaf in common with another one are looked at.
@@ -585,6 +586,8 @@ def _prepare(db: sqlite3.Connection) -> None:
         error = sqlite3.DatabaseError(f"the schema is version {version}")
         error.sqlite_errorcode = sqlite3.SQLITE_NOTADB
         raise error
+    # A small store has six tables that are nearly empty, each of at least a page.
+    db.execute(f"PRAGMA page_size = {_PAGE_BYTES}")  # of a new file
     db.execute("PRAGMA journal_mode = WAL")
     # A commit is durable before the manifest that relies on it is written.
     db.execute("PRAGMA synchronous = FULL")

@@ -199,25 +199,22 @@ class CheckpointStore:
         self._adapter = adapter
         self._config, self._weights = self._small_files(config), weights
         self._steps = StepOrder(self.store._objects, self.run_id)
-        self._saver = Saver(
-            self.store._objects,
-            self.store.worker_count,
-            self._steps,
-            compress=compress,
-            base=base,
-        )
+        objects, workers = self.store._objects, self.store.worker_count
+        self._saver = Saver(objects, workers, self._steps, compress=compress, base=base)
         pool = pool_bytes
         if not isinstance(pool, HostPool):
             pool = HostPool(default_bytes() if pool is None else pool)
-        threads = self.store.worker_count
-        self._saves = Saves(self.commit, self._saver, pool, in_flight=in_flight, threads=threads)
+        self._saves = Saves(self.commit, self._saver, pool, in_flight=in_flight, threads=workers)
         self._drain: Drain | None = None
         if drain is not None:
             from tensor_dedup.store.remote.tier import second_tier
 
+            tier = second_tier(drain, self.store, self._steps, lets_go=keep_fast is not None)
+            self._saver.parts = tier.keeps_parts
+            self._saver.reset()
             self._drain = Drain(
                 self.store,
-                second_tier(drain, self.store, self._steps, lets_go=keep_fast is not None),
+                tier,
                 self._steps,
                 self._retention,
                 wait_for_encoding=self._saver.wait_for_encoding,

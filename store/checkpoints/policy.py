@@ -72,6 +72,9 @@ _QUICK = "sparse"
 _AT_ONCE = 4 << 20
 # A disk writes about eight times as fast as a processor encodes.
 _FEW = 1 / 8
+# So many saves store parts of a tensor beside one anchor: each has a container, which a reader of
+# the tensor opens, and a process may have 1,024 files as a rule.
+_PARTS_SAVES = 100
 
 
 @dataclass(slots=True)
@@ -169,10 +172,23 @@ class Deltas:
     overwrites is a guess that the next samples mend.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, parts: bool = True) -> None:
+        """Begin without decisions; without `parts`, no leaf becomes a piece of its own."""
+        self.parts = parts
         self.small = SmallTensorPolicy()
         self.anchors = AnchorMemory()
         self._decisions: dict[str, _Decision] = {}
+
+    def plan_of(
+        self,
+        choice: CodecChoice | None,
+        anchor: Anchor | None,
+        piece: Candidate,
+        sharing: LeafSharing | None,
+    ) -> Plan | None:
+        """Return the plan for a piece; `sharing` knows which leaves are pieces of their own."""
+        held = sharing if self.parts else None
+        return plan_of(choice, anchor, piece.nbytes, piece.leaves, held)
 
     def plan(
         self,
@@ -191,8 +207,7 @@ class Deltas:
         if made is None or made.left <= 0 or made.anchored != (against is not None):
             made = self._decide(piece, anchor, made)
         made.left -= 1
-        against_ = None if begin else anchor
-        plan = plan_of(made.choice, against_, piece.nbytes, piece.leaves, sharing)
+        plan = self.plan_of(made.choice, None if begin else anchor, piece, sharing)
         if plan is not None and plan.anchor is not None and made.anchor != against:
             made.anchor, made.spent, made.steps = against, anchor_bytes, 1
         return plan
@@ -203,7 +218,7 @@ class Deltas:
         if made is not None and made.left < 0:
             del self._decisions[piece.name]  # another anchor begins
             return None
-        plan = plan_of(None, anchor, piece.nbytes, piece.leaves, sharing)
+        plan = self.plan_of(None, anchor, piece, sharing)
         if plan is not None and (made is None or made.anchor != anchor.digest):
             made = _Decision(None, 1, 1, True, anchor.digest, anchor.nbytes, 1)
             self._decisions[piece.name] = made
@@ -265,10 +280,13 @@ class Deltas:
         made = self._decisions[piece.name]
         if nbytes is None:
             made.choice = None
-        elif plan.anchor is not None and not plan.in_parts:  # of parts none is stored twice
+        elif plan.anchor is not None:
             made.spent += nbytes
             made.steps += 1
-            if nbytes * made.steps > made.spent:
+            # Of parts none is stored twice. But the anchor and all of them stay as long as a step
+            # has a leaf of each: so they are to take no more than two tensors, with the next ones.
+            many = made.spent + nbytes > 2 * piece.nbytes or made.steps > _PARTS_SAVES
+            if many if plan.in_parts else nbytes * made.steps > made.spent:
                 made.left = -1
 
 
@@ -339,7 +357,7 @@ class Encoding:
         done = self._encode_small(writer, fresh)
         fit = [p for p in fresh if p.dtype is not None and p.nbytes >= ENCODE_FROM]
         wanted = ((piece.hashed, piece.nbytes) for piece in fit)
-        alike = self._sharing.find(wanted, readable=True, parts=True)
+        alike = self._sharing.find(wanted, readable=True, parts=self._deltas.parts)
         now = self._chosen(fit, alike) if self._defer else fit
         if now:
             done |= self._encode_large(writer, now, alike)
@@ -363,7 +381,7 @@ class Encoding:
         They are few, whatever the budget, if it takes no longer to encode them than to store all.
         """
         anchor = alike.get(piece.hashed.digest)
-        plan = plan_of(None, anchor, piece.nbytes, piece.leaves, self._sharing)
+        plan = self._deltas.plan_of(None, anchor, piece, self._sharing)
         if plan is None:
             return False
         new = own_bytes(plan, piece.nbytes)

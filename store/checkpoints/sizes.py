@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 
 from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.runs import manifests_of_run, parse_step_name, tensors_of
-from tensor_dedup.store.codecs.parts import leaf_bytes
 from tensor_dedup.store.errors import MissingObjectError, UnknownNameError
 from tensor_dedup.store.format.external import EXTERNAL
 from tensor_dedup.store.format.manifests import Manifest, Piece
@@ -139,6 +138,14 @@ def stored_bytes(tables: Iterable[Table], wanted: Collection[bytes]) -> dict[byt
 
     Leaves of them that are pieces of their own are among the result.
     """
+    tables = list(tables)
+    least = _least(tables, wanted)
+    parts = _least(tables, {part for each in least.values() for part in each.parts.values()})
+    return {digest: record.stored for digest, record in (parts | least).items()}
+
+
+def _least(tables: Iterable[Table], wanted: Collection[bytes]) -> dict[bytes, Record]:
+    """The records of these pieces, each where it takes least."""
     least: dict[bytes, Record] = {}
     for table in tables:
         for record in table.records:
@@ -146,12 +153,7 @@ def stored_bytes(tables: Iterable[Table], wanted: Collection[bytes]) -> dict[byt
                 known = least.setdefault(record.digest, record)
                 if record.stored < known.stored:
                     least[record.digest] = record
-    parts = {
-        digest: leaf_bytes(number, record.nbytes)
-        for record in least.values()
-        for number, digest in record.parts.items()
-    }
-    return parts | {digest: record.stored for digest, record in least.items()}
+    return least
 
 
 def _tables(objects: Objects) -> Iterator[Table]:

@@ -161,15 +161,23 @@ class StoredPieces:
         # More than one, also where one would do: it may turn out to be damaged.
         records = self._open_all(index, wanted)
         bases = {base for _, r in records if r.digest in wanted for base in r.bases}
-        for container, record in [*records, *self._open_all(index, bases)]:
+        for container, record in [*records, *self._open_all(index, bases, anchors=True)]:
             if record.digest in wanted or record.digest in bases:
                 spot = _Spot(container, record)
                 self._spots.setdefault(record.digest, []).append(spot)
 
-    def _open_all(self, index: StoreIndex, wanted: set[bytes]) -> list[tuple[ContainerId, Record]]:
-        """Open the containers that hold these pieces; all good records of those newly opened."""
+    def _open_all(
+        self, index: StoreIndex, wanted: set[bytes], *, anchors: bool = False
+    ) -> list[tuple[ContainerId, Record]]:
+        """Open the containers that hold these pieces; all good records of those newly opened.
+
+        With `anchors`, only such in which others may be stored against them.
+        """
         found: list[tuple[ContainerId, Record]] = []
-        places = index.find(wanted, external=True)
+        places = index.find(wanted, external=not anchors)
+        if anchors:
+            alone = {d: [p for p in held if p.base is None] for d, held in places.items()}
+            places = {digest: held for digest, held in alone.items() if held}
         for container in choose_containers(places):
             if container in self._origins:
                 continue
@@ -251,8 +259,7 @@ class StoredPieces:
     def _is_anchor(self, digest: bytes) -> bool:
         with self._lock:
             spots = list(self._spots.get(digest, ()))
-        # A file that others may change is no ground to build on.
-        return any(s.record.base is None and s.container.kind != EXTERNAL for s in spots)
+        return any(map(_may_be_base, spots))
 
     @property
     def door(self) -> Files:
@@ -388,7 +395,7 @@ class StoredPieces:
         wrong: list[tuple[_Spot, OSError | None]] = []
         with os_errors(self._objects.layout.root):
             for spot in self._places(digest):
-                if anchors_only and spot.record.base is not None:
+                if anchors_only and not _may_be_base(spot):
                     continue
                 try:
                     with self.container(spot.container) as handle:
@@ -691,6 +698,11 @@ def _tensor(prefix: str, piece: Piece) -> StoredTensor | None:
     return StoredTensor(
         prefix + piece.name, piece.dtype, piece.shape, piece.nbytes, piece.digest.hex()
     )
+
+
+def _may_be_base(spot: _Spot) -> bool:
+    """Whether others may be stored against a record: a file that changes is nothing to build on."""
+    return spot.record.base is None and spot.container.kind != EXTERNAL
 
 
 def choose_containers(places: Mapping[bytes, Sequence[PieceLocation]]) -> list[ContainerId]:

@@ -13,7 +13,7 @@ from stores import KIB, Model, assert_same, handle, noise, open_store, stored
 from tensor_dedup.digest import LEAF_BYTES, digest, leaf_digests
 from tensor_dedup.store import Store
 from tensor_dedup.store import index as index_module
-from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.checkpoints import CheckpointStore, policy
 from tensor_dedup.store.codecs.parts import codec_of, numbers_in, part_digest
 from tensor_dedup.store.errors import (
     CorruptTensorError,
@@ -109,6 +109,56 @@ def test_each_step_costs_the_leaf_that_it_touches(
         for step in range(LEAVES):
             assert_same(run.load(step), {"embedding": model(step)["embedding"]})
     assert run.store.verify(full=True).faults == []
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+def test_what_a_run_keeps_takes_no_more_than_three_tensors(tmp_path: Path, kept: int) -> None:
+    """An anchor, its parts, and the next one: half of all leaves are new in each step."""
+    nbytes, dice = len(BASE), np.random.default_rng(7)
+    data = np.frombuffer(BASE, np.uint8).copy()
+    with handle(tmp_path / "store", compress=None, keep_last=kept) as run:
+        for step in range(12):
+            run.save({"embedding": data}, step)
+            run.gc(0)
+            assert containers(run.store) <= 3 * nbytes + LEAF_BYTES + _BOOKS, step
+            assert step != 1 or in_parts(run.store)
+            for number in dice.choice(LEAVES, LEAVES // 2, replace=False):
+                at = number * LEAF_BYTES
+                data[at : at + LEAF_BYTES] = dice.integers(0, 256, LEAF_BYTES, np.uint8)
+
+
+def test_a_tensor_lies_in_few_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a file that a reader has open, and another leaf is new in each step."""
+    monkeypatch.setattr(policy, "_PARTS_SAVES", 3)
+    with handle(tmp_path / "store", compress=None) as run:
+        for step in range(LEAVES):
+            run.save({"embedding": model(step)["embedding"]}, step)
+        most = max(len(record.parts) for record in in_parts(run.store).values())
+        assert most == 3
+        for step in range(LEAVES):
+            assert_same(run.load(step), {"embedding": model(step)["embedding"]})
+
+
+def test_a_part_that_is_also_a_difference_or_a_file_is_read_as_it_is(tmp_path: Path) -> None:
+    """A tensor of one leaf, stored against another, is not what a part is read from."""
+    one = np.frombuffer(noise(31, LEAF_BYTES), np.uint8)
+    two = one.copy()
+    two[:8] += 1
+    data = np.frombuffer(BASE, np.uint8).copy()
+    with handle(tmp_path / "store", compress="always") as run:
+        run.save({"one": one}, 0)
+        run.save({"one": two}, 1)
+        run.save({"embedding": data}, 2)
+        data[LEAF_BYTES : 2 * LEAF_BYTES] = two
+        run.save({"embedding": data}, 3)
+        record = in_parts(run.store)[bytes.fromhex(digest(data.tobytes()))]
+        [part] = record.parts.values()
+        kept = [r for t in all_tables(run.store).values() for r in t.records if r.digest == part]
+        assert {each.base is None for each in kept} == {True, False}
+        with run.store.checkpoint("run@3") as opened:
+            assert record.digest in opened
+            assert opened._searched is None, "nothing had to be looked for in all tables"
+        assert_same(run.load(3), {"embedding": data})
 
 
 def test_a_leaf_that_comes_back_costs_nothing(tmp_path: Path) -> None:
@@ -543,11 +593,16 @@ def test_a_remote_has_no_parts(run: CheckpointStore, tmp_path: Path) -> None:
 
 
 def test_a_run_is_drained_to_a_remote_and_begun_again_there(tmp_path: Path) -> None:
+    """Which has no parts, so a star of them would be sent again and again: the run makes none."""
     url = f"file://{tmp_path / 'remote'}"
-    with handle(tmp_path / "fast", compress=None, drain=url) as run:
-        for step in range(LEAVES):
+    with handle(tmp_path / "fast", compress=None) as run:
+        for step in range(2):
             run.save(model(step), step)
-        assert in_parts(run.store)
+        assert in_parts(run.store).keys() == {bytes.fromhex(digest(data_of(1)))}
+    with handle(tmp_path / "fast", compress=None, drain=url) as run:
+        for step in range(2, LEAVES):
+            run.save(model(step), step)
+        assert len(in_parts(run.store)) <= 1
         run.drain()
     with handle(tmp_path / "new", compress=None, drain=url) as after:
         assert after.latest() == LEAVES - 1
