@@ -173,7 +173,8 @@ def test_a_broken_index_is_made_anew(
     index = store.path / "index.sqlite"
     if ruin is None:
         data = bytearray(index.read_bytes())
-        data[4096:8192] = bytes(4096)
+        page = int.from_bytes(data[16:18], "big")
+        data[page : 2 * page] = bytes(page)
         ruin = bytes(data)
     index.write_bytes(ruin)
     assert_holds(store, expected)
