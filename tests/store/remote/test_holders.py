@@ -168,6 +168,19 @@ def of_more_than_its_pieces(bucket: MemoryBucket, blob: bytes) -> bytes:
     return changed(blob, enlarged)
 
 
+def of_more_prefixes_than_pieces(bucket: MemoryBucket, blob: bytes) -> bytes:
+    """As many bytes as there may be; each is that of a piece, and they are short."""
+
+    def repeated(entry: list[object]) -> list[object]:
+        whole = msgspec.convert(entry, ListedContainer)
+        held = b"".join(prefix[:3] for prefix in prefixes(whole))
+        assert whole.pieces > 0
+        assert whole.deltas == b""
+        return [*entry[:3], held * 99, b"", 3]
+
+    return changed(blob, repeated)
+
+
 def changed(blob: bytes, change: Callable[[list[object]], list[object]]) -> bytes:
     """The frame with the first entry changed."""
     [containers] = frames.decode(blob, b"rseg", list, PurePath("x"))
@@ -185,6 +198,7 @@ LIES: dict[str, Callable[[MemoryBucket, bytes], bytes]] = {
     "of another kind": of_another_kind,
     "of a container that is gone": of_a_container_that_is_gone,
     "of more than its pieces": of_more_than_its_pieces,
+    "of more prefixes than pieces": of_more_prefixes_than_pieces,
     "of prefixes that are too short": of_prefixes_that_are_too_short,
     "of a container without them": of_a_container_without_them,
 }
