@@ -353,13 +353,13 @@ class Store:
             UnknownRemoteNameError: the remote has neither a checkpoint nor a run of this name.
             RemoteNameTakenError: the name stands for another one here, and `replace` is off.
             MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError: objects of the remote
-                are gone or damaged; nothing was committed, but the other steps of a run.
+                are gone or damaged; nothing was committed. Of a run the other steps come beside
+                one whose reference, manifest or pages are so; the error names all that did not.
             RemoteUrlError, RemoteUnreachableError, RemoteAccessError, NotARemoteError: it cannot
                 be reached, or is something else.
         """
-        from tensor_dedup.store.remote.errors import LostRemotelyError, UnknownRemoteNameError
         from tensor_dedup.store.remote.oci import is_artifact
-        from tensor_dedup.store.remote.pull import pull
+        from tensor_dedup.store.remote.pull import pull_each
         from tensor_dedup.store.remote.remote import Remote
         from tensor_dedup.store.remote.results import SilentTransfer, together
 
@@ -373,23 +373,8 @@ class Store:
             names = other._names_of(check_name(name))
             return other._copy_all(self, names, listener, replace)
         before = remote.bucket.traffic.counts()
-        refs, seen, results = remote.refs_of(check_name(name)), set[bytes](), []
-        one = partial(pull, remote.bucket, progress=listener, replace=replace, seen=seen)
-        damage: LostRemotelyError | None = None
-        for each, listed_ in refs.items():
-            with self._session() as (index, hasher):
-                here = self._objects, index, hasher
-                try:
-                    results.append(one(each, here, listed=listed_))
-                except UnknownRemoteNameError:
-                    # A step that was deleted there meanwhile, unless that is true of all.
-                    if each == [*refs][-1] and not results and damage is None:
-                        raise
-                except LostRemotelyError as error:
-                    # Told when the other steps have come: what is damaged may be a deleted name.
-                    damage = damage or error
-        if damage is not None:
-            raise damage
+        refs, here = remote.refs_of(check_name(name)), self._objects
+        results = pull_each(remote.bucket, refs, here, self._session, listener, replace=replace)
         nbytes, calls = remote.bucket.traffic.counts()  # with those that looked for the names
         wire, requests = nbytes - before[0], calls - before[1]
         return replace_fields(together(results), wire_bytes=wire, requests=requests)

@@ -142,6 +142,7 @@ class _Unpacking:
     def __init__(self, folder: Path, files: Files, url: str) -> None:
         self._folder, self._files, self._url = folder, files, url
         self._links: dict[str, str] = {}
+        self._met = 0
         self._written = set[str]()
 
     def take(self, entry: tarfile.TarInfo, archive: tarfile.TarFile) -> None:
@@ -157,6 +158,10 @@ class _Unpacking:
                 self._files.unlink(self._folder / check_path(path, where))
             self._written.discard(path)
         self._links.pop(path, None)
+        # Each that leads to a file is a copy of it, whether it is made at once or at the end.
+        self._met += entry.islnk() or entry.issym()
+        if self._met > _MOST_LINKS:
+            raise self._unsupported(f"an archive in it has more than {_MOST_LINKS} links")
         if entry.islnk():
             target = posixpath.normpath(entry.linkname)
             if target in self._written:
@@ -172,8 +177,6 @@ class _Unpacking:
             self._write(name, data)
         else:
             raise self._unsupported(f"{_shown(name)} in it is neither a file nor a link to one")
-        if len(self._links) > _MOST_LINKS:
-            raise self._unsupported(f"an archive in it has more than {_MOST_LINKS} links")
 
     def follow(self) -> None:
         """Write what links lead to, under their names."""

@@ -34,6 +34,7 @@ from tensor_dedup.store.remote.buckets import Bucket
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
     MissingRemoteError,
+    RemoteAccessError,
     RemoteBusyError,
     remote_damage,
 )
@@ -205,7 +206,7 @@ class Catalog:
         self.containers[key] = container
         self._widths.add(container.width)
         for found, held in ((self._alone, container.alone), (self._deltas, container.deltas)):
-            for prefix in _split(held, container.width):
+            for prefix in {*_split(held, container.width)}:
                 found.setdefault(prefix, []).append(key)
 
     def learn(self, container: ListedContainer) -> None:
@@ -511,6 +512,21 @@ def read_table(bucket: Bucket, name: str) -> Table:
         return tables.decode(found[0], name, kind, path, parts=False)
 
 
+def read_table_within(bucket: Bucket, container: ContainerId, nbytes: int) -> Table | None:
+    """Read and check the table in a container of so many bytes; None where it cannot be read."""
+    key, end = layout.container_key(container), nbytes - TAIL_BYTES
+    try:
+        tail = bytes(bucket.get_range(key, max(0, end), nbytes))
+        with remote_damage(bucket.at(key)) as path:
+            start = tables.table_start(tail, nbytes, path)
+            if end - start > layout.FRAME_BYTES:
+                return None
+            blob = bytes(bucket.get_range(key, start, end))
+            return tables.decode(blob, container.name, container.kind, path, parts=False)
+    except (FileNotFoundError, DamagedRemoteError, NewerFormatError, RemoteAccessError):
+        return None
+
+
 def rebuilt(bucket: Bucket, catalog: Catalog | None = None) -> Catalog:
     """Put the catalog together from the tables that are there; those that are damaged are left out.
 
@@ -581,9 +597,14 @@ def is_damage_noted(bucket: Bucket) -> bool:
 
 def condemned(bucket: Bucket) -> Mapping[str, int]:
     """Return the keys of what is condemned and since when; none where that cannot be read."""
+    return trash_of(bucket).condemned
+
+
+def trash_of(bucket: Bucket) -> Trash:
+    """Return what is condemned and what is being deleted; nothing where that cannot be read."""
     with suppress(DamagedRemoteError, MissingRemoteError, NewerFormatError):
-        return _without_segments(bucket).trash.condemned
-    return {}
+        return _without_segments(bucket).trash
+    return _NO_TRASH
 
 
 def commit(

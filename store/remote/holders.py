@@ -74,8 +74,12 @@ def read_holders(bucket: Bucket, manifest: str, pieces: int) -> Catalog | None:
         return None
     if found is None:
         return None
-    holders = Catalog()
-    for container in decode_segment(found[0], bucket.at(key)):
+    holders, containers = Catalog(), decode_segment(found[0], bucket.at(key))
+    # Each piece is named once, and once what it is against. Short prefixes of few bytes are many.
+    if (count := sum(each.pieces for each in containers)) > 2 * pieces:
+        what = f"they name {count} pieces, {2 * pieces} are allowed"
+        raise DamagedRemoteError.at(bucket.at(key), what)
+    for container in containers:
         holders.add(container)
     return holders
 

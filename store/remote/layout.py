@@ -11,7 +11,7 @@ from tensor_dedup.store.errors import DamagedFileError
 from tensor_dedup.store.format import frames
 from tensor_dedup.store.format.names import file_of, name_in
 from tensor_dedup.store.objects import ContainerId, ref_text
-from tensor_dedup.store.remote.errors import remote_damage
+from tensor_dedup.store.remote.errors import DamagedRemoteError, remote_damage
 
 MARKER: Final = "FORMAT"
 MARKER_LINES: Final = ["tensor-dedup remote", "version 1"]
@@ -125,3 +125,19 @@ def referred(text: bytes, name: str, where: str) -> str | None:
         if not _HEX.fullmatch(manifest) or text != ref_text(name, manifest):
             raise DamagedFileError.at(path, f"it is no reference of {name!r}", name=name)
     return manifest
+
+
+def damaged_state(tag: str) -> str:
+    """Return what stands for the text of a reference that cannot be read."""
+    return f"damaged {tag}"
+
+
+def state_of(found: tuple[bytes, str], name: str, where: str) -> str | None:
+    """Return what a reference says, by its bytes and tag; of one that is damaged, its tag.
+
+    To replace or to delete it, nobody needs to know what it led to.
+    """
+    try:
+        return referred(found[0], name, where)
+    except DamagedRemoteError:
+        return damaged_state(found[1])

@@ -10,14 +10,20 @@ pull was cut short is found by the next one.
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from tensor_dedup.digest import combine
-from tensor_dedup.store.checkpoints.runs import check_replaceable, parse_step_name
+from tensor_dedup.errors import StoreError
+from tensor_dedup.store.checkpoints.runs import (
+    check_replaceable,
+    is_pin_among,
+    parse_step_name,
+)
 from tensor_dedup.store.checkpoints.transfer import Transfer
 from tensor_dedup.store.errors import (
+    AdvisedError,
     DamagedFileError,
     MissingObjectError,
     NewerFormatError,
@@ -37,12 +43,14 @@ from tensor_dedup.store.remote.catalog import (
     Catalog,
     read_catalog,
     read_table,
+    read_table_within,
     rebuilt,
 )
 from tensor_dedup.store.remote.conditions import check_remote
 from tensor_dedup.store.remote.errors import (
     CorruptRemoteTensorError,
     DamagedRemoteError,
+    LostRemotelyError,
     MissingRemoteError,
     RemoteAccessError,
     RemoteNameTakenError,
@@ -240,8 +248,100 @@ def pull(
             gone or damaged. Nothing was committed.
         NoSpaceError: the disk has no room for what is missing.
     """
+    return _bring(bucket, _look(bucket, name, here[0], replace, listed), here, progress, seen)
+
+
+def pull_each(
+    bucket: Bucket,
+    refs: Mapping[str, ObjectStatus | None],
+    objects: Objects,
+    session: Callable[[], AbstractContextManager[tuple[StoreIndex, Hasher]]],
+    progress: TransferListener,
+    *,
+    replace: bool = False,
+) -> list[TransferResult]:
+    """Pull a checkpoint, or the steps and pins of a run, each in a `session` of the store.
+
+    A step whose reference, manifest or pages are lost or damaged keeps no other from coming; its
+    pin does not come without it. Any other error ends the pull: others may share what is lost.
+
+    Raises:
+        UnknownRemoteNameError: all of them were deleted there meanwhile.
+        StoreError: those of `pull`. Of a run, they name what did not come, also before them.
+    """
+    results, seen = list[TransferResult](), set[bytes]()
+    failed: dict[str, StoreError] = {}
+    deleted: dict[str, UnknownRemoteNameError] = {}
+    for name, listed in refs.items():
+        # A pin alone would keep its step from being saved by a training that goes on.
+        if is_pin_among(name, {*failed, *deleted}):
+            continue
+        with session() as (index, hasher):
+            here = objects, index, hasher
+            try:
+                wanted = _look(bucket, name, objects, replace, listed)
+            except UnknownRemoteNameError as error:
+                deleted[name] = error
+                continue
+            except LostRemotelyError as error:
+                failed[name] = error
+                continue
+            except StoreError as error:
+                failed[name] = error
+                break
+            try:
+                results.append(_bring(bucket, wanted, here, progress, seen))
+            except StoreError as error:
+                failed[name] = error
+                break
+    if failed:
+        raise _of_all(refs, failed, results)
+    if not results:
+        raise [*deleted.values()][-1]
+    return results
+
+
+def _of_all(
+    refs: Collection[str], failed: Mapping[str, StoreError], results: Sequence[TransferResult]
+) -> StoreError:
+    """What the pull of a run ends with: the first error, with what it says of all.
+
+    Where one of another kind has ended it, that one: it tells the caller what to do.
+    """
+    errors = [*failed.values()]
+    is_damage = isinstance(errors[-1], LostRemotelyError)
+    error = errors[0] if is_damage else errors[-1]
+    if len(refs) == 1 or (len(errors) == 1 and not is_damage):
+        return error
+    came = {name for each in results for name in each.names}
+    count = sum(not is_pin_among(name, came) for name in came)
+    advice = f"; {error.advice}" if isinstance(error, AdvisedError) else ""
+    what = f"not pulled: {', '.join(failed)}; steps pulled: {count}"
+    error.message = f"{error.message.removesuffix(advice)}; {what}{advice}"
+    error.args = (error.message,)
+    error.facts |= {"not_pulled": (*failed,)}
+    return error
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A checkpoint to pull: what its name stands for, there and here, and since when it is pulled.
+
+    `before` has the bytes and the requests until then.
+    """
+
+    found: RemoteManifest
+    held: str | None
+    replace: bool
+    began: float
+    before: tuple[int, int]
+
+
+def _look(
+    bucket: Bucket, name: str, objects: Objects, replace: bool, listed: ObjectStatus | None
+) -> _Wanted:
+    """Read what a name stands for; its pages too."""
     began, before = time.monotonic(), bucket.traffic.counts()
-    objects = here[0]
     held = _held(objects, name)
     if held is not None and listed is not None and listed.surely_is(layout.reference(name, held)):
         manifest = held
@@ -251,12 +351,25 @@ def pull(
         what = f"{name!r} stands for another checkpoint here"
         raise RemoteNameTakenError.at(objects.layout.root, what, name=name)
     found = read_manifest(bucket, name, manifest, lambda part: _frame_here(objects, part))
+    return _Wanted(found, held, replace, began, before)
+
+
+def _bring(
+    bucket: Bucket,
+    of: _Wanted,
+    here: tuple[Objects, StoreIndex, Hasher],
+    progress: TransferListener,
+    seen: set[bytes] | None,
+) -> TransferResult:
+    """Fetch what is missing of a checkpoint, and commit it."""
+    found, objects = of.found, here[0]
+    name, manifest = found.name, found.manifest
     wanted = {piece.digest: piece.nbytes for piece in found.pieces}
 
     def commit(transfer: Transfer, missing: Sequence[bytes]) -> bool:
-        unchanged = held == manifest and not missing
+        unchanged = of.held == manifest and not missing
         if not unchanged:
-            check = name_check(objects, name, manifest, replace)
+            check = name_check(objects, name, manifest, of.replace)
             transfer.publish(name, manifest, found.blobs, check)
         return unchanged
 
@@ -269,9 +382,9 @@ def pull(
         nbytes=found.content.nbytes,
         moved_pieces=len(moved.keys() & wanted.keys()),
         moved_bytes=sum(record.stored for _, record in moved.values()),
-        wire_bytes=nbytes - before[0],
-        requests=calls - before[1],
-        seconds=time.monotonic() - began,
+        wire_bytes=nbytes - of.before[0],
+        requests=calls - of.before[1],
+        seconds=time.monotonic() - of.began,
         unchanged=unchanged,
         anchor_pieces=len(moved.keys() - wanted.keys()),
     )
@@ -627,23 +740,10 @@ class _Lookup:
         try:
             return read_table(self._bucket, container.name)
         except (DamagedRemoteError, MissingRemoteError):
-            if (found := self._table_within(container)) is None:
+            found = read_table_within(self._bucket, container, self._sizes[container])
+            if found is None:
                 raise
             return found
-
-    def _table_within(self, container: ContainerId) -> Table | None:
-        key, nbytes = layout.container_key(container), self._sizes[container]
-        end = nbytes - tables.TAIL_BYTES
-        try:
-            tail = bytes(self._bucket.get_range(key, max(0, end), nbytes))
-            with remote_damage(self._bucket.at(key)) as path:
-                start = tables.table_start(tail, nbytes, path)
-                if end - start > layout.FRAME_BYTES:
-                    return None
-                blob = bytes(self._bucket.get_range(key, start, end))
-                return tables.decode(blob, container.name, container.kind, path, parts=False)
-        except (FileNotFoundError, DamagedRemoteError, NewerFormatError, RemoteAccessError):
-            return None
 
     def _read(
         self,

@@ -267,7 +267,7 @@ class _Push:
             return False, None
         text, tag = found
         if self._replace:
-            manifest = state_of(found, checkpoint.name, self._bucket.at(key))
+            manifest = layout.state_of(found, checkpoint.name, self._bucket.at(key))
         else:
             manifest = layout.referred(text, checkpoint.name, self._bucket.at(key))
         self._guard.check(manifest)
@@ -313,6 +313,9 @@ class _Push:
                         break
                     except _DamagedRecordError as error:
                         self._damaged.add(error.digest)
+        else:
+            reused = self._reused(catalog, missing, loads)
+            self._refuse_deleting(catalog, others | _keys(reused, loads))
         self._moved_pieces = len(missing)
         self._moved_bytes = sum(r.stored for load in loads for r in load.table.records)
 
@@ -501,8 +504,11 @@ class _Push:
         found: dict[tuple[bytes, bool], ContainerId] = {}
         bases = {r.base for load in loads for r in load.table.records if r.base is not None}
         for digest in (d for d in self._sizes if d not in missing):
-            first = catalog.holders(digest)[0]
-            found[digest, first in catalog.holders(digest, alone=True)] = first
+            held = catalog.holders(digest)
+            if not held:
+                # No table was to be read for it (`assure`); one was for another, and is gone.
+                raise _OutdatedError
+            found[digest, held[0] in catalog.holders(digest, alone=True)] = held[0]
         for digest in bases - {*missing}:
             found[digest, True] = catalog.holders(digest, alone=True)[0]
         return found
@@ -636,22 +642,6 @@ class _Push:
                 refer(bucket, checkpoint.name, checkpoint.manifest, check)
 
 
-def damaged_state(tag: str) -> str:
-    """Return what stands for the text of a reference that cannot be read."""
-    return f"damaged {tag}"
-
-
-def state_of(found: tuple[bytes, str], name: str, where: str) -> str | None:
-    """Return what a reference says, by its bytes and tag; of one that is damaged, its tag.
-
-    To replace or to delete it, nobody needs to know what it led to.
-    """
-    try:
-        return layout.referred(found[0], name, where)
-    except DamagedRemoteError:
-        return damaged_state(found[1])
-
-
 def refer(
     bucket: Bucket, name: str, manifest: str | None, check: Callable[[str | None], None]
 ) -> None:
@@ -667,7 +657,7 @@ def refer(
         found = bucket.get(key, layout.TEXT_BYTES)
         if found is not None and found[0] == text:
             return  # ours, whose answer was lost, or the same of another
-        check(None if found is None else state_of(found, name, bucket.at(key)))
+        check(None if found is None else layout.state_of(found, name, bucket.at(key)))
         if bucket.put_if(key, text, None if found is None else found[1]):
             return
     raise RemoteBusyError.at(bucket.at(key), "others wrote this reference again and again")

@@ -111,6 +111,7 @@ def pages_there(
     # About so many are there: a push has two or more, and a page is of so many pieces.
     pieces = sum(entry.pieces for entry in catalog.containers.values())
     count = 2 * len(catalog.containers) + pieces // manifests.PAGE_ENTRIES
+    count += _condemned(catalog, layout.MANIFESTS)
     spare = _spare(sent) + len(common) * _HEAD_BYTES
     return {common[key] for key in _sizes(bucket, layout.MANIFESTS, common, count, spare)}
 
@@ -130,7 +131,7 @@ def lost(
     sweep and a catalog that is put together anew go by tables. So many bytes of pieces were `sent`,
     and so many are `left` of what the push is to cost.
     """
-    count = len(catalog.containers)
+    count = len(catalog.containers) + _condemned(catalog, layout.CONTAINERS)
     keys = {layout.container_key(each): each for each in containers}
     spare = _spare(sent)
     if len(keys) > _FEW_CONTAINERS:
@@ -148,6 +149,12 @@ def lost(
     gone = [key for key in (*keys, *tables) if not is_whole(key)]
     sizes |= {s.key: s.size for s in bucket.each(bucket.head, gone) if s is not None}
     return {(keys | tables)[key] for key in gone if not is_whole(key)}
+
+
+def _condemned(catalog: Catalog, prefix: str) -> int:
+    """The number of objects with this prefix that are listed, and that nothing leads to."""
+    trash = catalog.trash
+    return sum(key.startswith(prefix) for key in {*trash.condemned, *trash.deleting})
 
 
 def _spare(sent: int) -> float:

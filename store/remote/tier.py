@@ -59,7 +59,7 @@ from tensor_dedup.store.remote.errors import (
     RemoteNameTakenError,
 )
 from tensor_dedup.store.remote.pull import list_refs, open_pulled, read_content
-from tensor_dedup.store.remote.push import NameGuard, damaged_state, refer
+from tensor_dedup.store.remote.push import NameGuard, refer
 from tensor_dedup.store.remote.remote import Remote
 from tensor_dedup.store.remote.results import SilentTransfer
 from tensor_dedup.store.store import Store
@@ -201,7 +201,7 @@ class RemoteTier:
         try:
             manifest = layout.referred(found[0], name, self._bucket.at(key))
         except _UNREADABLE:
-            return _Ref(damaged_state(found[1]), True, modified)
+            return _Ref(layout.damaged_state(found[1]), True, modified)
         return None if manifest is None else _Ref(manifest, False, modified)
 
     def _described(self, manifest: str) -> _Described | None:

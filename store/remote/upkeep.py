@@ -16,6 +16,7 @@ from tensor_dedup.store.errors import (
     StoreIOError,
     UnfitForCollectionError,
 )
+from tensor_dedup.store.format import tables
 from tensor_dedup.store.format.tables import PLAIN, Record, Table
 from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.remote import layout
@@ -36,7 +37,9 @@ from tensor_dedup.store.remote.catalog import (
     prefixes,
     read_catalog,
     read_table,
+    read_table_within,
     segment_of,
+    trash_of,
     unheld,
     with_more,
 )
@@ -385,6 +388,47 @@ def _read_tables(bucket: Bucket, found: RemoteInventory) -> None:
             found.unreadable[key] = RemoteFault(bucket.at(key), str(read))
 
 
+def _mended_tables(
+    bucket: Bucket, catalog: Catalog | None, found: RemoteInventory
+) -> Iterator[RemoteFault]:
+    """The tables that are gone or damaged, when they have been written again from containers.
+
+    Looked for in the containers that the catalog names; where pieces are lost, in all others but
+    those of a sweep, which may be about to delete them.
+    """
+    there = {c for key in found.objects if (c := layout.container_of(key)) is not None}
+    without = there - found.tables.keys()
+    named = without & (catalog.containers.keys() if catalog is not None else set())
+    yield from _read_within(bucket, found, named)
+    if without - named and found.lost():
+        trash = trash_of(bucket)
+        noted = {k for k, since in trash.condemned.items() if since != DAMAGED} | {*trash.deleting}
+        rest = {c for c in without - named if layout.container_key(c) not in noted}
+        yield from _read_within(bucket, found, rest)
+
+
+def _read_within(
+    bucket: Bucket, found: RemoteInventory, containers: Collection[ContainerId]
+) -> Iterator[RemoteFault]:
+    def read(container: ContainerId) -> Table | None:
+        size = found.objects[layout.container_key(container)].size
+        table = read_table_within(bucket, container, size)
+        if table is None or listed(container, table).nbytes != size:
+            return None
+        return table if tables.encode(table).name == container.name else None
+
+    wanted = sorted(containers)
+    for container, table in zip(wanted, bucket.each(read, wanted), strict=True):
+        if table is None:
+            continue
+        key = layout.table_key(container.name)
+        with as_far_as_allowed():
+            bucket.put(key, [memoryview(tables.encode(table).blob)])
+        found.tables[container] = table
+        found.unreadable.pop(layout.container_key(container), None)
+        yield RemoteFault(bucket.at(key), "this table is gone or damaged; its container has it")
+
+
 def _is_known(key: str) -> bool:
     if key.startswith(layout.CONTAINERS):
         return layout.container_of(key) is not None
@@ -450,11 +494,12 @@ def verify(
 ) -> RemoteVerifyResult:
     """Check a remote's bookkeeping and, with `full`, every byte that can be checked by itself.
 
-    Deltas are compared with the checksums of their chunks, everything else leaf by leaf. Nothing is
-    changed but the catalog and the holders beside manifests: containers with faults are taken out,
-    so that a push sends anew what was in them, with `full` those are taken in again that were found
-    damaged and are whole, and what they say of others is made to be what tables say. Manifests and
-    pages that are lost are noted there, too.
+    Deltas are compared with the checksums of their chunks, everything else leaf by leaf. Tables
+    that are lost are written again from their containers. Nothing else is changed but the catalog
+    and the holders beside manifests: containers with faults are taken out, so that a push sends
+    anew what was in them, with `full` those are taken in again that were found damaged and are
+    whole, and what they say of others is made to be what tables say. Manifests and pages that are
+    lost are noted there, too.
     """
     check_remote(bucket)
     faults, read = list[RemoteFault](), 0
@@ -467,6 +512,7 @@ def verify(
         catalog = None
     found = take_inventory(bucket)
     faults += found.problems
+    faults += _mended_tables(bucket, catalog, found)
     lost = found.lost()
     # What nobody needs and no push relies on any more is a sweep's to take, and no fault.
     noted = condemned(bucket) if found.unreadable and not lost else {}
@@ -702,10 +748,12 @@ def _mended_holders(
         what = fault_of(held, own, there)
         if what is None:
             continue
-        records = (r for c in there.containers for r in found.tables[c].records)
-        anchors = {r.base for r in records if r.base is not None and r.digest in own}
+        # Of what is a difference in several containers, the first is named.
+        last_first = reversed([*there.containers])
+        records = (r for c in last_first for r in found.tables[c].records)
+        anchors = {r.digest: r.base for r in records if r.base is not None and r.digest in own}
         with as_far_as_allowed():
-            put_holders(bucket, name, there.only(sorted(own | anchors)))
+            put_holders(bucket, name, there.only(sorted(own.union(anchors.values()))))
         if what:
             yield RemoteFault(bucket.at(layout.holders_key(name)), what)
 
@@ -714,10 +762,10 @@ def _right(
     named: Mapping[ContainerId, ListedContainer], found: RemoteInventory
 ) -> dict[ContainerId, ListedContainer]:
     """Return what a catalog may say of its containers: of their deltas those whose base it has."""
-    tables = {c: found.tables[c] for c in named if c in found.tables}
-    alone = {r.digest for table in tables.values() for r in table.records if r.base is None}
+    there = {c: found.tables[c] for c in named if c in found.tables}
+    alone = {r.digest for table in there.values() for r in table.records if r.base is None}
     return {
-        c: listed(c, table, alone | bases_listed(named[c], table)) for c, table in tables.items()
+        c: listed(c, table, alone | bases_listed(named[c], table)) for c, table in there.items()
     }
 
 

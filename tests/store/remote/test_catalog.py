@@ -201,3 +201,10 @@ def test_prefixes_are_as_long_as_a_catalog_of_its_size_needs(pieces: int, width:
     blob = catalog.segment_blob([short])
     read = frames.decode(blob, b"rseg", catalog._Segment, PurePath("x"))
     assert read.containers == [short]
+
+
+def test_a_container_is_there_once_for_each_prefix() -> None:
+    found = catalog.Catalog()
+    found.add(ListedContainer(bytes(32), "pack", 9, bytes(3 * 1000), bytes(3 * 1000), 3))
+    assert len(found.holders(bytes(32), alone=True)) == 1
+    assert len(found.holders(bytes(32))) == 2

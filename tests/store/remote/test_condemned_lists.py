@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import remotes
-from remotes import MemoryBucket
+from remotes import Faulty, MemoryBucket
 from stores import KIB, open_store, safetensors, u8, write
 from tensor_dedup.digest import digest
 from tensor_dedup.store.errors import NewerFormatError
@@ -17,13 +17,15 @@ from tensor_dedup.store.remote.catalog import (
     DAMAGED,
     UNKNOWN_SINCE,
     Catalog,
+    CatalogChange,
     Trash,
+    catalog_of,
     commit,
     condemned,
     read_catalog,
     trash_object,
 )
-from tensor_dedup.store.remote.errors import DamagedRemoteError
+from tensor_dedup.store.remote.errors import DamagedRemoteError, RemoteBusyError
 
 HOUR = 3600.0
 NAMES = [f"{number:02x}" * 32 for number in range(30)]
@@ -142,3 +144,24 @@ def test_a_small_push_stays_so_beside_a_hundred_condemned_checkpoints(tmp_path: 
             assert 3000 <= pushed.moved_bytes <= 2 * 3000
             assert proxy.nbytes <= 1.02 * pushed.moved_bytes + 64 * KIB
         assert remote.verify(full=True).fine
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_push_that_needs_what_is_deleted_sends_nothing(tmp_path: Path, missing: bool) -> None:
+    """Not even the manifest of what is there in other containers."""
+    bucket, store = MemoryBucket(), open_store(tmp_path / "store")
+    one = safetensors(u8(a=bytes(9_000)))
+    more = {"more.json": b"{}"} if missing else {}
+    store.import_(write(tmp_path / "one", {"model.safetensors": one}), "one")
+    store.import_(write(tmp_path / "two", {"other.safetensors": one, **more}), "two")
+    store.push(Remote(bucket), "one")
+    [key] = [key for key in bucket.objects if key.startswith("containers/")]
+
+    def change(now: Catalog) -> CatalogChange:
+        return now.segments, Trash({}, {key: (int(bucket.clock),)})
+
+    commit(bucket, catalog_of(bucket), change)
+    gate = Faulty(bucket)
+    with pytest.raises(RemoteBusyError):
+        store.push(Remote(gate), "two")
+    assert not [call for call in gate.calls if call.startswith("put ")]

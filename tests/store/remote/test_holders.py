@@ -15,7 +15,10 @@ from stores import KIB, content, noise, open_store, safetensors, stored, u8, wri
 from tensor_dedup.digest import digest
 from tensor_dedup.store import Store
 from tensor_dedup.store.format import frames
-from tensor_dedup.store.remote import Remote, catalog, holders, layout
+from tensor_dedup.store.format.tables import Record, Table
+from tensor_dedup.store.objects import ContainerId
+from tensor_dedup.store.remote import Remote, catalog, holders, layout, upkeep
+from tensor_dedup.store.remote.buckets import ObjectStatus
 from tensor_dedup.store.remote.catalog import ListedContainer, prefixes
 from tensor_dedup.store.remote.errors import (
     CorruptRemoteTensorError,
@@ -23,6 +26,7 @@ from tensor_dedup.store.remote.errors import (
     RemoteAccessError,
 )
 from tensor_dedup.store.remote.holders import read_holders
+from tensor_dedup.store.remote.upkeep import RemoteInventory
 
 HOUR = 3600.0
 NAMES = ("base", "tune", "tiny")
@@ -168,6 +172,19 @@ def of_more_than_its_pieces(bucket: MemoryBucket, blob: bytes) -> bytes:
     return changed(blob, enlarged)
 
 
+def of_more_prefixes_than_pieces(bucket: MemoryBucket, blob: bytes) -> bytes:
+    """As many bytes as there may be; each is that of a piece, and they are short."""
+
+    def repeated(entry: list[object]) -> list[object]:
+        whole = msgspec.convert(entry, ListedContainer)
+        held = b"".join(prefix[:3] for prefix in prefixes(whole))
+        assert whole.pieces > 0
+        assert whole.deltas == b""
+        return [*entry[:3], held * 99, b"", 3]
+
+    return changed(blob, repeated)
+
+
 def changed(blob: bytes, change: Callable[[list[object]], list[object]]) -> bytes:
     """The frame with the first entry changed."""
     [containers] = frames.decode(blob, b"rseg", list, PurePath("x"))
@@ -185,6 +202,7 @@ LIES: dict[str, Callable[[MemoryBucket, bytes], bytes]] = {
     "of another kind": of_another_kind,
     "of a container that is gone": of_a_container_that_is_gone,
     "of more than its pieces": of_more_than_its_pieces,
+    "of more prefixes than pieces": of_more_prefixes_than_pieces,
     "of prefixes that are too short": of_prefixes_that_are_too_short,
     "of a container without them": of_a_container_without_them,
 }
@@ -322,3 +340,23 @@ def test_a_push_that_uses_a_condemned_manifest_again_keeps_its_holders(
     bucket.clock += 25 * HOUR
     assert key not in remote.gc(24).delete
     assert "catalog" not in pulled(tmp_path, bucket, "tune", "other")
+
+
+def test_holders_that_verify_writes_are_no_larger_than_they_may_be(bucket: MemoryBucket) -> None:
+    """What a piece is against is named for the one container that is named for the piece."""
+    read = Remote(bucket).read("tune")
+    own = [piece.digest for piece in read.pieces if piece.nbytes]
+    key = layout.holders_key(read.manifest)
+    found = RemoteInventory([read], objects={key: ObjectStatus(key, 0, "", 0.0)})
+    anchors = [bytes.fromhex(digest(bytes([n]))) for n in range(9)]
+    records = [Record(each, 0, 64, 64, "raw", None, each) for each in (*anchors, *own[1:])]
+    found.tables[ContainerId("a" * 64, "pack")] = Table("pack", 64, records, None)
+    for n, base in enumerate(anchors):
+        table = Table("delta", 64, [Record(own[0], 0, 9, 64, "zstd", base, own[0])], None)
+        found.tables[ContainerId(f"{n}" * 64, "delta")] = table
+    bucket.put(key, [memoryview(b"")])
+    assert len(own) + len(anchors) > 2 * len(own)
+    assert [*upkeep._mended_holders(bucket, found, ())]
+    held = read_holders(bucket, read.manifest, len(own))
+    assert held is not None
+    assert all(map(held.holders, (*own, anchors[0])))

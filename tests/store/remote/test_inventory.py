@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from remotes import MemoryBucket
+from remotes import Chunks, MemoryBucket
 from stores import noise, open_store, safetensors, stored, u8, write
 from tensor_dedup.store import Store
 from tensor_dedup.store.remote import Remote, layout
 from tensor_dedup.store.remote.buckets import Bucket
-from tensor_dedup.store.remote.catalog import condemned
-from tensor_dedup.store.remote.errors import UncertainRemoteError
+from tensor_dedup.store.remote.catalog import catalog_of, condemned, drop
+from tensor_dedup.store.remote.errors import RemoteAccessError, UncertainRemoteError
 
 HOUR = 3600.0
 
@@ -110,6 +110,83 @@ def table_of(key: str) -> str:
     return layout.table_key(container.name)
 
 
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("lost", ["gone", "damaged", "gone with the catalog"])
+def test_a_table_that_is_lost_is_written_again_from_its_container(
+    tmp_path: Path, store: Store, lost: str, full: bool
+) -> None:
+    """A pull reads the one in the container: `verify` must not take that from it."""
+    bucket = MemoryBucket()
+    remote = Remote(bucket)
+    store.push(remote, "one")
+    table = table_of(first_container(bucket))
+    whole = bucket.objects[table][0]
+    if lost == "damaged":
+        spoil(bucket, table)
+    else:
+        del bucket.objects[table]
+    if lost == "gone with the catalog":
+        del bucket.objects[layout.HEAD]
+    with pytest.raises(UncertainRemoteError):
+        remote.gc(24)
+    theirs = ReadOnly()
+    theirs.objects = dict(bucket.objects)
+    for found in (Remote(theirs).verify(full=full), remote.verify(full=full)):
+        assert [fault.url for fault in found.faults] == [bucket.at(table)]
+        assert not any(fault.affected for fault in found.faults)
+    assert theirs.objects.keys() >= bucket.objects.keys() - {table}
+    assert bucket.objects[table][0] == whole
+    assert remote.verify(full=full).fine
+    assert not condemned(bucket)
+    assert remote.gc(24).done
+    other = open_store(tmp_path / "other")
+    other.pull(remote, "one")
+    assert stored(other, "one") == stored(store, "one")
+
+
+def test_what_was_noted_for_its_table_is_taken_back(tmp_path: Path, store: Store) -> None:
+    bucket = MemoryBucket()
+    remote = Remote(bucket)
+    store.push(remote, "one")
+    container = first_container(bucket)
+    del bucket.objects[table_of(container)]
+    drop(bucket, [*catalog_of(bucket).containers, layout.container_of(container)])  # type: ignore[list-item]
+    assert condemned(bucket)
+    assert not any(fault.affected for fault in remote.verify(full=True).faults)
+    assert not condemned(bucket)
+    assert remote.verify(full=True).fine
+    assert store.push(remote, "one").unchanged
+    store.import_(tmp_path / "one", "again")
+    assert store.push(remote, "again").moved_pieces == 0
+
+
+def test_the_table_of_what_a_sweep_deletes_is_not_written_again(store: Store) -> None:
+    """It deletes tables first; a catalog that is put together anew would name what is gone."""
+    bucket = MemoryBucket()
+    remote = Remote(bucket)
+    store.push(remote, "one")
+    swept = first_container(bucket)
+    store.push(remote, "new")
+    (other,) = {key for key in bucket.objects if key.startswith(layout.CONTAINERS)} - {swept}
+    remote.delete("one")
+    bucket.clock += 25 * HOUR
+    assert swept in remote.gc(24).condemn
+    for key in (table_of(swept), other):
+        del bucket.objects[key]
+    assert any(fault.affected for fault in remote.verify().faults)  # so pieces are looked for
+    assert table_of(swept) not in bucket.objects
+
+
+class ReadOnly(MemoryBucket):
+    """One that this user may only read."""
+
+    def put(self, key: str, chunks: Chunks) -> None:
+        raise RemoteAccessError.at(self.at(key), "403 Forbidden")
+
+    def put_if(self, key: str, data: bytes, tag: str | None) -> bool:
+        raise RemoteAccessError.at(self.at(key), "403 Forbidden")
+
+
 @pytest.mark.parametrize("cut", ["container", "table"])
 def test_what_is_damaged_and_nobody_needs_is_garbage(
     tmp_path: Path, store: Store, cut: str
@@ -120,7 +197,9 @@ def test_what_is_damaged_and_nobody_needs_is_garbage(
     store.push(remote, "one")
     container = first_container(bucket)
     store.push(remote, "two")
-    spoil(bucket, container if cut == "container" else table_of(container))
+    spoil(bucket, container)
+    if cut == "table":
+        spoil(bucket, table_of(container))
     assert {name for fault in remote.verify().faults for name in fault.affected} == {"one", "two"}
     with pytest.raises(UncertainRemoteError):
         remote.gc(24)

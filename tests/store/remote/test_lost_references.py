@@ -15,7 +15,12 @@ from tensor_dedup.store.format import manifests
 from tensor_dedup.store.remote import Remote, catalog, layout
 from tensor_dedup.store.remote.buckets import ObjectStatus
 from tensor_dedup.store.remote.catalog import DAMAGED, condemned
-from tensor_dedup.store.remote.errors import DamagedRemoteError, UncertainRemoteError
+from tensor_dedup.store.remote.errors import (
+    CorruptRemoteTensorError,
+    DamagedRemoteError,
+    RemoteNameTakenError,
+    UncertainRemoteError,
+)
 
 HOUR = 3600.0
 
@@ -239,3 +244,68 @@ def test_a_damaged_step_keeps_no_other_step_of_its_run_from_coming(
     remote.delete("run@0")
     assert there.pull(remote, "run").names == ("run@1", "run@2")
     proxy.close()
+
+
+def run_there(tmp_path: Path, steps: int) -> MemoryBucket:
+    """A remote with a run, whose steps share a tensor; the last is pinned."""
+    bucket, here = MemoryBucket(), open_store(tmp_path / "here")
+    with CheckpointStore(here, "run") as run:
+        for step in range(steps):
+            run.save({"w": np.full(900, step), "same": np.arange(99_000)}, step=step)
+        run.pin(steps - 1)
+    here.push(Remote(bucket), "run")
+    return bucket
+
+
+def test_a_pin_does_not_come_without_its_step(tmp_path: Path) -> None:
+    """A training that goes on could not save that step."""
+    bucket, there = run_there(tmp_path, 3), open_store(tmp_path / "there")
+    spoil(bucket, layout.ref_key("run@2"))
+    with pytest.raises(DamagedRemoteError, match=r"not pulled: run@2; steps pulled: 2; run `"):
+        there.pull(Remote(bucket), "run")
+    assert there.names() == ["run@0", "run@1"]
+    with CheckpointStore(there, "run") as run:
+        run.save({"w": np.full(900, 7)}, step=2)
+
+
+def test_all_damaged_steps_are_named(tmp_path: Path) -> None:
+    bucket, there = run_there(tmp_path, 4), open_store(tmp_path / "there")
+    for step in (0, 2):
+        spoil(bucket, layout.manifest_key(Remote(bucket).read(f"run@{step}").manifest))
+    what = r"not pulled: run@0, run@2; steps pulled: 2; run `"
+    with pytest.raises(DamagedRemoteError, match=what) as caught:
+        there.pull(Remote(bucket), "run")
+    assert caught.value.facts["not_pulled"] == ("run@0", "run@2")
+    assert there.names() == ["run@1", "run@3", "run@3@pin"]
+    with pytest.raises(DamagedRemoteError) as alone:  # of one step there are no others
+        there.pull(Remote(bucket), "run@0")
+    assert "not pulled" not in str(alone.value)
+
+
+@pytest.mark.parametrize("also", [False, True])
+def test_a_lost_piece_ends_the_pull_of_a_run(tmp_path: Path, also: bool) -> None:
+    """Other steps may need it too: each would read all again until it comes to that."""
+    bucket, there = run_there(tmp_path, 6), open_store(tmp_path / "there")
+    if also:
+        spoil(bucket, layout.ref_key("run@0"))
+    (key,) = [key for key in bucket.objects if key.startswith(layout.CONTAINERS)]
+    blob, tag, when = bucket.objects[key]
+    bucket.objects[key] = (bytes(each ^ 1 for each in blob), tag, when)
+    before = bucket.traffic.received
+    # The first error counts; what ended the pull is named beside it.
+    error = DamagedRemoteError if also else CorruptRemoteTensorError
+    what = "not pulled: run@0, run@1; steps" if also else "not pulled: run@0; steps pulled: 0"
+    with pytest.raises(error, match=what):
+        there.pull(Remote(bucket), "run")
+    assert bucket.traffic.received - before < 4 * len(blob)
+    assert there.names() == []
+
+
+def test_an_error_of_another_kind_names_the_damaged_steps_too(tmp_path: Path) -> None:
+    bucket, there = run_there(tmp_path, 3), open_store(tmp_path / "there")
+    spoil(bucket, layout.ref_key("run@0"))
+    with CheckpointStore(there, "run") as run:
+        run.save({"w": np.full(900, 7)}, step=1)
+    what = "another checkpoint here; not pulled: run@0, run@1; steps pulled: 0; choose"
+    with pytest.raises(RemoteNameTakenError, match=what):
+        there.pull(Remote(bucket), "run")

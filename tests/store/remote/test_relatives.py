@@ -10,7 +10,19 @@ import pytest
 
 from remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
 from s3_faults import FaultyProxy, MemoryS3, Wire, client
-from stores import KIB, MIB, content, noise, open_store, safetensors, stored, u8, write
+from stores import (
+    KIB,
+    MIB,
+    content,
+    noise,
+    open_store,
+    safetensors,
+    stored,
+    tuned,
+    u8,
+    weights,
+    write,
+)
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.format import manifests
 from tensor_dedup.store.remote import Remote, catalog, layout, relatives
@@ -229,15 +241,65 @@ def test_a_table_that_is_lost_is_read_in_its_container_and_written_by_a_mend(
     other = open_store(scene.full.path.parent / f"reader-{damage}")
     other.pull(Remote(bucket), "tune")
     assert stored(other, "tune") == content(scene.tune)
-    mending = damage == "gone"  # that it is damaged, nobody knows who has not read it
-    if not mending:
-        affected = {name for fault in Remote(bucket).verify().faults for name in fault.affected}
-        assert affected == {"base", "tune"}
-    for name in ("tune", "base"):
-        scene.full.push(Remote(bucket), name, replace=mending)
-        affected = {name for fault in Remote(bucket).verify().faults for name in fault.affected}
-        assert name not in affected
+    if damage == "gone":  # that it is damaged, nobody knows who has not read it
+        for name in ("tune", "base"):
+            assert scene.full.push(Remote(bucket), name, replace=True).moved_pieces
+    faults = Remote(bucket).verify(full=True).faults
+    assert faults or damage == "gone"
+    assert not any(fault.affected for fault in faults)
     scene.check(bucket, damage)
+
+
+def test_what_was_assured_is_sent_once_another_table_shows_its_container_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base of a difference is looked for in the table that was to be read for no piece."""
+    monkeypatch.setattr(manifests, "PAGE_ENTRIES", 8)
+    monkeypatch.setattr(catalog, "_WHOLE", 0)
+    store, bucket, weights_ = open_store(tmp_path / "here"), MemoryBucket(), weights(7, MIB)
+    small = u8(**{f"t{n:05}": noise(n, 64) for n in range(40)})
+
+    def path(name: str, **more: bytes) -> Path:
+        tensors = dict(small)
+        tensors |= {key: ("BF16", (len(each) // 2,), each) for key, each in more.items()}
+        return write(tmp_path / name, {"model.safetensors": safetensors(tensors, {"n": name})})
+
+    store.import_(path("base", w=weights_), "base")
+    store.import_(path("related"), "related")
+    tune = path("tune", w=tuned(weights_, 8, 0.02))
+    store.import_(tune, "tune", compress="auto", base="base")
+    for name in ("base", "related"):
+        store.push(Remote(bucket), name)
+    Remote(bucket).delete("base")
+    entries = catalog.catalog_of(bucket).containers
+    [lost] = [each for each, entry in entries.items() if entry.width < catalog.PREFIX_BYTES]
+    del bucket.objects[layout.table_key(lost.name)]
+    assert store.push(Remote(bucket), "tune").moved_pieces > 40
+    other = open_store(tmp_path / "there")
+    other.pull(Remote(bucket), "tune")
+    assert stored(other, "tune") == content(tune)
+
+
+@pytest.mark.parametrize("condemned", [0, 200])
+def test_what_is_condemned_is_in_a_list_too(condemned: int) -> None:
+    """A list that would be too long for it is not asked for."""
+    bucket, found = MemoryBucket(), catalog.Catalog()
+    for number in range(6):
+        entry = catalog.ListedContainer(bytes([number]) * 32, "pack", 9, bytes(16), b"")
+        found.add(entry)
+        for key in map(layout.container_key, found.containers):
+            bucket.put(key, [memoryview(bytes(9))])
+    names = [f"{number:064x}" for number in range(condemned)]
+    keys = [key(name) for name in names for key in (layout.table_key, layout.manifest_key)]
+    keys += [f"containers/{name[:2]}/{name}.pack" for name in names]
+    found.trash = catalog.Trash(dict.fromkeys(keys, 1), {})
+    gate = Faulty(bucket)
+    relatives.lost(gate, found, {*found.containers}, 0, 32 * KIB, mending=False)
+    pages = [f"{number:064x}" for number in range(1000, 1020)]
+    base = relatives.Relative("base", pages[0], pages, tuple)
+    relatives.pages_there(gate, found, base, pages, 0)
+    for folder in (layout.CONTAINERS, layout.MANIFESTS):
+        assert (f"list {folder}" in gate.calls) is (condemned == 0)
 
 
 def test_pages_that_are_there_are_not_sent_and_no_table_is_read(scene: Scene) -> None:
