@@ -589,6 +589,7 @@ def _prepare(db: sqlite3.Connection) -> None:
     # A small store has six tables that are nearly empty, each of at least a page.
     db.execute(f"PRAGMA page_size = {_PAGE_BYTES}")  # of a new file
     db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA wal_autocheckpoint = 4000")  # pages: 4 MB, as with SQLite's own
     # A commit is durable before the manifest that relies on it is written.
     db.execute("PRAGMA synchronous = FULL")
     if version == 0:

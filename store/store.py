@@ -354,7 +354,7 @@ class Store:
             RemoteNameTakenError: the name stands for another one here, and `replace` is off.
             MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError: objects of the remote
                 are gone or damaged; nothing was committed. Of a run the other steps come beside
-                one whose reference, manifest or pages are so; the error names all that did not.
+                one whose reference, manifest or pages are so; the error names those that failed.
             RemoteUrlError, RemoteUnreachableError, RemoteAccessError, NotARemoteError: it cannot
                 be reached, or is something else.
         """

@@ -14,7 +14,7 @@ have said that few numbers change. The rest it stores as it is and leaves to `Ba
 
 Leaves that an anchor has at the same place take no space, encoded or not. The others become pieces
 of their own where no codec makes them much smaller: each is stored once, however many steps have
-it, so no such delta is the sign to begin another star. That begins when no leaf is in common.
+it. Another star begins when no leaf is in common, or when those that are stored take too much.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -72,9 +72,9 @@ _QUICK = "sparse"
 _AT_ONCE = 4 << 20
 # A disk writes about eight times as fast as a processor encodes.
 _FEW = 1 / 8
-# So many saves store parts of a tensor beside one anchor: each has a container, which a reader of
-# the tensor opens, and a process may have 1,024 files as a rule.
-_PARTS_SAVES = 100
+# So many parts may a tensor have, from as many saves: each save has a container for them, which a
+# reader opens, and a process may have 1,024 files as a rule.
+_MOST_PARTS = 100
 
 
 @dataclass(slots=True)
@@ -163,6 +163,7 @@ class _Decision:
     anchor: bytes | None = None
     spent: int = 0
     steps: int = 0
+    in_parts: bool = False
 
 
 class Deltas:
@@ -256,6 +257,14 @@ class Deltas:
         choice = None if made is None else made.choice
         return choice is not None and _quick(choice)
 
+    def ended(self, name: str) -> bool:
+        """Return whether a star of parts has ended; it is forgotten, for another begins."""
+        made = self._decisions.get(name)
+        if made is None or made.left >= 0 or not made.in_parts:
+            return False
+        del self._decisions[name]
+        return True
+
     def leaves_alone(self, name: str) -> bool:
         """Return whether no codec is known to make a tensor of this name smaller."""
         made = self._decisions.get(name)
@@ -283,10 +292,16 @@ class Deltas:
         elif plan.anchor is not None:
             made.spent += nbytes
             made.steps += 1
-            # Of parts none is stored twice. But the anchor and all of them stay as long as a step
-            # has a leaf of each: so they are to take no more than two tensors, with the next ones.
-            many = made.spent + nbytes > 2 * piece.nbytes or made.steps > _PARTS_SAVES
-            if many if plan.in_parts else nbytes * made.steps > made.spent:
+            made.in_parts = plan.in_parts
+            if plan.in_parts:
+                # None is stored twice. But the anchor and what was stored with any of them stay.
+                count = len(plan.own)
+                mostly = 2 * count > len(plan.common)
+                ends = mostly and made.spent + nbytes > 2 * piece.nbytes
+                ends |= min(count, made.steps) > _MOST_PARTS
+            else:
+                ends = nbytes * made.steps > made.spent
+            if ends:
                 made.left = -1
 
 
@@ -380,6 +395,8 @@ class Encoding:
 
         They are few, whatever the budget, if it takes no longer to encode them than to store all.
         """
+        if self._deltas.ended(piece.name):
+            return False  # all of it is stored, by the disk's speed, and is the next anchor
         anchor = alike.get(piece.hashed.digest)
         plan = self._deltas.plan_of(None, anchor, piece, self._sharing)
         if plan is None:

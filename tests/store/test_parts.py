@@ -1,8 +1,10 @@
 """Steps that each change another leaf: what they cost, and that no part of them is ever lost."""
 
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from tensor_dedup.store.format import frames, tables
 from tensor_dedup.store.format.tables import Record, Table
 from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.remote import Remote
+from tensor_dedup.store.writing.deltas import EncodedWriter
 
 LEAVES = 6
 TAIL = 100 * KIB  # of the last leaf
@@ -127,14 +130,53 @@ def test_what_a_run_keeps_takes_no_more_than_three_tensors(tmp_path: Path, kept:
                 data[at : at + LEAF_BYTES] = dice.integers(0, 256, LEAF_BYTES, np.uint8)
 
 
+def test_a_leaf_that_changes_again_and_again_begins_no_star(tmp_path: Path) -> None:
+    """All that was stored of it before is not what the tensor needs."""
+    data = np.frombuffer(BASE, np.uint8).copy()
+    with handle(tmp_path / "store", compress=None) as run:
+        for step in range(3 * LEAVES):
+            data[: LEAF_BYTES // 2] = np.frombuffer(noise(500 + step, LEAF_BYTES // 2), np.uint8)
+            run.save({"embedding": data}, step)
+        steps = 3 * LEAVES - 1
+        assert len(in_parts(run.store)) == steps
+        assert containers(run.store) <= len(BASE) + steps * (LEAF_BYTES + _BOOKS) + _BOOKS
+
+
+def test_the_next_star_is_stored_before_it_is_encoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To encode all of a tensor in a save would take its memory again, and its time."""
+    monkeypatch.setattr(policy, "_MOST_PARTS", 2)
+    monkeypatch.setattr(policy, "_FEW", 1.0)
+    dice, mine, planned = np.random.default_rng(3), threading.current_thread(), list[bool]()
+    real = EncodedWriter.encode_all
+
+    def noted(writer: EncodedWriter, pieces: Any) -> Any:
+        if threading.current_thread() is mine:
+            planned.extend(plan.in_parts for _, plan in pieces)
+        return real(writer, pieces)
+
+    monkeypatch.setattr(EncodedWriter, "encode_all", noted)
+    weights = dice.standard_normal(LEAVES * LEAF_BYTES // 4, np.float32)
+    with handle(tmp_path / "store", compress="auto") as run:
+        for step in range(6):
+            run.save({"embedding": weights}, step)
+            at = step * LEAF_BYTES // 4
+            weights[at : at + LEAF_BYTES // 4] = dice.standard_normal(LEAF_BYTES // 4, np.float32)
+        assert planned == [True] * len(planned)
+        assert 3 <= len(planned) < 5, "one of the steps was stored whole"
+        run.gc(0)
+        assert run.store.verify(full=True).faults == []
+
+
 def test_a_tensor_lies_in_few_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is a file that a reader has open, and another leaf is new in each step."""
-    monkeypatch.setattr(policy, "_PARTS_SAVES", 3)
+    monkeypatch.setattr(policy, "_MOST_PARTS", 3)
     with handle(tmp_path / "store", compress=None) as run:
         for step in range(LEAVES):
             run.save({"embedding": model(step)["embedding"]}, step)
         most = max(len(record.parts) for record in in_parts(run.store).values())
-        assert most == 3
+        assert most == 4
         for step in range(LEAVES):
             assert_same(run.load(step), {"embedding": model(step)["embedding"]})
 
