@@ -255,7 +255,11 @@ class LeafSharing:
             anchor = Anchor(record.digest, record.nbytes, record.leaves)
             plan = Plan(None, anchor, anchor.in_common(hashed.leaves))
             own = own_bytes(plan, nbytes)
-            if own < least and (plan.by_leaf if parts else saves_by_leaf(plan, nbytes)):
+            # Of two that have as much, one of more leaves is no part of another tensor.
+            better = own < least or (
+                own == least and best is not None and record.nbytes > best.nbytes
+            )
+            if better and (plan.by_leaf if parts else saves_by_leaf(plan, nbytes)):
                 best, least = anchor, own
         if parts and best is not None:
             return best if plan_of(None, best, nbytes, hashed.leaves, self) is not None else None

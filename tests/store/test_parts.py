@@ -130,6 +130,21 @@ def test_what_a_run_keeps_takes_no_more_than_three_tensors(tmp_path: Path, kept:
                 data[at : at + LEAF_BYTES] = dice.integers(0, 256, LEAF_BYTES, np.uint8)
 
 
+def test_a_part_is_not_taken_for_the_base_of_the_last_step(tmp_path: Path) -> None:
+    """The anchor has the last leaf in common, and the part of the first leaf has that one."""
+    data = np.frombuffer(BASE[: LEAVES * LEAF_BYTES], np.uint8).copy()
+    with handle(tmp_path / "store", compress=None) as run:
+        run.save({"embedding": data}, 0)
+        anchor = bytes.fromhex(digest(data.tobytes()))
+        for step in range(1, LEAVES):
+            at, before = (step - 1) * LEAF_BYTES, containers(run.store)
+            data[at : at + LEAF_BYTES] = np.frombuffer(noise(700 + step, LEAF_BYTES), np.uint8)
+            run.save({"embedding": data}, step)
+            record = in_parts(run.store)[bytes.fromhex(digest(data.tobytes()))]
+            assert record.base == anchor
+            assert containers(run.store) - before <= LEAF_BYTES + _BOOKS, step
+
+
 def test_a_leaf_that_changes_again_and_again_begins_no_star(tmp_path: Path) -> None:
     """All that was stored of it before is not what the tensor needs."""
     data = np.frombuffer(BASE, np.uint8).copy()
