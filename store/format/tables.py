@@ -77,8 +77,13 @@ class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         return self.base or b"", start
 
     def _part(self, number: int) -> bytes:
-        at = number * DIGEST_BYTES
-        return part_digest(self.leaves[at : at + DIGEST_BYTES], leaf_bytes(number, self.nbytes))
+        return part_of(self.leaves, number, self.nbytes)
+
+
+def part_of(leaves: bytes, number: int, nbytes: int) -> bytes:
+    """Return the digest of the piece that one leaf of a piece of `nbytes` is."""
+    at = number * DIGEST_BYTES
+    return part_digest(leaves[at : at + DIGEST_BYTES], leaf_bytes(number, nbytes))
 
 
 class Table(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

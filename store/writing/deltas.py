@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from tensor_dedup.digest import LEAF_BYTES, leaf_digests
 from tensor_dedup.store.codecs.interface import LEAVES, WORTH
 from tensor_dedup.store.codecs.leaves import AS_IT_IS, wrap
-from tensor_dedup.store.codecs.parts import codec_of, leaf_bytes, part_digest
+from tensor_dedup.store.codecs.parts import codec_of, leaf_bytes
 from tensor_dedup.store.codecs.records import entry, head_bytes
 from tensor_dedup.store.errors import (
     CorruptTensorError,
@@ -25,7 +25,7 @@ from tensor_dedup.store.errors import (
     NewerFormatError,
 )
 from tensor_dedup.store.files import Handle
-from tensor_dedup.store.format.tables import DIGEST_BYTES, ENCODED, Record
+from tensor_dedup.store.format.tables import DIGEST_BYTES, ENCODED, Record, part_of
 from tensor_dedup.store.index import PieceAlike, StoreIndex
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.reading.decoding import are_leaves
@@ -238,7 +238,7 @@ class LeafSharing:
         return self._held[key]
 
     def _find_held(self, plan: Plan, nbytes: int, leaves: bytes) -> frozenset[int]:
-        wanted = {number: _part_of(leaves, number, nbytes) for number in plan.own}
+        wanted = {number: part_of(leaves, number, nbytes) for number in plan.own}
         found = self._index.find(wanted.values())
         containers = {place.container for places in found.values() for place in places}
         if not self._index.fresh and not self._index.still_so(containers):
@@ -481,7 +481,7 @@ class PartsWriter:
             ChangedModelError: it was written to.
         """
         nbytes = leaf_bytes(number, piece.nbytes)
-        digest = _part_of(piece.leaves, number, piece.nbytes)
+        digest = part_of(piece.leaves, number, piece.nbytes)
         if digest in self._written:
             return 0
         self._written.add(digest)
@@ -505,12 +505,6 @@ class PartsWriter:
                 return stored
         self._writers[kind_for(nbytes)].put(part)
         return nbytes
-
-
-def _part_of(leaves: bytes, number: int, nbytes: int) -> bytes:
-    """The digest of the piece that one leaf of a piece of `nbytes` is."""
-    leaf = leaves[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
-    return part_digest(leaf, leaf_bytes(number, nbytes))
 
 
 def _leaves(piece: Fresh) -> range:

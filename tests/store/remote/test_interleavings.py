@@ -136,6 +136,13 @@ class Scene:
         assert not lost, (case, lost)
 
 
+def first_deletion(scene: Scene) -> int:
+    """The number of the call with which a sweep begins to delete."""
+    gate = Faulty(scene.bucket())
+    Remote(gate).gc(24)
+    return next(n for n, call in enumerate(gate.calls) if call.startswith("delete"))
+
+
 def tried(work: Callable[[], object]) -> None:
     """A typed error is an answer, and so is the end of the process."""
     with suppress(StoreError, Killed):
@@ -315,9 +322,7 @@ def test_a_sweep_that_was_held_up_deletes_nothing_more(
 def test_a_push_that_a_killed_sweep_stops_sends_nothing(tmp_path: Path) -> None:
     """What that one was deleting stays on the list for an hour, whatever has been sent."""
     scene = Scene(tmp_path)
-    gate = Faulty(scene.bucket())
-    Remote(gate).gc(24)
-    first = next(n for n, call in enumerate(gate.calls) if call.startswith("delete"))
+    first = first_deletion(scene)
     inner = scene.bucket()
     tried(partial(Remote(Faulty(inner, first, "killed before")).gc, 24))
     assert catalog_of(inner).trash.deleting
@@ -416,9 +421,7 @@ def test_a_sweep_that_sleeps_when_it_has_asked_for_the_time_deletes_nothing(
 
 def test_two_sweeps_of_one_second_are_told_apart(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
-    gate = Faulty(scene.bucket())
-    Remote(gate).gc(24)
-    first = next(n for n, call in enumerate(gate.calls) if call.startswith("delete"))
+    first = first_deletion(scene)
     inner = scene.bucket()
     seen: list[dict[str, tuple[int, ...]]] = []
 
@@ -515,9 +518,7 @@ def test_a_killed_sweep_is_over_after_an_hour_however_often_another_one_runs(
 ) -> None:
     """Each of them, and each push, writes the list again."""
     scene = Scene(tmp_path)
-    gate = Faulty(scene.bucket())
-    Remote(gate).gc(24)
-    first = next(n for n, call in enumerate(gate.calls) if call.startswith("delete"))
+    first = first_deletion(scene)
     inner = scene.bucket()
     tried(partial(Remote(Faulty(inner, first, "killed before")).gc, 24))
     killed = inner.clock
