@@ -35,8 +35,6 @@ _PLAIN: Final = "pack"
 # What saves less goes as it is: of a container of plain pieces alone it is known what of it is
 # wanted, so that a pull can fetch it whole.
 _LEAST_SAVED: Final = 512
-# Parts travel beside what takes no more than so much of them.
-_BESIDE: Final = 8
 _Place: TypeAlias = tuple[ContainerId, Record]
 
 
@@ -91,10 +89,8 @@ class Planner:
         own = self._records(source, chosen, missing)
         brought = self._records(source, alone, parts)
         # A container stays as long as one of its pieces does, and parts serve many steps: they lie
-        # with little else, though one container more is two requests.
-        if _BESIDE * _stored(own) > _stored(brought):
-            return [*laid_out(own), *laid_out(brought)]
-        return [*laid_out([*own, *brought])]
+        # by themselves, though one container more is two requests.
+        return [*laid_out(own), *laid_out(brought)]
 
     def _parts_of(
         self, chosen: Mapping[bytes, _Place | None], catalog: Catalog
@@ -179,10 +175,6 @@ class Planner:
             parts = (each for each in self._lost.values() if isinstance(each, CorruptTensorError))
             gone = isinstance(error.cause, MissingObjectError)
             raise next(parts, error.cause) if gone else error.cause
-
-
-def _stored(records: Sequence[tuple[Record, _Place | None]]) -> int:
-    return sum(record.stored for record, _ in records)
 
 
 def laid_out(records: Sequence[tuple[Record, _Place | None]]) -> Iterator[Load]:

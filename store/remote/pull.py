@@ -570,6 +570,7 @@ class _Lookup:
         self._bucket, self._names, self._of = bucket, names, of
         self._index = index
         self._missing: Mapping[bytes, int] = {}
+        self._parts: dict[bytes, int] = {}
         self._records: dict[bytes, list[tuple[ContainerId, Record]]] = {}
         self._known: set[ContainerId] = set()
         self._sizes: dict[ContainerId, int] = {}
@@ -646,6 +647,8 @@ class _Lookup:
         """Add what differences are against and is not here; return what of it is nowhere."""
         bases = [base for _, record in places.values() for base in record.bases]
         needed = [base for base in dict.fromkeys(bases) if base not in local]
+        for _, record in places.values():
+            self._parts |= {p: leaf_bytes(n, record.nbytes) for n, p in record.parts.items()}
         self._read_tables(catalog, [d for d in needed if not self._alone(d)], alone=True)
         nowhere = set[bytes]()
         for digest in needed:
@@ -706,7 +709,7 @@ class _Lookup:
         """
         wanted = Counter[ContainerId]()
         for digest, container in chosen.items():
-            wanted[container] += self._missing.get(digest, 0)
+            wanted[container] += self._missing.get(digest) or self._parts.get(digest, 0)
         sizes = {container: catalog.containers[container].nbytes for container in wanted}
         known = {*self._known, *(c for c in wanted if c.kind not in layout.KINDS)}
         small = [c for c in wanted if sizes[c] <= _SMALL_BYTES and c not in known]
