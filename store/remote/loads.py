@@ -4,7 +4,7 @@ A piece travels as it is stored here where that is smaller and what it is agains
 travels too; the parts of a tensor come along where they are nowhere there.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -215,17 +215,27 @@ def _load(
     return Load(ContainerId(frame.name, kind), table, frame, sources)
 
 
-def gathered(parts: Iterator[memoryview], nbytes: int) -> memoryview:
-    """Put together `parts` of so many bytes in all."""
-    whole, at = memoryview(bytearray(nbytes)), 0
-    for part in parts:
-        whole[at : at + part.nbytes] = part
-        at += part.nbytes
-    return whole
+def fill(source: StoredPieces, load: Load, view: memoryview) -> None:
+    """Fill `view`, which has the size of a container, with its bytes. Raises as `content` does."""
+    at = 0
+
+    def part(nbytes: int) -> memoryview:
+        nonlocal at
+        at += nbytes
+        return view[at - nbytes : at]
+
+    for _ in content(source, load, part):
+        pass
 
 
-def content(source: StoredPieces, load: Load) -> Iterator[memoryview]:
-    """Iterate over the bytes of a container, checked as they are read.
+def _memory(nbytes: int) -> memoryview:
+    return memoryview(bytearray(nbytes))
+
+
+def content(
+    source: StoredPieces, load: Load, memory: Callable[[int], memoryview] = _memory
+) -> Iterator[memoryview]:
+    """Iterate over the bytes of a container, checked as they are read, in parts of `memory`.
 
     Raises:
         DamagedRecordError: some of them are damaged here.
@@ -233,32 +243,41 @@ def content(source: StoredPieces, load: Load) -> Iterator[memoryview]:
     at = 0
     for record, place in zip(load.table.records, load.sources, strict=True):
         if record.offset > at:
-            yield memoryview(bytes(record.offset - at))
+            yield _copied(bytes(record.offset - at), memory)
         if place is None:
             for start in range(0, record.nbytes, _BLOCK_BYTES):
-                view = memoryview(bytearray(min(_BLOCK_BYTES, record.nbytes - start)))
+                view = memory(min(_BLOCK_BYTES, record.nbytes - start))
                 try:
                     source.read_piece_into(record.digest, start, view, record.nbytes)
                 except (CorruptTensorError, MissingObjectError) as error:
                     raise DamagedRecordError(record.digest, error) from error
                 yield view
         else:
-            yield from _encoded_content(source, *place)
+            yield from _encoded_content(source, *place, memory)
         at = record.offset + record.stored
-    yield memoryview(load.frame.blob + tables.tail(load.table.data_bytes))
+    yield _copied(load.frame.blob + tables.tail(load.table.data_bytes), memory)
+
+
+def _copied(data: bytes, memory: Callable[[int], memoryview]) -> memoryview:
+    view = memory(len(data))
+    view[:] = data
+    return view
 
 
 def _encoded_content(
-    source: StoredPieces, container: ContainerId, record: Record
+    source: StoredPieces,
+    container: ContainerId,
+    record: Record,
+    memory: Callable[[int], memoryview],
 ) -> Iterator[memoryview]:
     """The bytes of an encoded record as they are, each chunk compared with its checksum."""
-    head = memoryview(bytearray(head_bytes(record.nbytes)))
+    head = memory(head_bytes(record.nbytes))
     try:
         if not source.read_stored(container, record.offset, head):
             raise DamagedRecordError(record.digest)
         yield head
         for chunk in chunks(bytes(head), record.stored):
-            view = memoryview(bytearray(chunk.size))
+            view = memory(chunk.size)
             read = source.read_stored(container, record.offset + chunk.offset, view)
             if not read or not chunk.holds(view):
                 raise DamagedRecordError(record.digest)

@@ -53,7 +53,7 @@ from tensor_dedup.store.remote.errors import (
 )
 from tensor_dedup.store.remote.holders import put_holders, relied_on
 from tensor_dedup.store.remote.lease import LEASE_S, boottime
-from tensor_dedup.store.remote.loads import DamagedRecordError, Load, Planner, content, gathered
+from tensor_dedup.store.remote.loads import DamagedRecordError, Load, Planner, content, fill
 from tensor_dedup.store.remote.relatives import Relative, first_there, lost, pages_there
 from tensor_dedup.store.remote.results import TransferListener, TransferResult
 
@@ -349,35 +349,44 @@ class _Push:
         out as it was: then a container is found that was sent and has no table yet.
 
         Up to `_AT_ONCE` containers are in memory, or some parts of a larger one, which goes alone.
+        Memory that was sent is filled again: fresh memory costs more than what is read into it.
         """
         self._progress.start(sum(load.nbytes for load in loads))
-        sending: deque[tuple[Load, Future[bool]]] = deque()
-        may_be_there = True
+        sending: deque[tuple[Load, Future[bool], memoryview | None]] = deque()
+        may_be_there, spare = True, list[memoryview]()
+        # What of it is not written to takes no memory.
+        largest = max((load.nbytes for load in loads if not _is_streamed(load)), default=0)
 
         def settle() -> None:
             nonlocal may_be_there
-            load, sent = sending.popleft()
+            load, sent, memory = sending.popleft()
             # One that was cut short had not begun what now begins once this one is missing.
             may_be_there = sent.result() and may_be_there
             key = layout.table_key(load.container.name)
             self._bucket.put(key, [memoryview(load.frame.blob)])
             self._progress.advance(load.nbytes)
+            if memory is not None:
+                spare.append(memory)
 
         with ExitStack() as undo:
             pool = undo.enter_context(ThreadPoolExecutor(_AT_ONCE))
-            undo.callback(lambda: [each.cancel() for _, each in sending])
+            undo.callback(lambda: [each.cancel() for _, each, _ in sending])
             for load in loads:
-                streamed = load.table.data_bytes > 2 * layout.CONTAINER_BYTES
+                streamed = _is_streamed(load)
                 while len(sending) >= (1 if streamed else _AT_ONCE):
                     settle()
+                memory: memoryview | None = None
                 parts: Sequence[memoryview] | Iterator[memoryview] = content(source, load)
                 if not streamed:
                     # Read and checked here, sent by the threads.
-                    parts = [gathered(content(source, load), load.nbytes)]
+                    memory = spare.pop() if spare else memoryview(bytearray(largest))
+                    fill(source, load, memory[: load.nbytes])
+                    parts = [memory[: load.nbytes]]
                 # What was condemned may have been so because it is damaged.
                 condemned = layout.container_key(load.container) in catalog.trash.condemned
                 ask = may_be_there and load.nbytes >= _ASKED_BYTES and not condemned
-                sending.append((load, hand(pool, partial(self._send_one, load, parts, ask))))
+                sent = hand(pool, partial(self._send_one, load, parts, ask))
+                sending.append((load, sent, memory))
                 if streamed:
                     settle()  # it is read as it is sent
             while sending:
@@ -563,6 +572,11 @@ def refer(
         if bucket.put_if(key, text, None if found is None else found[1]):
             return
     raise RemoteBusyError.at(bucket.at(key), "others wrote this reference again and again")
+
+
+def _is_streamed(load: Load) -> bool:
+    """Whether a container is read as it is sent, for it has one large piece."""
+    return load.table.data_bytes > 2 * layout.CONTAINER_BYTES
 
 
 def _keys(reused: Mapping[tuple[bytes, bool], ContainerId], loads: Sequence[Load]) -> set[str]:
