@@ -33,12 +33,15 @@ from tensor_dedup.store.remote.catalog import (
     segment_of,
     with_more,
 )
-from tensor_dedup.store.remote.errors import RemoteBusyError, UncertainRemoteError
+from tensor_dedup.store.remote.errors import (
+    RemoteBusyError,
+    UncertainRemoteError,
+    as_far_as_allowed,
+)
 from tensor_dedup.store.remote.lease import boottime
 from tensor_dedup.store.remote.upkeep import (
     UNKNOWN_OBJECT,
     RemoteInventory,
-    as_far_as_allowed,
     readable,
     take_inventory,
 )
