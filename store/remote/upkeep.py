@@ -40,7 +40,7 @@ from tensor_dedup.store.remote.catalog import (
     unheld,
     with_more,
 )
-from tensor_dedup.store.remote.conditions import check_remote
+from tensor_dedup.store.remote.conditions import check_remote, restore_marker
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
     MissingRemoteError,
@@ -299,7 +299,6 @@ def take_inventory(bucket: Bucket) -> RemoteInventory:
     References are read after everything was listed: what a push adds meanwhile is no garbage, for
     it is not in the list.
     """
-    check_remote(bucket)
     found = RemoteInventory()
     folders = layout.CONTAINERS, layout.TABLES, layout.MANIFESTS, layout.HOLDERS, layout.REFS
     for prefix in folders:
@@ -460,6 +459,7 @@ def _is_known(key: str) -> bool:
 
 def usage(bucket: Bucket) -> RemoteUsage:
     """Measure what a remote takes, from its bookkeeping."""
+    check_remote(bucket)
     found, noted = take_inventory(bucket), _noted_damage(bucket)
     live = found.live()
     need = needed(live, found.held())
@@ -522,8 +522,9 @@ def verify(
     whole, and what they say of others is made to be what tables say. Manifests and pages that are
     lost are noted there, too.
     """
-    check_remote(bucket)
     faults, read = list[RemoteFault](), 0
+    if (what := restore_marker(bucket)) is not None:
+        faults.append(RemoteFault(bucket.at(layout.MARKER), what))
     try:  # before the rest is listed: what it names then has been there for a while
         catalog = read_catalog(bucket)
     except _AWAY:
