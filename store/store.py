@@ -353,15 +353,15 @@ class Store:
             UnknownRemoteNameError: the remote has neither a checkpoint nor a run of this name.
             RemoteNameTakenError: the name stands for another one here, and `replace` is off.
             MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError: objects of the remote
-                are gone or damaged; nothing was committed. Of a run the other steps come beside
-                one whose reference, manifest or pages are so; the error names those that failed.
+                are gone or damaged; nothing was committed. Of a run the other steps come; the
+                error names those that failed.
             RemoteUrlError, RemoteUnreachableError, RemoteAccessError, NotARemoteError: it cannot
                 be reached, or is something else.
         """
         from tensor_dedup.store.remote.oci import is_artifact
-        from tensor_dedup.store.remote.pull import pull_each
         from tensor_dedup.store.remote.remote import Remote
         from tensor_dedup.store.remote.results import SilentTransfer, together
+        from tensor_dedup.store.remote.run_pull import pull_each
 
         if is_artifact(url):
             return self._pull_artifact(str(url), name, progress or SilentTransfer(), replace)

@@ -19,6 +19,7 @@ from typing import Protocol, Self
 import msgspec
 
 from tensor_dedup.digest import LEAF_BYTES, leaf_digests
+from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.run_cache import packs_to_merge
 from tensor_dedup.store.errors import (
     CorruptFrameError,
@@ -264,6 +265,7 @@ class _CopyWriter(ContainerWriter):
 
     def copy(self, source: PieceSource, digest: bytes, nbytes: int) -> None:
         """Copy a piece as it is, verified block by block as it is read."""
+        before = self._end
         start, handle = self._reserve(nbytes), self._opened()
 
         def work(at: int) -> bytes:
@@ -277,7 +279,14 @@ class _CopyWriter(ContainerWriter):
 
         blocks = range(0, nbytes, _BLOCK_BYTES)
         # To hand a single one to a thread takes longer than hashing it.
-        leaves = b"".join(self._hasher.each(work, blocks) if len(blocks) > 1 else map(work, blocks))
+        try:
+            found = self._hasher.each(work, blocks) if len(blocks) > 1 else map(work, blocks)
+            leaves = b"".join(found)
+        except StoreError:
+            # What came before it may yet be kept, and it lies there whole.
+            self._end = before
+            self._objects.files.truncate(handle, before)
+            raise
         self._records.append(record_of(start, nbytes, Hashed(digest, leaves)))
 
     def copy_encoded(self, source: PieceSource, container: ContainerId, record: Record) -> bool:

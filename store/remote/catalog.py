@@ -597,14 +597,19 @@ def is_damage_noted(bucket: Bucket) -> bool:
 
 def condemned(bucket: Bucket) -> Mapping[str, int]:
     """Return the keys of what is condemned and since when; none where that cannot be read."""
-    return trash_of(bucket).condemned
-
-
-def trash_of(bucket: Bucket) -> Trash:
-    """Return what is condemned and what is being deleted; nothing where that cannot be read."""
     with suppress(DamagedRemoteError, MissingRemoteError, NewerFormatError):
-        return _without_segments(bucket).trash
-    return _NO_TRASH
+        return (read_trash(bucket) or _NO_TRASH).condemned
+    return {}
+
+
+def read_trash(bucket: Bucket) -> Trash | None:
+    """Return what is condemned and what is being deleted, or None if there is no head.
+
+    Raises:
+        DamagedRemoteError, MissingRemoteError, NewerFormatError: that cannot be read.
+    """
+    found = bucket.get(layout.HEAD, layout.HEAD_BYTES)
+    return None if found is None else _trash(bucket, _head(bucket, found[0]))
 
 
 def commit(

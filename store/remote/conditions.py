@@ -5,16 +5,21 @@ have been copied to another server.
 """
 
 import secrets
+from contextlib import suppress
 
 from tensor_dedup.store.errors import NewerFormatError
 from tensor_dedup.store.format import frames
 from tensor_dedup.store.remote import layout
 from tensor_dedup.store.remote.buckets import Bucket
+from tensor_dedup.store.remote.catalog import read_catalog
 from tensor_dedup.store.remote.errors import (
+    DamagedRemoteError,
+    MissingRemoteError,
     NoConditionsError,
     NotARemoteError,
     RemoteUnreachableError,
     TakenPlaceError,
+    as_far_as_allowed,
     remote_damage,
 )
 
@@ -41,8 +46,7 @@ def prepare(bucket: Bucket) -> bool:
         # Another first push may have come so far in between; what was cut short leaves no names.
         if bucket.get(layout.MARKER, layout.TEXT_BYTES) is not None:
             return prepare(bucket)
-        what = f"it holds {first.key} and no {layout.MARKER}"
-        raise NotARemoteError.at(bucket.url, what)
+        raise _without_marker(bucket, first.key)
     if (other := bucket.foreign()) is not None:
         raise TakenPlaceError.at(bucket.url, f"it holds {other} and no remote")
     if (outer := bucket.outer()) is not None:
@@ -72,7 +76,7 @@ def check_still(bucket: Bucket) -> None:
     if bucket.put_if(layout.MARKER, marker, None):
         raise _ignored(bucket, "If-None-Match")
     bucket.delete(layout.MARKER)
-    raise NotARemoteError.at(bucket.url, f"it holds {layout.HEAD} and no {layout.MARKER}")
+    raise _without_marker(bucket, layout.HEAD)
 
 
 def check_remote(bucket: Bucket) -> None:
@@ -84,8 +88,64 @@ def check_remote(bucket: Bucket) -> None:
     """
     found = bucket.get(layout.MARKER, layout.TEXT_BYTES)
     if found is None:
+        if bucket.head(layout.HEAD) is not None:
+            raise _without_marker(bucket, layout.HEAD)
         raise NotARemoteError.at(bucket.url, "there is no remote")
     check_marker(bucket, found[0])
+
+
+def _without_marker(bucket: Bucket, held: str) -> NotARemoteError:
+    what = f"it holds {held} and no {layout.MARKER}"
+    advice = "if it is a remote, `tensor-dedup remote verify URL` writes that again"
+    return NotARemoteError(f"{bucket.url}: {what}; {advice}", path=bucket.url)
+
+
+def restore_marker(bucket: Bucket) -> str | None:
+    """Check that a bucket holds a remote; write its marker again where that is lost.
+
+    Return what was wrong with the marker, also where this user may not write it; None if nothing
+    was. That something is a remote says its catalog: a store has none, and a later version of the
+    layout another one. Of references one has to be readable, if there are any.
+
+    Raises:
+        NotARemoteError, NewerFormatError: it holds something else, or a later version; or so much
+            is lost beside the marker that nobody can tell.
+    """
+    found, what = bucket.get(layout.MARKER, layout.TEXT_BYTES), "it was gone"
+    try:
+        if found is not None:
+            check_marker(bucket, found[0])
+            return None
+    except DamagedRemoteError:
+        what = "it was damaged"
+    try:
+        catalog, why = read_catalog(bucket), f"{layout.HEAD} is gone"
+    except (DamagedRemoteError, MissingRemoteError) as error:
+        catalog, why = None, f"{error.facts['path']} cannot be read"
+    if catalog is None and found is None and bucket.head(layout.HEAD) is None:
+        check_remote(bucket)
+    if catalog is None or (why := _unreadable_references(bucket)):
+        lost = f"{layout.MARKER}: {what}, and {why}: nobody can tell whether this is a remote"
+        advice = "run `tensor-dedup push NAME` with another URL, from a store that has it"
+        raise NotARemoteError(f"{bucket.url}: {lost}; {advice}", path=bucket.url)
+    with as_far_as_allowed():
+        marker = frames.encode_text(layout.MARKER_LINES)
+        if not bucket.put_if(layout.MARKER, marker, None if found is None else found[1]):
+            check_remote(bucket)
+    return f"{what}, and all else says that this is a remote"
+
+
+def _unreadable_references(bucket: Bucket) -> str:
+    """Say that no reference can be read; empty where one can, or there are none."""
+    why = ""
+    for status in bucket.list(layout.REFS):
+        name, found = layout.name_of_ref(status.key), bucket.get(status.key, layout.TEXT_BYTES)
+        if name is not None and found is not None:
+            with suppress(DamagedRemoteError):
+                layout.referred(found[0], name, bucket.at(status.key))
+                return ""
+        why = f"{status.key} cannot be read, nor any other reference"
+    return why
 
 
 def check_marker(bucket: Bucket, text: bytes) -> None:

@@ -9,6 +9,7 @@ RemoteError
     as a LostRemotelyError: DamagedRemoteError, MissingRemoteError, CorruptRemoteTensorError
 """
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import PurePath
@@ -22,6 +23,8 @@ from tensor_dedup.store.errors import (
     MissingObjectError,
     NameTakenError,
     NewerFormatError,
+    StoreAccessError,
+    StoreIOError,
     UnfitForCollectionError,
     UnknownNameError,
 )
@@ -197,3 +200,15 @@ def remote_damage(where: str) -> Iterator[PurePath]:
     except NewerFormatError as error:
         what = str(error).removeprefix(f"{path}: ").removesuffix(f"; {error.advice}")
         raise NewerFormatError.at(where, what) from error
+
+
+@contextmanager
+def as_far_as_allowed() -> Iterator[None]:
+    """Do what may be refused: who may only read is told what is there and what is wrong, too."""
+    try:
+        yield
+    except (RemoteAccessError, ReadOnlyRemoteError, StoreAccessError):
+        pass
+    except StoreIOError as error:
+        if error.facts.get("errno") != errno.EROFS:
+            raise

@@ -7,10 +7,10 @@ the digests of its leaves, and what leaves it as it is stored is compared by the
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from tensor_dedup.digest import LEAF_BYTES, leaf_digests
 from tensor_dedup.store.codecs.records import chunks, head_bytes
@@ -24,8 +24,12 @@ from tensor_dedup.store.remote.buckets import Bucket
 from tensor_dedup.store.remote.errors import (
     CorruptRemoteTensorError,
     DamagedRemoteError,
+    LostRemotelyError,
     MissingRemoteError,
 )
+
+if TYPE_CHECKING:
+    from tensor_dedup.store.remote.catalog import Catalog
 
 # A range has so many bytes, and less than twice as many.
 _RANGE_BYTES: Final = 32 << 20
@@ -105,7 +109,7 @@ class RemotePieces:
         self._changed = threading.Condition(threading.Lock())
         self._ahead: deque[int] = deque(range(len(self._downloads)))
         self._pool = ThreadPoolExecutor(_AHEAD)
-        self._closed = False
+        self._closed = self._stopped = False
         with self._changed:
             self._fetch_ahead()
 
@@ -126,13 +130,31 @@ class RemotePieces:
             container, record = self._places[digest]
             number = bisect_right(self._starts, (container, record.offset)) - 1
             waiting.setdefault(number, deque()).append(digest)
+        is_all = True
         while waiting:
             with self._changed:
+                if self._stopped and is_all:
+                    waiting, is_all = self._begun(waiting), False
+                    continue
                 while (arrived := self._next(waiting)) is None:
                     self._changed.wait()
             yield waiting[arrived].popleft()
             if not waiting[arrived]:
                 del waiting[arrived]
+
+    def stop(self) -> None:
+        """Begin no further range: only what is under way arrives from here on, and only once."""
+        with self._changed:
+            self._stopped = True
+            self._ahead.clear()
+
+    def _begun(self, waiting: Mapping[int, Iterable[bytes]]) -> dict[int, deque[bytes]]:
+        """The pieces that are under way as a whole."""
+        found = {
+            number: deque(d for d in digests if all(r.begun for r in self._downloads_of(d)))
+            for number, digests in waiting.items()
+        }
+        return {number: digests for number, digests in found.items() if digests}
 
     def _downloads_of(self, digest: bytes) -> Sequence[_Download]:
         container, record = self._places[digest]
@@ -270,10 +292,13 @@ class RemotePieces:
             self._bucket.stream_range(key, start, stop, counted)
         except FileNotFoundError:
             what = f"this container is gone, with {self._held_in(container)}"
-            raise MissingRemoteError.at(self._bucket.at(key), what) from None
+            facts = {"container": container.name, "intact": 0}
+            raise MissingRemoteError.at(self._bucket.at(key), what, **facts) from None
         if got != stop - start:
             what = f"bytes {start} to {stop} are {got}: it is too short"
-            raise DamagedRemoteError.at(self._bucket.at(key), what, start=start, stop=stop)
+            facts = {"container": container.name, "intact": start + got}
+            at = self._bucket.at(key)
+            raise DamagedRemoteError.at(at, what, start=start, stop=stop, **facts)
 
     def _held_in(self, container: ContainerId) -> str:
         held = [self._names.get(d, d.hex()) for d, p in self._places.items() if p[0] == container]
@@ -298,6 +323,8 @@ class RemotePieces:
         leaves = leaves_of(record, start, view.nbytes)
         self.read_stored(container, record.offset + start, view)
         if b"".join(leaf_digests(view)) != leaves:
+            if self._stopped:
+                raise self._corrupt(container, record)
             # It may have been hit on its way.
             self._wholes.pop(container, None)
             at = record.offset + start
@@ -310,6 +337,8 @@ class RemotePieces:
         self, container: ContainerId, record: Record, start: int, view: memoryview
     ) -> bytes:
         """What came as it is encoded was wrong: fetch its chunks again, and decode them."""
+        if self._stopped:
+            raise self._corrupt(container, record)
         base = base_of(record, self.read_leaf)
         leaves, size = leaves_of(record, start, view.nbytes), head_bytes(record.nbytes)
         self._wholes.pop(container, None)
@@ -338,10 +367,73 @@ class RemotePieces:
             self._bucket.at(layout.container_key(container)),
             what,
             digest=record.digest.hex(),
+            container=container.name,
             offset=record.offset,
             nbytes=record.stored,
             tensors=[name],
         )
+
+
+class LostPieces:
+    """What pulls of some checkpoints did not get, so that others need not find that out again.
+
+    Each would fetch all that lies before what is lost. One thread; false while nothing is lost.
+    """
+
+    def __init__(self) -> None:
+        # With sizes: where a manifest says a wrong one, it is that checkpoint alone which is lost.
+        self._pieces: set[tuple[bytes, int]] = set()
+        # Places that hold something else, by container and offset, and where containers end.
+        self._spoilt: set[tuple[str, int]] = set()
+        self._ends: dict[str, int] = {}
+        self._is_any = False
+        # What all tables of the remote say, once that was needed.
+        self.rebuilt: Catalog | None = None
+
+    def __bool__(self) -> bool:
+        return self._is_any
+
+    def note(self, error: LostRemotelyError, wanted: Mapping[bytes, int]) -> None:
+        """Take note of what ended a pull of pieces with these sizes."""
+        self._is_any = True
+        facts = error.facts
+        lost = bytes.fromhex(str(facts.get("digest", "")))
+        name = str(facts.get("container", ""))
+        offset, end = facts.get("offset"), facts.get("intact")
+        if isinstance(end, int):
+            self._ends[name] = min(end, self._ends.get(name, end))
+        elif isinstance(offset, int):
+            self._spoilt.add((name, offset))
+        if lost in wanted:
+            self._pieces.add((lost, wanted[lost]))
+
+    def _is_lost(self, container: ContainerId, record: Record) -> bool:
+        end = self._ends.get(container.name)
+        is_cut = end is not None and record.offset + record.stored > end
+        return is_cut or (container.name, record.offset) in self._spoilt
+
+    def check(self, wanted: Mapping[bytes, int], names: Mapping[bytes, str], where: str) -> None:
+        """Raise MissingRemoteError if one of these pieces, of what lies at `where`, is lost."""
+        for piece in wanted.items():
+            if piece in self._pieces:
+                raise _known(piece[0], names, where)
+
+    def check_places(
+        self,
+        places: Mapping[bytes, tuple[ContainerId, Record]],
+        names: Mapping[bytes, str],
+        where: str,
+    ) -> None:
+        """Raise MissingRemoteError if nothing is at one of these places, or something else."""
+        for digest, place in places.items():
+            if self._is_lost(*place):
+                raise _known(digest, names, where)
+
+
+def _known(digest: bytes, names: Mapping[bytes, str], where: str) -> MissingRemoteError:
+    name = names.get(digest, "a header or small file, or what others need")
+    what = f"it needs {digest.hex()} ({name}), which others did not get either"
+    return MissingRemoteError.at(where, what, tensors=[name])  # no digest: it is noted already
 
 
 def _downloads(

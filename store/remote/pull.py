@@ -10,21 +10,18 @@ pull was cut short is found by the next one.
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from tensor_dedup.digest import combine
-from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.runs import (
     check_replaceable,
-    is_pin_among,
     parse_step_name,
 )
 from tensor_dedup.store.checkpoints.transfer import Transfer
 from tensor_dedup.store.codecs.parts import leaf_bytes
 from tensor_dedup.store.errors import (
-    AdvisedError,
     DamagedFileError,
     MissingObjectError,
     NewerFormatError,
@@ -49,7 +46,6 @@ from tensor_dedup.store.remote.catalog import (
 )
 from tensor_dedup.store.remote.conditions import check_remote
 from tensor_dedup.store.remote.errors import (
-    CorruptRemoteTensorError,
     DamagedRemoteError,
     LostRemotelyError,
     MissingRemoteError,
@@ -60,7 +56,7 @@ from tensor_dedup.store.remote.errors import (
     remote_damage,
 )
 from tensor_dedup.store.remote.holders import read_holders
-from tensor_dedup.store.remote.pieces import RemotePieces
+from tensor_dedup.store.remote.pieces import LostPieces, RemotePieces
 from tensor_dedup.store.remote.results import TransferListener, TransferResult
 from tensor_dedup.store.writing.hashing import Hasher
 
@@ -235,93 +231,25 @@ def pull(
     replace: bool = False,
     listed: ObjectStatus | None = None,
     seen: set[bytes] | None = None,
+    lost: LostPieces | None = None,
 ) -> TransferResult:
     """Pull a checkpoint into a store, in a session of it, under the name it has there.
 
     `listed` is what a list says of its reference, which then need not be read where that is enough
     to know that it is the one of this store. `seen` has pieces that are counted already, and takes
-    these in: so the steps of a run have as many pieces as a push of them says.
+    these in: so the steps of a run have as many pieces as a push of them says. `lost` has what
+    others of these steps did not get, and takes in what this one does not: who needs it is refused
+    before anything travels.
 
     Raises:
         UnknownRemoteNameError: the remote has no checkpoint of this name.
         RemoteNameTakenError: the name stands for another one here, and `replace` is off.
         MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError: objects of the remote are
-            gone or damaged. Nothing was committed.
+            gone or damaged. Nothing was committed; what had come is kept for the next attempt.
         NoSpaceError: the disk has no room for what is missing.
     """
-    return _bring(bucket, _look(bucket, name, here[0], replace, listed), here, progress, seen)
-
-
-def pull_each(
-    bucket: Bucket,
-    refs: Mapping[str, ObjectStatus | None],
-    objects: Objects,
-    session: Callable[[], AbstractContextManager[tuple[StoreIndex, Hasher]]],
-    progress: TransferListener,
-    *,
-    replace: bool = False,
-) -> list[TransferResult]:
-    """Pull a checkpoint, or the steps and pins of a run, each in a `session` of the store.
-
-    A step whose reference, manifest or pages are lost or damaged keeps no other from coming; its
-    pin does not come without it. Any other error ends the pull: others may share what is lost.
-
-    Raises:
-        UnknownRemoteNameError: all of them were deleted there meanwhile.
-        StoreError: those of `pull`. Of a run, they name what did not come, also before them.
-    """
-    results, seen = list[TransferResult](), set[bytes]()
-    failed: dict[str, StoreError] = {}
-    deleted: dict[str, UnknownRemoteNameError] = {}
-    for name, listed in refs.items():
-        # A pin alone would keep its step from being saved by a training that goes on.
-        if is_pin_among(name, {*failed, *deleted}):
-            continue
-        with session() as (index, hasher):
-            here = objects, index, hasher
-            try:
-                wanted = _look(bucket, name, objects, replace, listed)
-            except UnknownRemoteNameError as error:
-                deleted[name] = error
-                continue
-            except LostRemotelyError as error:
-                failed[name] = error
-                continue
-            except StoreError as error:
-                failed[name] = error
-                break
-            try:
-                results.append(_bring(bucket, wanted, here, progress, seen))
-            except StoreError as error:
-                failed[name] = error
-                break
-    if failed:
-        raise _of_all(refs, failed, results)
-    if not results:
-        raise [*deleted.values()][-1]
-    return results
-
-
-def _of_all(
-    refs: Collection[str], failed: Mapping[str, StoreError], results: Sequence[TransferResult]
-) -> StoreError:
-    """What the pull of a run ends with: the first error, with what it says of all.
-
-    Where one of another kind has ended it, that one: it tells the caller what to do.
-    """
-    errors = [*failed.values()]
-    is_damage = isinstance(errors[-1], LostRemotelyError)
-    error = errors[0] if is_damage else errors[-1]
-    if len(refs) == 1 or (len(errors) == 1 and not is_damage):
-        return error
-    came = {name for each in results for name in each.names}
-    count = sum(not is_pin_among(name, came) for name in came)
-    advice = f"; {error.advice}" if isinstance(error, AdvisedError) else ""
-    what = f"not pulled: {', '.join(failed)}; steps pulled: {count}"
-    error.message = f"{error.message.removesuffix(advice)}; {what}{advice}"
-    error.args = (error.message,)
-    error.facts |= {"not_pulled": (*failed,)}
-    return error
+    wanted = _look(bucket, name, here[0], replace, listed)
+    return _bring(bucket, wanted, here, progress, seen, lost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,6 +289,7 @@ def _bring(
     here: tuple[Objects, StoreIndex, Hasher],
     progress: TransferListener,
     seen: set[bytes] | None,
+    lost: LostPieces | None,
 ) -> TransferResult:
     """Fetch what is missing of a checkpoint, and commit it."""
     found, objects = of.found, here[0]
@@ -374,7 +303,7 @@ def _bring(
             transfer.publish(name, manifest, found.blobs, check)
         return unchanged
 
-    moved, unchanged = _gathered(bucket, found, wanted, here, progress, commit)
+    moved, unchanged = _gathered(bucket, found, wanted, here, progress, commit, lost=lost)
     nbytes, calls = bucket.traffic.counts()
     return TransferResult(
         url=bucket.url,
@@ -433,6 +362,7 @@ def _gathered(
     commit: Callable[[Transfer, Sequence[bytes]], _T],
     *,
     afresh: bool = False,
+    lost: LostPieces | None = None,
 ) -> tuple[Places, _T]:
     """Fetch what is missing of `wanted`, or all with `afresh`, and `commit`.
 
@@ -440,6 +370,7 @@ def _gathered(
     the anchors that came for them, and what `commit` returned.
     """
     objects, index, hasher = here
+    lost = LostPieces() if lost is None else lost
     names = {piece.digest: piece.name for piece in found.pieces if piece.name is not None}
     moved: Places = {}
 
@@ -454,20 +385,33 @@ def _gathered(
             if not moved:
                 progress.saved(sum(wanted.values()) - sum(wanted[digest] for digest in missing))
             if missing:
-                places = lookup.places({digest: wanted[digest] for digest in missing})
+                needed = {digest: wanted[digest] for digest in missing}
+                lost.check(needed, names, where)
+                places = lookup.places(needed)
+                lost.check_places(places, names, where)
                 moved.update(places)
-                _fetch(bucket, places, names, transfer, here, progress, lookup.wholes)
+                try:
+                    _fetch(bucket, places, names, transfer, here, progress, lookup.wholes)
+                except LostRemotelyError:
+                    # Whoever needs it next, be it another step that ends so, finds it here.
+                    transfer.complete()
+                    raise
             return commit(transfer, missing)
 
-    lookup = _Lookup(bucket, index, names, found)
+    lookup = _Lookup(bucket, index, names, found, lost)
     try:
-        done = attempt(lookup)
-    except (MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError, RemoteAccessError):
-        # Of an object that is not there S3 says to those who may not list that they have no access.
-        # The holders may name a container that was swept or found damaged since they were written.
-        if not lookup.by_holders:
-            raise
-        done = attempt(_Lookup(bucket, index, names, None))
+        try:
+            done = attempt(lookup)
+        except (LostRemotelyError, RemoteAccessError):
+            # Of an object that is not there S3 says to those who may not list that they have no
+            # access. The holders may name a container that was swept or found damaged since they
+            # were written.
+            if not lookup.by_holders:
+                raise
+            done = attempt(_Lookup(bucket, index, names, None, lost))
+    except LostRemotelyError as error:
+        lost.note(error, wanted)
+        raise
     return moved, done
 
 
@@ -529,18 +473,30 @@ def _fetch(
     alone = {d: place for d, place in places.items() if place[1].base is None}
     deltas = {d: place for d, place in places.items() if place[1].base is not None}
     with RemotePieces(bucket, alone, names, None, wholes) as source:
-        for digest in source.arriving():
-            transfer.send(source, [digest])
-            progress.advance(alone[digest][1].stored)
+        _receive(source, alone, transfer, progress)
     if deltas:
         transfer.complete()
         with (
             StoredPieces(objects, index, bases) as held,
             RemotePieces(bucket, deltas, names, held, wholes) as source,
         ):
-            for digest in source.arriving():
-                transfer.send(source, [digest])
-                progress.advance(deltas[digest][1].stored)
+            _receive(source, deltas, transfer, progress)
+
+
+def _receive(
+    source: RemotePieces, places: Places, transfer: Transfer, progress: TransferListener
+) -> None:
+    """Take in what arrives; where something is lost, what is under way beside it, too."""
+    lost: LostRemotelyError | None = None
+    for digest in source.arriving():
+        try:
+            transfer.send(source, [digest])
+        except LostRemotelyError as error:
+            lost = lost or error
+            source.stop()
+        progress.advance(places[digest][1].stored)
+    if lost is not None:
+        raise lost
 
 
 def _against_bytes(record: Record, there: Collection[bytes]) -> int:
@@ -566,9 +522,11 @@ class _Lookup:
         index: StoreIndex,
         names: Mapping[bytes, str],
         of: RemoteManifest | None,
+        lost: LostPieces | None = None,
     ) -> None:
         self._bucket, self._names, self._of = bucket, names, of
         self._index = index
+        self._lost = LostPieces() if lost is None else lost
         self._missing: Mapping[bytes, int] = {}
         self._parts: dict[bytes, int] = {}
         self._records: dict[bytes, list[tuple[ContainerId, Record]]] = {}
@@ -600,12 +558,13 @@ class _Lookup:
         self._records.clear()
         self._known.clear()
         try:
-            catalog = rebuilt(self._bucket)
+            # Not again for each of many checkpoints that are lost: these are all tables there.
+            self._lost.rebuilt = self._lost.rebuilt or rebuilt(self._bucket)
         except RemoteUnreachableError:  # a plain web server lists nothing
             if error is not None:
                 raise error from None
             raise
-        return self._found(catalog)
+        return self._found(self._lost.rebuilt)
 
     def _found(self, catalog: Catalog) -> Places:
         self._sizes = {container: each.nbytes for container, each in catalog.containers.items()}
@@ -713,7 +672,8 @@ class _Lookup:
         sizes = {container: catalog.containers[container].nbytes for container in wanted}
         known = {*self._known, *(c for c in wanted if c.kind not in layout.KINDS)}
         small = [c for c in wanted if sizes[c] <= _SMALL_BYTES and c not in known]
-        if len(small) <= _FEW:
+        # Where others have not come, this one may not either: then its tables tell, by themselves.
+        if len(small) <= _FEW or self._lost:
             return {}
         waste = int(_WASTE_SHARE * wanted.total()) + _WASTE_BYTES
         room = _WHOLES_BYTES - sum(view.nbytes for view in self.wholes.values())

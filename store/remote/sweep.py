@@ -33,12 +33,16 @@ from tensor_dedup.store.remote.catalog import (
     segment_of,
     with_more,
 )
-from tensor_dedup.store.remote.errors import RemoteBusyError, UncertainRemoteError
+from tensor_dedup.store.remote.conditions import check_remote
+from tensor_dedup.store.remote.errors import (
+    RemoteBusyError,
+    UncertainRemoteError,
+    as_far_as_allowed,
+)
 from tensor_dedup.store.remote.lease import boottime
 from tensor_dedup.store.remote.upkeep import (
     UNKNOWN_OBJECT,
     RemoteInventory,
-    as_far_as_allowed,
     readable,
     take_inventory,
 )
@@ -86,6 +90,7 @@ def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan
     """
     for _ in range(8):
         catalog = catalog_of(bucket)
+        check_remote(bucket)
         found = take_inventory(bucket)
         _refuse_unless_certain(bucket, found, catalog)
         # In this order: others must not hold it for dead before it does so itself.

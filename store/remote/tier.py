@@ -122,7 +122,12 @@ class RemoteTier:
         # Manifests never change. A reference is read again when it is listed with another state.
         self._manifests: dict[str, _Described] = {}
         self._refs: dict[str, tuple[ObjectStatus, _Ref | None]] = {}
-        if note is not None and self._bucket.get(layout.MARKER, layout.TEXT_BYTES) is None:
+        # Where its marker alone is lost, it is that tier, and `prepare` says what to do.
+        if (
+            note is not None
+            and self._bucket.get(layout.MARKER, layout.TEXT_BYTES) is None
+            and self._bucket.head(layout.HEAD) is None
+        ):
             raise other_tier(fast, self._run, note, self.where)
         prepare(self._bucket)
 

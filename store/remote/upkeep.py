@@ -1,8 +1,7 @@
 """What a remote holds, checking it, and deleting a name."""
 
-import errno
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
@@ -12,8 +11,6 @@ from tensor_dedup.store.checkpoints.runs import PIN, is_pin_among, parse_step_na
 from tensor_dedup.store.codecs.records import chunks, head_bytes
 from tensor_dedup.store.errors import (
     NewerFormatError,
-    StoreAccessError,
-    StoreIOError,
     UnfitForCollectionError,
 )
 from tensor_dedup.store.format import tables
@@ -38,20 +35,20 @@ from tensor_dedup.store.remote.catalog import (
     read_catalog,
     read_table,
     read_table_within,
+    read_trash,
     segment_of,
-    trash_of,
     unheld,
     with_more,
 )
-from tensor_dedup.store.remote.conditions import check_remote
+from tensor_dedup.store.remote.conditions import check_remote, restore_marker
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
     MissingRemoteError,
-    ReadOnlyRemoteError,
     RemoteAccessError,
     RemoteBusyError,
     RemoteUnreachableError,
     UnknownRemoteNameError,
+    as_far_as_allowed,
 )
 from tensor_dedup.store.remote.holders import fault_of, put_holders, read_holders
 from tensor_dedup.store.remote.pieces import RemotePieces
@@ -68,6 +65,10 @@ from tensor_dedup.store.upkeep.gc import Held, needed
 _AWAY: Final = (RemoteUnreachableError, RemoteAccessError)
 UNKNOWN_OBJECT: Final = "no program of this version makes such an object"
 _WHOLE: Final = "it was noted as damaged or gone, and it is whole"
+_UNSWEPT: Final = (
+    "so nobody knows what a sweep is deleting, and no table is written again of a container that "
+    "the catalog does not name; a push writes a new list, then run this again"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +299,6 @@ def take_inventory(bucket: Bucket) -> RemoteInventory:
     References are read after everything was listed: what a push adds meanwhile is no garbage, for
     it is not in the list.
     """
-    check_remote(bucket)
     found = RemoteInventory()
     folders = layout.CONTAINERS, layout.TABLES, layout.MANIFESTS, layout.HOLDERS, layout.REFS
     for prefix in folders:
@@ -394,17 +394,37 @@ def _mended_tables(
     """The tables that are gone or damaged, when they have been written again from containers.
 
     Looked for in the containers that the catalog names; where pieces are lost, in all others but
-    those of a sweep, which may be about to delete them.
+    those of a sweep, which may be about to delete them. Where it is not known which those are, in
+    none of the others: a table without its container would have pushes rely on what is gone.
     """
     there = {c for key in found.objects if (c := layout.container_of(key)) is not None}
     without = there - found.tables.keys()
     named = without & (catalog.containers.keys() if catalog is not None else set())
     yield from _read_within(bucket, found, named)
     if without - named and found.lost():
-        trash = trash_of(bucket)
-        noted = {k for k, since in trash.condemned.items() if since != DAMAGED} | {*trash.deleting}
-        rest = {c for c in without - named if layout.container_key(c) not in noted}
+        try:
+            swept = _swept(bucket)
+        except (DamagedRemoteError, MissingRemoteError, NewerFormatError) as error:
+            where = str(error.facts["path"])
+            what = error.message.removeprefix(f"{where}: ").removesuffix(f"; {error.advice}")
+            yield RemoteFault(where, f"{what}, {_UNSWEPT}")
+            return
+        rest = {c for c in without - named if layout.container_key(c) not in swept}
         yield from _read_within(bucket, found, rest)
+
+
+def _swept(bucket: Bucket) -> set[str]:
+    """The keys that sweeps have condemned or are deleting; raises where that cannot be read."""
+    head, error = bucket.at(layout.HEAD), None
+    try:
+        if (trash := read_trash(bucket)) is not None:
+            return {k for k, s in trash.condemned.items() if s != DAMAGED} | {*trash.deleting}
+    except (DamagedRemoteError, MissingRemoteError) as found:
+        error = found
+    # A head that is lost may have named a list, if there is any.
+    if (error is None or error.facts["path"] == head) and not [*bucket.list(layout.TRASH)]:
+        return set()
+    raise error or MissingRemoteError.at(head, "it is gone")
 
 
 def _read_within(
@@ -439,6 +459,7 @@ def _is_known(key: str) -> bool:
 
 def usage(bucket: Bucket) -> RemoteUsage:
     """Measure what a remote takes, from its bookkeeping."""
+    check_remote(bucket)
     found, noted = take_inventory(bucket), _noted_damage(bucket)
     live = found.live()
     need = needed(live, found.held())
@@ -501,8 +522,9 @@ def verify(
     whole, and what they say of others is made to be what tables say. Manifests and pages that are
     lost are noted there, too.
     """
-    check_remote(bucket)
     faults, read = list[RemoteFault](), 0
+    if (what := restore_marker(bucket)) is not None:
+        faults.append(RemoteFault(bucket.at(layout.MARKER), what))
     try:  # before the rest is listed: what it names then has been there for a while
         catalog = read_catalog(bucket)
     except _AWAY:
@@ -629,18 +651,6 @@ def _mended(
     ):
         for container in sorted(containers):
             yield RemoteFault(bucket.at(layout.container_key(container)), what)
-
-
-@contextmanager
-def as_far_as_allowed() -> Iterator[None]:
-    """Do what may be refused: who may only read is told what is there and what is wrong, too."""
-    try:
-        yield
-    except (RemoteAccessError, ReadOnlyRemoteError, StoreAccessError):
-        pass
-    except StoreIOError as error:
-        if error.facts.get("errno") != errno.EROFS:
-            raise
 
 
 def _taken_back(

@@ -11,8 +11,11 @@ from stores import noise, open_store, safetensors, stored, u8, write
 from tensor_dedup.store import Store
 from tensor_dedup.store.remote import Remote, layout
 from tensor_dedup.store.remote.buckets import Bucket
-from tensor_dedup.store.remote.catalog import catalog_of, condemned, drop
-from tensor_dedup.store.remote.errors import RemoteAccessError, UncertainRemoteError
+from tensor_dedup.store.remote.catalog import catalog_of, condemned, drop, read_catalog, read_table
+from tensor_dedup.store.remote.errors import (
+    RemoteAccessError,
+    UncertainRemoteError,
+)
 
 HOUR = 3600.0
 
@@ -160,9 +163,8 @@ def test_what_was_noted_for_its_table_is_taken_back(tmp_path: Path, store: Store
     assert store.push(remote, "again").moved_pieces == 0
 
 
-def test_the_table_of_what_a_sweep_deletes_is_not_written_again(store: Store) -> None:
-    """It deletes tables first; a catalog that is put together anew would name what is gone."""
-    bucket = MemoryBucket()
+def swept_and_lost(store: Store, bucket: MemoryBucket) -> tuple[str, str]:
+    """A container that a sweep has begun to delete, and one that a checkpoint needs and is lost."""
     remote = Remote(bucket)
     store.push(remote, "one")
     swept = first_container(bucket)
@@ -173,8 +175,84 @@ def test_the_table_of_what_a_sweep_deletes_is_not_written_again(store: Store) ->
     assert swept in remote.gc(24).condemn
     for key in (table_of(swept), other):
         del bucket.objects[key]
-    assert any(fault.affected for fault in remote.verify().faults)  # so pieces are looked for
+    return swept, other
+
+
+def test_the_table_of_what_a_sweep_deletes_is_not_written_again(store: Store) -> None:
+    """It deletes tables first; a catalog that is put together anew would name what is gone."""
+    bucket = MemoryBucket()
+    swept, _ = swept_and_lost(store, bucket)
+    faults = Remote(bucket).verify().faults
+    assert any(fault.affected for fault in faults)  # so pieces are looked for
     assert table_of(swept) not in bucket.objects
+
+
+def list_of_condemned(bucket: MemoryBucket) -> str:
+    trash = read_catalog(bucket, with_trash=True)
+    assert trash is not None
+    assert trash.trash_key is not None
+    return trash.trash_key
+
+
+@pytest.mark.parametrize("lost", ["list gone", "list damaged", "head gone", "head damaged"])
+def test_nor_where_nobody_knows_what_a_sweep_deletes(store: Store, lost: str) -> None:
+    bucket = MemoryBucket()
+    remote = Remote(bucket)
+    swept, _ = swept_and_lost(store, bucket)
+    key = list_of_condemned(bucket) if "list" in lost else layout.HEAD
+    if "gone" in lost:
+        del bucket.objects[key]
+    else:
+        blob, tag, when = bucket.objects[key]
+        bucket.objects[key] = (blob[:-9] + bytes([blob[-9] ^ 1]) + blob[-8:], tag, when)
+    faults = remote.verify().faults
+    (said,) = [fault for fault in faults if "what a sweep is deleting" in fault.what]
+    assert said.url == bucket.at(key)
+    assert any(fault.affected for fault in faults)
+    assert table_of(swept) not in bucket.objects
+    # And what it tells to do leads out.
+    store.push(remote, "new", replace=True)
+    remote.verify()
+    assert remote.verify(full=True).fine
+
+
+def lose_tables(bucket: MemoryBucket, name: str) -> None:
+    """Lose the tables of all containers with pieces of a checkpoint."""
+    needed = {piece.digest for piece in Remote(bucket).read(name).pieces}
+    for key in [key for key in bucket.objects if key.startswith(layout.TABLES)]:
+        table = read_table(bucket, key.rpartition("/")[2])
+        if needed & {record.digest for record in table.records}:
+            del bucket.objects[key]
+
+
+def test_a_table_is_written_when_it_is_known_again_what_a_sweep_deletes(store: Store) -> None:
+    bucket = MemoryBucket()
+    remote = Remote(bucket)
+    swept_and_lost(store, bucket)
+    for name in ("new", "two"):
+        store.push(remote, name, replace=True)
+    spoil(bucket, layout.HEAD)
+    lose_tables(bucket, "two")
+    for _ in range(2):
+        assert any(fault.affected == ("two",) for fault in remote.verify().faults)
+    store.push(remote, "new", replace=True)
+    assert not any(fault.affected for fault in remote.verify().faults)
+    assert remote.verify(full=True).fine
+    other = open_store(store.path.parent / "other")
+    other.pull(remote, "two")
+    assert stored(other, "two") == stored(store, "two")
+
+
+def test_a_head_that_is_damaged_has_named_no_list_where_there_is_none(store: Store) -> None:
+    bucket = MemoryBucket()
+    remote = Remote(bucket)
+    store.push(remote, "one")
+    spoil(bucket, layout.HEAD)
+    lose_tables(bucket, "one")
+    assert not any(fault.affected for fault in remote.verify().faults)
+    other = open_store(store.path.parent / "other")
+    other.pull(remote, "one")
+    assert stored(other, "one") == stored(store, "one")
 
 
 class ReadOnly(MemoryBucket):
