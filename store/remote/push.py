@@ -68,7 +68,7 @@ from tensor_dedup.store.remote.errors import (
     RemoteBusyError,
     RemoteNameTakenError,
 )
-from tensor_dedup.store.remote.holders import put_holders, relied_on
+from tensor_dedup.store.remote.holders import in_small_encoded, put_holders, relied_on, sizes_of
 from tensor_dedup.store.remote.lease import LEASE_S, boottime
 from tensor_dedup.store.remote.relatives import Relative, first_there, lost, pages_there
 from tensor_dedup.store.remote.results import TransferListener, TransferResult
@@ -79,8 +79,8 @@ _AT_ONCE: Final = 3
 _ASKED_BYTES: Final = 8 << 20
 _ATTEMPTS: Final = 4
 _PLAIN: Final = "pack"
-# What saves less goes as it is: of a container of plain pieces alone it is known what of it is
-# wanted, so that a pull can fetch it whole.
+# What saves less goes as it is: of plain pieces whoever pulls knows how many bytes they take, so
+# that a container of these alone can be fetched whole.
 _LEAST_SAVED: Final = 512
 # What a push is to cost: so much of what it has to send, and so much beside. A request has about so
 # many bytes of headers, the answer's included (some 820 were counted; S3's own answers are longer).
@@ -374,11 +374,15 @@ class _Push:
         for load in loads:
             relied.add(listed(load.container, load.table))
         bases = {r.digest: r.base for load in loads for r in load.table.records if r.base}
+        sizes = {r.digest: r.stored for load in loads for r in load.table.records}
+        if encoded := in_small_encoded(catalog, reused):
+            with self._open_pieces(encoded) as source:
+                sizes |= sizes_of(source, encoded)
 
         def write(checkpoint: Outgoing) -> None:
             own = [digest for digest, nbytes in checkpoint.wanted.items() if nbytes]
             anchors = dict.fromkeys(bases[digest] for digest in own if digest in bases)
-            put_holders(self._bucket, checkpoint.manifest, relied.only([*own, *anchors]))
+            put_holders(self._bucket, checkpoint.manifest, relied.only([*own, *anchors]), sizes)
 
         for _ in self._bucket.each(write, {each.manifest: each for each in checkpoints}.values()):
             pass
