@@ -60,10 +60,11 @@ def stored_in(entry: ListedContainer) -> int:
 def in_small_encoded(
     catalog: Catalog, reused: Mapping[tuple[bytes, bool], ContainerId]
 ) -> set[bytes]:
-    """Return the pieces in small containers that are not all plain; none of few containers."""
-    entries = catalog.containers
-    small = {c for c in reused.values() if c.kind != "pack" and entries[c].nbytes <= SMALL_BYTES}
-    return {d for (d, _), c in reused.items() if c in small and len(small) > FEW_SMALL}
+    """Return the pieces in small containers that are not all plain; none where these are few."""
+    small = {c for c in reused.values() if catalog.containers[c].nbytes <= SMALL_BYTES}
+    if len(small) <= FEW_SMALL:
+        return set()
+    return {d for (d, _), c in reused.items() if c in small and c.kind != "pack"}
 
 
 def sizes_of(source: StoredPieces, digests: Iterable[bytes]) -> dict[bytes, int]:
@@ -108,8 +109,11 @@ def put_holders(
 
     `sizes` has how many bytes some of these pieces take there.
     """
-    known = {digest[:PREFIX_BYTES]: nbytes for digest, nbytes in sizes.items()}
-    held = [_with_size(each, known) for each in containers]
+    held = [*containers]
+    # An earlier program goes by the catalog where one has a size.
+    if sum(each.nbytes <= SMALL_BYTES for each in held) > FEW_SMALL:
+        known = {digest[:PREFIX_BYTES]: nbytes for digest, nbytes in sizes.items()}
+        held = [_with_size(each, known) for each in held]
     pieces = sum(each.pieces for each in held)
     width = prefix_width(pieces * pieces, _MISTAKEN_BITS)
     blob = segment_blob(each.shortened(width) for each in held)
@@ -117,11 +121,13 @@ def put_holders(
 
 
 def _with_size(entry: ListedContainer, sizes: Mapping[bytes, int]) -> ListedContainer:
-    # An earlier program goes by the catalog where one has a size; of plain pieces none is needed.
     own = [*prefixes(entry)]
     if entry.kind == "pack" or not sizes.keys() >= {*own}:
         return entry
-    return HeldContainer(*msgspec.structs.astuple(entry), stored=sum(map(sizes.__getitem__, own)))
+    nbytes = sum(map(sizes.__getitem__, own))
+    return HeldContainer(
+        entry.name, entry.kind, entry.nbytes, entry.alone, entry.deltas, entry.width, nbytes
+    )
 
 
 def read_holders(bucket: Bucket, manifest: str, pieces: int) -> Catalog | None:

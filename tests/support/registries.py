@@ -131,10 +131,8 @@ def tokened(
             reads = self.command in ("GET", "HEAD")
             scope = "repository:any:pull" if reads else "repository:any:pull,push"
             with guard:
-                fits = (
-                    f"Bearer {Gate.good}:{each}" for each in (scope, "repository:any:pull,push")
-                )
-                if given in fits:
+                scopes = scope, "repository:any:pull,push"
+                if given in [f"Bearer {Gate.good}:{each}" for each in scopes]:
                     if next(passed) == lasts - 1:
                         Gate.good = "second"
                     return True
