@@ -93,7 +93,7 @@ class ListedContainer(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
         return msgspec.structs.replace(self, alone=alone, deltas=deltas, width=width)
 
 
-class Segment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class CatalogSegment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What the frame of a segment holds."""
 
     containers: Sequence[ListedContainer]
@@ -465,7 +465,9 @@ def _unpacked(keys: _Keys) -> Iterator[str]:
             yield form.replace("??", name[:2]).replace("*", name)
 
 
-def decode_segment(blob: bytes, where: str, form: type[Segment] = Segment) -> list[ListedContainer]:
+def decode_segment(
+    blob: bytes, where: str, form: type[CatalogSegment] = CatalogSegment
+) -> list[ListedContainer]:
     """Return the containers in the frame of a segment that was read at `where`.
 
     Raises:
@@ -705,7 +707,7 @@ def _safe_segment(
 
 def segment_blob(containers: Iterable[ListedContainer]) -> bytes:
     """Return the frame of a segment of these containers."""
-    return frames.encode(_SEGMENT, Segment([*containers]))
+    return frames.encode(_SEGMENT, CatalogSegment([*containers]))
 
 
 def segment_of(

@@ -18,8 +18,8 @@ from tensor_dedup.store.remote.buckets import Bucket
 from tensor_dedup.store.remote.catalog import (
     PREFIX_BYTES,
     Catalog,
+    CatalogSegment,
     ListedContainer,
-    Segment,
     decode_segment,
     prefix_width,
     prefixes,
@@ -48,13 +48,13 @@ class HeldContainer(ListedContainer, frozen=True, array_like=True, forbid_unknow
     stored: int = 0
 
 
-class _Holders(Segment, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _Holders(CatalogSegment, frozen=True, array_like=True, forbid_unknown_fields=True):
     containers: Sequence[HeldContainer]
 
 
 def stored_in(entry: ListedContainer) -> int:
     """Return how many bytes the pieces of an entry take in its container, 0 if that is unknown."""
-    return entry.stored if isinstance(entry, HeldContainer) else 0
+    return min(max(0, entry.stored), entry.nbytes) if isinstance(entry, HeldContainer) else 0
 
 
 def in_small_encoded(
