@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tensor_dedup.store.remote.environment import scrubbed
-from tensor_dedup.store.remote.errors import RemoteUnreachableError
+from tensor_dedup.store.remote.errors import DamagedRemoteError, RemoteUnreachableError
 
 _MD5: Final = re.compile("[0-9a-f]{32}")
 
@@ -54,6 +54,11 @@ class ObjectStatus:
         """Return whether these may be the bytes, by a tag that may be of that kind."""
         is_sum = _MD5.fullmatch(self.tag.strip('"')) is not None
         return self.size == len(data) and (not is_sum or self.surely_is(data))
+
+
+def too_large(where: str, size: int, limit: int) -> DamagedRemoteError:
+    """Return the error about an object that is larger than any of its kind."""
+    return DamagedRemoteError.at(where, f"{size} bytes, the limit is {limit}", size=size)
 
 
 def status_of(meta: Any) -> ObjectStatus:

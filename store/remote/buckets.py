@@ -37,6 +37,7 @@ from tensor_dedup.store.remote.answers import (
     status_of,
     version_of,
 )
+from tensor_dedup.store.remote.answers import too_large as too_large
 from tensor_dedup.store.remote.environment import allows_http, check_environment
 from tensor_dedup.store.remote.environment import scrubbed as scrubbed
 from tensor_dedup.store.remote.errors import (
@@ -386,11 +387,6 @@ class FolderBucket(Bucket):
 
 def _tag(blob: bytes) -> str:
     return blake3(blob).hexdigest()
-
-
-def too_large(where: str, size: int, limit: int) -> DamagedRemoteError:
-    """Return the error about an object that is larger than any of its kind."""
-    return DamagedRemoteError.at(where, f"{size} bytes, the limit is {limit}", size=size)
 
 
 class ServerBucket(Bucket):
