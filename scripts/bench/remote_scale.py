@@ -155,7 +155,8 @@ def put(
         bucket.put(layout.manifest_key(part), [memoryview(blob)])
     anchors = [record.base for record in records if record.base is not None]
     own = [piece.digest for piece in model.pieces]
-    holders.put_holders(bucket, name, family.only([*own, *anchors]))
+    sizes = {record.digest: record.stored for record in records}
+    holders.put_holders(bucket, name, family.only([*own, *anchors]), sizes)
     bucket.put(layout.ref_key(model.name), [memoryview(layout.reference(model.name, name))])
     return listed
 

@@ -1,15 +1,36 @@
-"""What a server says of an object and why obstore fails, in our terms. No I/O."""
+"""What a server says of an object, why obstore fails, and counts of both ways. No I/O."""
 
 import hashlib
 import json
 import re
+import threading
 from dataclasses import dataclass
 from typing import Any, Final
 
 from tensor_dedup.store.remote.environment import scrubbed
-from tensor_dedup.store.remote.errors import RemoteUnreachableError
+from tensor_dedup.store.remote.errors import DamagedRemoteError, RemoteUnreachableError
 
 _MD5: Final = re.compile("[0-9a-f]{32}")
+
+
+class Traffic:
+    """Counts of what was sent and received through a bucket: payload bytes and calls."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.sent = self.received = self.calls = 0
+
+    def add(self, sent: int = 0, received: int = 0, calls: int = 1) -> None:
+        """Count a call, or several."""
+        with self._lock:
+            self.sent += sent
+            self.received += received
+            self.calls += calls
+
+    def counts(self) -> tuple[int, int]:
+        """Return the bytes sent and received so far, and the calls."""
+        with self._lock:
+            return self.sent + self.received, self.calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +56,11 @@ class ObjectStatus:
         return self.size == len(data) and (not is_sum or self.surely_is(data))
 
 
+def too_large(where: str, size: int, limit: int) -> DamagedRemoteError:
+    """Return the error about an object that is larger than any of its kind."""
+    return DamagedRemoteError.at(where, f"{size} bytes, the limit is {limit}", size=size)
+
+
 def status_of(meta: Any) -> ObjectStatus:
     """Translate what obstore says of an object."""
     # Azure's has quotes in an answer to HEAD, and none in a list.
@@ -51,6 +77,12 @@ def version_of(meta: Any) -> str:
 def is_about_credentials(text: str) -> bool:
     """Return whether an error of obstore is about credentials, by its text."""
     signs = ("401 ", "403 ", "credential", "Credential", "ExpiredToken")
+    return any(sign in text for sign in signs)
+
+
+def is_about_ranges(text: str) -> bool:
+    """Return whether an error of obstore is about a range that was answered with all."""
+    signs = ("non-partial response", "Range request not supported")
     return any(sign in text for sign in signs)
 
 

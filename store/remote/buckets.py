@@ -29,12 +29,15 @@ from tensor_dedup.store.errors import os_errors
 from tensor_dedup.store.files import Files
 from tensor_dedup.store.objects import make_folders
 from tensor_dedup.store.remote.answers import ObjectStatus as ObjectStatus
+from tensor_dedup.store.remote.answers import Traffic as Traffic
 from tensor_dedup.store.remote.answers import (
     is_about_credentials,
+    is_about_ranges,
     raise_panic,
     status_of,
     version_of,
 )
+from tensor_dedup.store.remote.answers import too_large as too_large
 from tensor_dedup.store.remote.environment import allows_http, check_environment
 from tensor_dedup.store.remote.environment import scrubbed as scrubbed
 from tensor_dedup.store.remote.errors import (
@@ -87,8 +90,6 @@ _MISTYPED: Final = re.compile(r"(s3|gs|az|https?|file|oci):(?!//)", re.IGNORECAS
 _USER_IN_PATH: Final = re.compile(r"//.*@|[^./:][^/:]*:.*@", re.DOTALL)
 # Where a machine in a cloud is asked for its credentials, when the environment has none.
 _METADATA: Final = re.compile(r"/latest/(api/token|meta-data)|/metadata/identity|/computeMetadata/")
-# What obstore says of a server that answers a range with the whole object.
-_NO_RANGES: Final = ("non-partial response", "Range request not supported")
 # So much of an object is held here that has come instead of a range.
 _WHOLE_BYTES: Final = 3 * CONTAINER_BYTES
 # And of a web server without WebDAV that is asked for a list.
@@ -99,26 +100,6 @@ _ASK_AGAIN_S: Final = 60.0
 _used_by = 0
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
-
-
-class Traffic:
-    """Counts of what was sent and received through a bucket: payload bytes and calls."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.sent = self.received = self.calls = 0
-
-    def add(self, sent: int = 0, received: int = 0, calls: int = 1) -> None:
-        """Count a call, or several."""
-        with self._lock:
-            self.sent += sent
-            self.received += received
-            self.calls += calls
-
-    def counts(self) -> tuple[int, int]:
-        """Return the bytes sent and received so far, and the calls."""
-        with self._lock:
-            return self.sent + self.received, self.calls
 
 
 class Bucket(ABC):
@@ -408,11 +389,6 @@ def _tag(blob: bytes) -> str:
     return blake3(blob).hexdigest()
 
 
-def too_large(where: str, size: int, limit: int) -> DamagedRemoteError:
-    """Return the error about an object that is larger than any of its kind."""
-    return DamagedRemoteError.at(where, f"{size} bytes, the limit is {limit}", size=size)
-
-
 class ServerBucket(Bucket):
     """Object storage behind obstore: S3 and what speaks its protocol, Google's, Azure's, the web.
 
@@ -427,10 +403,11 @@ class ServerBucket(Bucket):
         self._sending_store: ObjectStore = store or _open_store(url, sending=True)
         self._once_store: ObjectStore = once or store or _open_store(url, retries=0)
         # The last objects that came whole where a range was asked for: two, as a pull is in one
-        # container and already asks for the next.
+        # container and already asks for the next, and others that somebody waits for.
         self._wholes: dict[str, memoryview] = {}
-        self._wholes_lock = threading.Lock()
+        self._wholes_lock, self._awaited = threading.Lock(), list[str]()
         self._whole_until = 0.0
+        self._asking, self._tried = threading.Lock(), False
         self.read_only = urlsplit(url).scheme in _WEB
 
     @contextmanager
@@ -522,20 +499,17 @@ class ServerBucket(Bucket):
         # docstring inherited
         import obstore
 
-        if time.monotonic() < self._whole_until:
+        if self._sends_wholes():
             return self._whole(key)[start:stop]
         try:
             with self._translated(key):
                 found = memoryview(obstore.get_range(self._store, key, start=start, end=stop))
         except RemoteUnreachableError as error:
-            if "416 " in str(error):
-                found = memoryview(b"")  # it ends before the range begins
-            elif any(sign in str(error) for sign in _NO_RANGES):
-                # For a while: it may have been a proxy's answer, and that for once.
-                self._whole_until = time.monotonic() + _ASK_AGAIN_S
+            if self._came_whole(error):
                 return self._whole(key)[start:stop]
-            else:
+            if "416 " not in str(error):
                 raise
+            found = memoryview(b"")  # it ends before the range begins
         self.traffic.add(received=found.nbytes)
         return found
 
@@ -545,7 +519,7 @@ class ServerBucket(Bucket):
         # docstring inherited
         import obstore
 
-        if time.monotonic() < self._whole_until:
+        if self._sends_wholes():
             super().stream_range(key, start, stop, arrived)
             return
         got = 0
@@ -556,15 +530,47 @@ class ServerBucket(Bucket):
                     arrived(memoryview(chunk))
                     got += len(chunk)
         except RemoteUnreachableError as error:
-            if got or not any(sign in str(error) for sign in ("416 ", *_NO_RANGES)):
+            if got or not (self._came_whole(error) or "416 " in str(error)):
                 raise
             super().stream_range(key, start, stop, arrived)
         else:
             self.traffic.add(received=got)
 
+    def _sends_wholes(self) -> bool:
+        """Whether ranges are answered with whole objects; a web server is tried, by one thread.
+
+        With a small object: of a container megabytes are under way before its answer is refused.
+        """
+        with self._asking:
+            if self.read_only and not self._tried and time.monotonic() >= self._whole_until:
+                import obstore
+
+                self._tried = True
+                self.traffic.add()
+                try:
+                    with self._translated(MARKER):
+                        obstore.get_range(self._store, MARKER, start=0, end=1)
+                except RemoteUnreachableError as error:
+                    return self._came_whole(error)
+                except (FileNotFoundError, StoreError):
+                    pass  # what is asked for next fails, too, or says what there is to say
+            return time.monotonic() < self._whole_until
+
+    def _came_whole(self, error: StoreError) -> bool:
+        """Whether it is for that that a range failed: then none is asked for, for a while.
+
+        It may have been a proxy's answer, and that for once.
+        """
+        if not is_about_ranges(str(error)):
+            return False
+        self._whole_until, self._tried = time.monotonic() + _ASK_AGAIN_S, False
+        return True
+
     def _whole(self, key: str) -> memoryview:
         """An object that came without a range, if it is not too large to be held here."""
+        self._awaited.append(key)
         with self._wholes_lock:
+            self._awaited.remove(key)
             if key not in self._wholes:
                 try:
                     found = self.get(key, _WHOLE_BYTES)
@@ -574,8 +580,9 @@ class ServerBucket(Bucket):
                     raise NoRangesError.at(self.at(key), what, size=size) from None
                 if found is None:
                     raise FileNotFoundError(errno.ENOENT, "no such object", self.at(key))
-                while len(self._wholes) > 1:
-                    del self._wholes[next(iter(self._wholes))]
+                for each in [*self._wholes][:-1]:
+                    if each not in self._awaited:
+                        del self._wholes[each]
                 self._wholes[key] = memoryview(found[0])
             return self._wholes[key]
 

@@ -93,8 +93,10 @@ class ListedContainer(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
         return msgspec.structs.replace(self, alone=alone, deltas=deltas, width=width)
 
 
-class _Segment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    containers: list[ListedContainer]
+class CatalogSegment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What the frame of a segment holds."""
+
+    containers: Sequence[ListedContainer]
 
 
 class _Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -463,7 +465,9 @@ def _unpacked(keys: _Keys) -> Iterator[str]:
             yield form.replace("??", name[:2]).replace("*", name)
 
 
-def decode_segment(blob: bytes, where: str) -> list[ListedContainer]:
+def decode_segment(
+    blob: bytes, where: str, form: type[CatalogSegment] = CatalogSegment
+) -> list[ListedContainer]:
     """Return the containers in the frame of a segment that was read at `where`.
 
     Raises:
@@ -471,7 +475,7 @@ def decode_segment(blob: bytes, where: str) -> list[ListedContainer]:
             version.
     """
     with remote_damage(where) as path:
-        containers = frames.decode(blob, _SEGMENT, _Segment, path).containers
+        containers = [*frames.decode(blob, _SEGMENT, form, path).containers]
     for container in containers:
         _check(container, where)
     return containers
@@ -708,7 +712,7 @@ def _safe_segment(
 
 def segment_blob(containers: Iterable[ListedContainer]) -> bytes:
     """Return the frame of a segment of these containers."""
-    return frames.encode(_SEGMENT, _Segment([*containers]))
+    return frames.encode(_SEGMENT, CatalogSegment([*containers]))
 
 
 def segment_of(

@@ -12,12 +12,15 @@ import msgspec
 
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.store.format.manifests import Piece
+from tensor_dedup.store.format.tables import PLAIN
 from tensor_dedup.store.objects import ContainerId
+from tensor_dedup.store.reading.reader import StoredPieces
 from tensor_dedup.store.remote import layout
 from tensor_dedup.store.remote.buckets import Bucket
 from tensor_dedup.store.remote.catalog import (
     PREFIX_BYTES,
     Catalog,
+    CatalogSegment,
     ListedContainer,
     decode_segment,
     prefix_width,
@@ -30,6 +33,55 @@ from tensor_dedup.store.remote.errors import DamagedRemoteError, RemoteAccessErr
 _NAMED_BYTES: Final = 256
 # One checkpoint in so many has two pieces with one prefix.
 _MISTAKEN_BITS: Final = 6
+# A pull fetches small containers whole, tables and all, of which almost all is wanted, when there
+# are more than so many.
+FEW_SMALL: Final = 6
+SMALL_BYTES: Final = 32 << 20
+# What is as small goes as it is: a push would have to save so much by encoding it.
+_NEVER_ENCODED: Final = 512
+
+
+class HeldContainer(ListedContainer, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A container in holders, with how many bytes of its object these pieces take; 0: unknown.
+
+    Of plain pieces their sizes tell that, of encoded ones only who has sent them, or has them too.
+    """
+
+    stored: int = 0
+
+
+class _Holders(CatalogSegment, frozen=True, array_like=True, forbid_unknown_fields=True):
+    containers: Sequence[HeldContainer]
+
+
+def stored_in(entry: ListedContainer) -> int:
+    """Return how many bytes the pieces of an entry take in its container, 0 if that is unknown."""
+    return min(max(0, entry.stored), entry.nbytes) if isinstance(entry, HeldContainer) else 0
+
+
+def in_small_encoded(
+    catalog: Catalog, reused: Mapping[tuple[bytes, bool], ContainerId]
+) -> set[bytes]:
+    """Return the pieces in small containers that are not all plain; none where these are few."""
+    small = {c for c in reused.values() if catalog.containers[c].nbytes <= SMALL_BYTES}
+    if len(small) <= FEW_SMALL:
+        return set()
+    return {d for (d, _), c in reused.items() if c in small and c.kind != "pack"}
+
+
+def sizes_of(source: StoredPieces, digests: Iterable[bytes]) -> dict[bytes, int]:
+    """Return how many bytes pieces take that a remote has encoded, as far as a store can tell.
+
+    Of several encoded copies here it may be any, so the smallest counts. What is plain here may
+    have been encoded by somebody else, unless it is too small for that.
+    """
+    found = dict[bytes, int]()
+    for digest in digests:
+        records = [record for _, record in source.own_places(digest)]
+        sizes = [r.stored for r in records if r.codec != PLAIN or r.nbytes <= _NEVER_ENCODED]
+        if sizes:
+            found[digest] = min(sizes)
+    return found
 
 
 def relied_on(
@@ -49,13 +101,35 @@ def relied_on(
         )
 
 
-def put_holders(bucket: Bucket, manifest: str, containers: Iterable[ListedContainer]) -> None:
-    """Write which containers hold the pieces of a manifest; prefixes are shortened here."""
+def put_holders(
+    bucket: Bucket,
+    manifest: str,
+    containers: Iterable[ListedContainer],
+    sizes: Mapping[bytes, int],
+) -> None:
+    """Write which containers hold the pieces of a manifest; prefixes are shortened here.
+
+    `sizes` has how many bytes some of these pieces take there.
+    """
     held = [*containers]
+    # An earlier program goes by the catalog where one has a size.
+    if sum(each.nbytes <= SMALL_BYTES for each in held) > FEW_SMALL:
+        known = {digest[:PREFIX_BYTES]: nbytes for digest, nbytes in sizes.items()}
+        held = [_with_size(each, known) for each in held]
     pieces = sum(each.pieces for each in held)
     width = prefix_width(pieces * pieces, _MISTAKEN_BITS)
     blob = segment_blob(each.shortened(width) for each in held)
     bucket.put(layout.holders_key(manifest), [memoryview(blob)])
+
+
+def _with_size(entry: ListedContainer, sizes: Mapping[bytes, int]) -> ListedContainer:
+    own = [*prefixes(entry)]
+    if entry.kind == "pack" or not sizes.keys() >= {*own}:
+        return entry
+    nbytes = sum(map(sizes.__getitem__, own))
+    return HeldContainer(
+        entry.name, entry.kind, entry.nbytes, entry.alone, entry.deltas, entry.width, nbytes
+    )
 
 
 def read_holders(bucket: Bucket, manifest: str, pieces: Sequence[Piece]) -> Catalog | None:
@@ -78,7 +152,7 @@ def read_holders(bucket: Bucket, manifest: str, pieces: Sequence[Piece]) -> Cata
         return None
     if found is None:
         return None
-    holders, containers = Catalog(), decode_segment(found[0], bucket.at(key))
+    holders, containers = Catalog(), decode_segment(found[0], bucket.at(key), _Holders)
     # Short prefixes of few bytes are many.
     if (count := sum(each.pieces for each in containers)) > most:
         what = f"they name {count} pieces, {most} are allowed"

@@ -32,8 +32,8 @@ from tensor_dedup.store.remote.catalog import Catalog
 
 _BLOCK_BYTES: Final = 4 * LEAF_BYTES
 _PLAIN: Final = "pack"
-# What saves less goes as it is: of a container of plain pieces alone it is known what of it is
-# wanted, so that a pull can fetch it whole.
+# What saves less goes as it is: of plain pieces whoever pulls knows how many bytes they take, so
+# that a container of these alone can be fetched whole.
 _LEAST_SAVED: Final = 512
 _Place: TypeAlias = tuple[ContainerId, Record]
 

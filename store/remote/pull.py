@@ -55,7 +55,7 @@ from tensor_dedup.store.remote.errors import (
     UnknownRemoteNameError,
     remote_damage,
 )
-from tensor_dedup.store.remote.holders import read_holders
+from tensor_dedup.store.remote.holders import FEW_SMALL, SMALL_BYTES, read_holders, stored_in
 from tensor_dedup.store.remote.pieces import LostPieces, RemotePieces
 from tensor_dedup.store.remote.results import TransferListener, TransferResult
 from tensor_dedup.store.writing.hashing import Hasher
@@ -64,10 +64,8 @@ from tensor_dedup.store.writing.hashing import Hasher
 # has to travel again.
 _CONTAINER_BYTES: Final = 64 << 20
 _CONTAINER_S: Final = 5.0
-# Small containers that are wanted whole come with their tables, when there are more than so many,
-# each in one request, with so much that is not wanted and in so much memory.
-_FEW: Final = 6
-_SMALL_BYTES: Final = 32 << 20
+# Small containers that are wanted whole come with their tables, each in one request, with so much
+# that is not wanted and in so much memory.
 _WHOLES_BYTES: Final = 128 << 20
 _WASTE_SHARE: Final = 0.01
 _WASTE_BYTES: Final = 16 << 10
@@ -664,24 +662,24 @@ class _Lookup:
     ) -> dict[ContainerId, int]:
         """The sizes of the small containers of which all is wanted, but for very little.
 
-        What lies in one is known of plain pieces only; of others nobody knows how they are stored.
+        How many bytes encoded pieces take, holders may tell: of all that they name, together.
         """
-        wanted = Counter[ContainerId]()
+        wanted, count = Counter[ContainerId](), Counter(chosen.values())
         for digest, container in chosen.items():
             wanted[container] += self._missing.get(digest) or self._parts.get(digest, 0)
+        for container in (c for c in wanted if c.kind != "pack"):
+            entry = catalog.containers[container]
+            wanted[container] = stored_in(entry) if count[container] == entry.pieces else 0
         sizes = {container: catalog.containers[container].nbytes for container in wanted}
         known = {*self._known, *(c for c in wanted if c.kind not in layout.KINDS)}
-        small = [c for c in wanted if sizes[c] <= _SMALL_BYTES and c not in known]
+        small = [c for c in wanted if sizes[c] <= SMALL_BYTES and c not in known]
         # Where others have not come, this one may not either: then its tables tell, by themselves.
-        if len(small) <= _FEW or self._lost:
+        if len(small) <= FEW_SMALL or self._lost:
             return {}
         waste = int(_WASTE_SHARE * wanted.total()) + _WASTE_BYTES
         room = _WHOLES_BYTES - sum(view.nbytes for view in self.wholes.values())
         found: dict[ContainerId, int] = {}
-        unwanted = {
-            c: max(0, sizes[c] - (wanted[c] if c.kind == "pack" else 0) - _TABLE_BYTES)
-            for c in small
-        }
+        unwanted = {c: max(0, sizes[c] - wanted[c] - _TABLE_BYTES) for c in small}
         for container in sorted(small, key=lambda c: (unwanted[c], sizes[c], c)):
             waste -= unwanted[container]
             room -= sizes[container]

@@ -51,7 +51,7 @@ from tensor_dedup.store.remote.errors import (
     RemoteBusyError,
     RemoteNameTakenError,
 )
-from tensor_dedup.store.remote.holders import put_holders, relied_on
+from tensor_dedup.store.remote.holders import in_small_encoded, put_holders, relied_on, sizes_of
 from tensor_dedup.store.remote.lease import LEASE_S, boottime
 from tensor_dedup.store.remote.loads import DamagedRecordError, Load, Planner, content, fill
 from tensor_dedup.store.remote.relatives import Relative, first_there, lost, pages_there
@@ -333,11 +333,15 @@ class _Push:
         for load in loads:
             relied.add(listed(load.container, load.table))
         bases = {r.digest: r.bases for load in loads for r in load.table.records}
+        sizes = {r.digest: r.stored for load in loads for r in load.table.records}
+        if encoded := in_small_encoded(catalog, reused):
+            with self._open_pieces(encoded) as source:
+                sizes |= sizes_of(source, encoded)
 
         def write(checkpoint: Outgoing) -> None:
             own = [digest for digest, nbytes in checkpoint.wanted.items() if nbytes]
             anchors = dict.fromkeys(b for digest in own for b in bases.get(digest, ()))
-            put_holders(self._bucket, checkpoint.manifest, relied.only([*own, *anchors]))
+            put_holders(self._bucket, checkpoint.manifest, relied.only([*own, *anchors]), sizes)
 
         for _ in self._bucket.each(write, {each.manifest: each for each in checkpoints}.values()):
             pass

@@ -16,6 +16,7 @@ import time
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol, Self
@@ -23,7 +24,7 @@ from urllib.parse import quote, urlencode, urljoin, urlsplit
 
 import msgspec
 
-from tensor_dedup.errors import NotInstalledError
+from tensor_dedup.errors import NotInstalledError, StoreError
 from tensor_dedup.store.remote.buckets import Traffic, scrubbed, too_large
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
@@ -320,6 +321,9 @@ class RegistryRepository:
         self._origin = _origin(self._root)
         self._header: dict[str, str] = {}
         self._lock = threading.Lock()
+        # How often credentials were asked for in vain; what asked for them last, and the error.
+        self._vain = 0
+        self._failed: tuple[str, StoreError | None] = ("", None)
         self.name = name
         self.traffic = Traffic()
 
@@ -553,6 +557,7 @@ class RegistryRepository:
             reads = (_TIMEOUT_S[0], _SENDING_S[1]) if verb == "POST" else _TIMEOUT_S
             # An upload may have its place on another host, which must not see the credentials.
             is_mine = _origin(url) == self._origin and not is_for_token
+            vain = self._vain
             sent = {**(headers or {}), **(self._header if is_mine else {})}
             try:
                 found: Any = self._client.session.request(
@@ -570,7 +575,7 @@ class RegistryRepository:
                 own = _origin(found.url) == self._origin
                 if found.status_code in _REFUSED and own and not asked:
                     asked, found.said = True, _said(found)
-                    if self._authenticate(found, sent):
+                    if self._authenticate(found, sent, vain):
                         continue
                 if found.status_code not in _AGAIN:
                     if not stream and not hasattr(found, "said"):
@@ -588,22 +593,39 @@ class RegistryRepository:
             failure = f"it wants a token from {urlsplit(url).hostname}: {failure}"
         raise RemoteUnreachableError.at(self.name.url, failure)
 
-    def _authenticate(self, refused: Any, sent: Mapping[str, str]) -> bool:
-        """Get what the registry asks for, once for all threads; whether there is anything new."""
+    def _authenticate(self, refused: Any, sent: Mapping[str, str], vain: int) -> bool:
+        """Get what the registry asks for, once for all threads; whether there is anything new.
+
+        `vain` is how often that had been in vain when the request was sent. If it was since, that
+        is the answer to this one too: each thread would wait for a service that is silent.
+        """
+        challenge = refused.headers.get("Www-Authenticate", "")
         with self._lock:
             if sent.get("Authorization") != self._header.get("Authorization"):
                 return True  # another thread was first
-            asked = _challenges(refused.headers.get("Www-Authenticate", ""))
-            basic = getattr(self._client.auth, "_basic_auth", None)
-            mine = {"Authorization": f"Basic {basic}"} if basic else {}
-            new = mine if "basic" in asked else {}
-            if "bearer" in asked:
-                # Anew: a token that was good for reading is not one for writing.
-                token = self._token(asked["bearer"], mine)
-                new = {"Authorization": f"Bearer {token}"} if token else {}
-            fresh = bool(new) and new != self._header
-            self._header = new or self._header
-            return fresh
+            if self._vain == vain or self._failed[0] != challenge:
+                failure: StoreError | None = None
+                try:
+                    if self._renew(_challenges(challenge)):
+                        return True
+                except StoreError as error:
+                    failure = error
+                self._vain, self._failed = self._vain + 1, (challenge, failure)
+            if (failure := self._failed[1]) is not None:
+                raise copy(failure)  # each thread adds its own traceback
+            return False
+
+    def _renew(self, asked: Mapping[str, Mapping[str, str]]) -> bool:
+        basic = getattr(self._client.auth, "_basic_auth", None)
+        mine = {"Authorization": f"Basic {basic}"} if basic else {}
+        new = mine if "basic" in asked else {}
+        if "bearer" in asked:
+            # Anew: a token that was good for reading is not one for writing.
+            token = self._token(asked["bearer"], mine)
+            new = {"Authorization": f"Bearer {token}"} if token else {}
+        fresh = bool(new) and new != self._header
+        self._header = new or self._header
+        return fresh
 
     def _token(self, wanted: Mapping[str, str], headers: Mapping[str, str]) -> str | None:
         """Ask where a challenge says for the token that it wants; None: it gives none."""

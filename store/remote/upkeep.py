@@ -743,6 +743,9 @@ def _mended_holders(
     for container, table in sorted(found.tables.items()):
         if container not in bad:
             there.add(listed(container, table))
+    sizes = dict[bytes, int]()
+    for record in (r for table in found.tables.values() for r in table.records):
+        sizes[record.digest] = min(record.stored, sizes.get(record.digest, record.stored))
     manifests = {each.manifest: each for each in found.manifests}
     written = [name for name in manifests if layout.holders_key(name) in found.objects]
 
@@ -763,9 +766,9 @@ def _mended_holders(
         last_first = reversed([*there.containers])
         records = (r for c in last_first for r in found.tables[c].records)
         bases = {r.digest: r.bases for r in records if r.base is not None and r.digest in own}
-        anchors = {base for each in bases.values() for base in each}
+        entries = there.only(sorted(own.union(*bases.values())))
         with as_far_as_allowed():
-            put_holders(bucket, name, there.only(sorted(own | anchors)))
+            put_holders(bucket, name, entries, sizes)
         if what:
             yield RemoteFault(bucket.at(layout.holders_key(name)), what)
 

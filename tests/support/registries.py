@@ -6,9 +6,11 @@ they are missing, tests skip and name the command that installs them.
 
 import hashlib
 import http.client
+import itertools
 import json
 import os
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
@@ -103,23 +105,37 @@ class _Gate(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def tokened(behind: Proxy, basic: str) -> Iterator[str]:
+def tokened(
+    behind: Proxy, basic: str, issued: list[str] | None = None, lasts: int = 10**9
+) -> Iterator[str]:
     """The name of the same registry behind a gate that wants tokens, as public ones do.
 
-    A token for reading is good for no write. Tokens are for who has the word `basic`.
+    A token for reading is good for no write. Tokens are for who has the word `basic`; those that
+    are given out are noted in `issued`. When so many requests have passed as `lasts` says, the
+    tokens until then expire, once.
     """
+    guard, passed = threading.Lock(), itertools.count()
 
     class Gate(_Gate):
+        good = "first"
+
         def check(self, given: str | None) -> bool:
             if self.path.startswith("/token"):
                 scope = parse_qs(urlsplit(self.path).query)["scope"][0]
                 known = given == f"Basic {basic}"
-                self.answer(200 if known else 401, json.dumps({"token": scope}).encode(), {})
+                token = f"{Gate.good}:{scope}"
+                if issued is not None and known:
+                    issued.append(token)
+                self.answer(200 if known else 401, json.dumps({"token": token}).encode(), {})
                 return False
             reads = self.command in ("GET", "HEAD")
             scope = "repository:any:pull" if reads else "repository:any:pull,push"
-            if given in (f"Bearer {scope}", "Bearer repository:any:pull,push"):
-                return True
+            with guard:
+                scopes = scope, "repository:any:pull,push"
+                if given in [f"Bearer {Gate.good}:{each}" for each in scopes]:
+                    if next(passed) == lasts - 1:
+                        Gate.good = "second"
+                    return True
             realm = f"http://{self.headers['Host']}/token"
             asked = f'Bearer realm="{realm}",service="registry",scope="{scope}"'
             self.answer(401, b"{}", {"Www-Authenticate": asked})

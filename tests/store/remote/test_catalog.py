@@ -199,7 +199,7 @@ def test_prefixes_are_as_long_as_a_catalog_of_its_size_needs(pieces: int, width:
     assert (short.width, short.pieces) == (width, PIECES)
     assert [*catalog.prefixes(short)] == [each[:width] for each in catalog.prefixes(entry)]
     blob = catalog.segment_blob([short])
-    read = frames.decode(blob, b"rseg", catalog._Segment, PurePath("x"))
+    read = frames.decode(blob, b"rseg", catalog.CatalogSegment, PurePath("x"))
     assert read.containers == [short]
 
 

@@ -2,11 +2,17 @@
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
-from remotes import MemoryBucket
-from stores import MIB
+import pytest
+
+import remotes
+from remotes import MemoryBucket, Proxy
+from stores import KIB, MIB, content, noise, open_store, safetensors, stored, u8, write
 from tensor_dedup.store.format.tables import PLAIN, Record
 from tensor_dedup.store.objects import ContainerId
+from tensor_dedup.store.remote import Remote, layout
+from tensor_dedup.store.remote.buckets import ServerBucket
 from tensor_dedup.store.remote.errors import DamagedRemoteError
 from tensor_dedup.store.remote.pieces import RemotePieces
 
@@ -91,3 +97,54 @@ def test_more_than_was_asked_for_is_damage() -> None:
         error = read(source, COUNT - 1)
     assert isinstance(error, DamagedRemoteError)
     assert "sends more" in str(error)
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_whether_a_web_server_knows_ranges_costs_one_small_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranges: bool
+) -> None:
+    """Where it knows none, nothing comes twice: neither a container of which several ranges are
+    wanted nor one whose range was asked for in vain.
+    """
+    monkeypatch.setattr("tensor_dedup.store.remote.pieces._RANGE_BYTES", MIB)
+    monkeypatch.setattr(layout, "CONTAINER_BYTES", 2 * MIB)
+    store, there = open_store(tmp_path / "store"), open_store(tmp_path / "there")
+    tensors = u8(**{f"t{number:02}": noise(number, MIB) for number in range(10)})
+    path = write(tmp_path / "many", {"model.safetensors": safetensors(tensors)})
+    store.import_(path, "many")
+    store.push(f"file://{tmp_path}/served", "many")
+    count = sum(each.is_file() for each in (tmp_path / "served" / "containers").rglob("*"))
+    assert count == 5  # of so few none comes with its table
+    with remotes.web(tmp_path / "served", ranges=ranges) as url:
+        proxy = Proxy(int(url.rpartition(":")[2]))
+        done = there.pull(Remote.open(f"http://127.0.0.1:{proxy.port}"), "many")
+        requests, nbytes = proxy.requests, proxy.nbytes
+        proxy.close()
+    assert done.requests == requests
+    # Twice the reference, manifest, page, holders and tables; then the small one.
+    assert requests == 5 + count + 1 + (2 * count if ranges else count)
+    assert nbytes <= 1.02 * done.moved_bytes + 64 * KIB
+    assert stored(there, "many") == content(path)
+
+
+def test_an_object_that_came_whole_stays_while_somebody_waits_for_it(tmp_path: Path) -> None:
+    """A pull asks for ranges of several containers at once; the second of one may be the last."""
+    write(tmp_path / "served", {each: each.encode() * 9 for each in "abcd"} | {"FORMAT": b"text"})
+    with remotes.web(tmp_path / "served", ranges=False) as url:
+        bucket = ServerBucket(url)
+        assert bytes(bucket.get_range("a", 0, 2)) == b"aa"
+        found: dict[str, bytes] = {}
+
+        def read(key: str) -> None:
+            found[key] = bytes(bucket.get_range(key, 2, 4))
+
+        threads = [threading.Thread(target=read, args=(key,)) for key in "bcda"]
+        with bucket._wholes_lock:
+            for number, each in enumerate(threads):
+                each.start()
+                while len(bucket._awaited) <= number:
+                    assert each.is_alive()
+        for each in threads:
+            each.join(60)
+        assert found == {each: each.encode() * 2 for each in "abcd"}
+        assert bucket.traffic.calls == 1 + 4

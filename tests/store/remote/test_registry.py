@@ -10,6 +10,7 @@ import threading
 import time
 from base64 import b64encode
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 
 import registries
 from remotes import Proxy, answered
-from stores import content, open_store, stored, write
+from stores import KIB, content, noise, open_store, safetensors, stored, u8, write
 from tensor_dedup.store import Store
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
@@ -162,6 +163,74 @@ def test_tokens_are_asked_for_with_what_each_request_needs(
         other = open_store(tmp_path / "other")
         other.pull(url, "base")
     assert stored(other, "base") == content(tmp_path / "base")
+
+
+def test_a_parallel_pull_whose_token_expires_asks_for_one_more(
+    tmp_path: Path, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several layers are asked for at once, and all of these requests are refused."""
+    shards = {
+        f"{n}.safetensors": safetensors(u8(**{f"w{n}": noise(n, 64 * KIB)})) for n in range(8)
+    }
+    path, store = write(tmp_path / "many", shards), open_store(tmp_path / "store")
+    store.import_(path, "many")
+    store.push(f"oci://{registries.host(proxy)}/team/many:v1", "many")
+    word, issued = b64encode(b"somebody:secret-word").decode(), list[str]()
+    # The manifest and the tables are read before any layer.
+    with registries.tokened(proxy, word, issued, lasts=2) as host:
+        auths = {"auths": {host: {"auth": word}}}
+        write(tmp_path / "docker", {"config.json": json.dumps(auths).encode()})
+        monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
+        other = open_store(tmp_path / "other")
+        other.pull(f"oci://{host}/team/many:v1", "many")
+    assert issued == [f"{token}:repository:any:pull" for token in ("first", "second")]
+    assert stored(other, "many") == content(path)
+
+
+@pytest.mark.parametrize(("status", "asked"), [(200, 1), (401, 1), (503, 5)])
+def test_of_many_threads_that_are_refused_one_asks_for_a_token(
+    monkeypatch: pytest.MonkeyPatch, status: int, asked: int
+) -> None:
+    """They are told what it was told, too: each would wait for a service that is silent."""
+    monkeypatch.setattr("tensor_dedup.store.remote.registry._PAUSE_S", 0.0)
+    count, all_refused = 6, threading.Semaphore(0)
+    seen = list[str]()
+
+    class Registry(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path, said = self.path.partition("?")[0], b"{}"
+            if path == "/token":
+                if path not in seen:
+                    for _ in range(count):
+                        assert all_refused.acquire(timeout=60)
+                seen.append(path)
+                said = b'{"token": "good"}' if status == 200 else b"{}"
+                self.send_response(status)
+            elif self.headers["Authorization"] == "Bearer good":
+                self.send_response(200)
+            else:
+                self.send_response(401)
+                self.send_header("Www-Authenticate", _BEARER.replace("HERE", self.headers["Host"]))
+            self.send_header("Content-Length", str(len(said)))
+            self.end_headers()
+            self.wfile.write(said)
+            if path != "/token":
+                all_refused.release()
+
+        def log_message(self, format: str, *_: object) -> None:
+            """Say nothing."""
+
+    with (
+        answered(Registry) as host,
+        RegistryRepository(ArtifactName(host, "a", "b")) as registry,
+        ThreadPoolExecutor(count) as pool,
+    ):
+        futures = [pool.submit(registry.manifest, "b") for _ in range(count)]
+        errors = [future.exception(60) for future in futures]
+    kind = {200: type(None), 401: RemoteAccessError, 503: RemoteUnreachableError}[status]
+    assert [type(error) for error in errors] == [kind] * count
+    assert len({id(error) for error in errors}) == (1 if status == 200 else count)
+    assert seen == ["/token"] * asked
 
 
 @pytest.mark.parametrize("asks", [None, "Basic", "Bearer"])

@@ -214,7 +214,7 @@ def test_a_step_that_may_not_come_fetches_no_containers_to_read_their_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: bool
 ) -> None:
     """Small ones that are wanted whole come with their tables, where nothing is lost."""
-    monkeypatch.setattr(pull, "_FEW", 2)
+    monkeypatch.setattr(pull, "FEW_SMALL", 2)
     bucket, there = pushed(tmp_path, grown, compress="always"), open_store(tmp_path / "there")
     later = {holder(bucket, piece(bucket, STEPS - 1, f"w{n}")) for n in range(2, STEPS)}
     assert {each.kind for each in later} == {"pack"}

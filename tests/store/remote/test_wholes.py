@@ -1,18 +1,21 @@
 """A pull from many small containers, which come with their tables, each in one request."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
 from s3_faults import Wire
-from stores import KIB, MIB, content, noise, open_store, safetensors, stored, u8, write
+from stores import KIB, MIB, content, noise, open_store, safetensors, stored, u8, weights, write
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.remote import Remote, pull
+from tensor_dedup.store.remote import Remote, layout, pull
+
+U16 = NDArray[np.uint16]
 
 
 def grown(root: Path, remote: Remote, count: int, nbytes: int, *, beside: int = 0) -> Store:
@@ -72,6 +75,109 @@ def test_a_step_whose_tensors_many_steps_have_pushed(tmp_path: Path, wire: Wire)
         assert {k: bytes(v) for k, v in run.load(39).items()} == {
             k: bytes(v) for k, v in layers.items()
         }
+
+
+def layer_of_weights(number: int) -> U16:
+    return np.frombuffer(weights(number, 48 * KIB), "<u2")
+
+
+def layer_of_one_number(number: int) -> U16:
+    return np.full(256 * KIB, number, "<u2")
+
+
+def encoded_run(
+    store: Store,
+    wire: Wire,
+    steps: int,
+    *,
+    beside: int = 0,
+    layer: Callable[[int], U16] = layer_of_weights,
+) -> dict[str, U16]:
+    """A run each of whose steps adds two layers that are stored encoded, and is pushed by itself.
+
+    Each step also has `beside` such bytes that the next does not have. Returns the last one's.
+    """
+    layers: dict[str, U16] = {}
+    with CheckpointStore(store, "run", compress="always") as run:
+        for step in range(steps):
+            for number in (2 * step, 2 * step + 1):
+                layers[f"layer{number:02}"] = layer(number)
+            if beside:
+                layers["beside"] = np.frombuffer(weights(1000 + step, beside), "<u2")
+            run.save(dict(layers), step=step)
+            store.push(Remote(wire.bucket), f"run@{step}")
+    kinds = [key.rpartition(".")[2] for key in wire.bucket.objects if "containers/" in key]
+    assert len(kinds) == steps
+    assert "pack" not in kinds
+    return layers
+
+
+def check_loads(store: Store, step: int, layers: Mapping[str, U16]) -> None:
+    with CheckpointStore(store, "run") as run:
+        found = run.load(step)
+        assert {key: bytes(found[key]) for key in found} == {k: bytes(v) for k, v in layers.items()}
+    assert store.verify(full=True).fine
+
+
+@pytest.mark.parametrize("beside", [0, 48 * KIB])
+def test_of_encoded_pieces_the_holders_say_what_is_wanted(
+    tmp_path: Path, wire: Wire, beside: int
+) -> None:
+    """Where a third of each container is not wanted any more, tables are read before."""
+    layers = encoded_run(open_store(tmp_path / "store"), wire, 30, beside=beside)
+    there = open_store(tmp_path / "there")
+    wire.reset()
+    done = there.pull(wire.remote, "run@29")
+    assert (wire.proxy.requests <= allowed(done.moved_bytes, 30)) == (not beside)
+    assert wire.proxy.nbytes <= 1.02 * done.moved_bytes + 64 * KIB
+    check_loads(there, 29, layers)
+
+
+def test_a_share_of_what_is_decoded_may_not_travel_for_nothing(tmp_path: Path, wire: Wire) -> None:
+    store = open_store(tmp_path / "store")
+    layers = encoded_run(store, wire, 20, beside=48 * KIB, layer=layer_of_one_number)
+    there = open_store(tmp_path / "there")
+    wire.reset()
+    done = there.pull(wire.remote, "run@19")
+    assert done.moved_bytes < 0.01 * sum(each.nbytes for each in layers.values())
+    assert wire.proxy.nbytes <= 1.02 * done.moved_bytes + 64 * KIB
+    check_loads(there, 19, layers)
+
+
+def test_who_has_half_of_each_encoded_container_fetches_the_other_half(
+    tmp_path: Path, wire: Wire
+) -> None:
+    """The holders say how much all of the pieces take, and not each."""
+    layers = encoded_run(open_store(tmp_path / "store"), wire, 20)
+    there = open_store(tmp_path / "there")
+    with CheckpointStore(there, "mine") as mine:
+        mine.save({key: layers[key] for key in sorted(layers)[::2]}, step=0)
+    wire.reset()
+    done = there.pull(wire.remote, "run@19")
+    assert done.moved_pieces < 20 + 3
+    assert wire.proxy.nbytes <= 1.02 * done.moved_bytes + 64 * KIB
+    check_loads(there, 19, layers)
+
+
+def test_holders_that_a_verify_or_another_machine_writes_say_it_too(
+    tmp_path: Path, wire: Wire
+) -> None:
+    layers = encoded_run(open_store(tmp_path / "store"), wire, 20)
+    other = open_store(tmp_path / "other")
+    other.pull(wire.remote, "run@19")
+    with CheckpointStore(other, "run", compress="always") as run:
+        run.save(layers | {"new": layers["layer00"][:3000]}, step=20)
+    other.push(wire.remote, "run@20")
+    key = layout.holders_key(Remote(wire.bucket).read("run@19").manifest)
+    wire.bucket.put(key, [memoryview(b"nothing")])
+    assert [key in fault.url for fault in wire.remote.verify().faults] == [True]
+    for step, more in ((19, {}), (20, {"new": layers["layer00"][:3000]})):
+        there = open_store(tmp_path / f"there-{step}")
+        wire.reset()
+        done = there.pull(wire.remote, f"run@{step}")
+        assert wire.proxy.requests <= allowed(done.moved_bytes, 20)
+        assert wire.proxy.nbytes <= 1.02 * done.moved_bytes + 64 * KIB
+        check_loads(there, step, layers | more)
 
 
 @pytest.fixture
