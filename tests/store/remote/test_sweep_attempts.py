@@ -42,7 +42,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
         "kept": kept,
         "gone": gone,
         "half": {name: data for name, data in gone.items() if name < "w20"},
-        "new": kept | {"w39": noise(1, 3000)},
+        "new": kept | {"w39": noise(500, 3000)},
         **{f"s{n}": {"a": noise(n, 3000)} for n in range(SMALL)},
     }
     for name, tensors in checkpoints.items():
@@ -78,12 +78,17 @@ def last_reference(bucket: MemoryBucket) -> int:
     return max(n for n, call in enumerate(gate.calls) if call in reads(gate.calls))
 
 
+def attempts_of(gate: Faulty) -> int:
+    """How often a gc has listed everything; containers are listed once more for what is lost."""
+    return gate.calls.count(f"list {layout.HOLDERS}")
+
+
 def overtaken(bucket: MemoryBucket, meanwhile: Callable[[], object]) -> tuple[Faulty, RemoteGcPlan]:
     """A gc, and what happens when it has read almost all."""
     gate = Faulty(bucket, last_reference(bucket), meanwhile=meanwhile)
     plan = Remote(gate).gc(24)
     assert gate.struck
-    assert gate.calls.count(f"list {layout.CONTAINERS}") > 1, "nobody overtook it"
+    assert attempts_of(gate) > 1, "nobody overtook it"
     return gate, plan
 
 
@@ -96,13 +101,16 @@ def test_what_was_read_is_not_read_again(
     assert Remote(alone).gc(24).done
     inventory = sum(reads(alone.calls).values())
     assert inventory > 90
+    before = dict(bucket.objects)
     gate, plan = overtaken(bucket, lambda: store.push(Remote(bucket), pushed))
     found = reads(gate.calls)
-    assert {*found.values()} == {1}
+    twice = {call.split()[1] for call, count in found.items() if count > 1}
+    assert {*found.values()} <= {1, 2}
+    assert all(bucket.objects[key] != before[key] for key in twice)  # which the push wrote again
     new = found.keys() - reads(alone.calls).keys()
-    assert len(new) <= {"s2": 3, "half": 7, "new": 5}[pushed]
-    # Eleven lists, four references, the catalog, the marker.
-    assert len(gate.calls) - len(alone.calls) <= 25 + len(new)
+    assert len(new) + len(twice) <= {"s2": 3, "half": 26, "new": 5}[pushed]
+    # Lists, references, the catalog, the marker, and for each container that was written again.
+    assert len(gate.calls) - len(alone.calls) <= 30 + len(new) + len(twice)
     swept = {key for key in plan.delete if key.startswith(layout.CONTAINERS)}
     assert len(swept) >= (20 if pushed == "half" else 40)
     assert not swept & bucket.objects.keys()
@@ -159,8 +167,8 @@ def pushes(store: Store, bucket: MemoryBucket) -> Iterator[object]:
 
 
 def is_attempt(calls: list[str]) -> bool:
-    """Whether an attempt has just listed what is there first."""
-    return calls[-1] == f"list {layout.CONTAINERS}"
+    """Whether an attempt has just listed what is there."""
+    return calls[-1] == f"list {layout.HOLDERS}"
 
 
 @pytest.mark.parametrize("attempts", [1, 2, 9])
@@ -169,12 +177,14 @@ def test_a_push_lands_in_each_of_several_attempts(
 ) -> None:
     gate = Busy(
         bucket,
-        lambda calls: is_attempt(calls) and calls.count(f"list {layout.CONTAINERS}") <= attempts,
+        lambda calls: is_attempt(calls) and calls.count(calls[-1]) <= attempts,
         pushes(store, bucket),
     )
     plan = Remote(gate).gc(24)
     assert gate.landed == attempts
-    assert {*reads(gate.calls).values()} == {1}
+    # The manifest and the page of each push, which came after the list of that attempt.
+    more = reads(gate.calls) - Counter({*reads(gate.calls)})
+    assert more.total() <= 2 * attempts
     assert len(plan.delete) >= 80
     assert not {*plan.delete} & bucket.objects.keys()
     assert len(Remote(bucket).names()) == 3 + attempts
@@ -217,6 +227,11 @@ def first(bucket: MemoryBucket, folder: str, name: str) -> str:
     containers = catalog_of(bucket).holders(found.pieces[-1].digest)
     keys = {"container": layout.container_key, "table": lambda c: layout.table_key(c.name)}
     return keys[folder](containers[0])
+
+
+def references_and_more(bucket: MemoryBucket) -> set[str]:
+    """The keys of all but segments and lists: of these an attempt may leave some."""
+    return {key for key in bucket.objects if not key.startswith((layout.CATALOG, layout.TRASH))}
 
 
 Change = Callable[[Store, MemoryBucket], object]
@@ -275,7 +290,7 @@ def test_a_later_attempt_finds_what_a_first_one_would(
     found, fresh = take_inventory(gate, known), take_inventory(bucket)
     assert found == fresh
     assert found != known
-    if what == "container lost":
+    if what in ("container lost", "table lost"):
         assert found.lost()
     elif "lost" in what or "spoilt" in what:
         assert found.problems or found.unreadable
@@ -303,7 +318,7 @@ def test_a_gc_that_is_overtaken_does_what_one_does_that_begins_then(
         return
     _, plan = overtaken(bucket, meanwhile)
     assert plan == Remote(then[0]).gc(24)
-    assert bucket.objects.keys() == then[0].objects.keys()
+    assert references_and_more(bucket) == references_and_more(then[0])
     assert condemned(bucket) == condemned(then[0])
     assert Remote(bucket).verify(full=True).fine
 
@@ -372,7 +387,7 @@ def test_what_only_an_old_list_has_is_not_kept_in_place_of_what_is_there(tmp_pat
         bucket, len(gate.calls) - 1, meanwhile=lambda: swept.append(Remote(bucket).gc(24))
     )
     Remote(late).gc(0)
-    assert late.calls.count(f"list {layout.CONTAINERS}") == 2
+    assert attempts_of(late) == 2
     assert old in swept[0].delete
     assert old in {status.key for status in late.list(layout.CONTAINERS)}
     assert new in bucket.objects
