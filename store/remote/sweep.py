@@ -49,8 +49,8 @@ _CLOCK_S: Final = 2.0
 # So long a sweep deletes what it has listed; what has been listed for so long, nobody deletes.
 _DELETING_S: Final = 1800.0
 _DEAD_S: Final = 3600.0
-# On a large remote so many that mark again take about as long as the one that reads everything. To
-# give up before would be to throw that away.
+# Those after the first are short. On a large remote all of them together take a few times as long
+# as the first, and to give up is to throw away what that has read.
 _ATTEMPTS: Final = 40
 
 
