@@ -398,8 +398,8 @@ def _read_tables(bucket: Bucket, found: RemoteInventory, known: RemoteInventory)
     # One without a table is being pushed, or its push has died: garbage, when it is old.
     whole = [c for c in containers if layout.table_key(c.name) in found.objects]
     for c in whole:
-        keys = layout.container_key(c), layout.table_key(c.name)
-        if c in known.tables and found.has_still(known, *keys):
+        both = layout.container_key(c), layout.table_key(c.name)
+        if c in known.tables and found.has_still(known, *both):
             found.tables[c] = known.tables[c]
     whole = [c for c in whole if c not in found.tables]
     for container, read in zip(whole, bucket.each(table, whole), strict=True):

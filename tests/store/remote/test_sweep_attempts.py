@@ -224,9 +224,10 @@ def first(bucket: MemoryBucket, folder: str, name: str) -> str:
         return layout.manifest_key(found.manifest)
     if folder == "page":
         return layout.manifest_key(found.content.pages[0].hex())
-    containers = catalog_of(bucket).holders(found.pieces[-1].digest)
-    keys = {"container": layout.container_key, "table": lambda c: layout.table_key(c.name)}
-    return keys[folder](containers[0])
+    container = catalog_of(bucket).holders(found.pieces[-1].digest)[0]
+    if folder == "table":
+        return layout.table_key(container.name)
+    return layout.container_key(container)
 
 
 def references_and_more(bucket: MemoryBucket) -> set[str]:
