@@ -623,7 +623,7 @@ class _Commit:
             known = self._last.known(alive) if known is None else known
             new = {key: want for key, want in some if key not in known and key not in stored}
             self._writer.write(new)
-            stored |= new.keys()
+            stored.update(new)
         return stored
 
     def _rows(self) -> PieceTable:

@@ -187,7 +187,7 @@ def growth(objects: Objects, run: str) -> list[Growth]:
     for step, count, new, nbytes, ratio in found:
         taken = _with_bases(new, records)
         stored = sum(taken[digest] for digest in taken.keys() - needed_before)
-        needed_before |= taken.keys()
+        needed_before.update(taken)
         added = len(new), nbytes, sum(new.values()), stored
         grown.append(Growth(step, count, *added, round(ratio, 4)))
     return grown

@@ -4,7 +4,6 @@ FORMAT.md has a chapter about it. The names of refs, manifests and containers ar
 """
 
 import re
-from pathlib import PurePosixPath
 from typing import Final
 
 from tensor_dedup.store.errors import DamagedFileError
@@ -35,6 +34,8 @@ CONTAINER_BYTES: Final = 64 << 20
 
 _DELETED: Final = "tensor-dedup deleted reference"
 _HEX: Final = re.compile("[0-9a-f]{64}")
+# No PurePosixPath, which takes five times as long: a sweep asks this of all objects of a remote.
+_OBJECT: Final = re.compile(r"[^/]+/([0-9a-f]{2})/((?=\1)[0-9a-f]{64})(?:\.([a-z]+))?")
 _PASSING: Final = re.compile(
     "(catalog|trash)/[0-9a-f]{64}|probe/[0-9a-f]{16}|tmp/[0-9]+-[0-9a-f]{12}"
 )
@@ -82,9 +83,8 @@ def trash_key(name: str) -> str:
 
 def object_of(key: str) -> str | None:
     """Return the name of what has this key: a manifest, a page, a table or holders; else None."""
-    path = PurePosixPath(key)
-    fits = _HEX.fullmatch(path.name) and len(path.parts) == 3 and path.parts[1] == path.name[:2]
-    return path.name if fits else None
+    found = _OBJECT.fullmatch(key)
+    return found[2] if found is not None and found[3] is None else None
 
 
 def is_passing(key: str) -> bool:
@@ -97,11 +97,17 @@ def is_passing(key: str) -> bool:
 
 def container_of(key: str) -> ContainerId | None:
     """Return the container with this key, or None if it is none that this version knows."""
-    path = PurePosixPath(key)
-    known = _HEX.fullmatch(path.stem) and len(path.parts) == 3 and path.suffix[1:] in KINDS
-    if not known or path.parts[1] != path.stem[:2]:
-        return None
-    return ContainerId(path.stem, path.suffix[1:])
+    found = _OBJECT.fullmatch(key)
+    return ContainerId(found[2], found[3]) if found is not None and found[3] in KINDS else None
+
+
+def is_known(key: str) -> bool:
+    """Return whether this is the key of a reference, or of what references lead to."""
+    if key.startswith(CONTAINERS):
+        return container_of(key) is not None
+    if key.startswith(REFS):
+        return name_of_ref(key) is not None
+    return object_of(key) is not None
 
 
 def reference(name: str, manifest: str | None) -> bytes:

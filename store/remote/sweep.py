@@ -4,7 +4,7 @@ That takes two sweeps. The first takes what no reference leads to, and is older 
 of the catalog and notes since when; the second deletes what has been in that state for the lease,
 after it has marked from the references again. A push that still relied on it is over by then, or
 has taken it off the list: both change the head of the catalog by a condition, so one of them sees
-the other.
+the other. A sweep that was not first marks again, and then reads lists, references and what is new.
 
 Of two sweeps at once each deletes what either may. What is being deleted is listed once for each of
 them, with the second since when, so a push keeps away from it until both have ended. One that was
@@ -53,6 +53,9 @@ _CLOCK_S: Final = 2.0
 # So long a sweep deletes what it has listed; what has been listed for so long, nobody deletes.
 _DELETING_S: Final = 1800.0
 _DEAD_S: Final = 3600.0
+# Those after the first are short. On a large remote all of them together take a few times as long
+# as the first, and to give up is to throw away what that has read.
+_ATTEMPTS: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +91,13 @@ def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan
         UncertainRemoteError: something cannot be read; nothing was condemned or deleted.
         RemoteBusyError: others change the remote again and again meanwhile.
     """
-    for _ in range(8):
-        catalog = catalog_of(bucket)
-        check_remote(bucket)
-        found = take_inventory(bucket)
+    check_remote(bucket)
+    catalog: Catalog | None = None
+    found = RemoteInventory()
+    for _ in range(_ATTEMPTS):
+        started = boottime()
+        catalog = catalog_of(bucket, before=catalog)
+        found = take_inventory(bucket, _surely_there(found, catalog))
         _refuse_unless_certain(bucket, found, catalog)
         # In this order: others must not hold it for dead before it does so itself.
         began = boottime()
@@ -126,7 +132,24 @@ def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan
         deleted = tuple(key for key in plan.delete if key in gone)
         nbytes = sum(found.objects[key].size for key in deleted)
         return replace(plan, done=True, delete=deleted, deleted_bytes=nbytes)
-    raise RemoteBusyError.at(bucket.url, "pushes changed it during every attempt")
+    what = (
+        f"others changed it during each of {_ATTEMPTS} attempts; one takes "
+        f"{boottime() - started:.0f} s, and needs as long without a push"
+    )
+    raise RemoteBusyError.at(bucket.url, what)
+
+
+def _surely_there(found: RemoteInventory, catalog: Catalog) -> RemoteInventory:
+    """An earlier inventory, with the tables of those containers only that no sweep has deleted.
+
+    A list that has one may be an old answer. Whoever deletes one has taken it out of the segments
+    and off the list of what is condemned before, and then this catalog is no longer the present
+    one, which the commit finds out.
+    """
+    condemned = catalog.trash.condemned.keys() - catalog.trash.deleting.keys()
+    keys = {*map(layout.container_key, catalog.containers), *condemned}
+    tables = {c: table for c, table in found.tables.items() if layout.container_key(c) in keys}
+    return replace(found, tables=tables)
 
 
 def _time_of(bucket: Bucket, dry_run: bool) -> float:

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from typing import Final
 
 from tensor_dedup.digest import digest as digest_of
@@ -259,6 +260,10 @@ class RemoteInventory:
     unreadable: dict[str, RemoteFault] = field(default_factory=dict)
     broken: set[str] = field(default_factory=set)
 
+    def has_still(self, earlier: "RemoteInventory", *keys: str) -> bool:
+        """Return whether objects are listed, and as they were in an earlier inventory."""
+        return all(k in self.objects and self.objects[k] == earlier.objects.get(k) for k in keys)
+
     def live(self) -> dict[bytes, list[str]]:
         """Return the names of the checkpoints that need each piece."""
         users: dict[bytes, list[str]] = {}
@@ -293,33 +298,43 @@ def readable(held: Held) -> dict[ContainerId, dict[bytes, Record]]:
     }
 
 
-def take_inventory(bucket: Bucket) -> RemoteInventory:
+def take_inventory(bucket: Bucket, known: RemoteInventory | None = None) -> RemoteInventory:
     """Read all references, manifests, pages and tables; what is wrong is among the problems.
 
     References are read after everything was listed: what a push adds meanwhile is no garbage, for
-    it is not in the list.
+    it is not in the list. Manifests, pages and tables that are in an earlier inventory (`known`)
+    are not read again where the list has the same objects: they are named by what they hold.
     """
+    known = known or RemoteInventory()
     found = RemoteInventory()
     folders = layout.CONTAINERS, layout.TABLES, layout.MANIFESTS, layout.HOLDERS, layout.REFS
     for prefix in folders:
         for status in bucket.list(prefix):
             found.objects[status.key] = status
     for key in found.objects:
-        if not _is_known(key):
+        if not layout.is_known(key):
             found.problems.append(RemoteFault(bucket.at(key), UNKNOWN_OBJECT))
-    _read_tables(bucket, found)
-    _read_manifests(bucket, found)
+    _read_tables(bucket, found, known)
+    _read_manifests(bucket, found, known)
     # A push may have ended meanwhile: a reference that was read last leads to what came later.
-    while found.lost() and _list_more(bucket, found):
+    while found.lost() and _list_more(bucket, found, known):
         pass
     return found
 
 
-def _read_manifests(bucket: Bucket, found: RemoteInventory) -> None:
-    # No reference is ever deleted. So one that either list has is there, and an answer that it is
+def _read_manifests(bucket: Bucket, found: RemoteInventory, known: RemoteInventory) -> None:
+    # No reference is ever deleted. So one that any list has had is there, and an answer that it is
     # not, as a list without it, is an old one.
-    listed_ = {layout.name_of_ref(key) for key in found.objects if key.startswith(layout.REFS)}
+    refs = (key for key in chain(found.objects, known.objects) if key.startswith(layout.REFS))
+    listed_ = (layout.name_of_ref(key) for key in refs)
     every = sorted({*names(bucket), *(name for name in listed_ if name is not None)})
+    blobs = {
+        part: blob
+        for each in known.manifests
+        for part, blob in each.blobs.items()
+        if found.has_still(known, layout.manifest_key(part))
+    }
+    whole = {m.manifest: m for m in known.manifests if m.blobs.keys() <= blobs.keys()}
 
     def read(name: str) -> tuple[str, RemoteManifest | StoreError | None]:
         key, manifest = layout.ref_key(name), ""
@@ -328,7 +343,9 @@ def _read_manifests(bucket: Bucket, found: RemoteInventory) -> None:
             if ref is None:
                 raise MissingRemoteError.at(bucket.at(key), "it is listed, and it is not there")
             manifest = layout.referred(ref[0], name, bucket.at(key)) or ""
-            return manifest, read_manifest(bucket, name, manifest) if manifest else None
+            if manifest in whole:
+                return manifest, replace(whole[manifest], name=name)
+            return manifest, read_manifest(bucket, name, manifest, blobs.get) if manifest else None
         except _AWAY:
             raise
         except StoreError as error:
@@ -346,18 +363,18 @@ def _read_manifests(bucket: Bucket, found: RemoteInventory) -> None:
                 found.broken.add(manifest)
 
 
-def _list_more(bucket: Bucket, found: RemoteInventory) -> bool:
+def _list_more(bucket: Bucket, found: RemoteInventory, known: RemoteInventory) -> bool:
     """List containers and tables again, and read the tables of new ones; whether any was read."""
     for prefix in (layout.CONTAINERS, layout.TABLES):
         for status in bucket.list(prefix):
-            if _is_known(status.key):
+            if layout.is_known(status.key):
                 found.objects.setdefault(status.key, status)
     before = len(found.tables)
-    _read_tables(bucket, found)
+    _read_tables(bucket, found, known)
     return len(found.tables) > before
 
 
-def _read_tables(bucket: Bucket, found: RemoteInventory) -> None:
+def _read_tables(bucket: Bucket, found: RemoteInventory, known: RemoteInventory) -> None:
     """Read the tables of listed containers that have not been read yet."""
     done = {*map(layout.container_key, found.tables), *found.unreadable}
     keys = (key for key in found.objects if key not in done)
@@ -380,6 +397,11 @@ def _read_tables(bucket: Bucket, found: RemoteInventory) -> None:
 
     # One without a table is being pushed, or its push has died: garbage, when it is old.
     whole = [c for c in containers if layout.table_key(c.name) in found.objects]
+    for c in whole:
+        both = layout.container_key(c), layout.table_key(c.name)
+        if c in known.tables and found.has_still(known, *both):
+            found.tables[c] = known.tables[c]
+    whole = [c for c in whole if c not in found.tables]
     for container, read in zip(whole, bucket.each(table, whole), strict=True):
         if isinstance(read, Table):
             found.tables[container] = read
@@ -447,14 +469,6 @@ def _read_within(
         found.tables[container] = table
         found.unreadable.pop(layout.container_key(container), None)
         yield RemoteFault(bucket.at(key), "this table is gone or damaged; its container has it")
-
-
-def _is_known(key: str) -> bool:
-    if key.startswith(layout.CONTAINERS):
-        return layout.container_of(key) is not None
-    if key.startswith(layout.REFS):
-        return layout.name_of_ref(key) is not None
-    return layout.object_of(key) is not None
 
 
 def usage(bucket: Bucket) -> RemoteUsage:

@@ -175,7 +175,7 @@ class _Measurement:
         there = set[bytes]()
         for container in self._need.containers:
             if container.kind == EXTERNAL:
-                there |= self._held[container].keys()
+                there.update(self._held[container])
                 continue
             for digest, record in self._held[container].items():
                 known = own.get(digest)

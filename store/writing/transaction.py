@@ -301,13 +301,13 @@ class PublishBatch:
             if target is not None:
                 folders |= dict.fromkeys(self._place(handle.path, target))
         self._sync(files.sync_folder, list(folders))
-        self._synced.folders |= folders.keys()
+        self._synced.folders.update(folders)
 
     def settle(self, paths: Iterable[Path]) -> None:
         """Make names of files durable that others created, perhaps a moment ago."""
         folders = dict.fromkeys(folder for path in paths for folder in self._above(path))
         self._sync(self._objects.files.sync_folder, list(folders))
-        self._synced.folders |= folders.keys()
+        self._synced.folders.update(folders)
 
     def _above(self, path: Path) -> list[Path]:
         """The folders to sync for a name; whoever made the lower one may not have got so far."""

@@ -102,6 +102,31 @@ def test_an_error_that_is_logged_is_found() -> None:
     assert logged_errors(text.format("str(error)")) == []
 
 
+def copied_sets(text: str) -> list[int]:
+    """Lines where a set takes the keys of a dict with `|=`.
+
+    These are no set, so it is copied each time: a sweep of a large remote did that for each of its
+    containers, for hours. `update` does not.
+    """
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.AugAssign)
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Attribute)
+        and node.value.func.attr == "keys"
+    ]
+
+
+def test_no_set_is_copied_to_take_more_in() -> None:
+    found = {name: copied_sets(text) for name, text in package_source.sources().items()}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_a_set_that_is_copied_is_found() -> None:
+    assert copied_sets("a.update(b)\na |= b.keys()\na = a | b.keys()\n") == [2]
+
+
 # Public classes that two modules may call by one name, with the reason.
 SEVERAL_HOMES = {
     "StoreCallback": "the callback that users of Trainer and of Lightning each look for",
