@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tensor_dedup.store.remote.environment import scrubbed
+from tensor_dedup.store.remote.environment import scrubbed, told
 from tensor_dedup.store.remote.errors import RemoteUnreachableError
 
 _MD5: Final = re.compile("[0-9a-f]{32}")
@@ -50,7 +50,11 @@ def version_of(meta: Any) -> str:
 
 def is_about_credentials(text: str) -> bool:
     """Return whether an error of obstore is about credentials, by its text."""
-    signs = ("401 ", "403 ", "credential", "Credential", "ExpiredToken")
+    text = told(text)
+    # S3 answers 400 where a token has expired, and to HEAD it cannot say so.
+    if text.startswith("HEAD ") and "status code: 400 " in text:
+        return True
+    signs = ("401 ", "403 ", "credential", "Credential", "ExpiredToken", "code: AccessDenied")
     return any(sign in text for sign in signs)
 
 
