@@ -10,6 +10,8 @@ from tensor_dedup.store.remote.environment import scrubbed, told
 from tensor_dedup.store.remote.errors import RemoteUnreachableError
 
 _MD5: Final = re.compile("[0-9a-f]{32}")
+# What obstore says of keys that it cannot use, before it asks anybody.
+_KEYS: Final = re.compile(r"[Cc]redential|service account|Access ?Key|pem file|SAS query")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,11 @@ def is_about_credentials(text: str) -> bool:
         return True
     signs = ("401 ", "403 ", "credential", "Credential", "ExpiredToken", "code: AccessDenied")
     return any(sign in text for sign in signs)
+
+
+def is_about_keys(text: str) -> bool:
+    """Return whether an error of obstore is about credentials that nobody was shown yet."""
+    return _KEYS.search(text) is not None
 
 
 def raise_panic(where: str, error: BaseException) -> None:

@@ -31,6 +31,7 @@ from tensor_dedup.store.objects import make_folders
 from tensor_dedup.store.remote.answers import ObjectStatus as ObjectStatus
 from tensor_dedup.store.remote.answers import (
     is_about_credentials,
+    is_about_keys,
     raise_panic,
     status_of,
     version_of,
@@ -713,7 +714,8 @@ def _open_store(url: str, *, sending: bool = False, retries: int = 5) -> "Object
         if "Account must be specified" in str(error):
             what = "no account is named"
             raise RemoteAccessError.at(url, what) from None
-        raise RemoteUrlError.at(url, scrubbed(str(error))) from None
+        kind = RemoteAccessError if is_about_keys(str(error)) else RemoteUrlError
+        raise kind.at(url, scrubbed(str(error))) from None
     except BaseException as error:
         raise_panic(url, error)
         raise

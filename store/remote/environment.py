@@ -38,7 +38,7 @@ _QUERY: Final = re.compile(r"\?[^\s\"'>)]*")
 # How obstore begins what it says of a request. The path is that of the object, which is named
 # anyway; behind a long one the status and the server's reason would be cut off.
 _ASKED: Final = re.compile(
-    r"^.*?Error performing (\w+) (https?://[^/\s]+)\S* in \S+?(?:, after .*?)? - "
+    r"^.*?Error performing (\w+) (https?://[^/\s]+|REDACTED)\S* in \S+?(?:, after .*?)? - "
     r"(?:Server returned non-2xx )?"
 )
 # The document with which S3 and those who speak like it answer; it also holds what was signed.

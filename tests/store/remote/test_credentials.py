@@ -1,5 +1,7 @@
 """Credentials that are wrong, or expire at any request: what is said, and that nothing is lost."""
 
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from tensor_dedup.store.remote.errors import (
 HOUR = 3600.0
 _HEAD = '<?xml version="1.0" encoding="UTF-8"?>\n'
 EXPIRED = f"{_HEAD}<Error><Code>ExpiredToken</Code><Message>It has expired.</Message></Error>"
+_NO_KEY = json.dumps({"private_key": "none", "private_key_id": "1", "client_email": "a@host"})
 VERBS = ("first push", "push", "push over", "pull", "delete", "gc", "verify", "list", "usage")
 
 
@@ -163,6 +166,8 @@ def test_the_reason_of_a_server_is_said_and_what_was_signed_is_not() -> None:
     said = "status code: 403 Forbidden: SignatureDoesNotMatch: It is another."
     assert scrubbed(text) == f"GET http://127.0.0.1:8333: {said}"
     assert scrubbed(text.replace(document, "")).endswith("status code: 403 Forbidden:")
+    # So obstore shows a URL with a token in it.
+    assert scrubbed(text.replace(where, "REDACTED")) == f"GET REDACTED: {said}"
 
 
 def test_a_name_that_speaks_of_credentials_is_no_sign_of_them(full: Store) -> None:
@@ -190,3 +195,27 @@ def test_a_container_that_is_empty_is_damage_under_a_long_prefix_too(
     assert here.verify(full=True).fine
     assert not remote.verify(full=True).fine
     proxy.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "name", "value", "says"),
+    [
+        ("s3://bucket/x", "AWS_ACCESS_KEY_ID", "the-key-alone", "Missing SecretAccessKey"),
+        ("s3://bucket/x", "AWS_SECRET_ACCESS_KEY", "the-secret-alone", "Missing AccessKeyId"),
+        ("gs://bucket/x", "GOOGLE_SERVICE_ACCOUNT_KEY", "no-json", "decode service account file"),
+        ("gs://bucket/x", "GOOGLE_SERVICE_ACCOUNT_KEY", _NO_KEY, "pem file"),
+        ("gs://bucket/x", "GOOGLE_APPLICATION_CREDENTIALS", "/nowhere.json", "No such file"),
+        ("az://container/x", "AZURE_STORAGE_ACCOUNT_KEY", "no base 64", "Invalid Access Key"),
+        ("az://container/x", "AZURE_STORAGE_SAS_TOKEN", "no-query", "SAS query"),
+    ],
+)
+def test_credentials_that_cannot_be_used_are_no_matter_of_the_url(
+    monkeypatch: pytest.MonkeyPatch, url: str, name: str, value: str, says: str
+) -> None:
+    for each in [each for each in os.environ if each.startswith(("AWS_", "AZURE_", "GOOGLE_"))]:
+        monkeypatch.delenv(each)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(RemoteAccessError, match=rf"^{url}: .*{says}.*; set ") as caught:
+        Remote.open(url)
+    assert value not in str(caught.value)
