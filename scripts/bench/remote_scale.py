@@ -65,14 +65,18 @@ class Sizes(MemoryBucket):
         self.objects[key] = (b"", f"tag {nbytes}", self.clock)
         self.sizes[key] = nbytes
 
+    def _pause(self) -> None:
+        if self.pause_s:
+            time.sleep(self.pause_s)
+
     def get(self, key: str, limit: int) -> tuple[bytes, str] | None:
         # docstring inherited
-        time.sleep(self.pause_s)
+        self._pause()
         return super().get(key, limit)
 
     def head(self, key: str) -> ObjectStatus | None:
         # docstring inherited
-        time.sleep(self.pause_s)
+        self._pause()
         self.heads += 1
         found = super().head(key)
         return None if found is None else self._sized(found)
@@ -81,7 +85,7 @@ class Sizes(MemoryBucket):
         # docstring inherited
         for number, status in enumerate(super().list(prefix)):
             if number % 1000 == 0:
-                time.sleep(self.pause_s)
+                self._pause()
                 self.pages += 1
             self.listed += 1
             yield self._sized(status)

@@ -144,7 +144,7 @@ def _cover(wanted: Collection[bytes], containers: Held) -> dict[ContainerId, dic
         }
         if fresh:
             kept[container] = fresh
-            covered |= fresh.keys()
+            covered.update(fresh)
     return kept
 
 
