@@ -523,9 +523,7 @@ class ServerBucket(Bucket):
         # docstring inherited
         import obstore
 
-        if (
-            start >= stop
-        ):  # as of an object that is empty and should not be; obstore asks for no such
+        if start >= stop:  # of an object that is empty; obstore refuses to ask
             return memoryview(b"")
         if time.monotonic() < self._whole_until:
             return self._whole(key)[start:stop]

@@ -387,21 +387,6 @@ def read_catalog(
     return catalog
 
 
-def has_head(bucket: Bucket) -> bool:
-    """Return whether there is a head of this version of the layout.
-
-    Raises NewerFormatError if it is one of a later version.
-    """
-    found = bucket.get(layout.HEAD, layout.HEAD_BYTES)
-    if found is None:
-        return False
-    try:
-        _head(bucket, found[0])
-    except DamagedRemoteError:
-        return False
-    return True
-
-
 def _head(bucket: Bucket, blob: bytes) -> _Head:
     with remote_damage(bucket.at(layout.HEAD)) as path:
         head = frames.decode(blob, _HEAD, _Head, path)

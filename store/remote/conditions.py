@@ -5,21 +5,16 @@ have been copied to another server.
 """
 
 import secrets
-from collections.abc import Iterator
 from contextlib import suppress
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.errors import NewerFormatError, StoreAccessError
+from tensor_dedup.store.errors import NewerFormatError
 from tensor_dedup.store.format import frames
 from tensor_dedup.store.remote import layout
 from tensor_dedup.store.remote.buckets import Bucket
-from tensor_dedup.store.remote.catalog import has_head
 from tensor_dedup.store.remote.errors import (
-    DamagedRemoteError,
     NoConditionsError,
     NotARemoteError,
-    ReadOnlyRemoteError,
-    RemoteAccessError,
     RemoteUnreachableError,
     TakenPlaceError,
     remote_damage,
@@ -48,7 +43,8 @@ def prepare(bucket: Bucket) -> bool:
         # Another first push may have come so far in between; what was cut short leaves no names.
         if bucket.get(layout.MARKER, layout.TEXT_BYTES) is not None:
             return prepare(bucket)
-        raise _unmarked(bucket, first.key)
+        what = f"it holds {first.key} and no {layout.MARKER}"
+        raise NotARemoteError.at(bucket.url, what)
     if (other := bucket.foreign()) is not None:
         raise TakenPlaceError.at(bucket.url, f"it holds {other} and no remote")
     if (outer := bucket.outer()) is not None:
@@ -78,7 +74,7 @@ def check_still(bucket: Bucket) -> None:
     if bucket.put_if(layout.MARKER, marker, None):
         raise _ignored(bucket, "If-None-Match")
     bucket.delete(layout.MARKER)
-    raise _unmarked(bucket, layout.HEAD)
+    raise NotARemoteError.at(bucket.url, f"it holds {layout.HEAD} and no {layout.MARKER}")
 
 
 def check_remote(bucket: Bucket) -> None:
@@ -105,42 +101,6 @@ def check_marker(bucket: Bucket, text: bytes) -> None:
     if lines != layout.MARKER_LINES:
         what = f"{', '.join(lines[1:])}, this program knows version 1"
         raise NewerFormatError.at(bucket.at(layout.MARKER), what)
-
-
-def mended(bucket: Bucket) -> Iterator[str]:
-    """Write the marker of a remote anew where it is gone or damaged; what was wrong with it.
-
-    All remotes of a version have the same one. Which version this is, the head of the catalog says.
-
-    Raises:
-        NotARemoteError: there is no catalog beside it, or it is the marker of something else.
-        NewerFormatError: it, or the head, is of a later version.
-        DamagedRemoteError: there is no catalog beside it, or it may not be written to.
-    """
-    found = bucket.get(layout.MARKER, layout.TEXT_BYTES)
-    lost: StoreError = NotARemoteError.at(bucket.url, "there is no remote")
-    if found is not None:
-        try:
-            check_marker(bucket, found[0])
-            return
-        except DamagedRemoteError as error:
-            lost = error
-    if not has_head(bucket):
-        raise lost
-    marker = frames.encode_text(layout.MARKER_LINES)
-    try:
-        bucket.put_if(layout.MARKER, marker, None if found is None else found[1])
-    except (RemoteAccessError, ReadOnlyRemoteError, StoreAccessError):
-        raise lost from None
-    check_remote(bucket)  # somebody else may have been first
-    yield "it was gone" if found is None else "it was damaged"
-
-
-def _unmarked(bucket: Bucket, key: str) -> NotARemoteError:
-    """The error about a place that has an object of a remote, and no marker."""
-    advice = "run `tensor-dedup remote verify URL`, which writes it anew where there is a catalog"
-    what = f"it holds {key} and no {layout.MARKER}; if it is a remote, {advice}"
-    return NotARemoteError(f"{bucket.url}: {what}", path=bucket.url)
 
 
 def _probe(bucket: Bucket) -> None:

@@ -166,7 +166,7 @@ class Remote:
 
         Containers with faults leave the catalog, and lost manifests and pages are noted there: the
         next push of a checkpoint that needs them sends them again, also under the name that it has.
-        Lost tables are written again from their containers, as is the marker beside a catalog.
+        Lost tables are written again from their containers.
         `advance` receives counts of bytes that were checked.
         """
         return upkeep.verify(self.bucket, full=full, advance=advance)

@@ -43,7 +43,7 @@ from tensor_dedup.store.remote.catalog import (
     unheld,
     with_more,
 )
-from tensor_dedup.store.remote.conditions import check_remote, mended
+from tensor_dedup.store.remote.conditions import check_remote
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
     MissingRemoteError,
@@ -495,13 +495,14 @@ def verify(
     """Check a remote's bookkeeping and, with `full`, every byte that can be checked by itself.
 
     Deltas are compared with the checksums of their chunks, everything else leaf by leaf. Tables
-    that are lost are written again from their containers, and so is the marker where the catalog is
-    there. Nothing else is changed but the catalog and the holders beside manifests: containers with
-    faults are taken out, so that a push sends anew what was in them, with `full` those are taken in
-    again that were found damaged and are whole, and what they say of others is made to be what
-    tables say. Manifests and pages that are lost are noted there, too.
+    that are lost are written again from their containers. Nothing else is changed but the catalog
+    and the holders beside manifests: containers with faults are taken out, so that a push sends
+    anew what was in them, with `full` those are taken in again that were found damaged and are
+    whole, and what they say of others is made to be what tables say. Manifests and pages that are
+    lost are noted there, too.
     """
-    faults, read = [RemoteFault(bucket.at(layout.MARKER), what) for what in mended(bucket)], 0
+    check_remote(bucket)
+    faults, read = list[RemoteFault](), 0
     try:  # before the rest is listed: what it names then has been there for a while
         catalog = read_catalog(bucket)
     except _AWAY:

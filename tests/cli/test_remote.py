@@ -426,21 +426,6 @@ def test_an_interrupt_ends_it_though_the_server_says_nothing(tmp_path: Path, ver
     assert said.splitlines()[-1] == "interrupted"
 
 
-def test_a_lost_marker_has_a_way_out(folder: Path) -> None:
-    where = folder / "remote"
-    run("push", "base", where)
-    (where / "FORMAT").write_bytes(b"")
-    said = run("remote", "list", where, status=1).stderr
-    assert f"run `tensor-dedup remote verify {where} --full`" in said
-    assert "FORMAT: it was damaged" in run("remote", "verify", where, status=1).stdout
-    assert "0 faults" in run("remote", "verify", where, "--full").stdout
-    (where / "FORMAT").unlink()
-    said = run("push", "tune", where, status=3).stderr
-    assert f"run `tensor-dedup remote verify {where}`, which writes it anew" in said
-    assert "FORMAT: it was gone" in run("remote", "verify", where, status=1).stdout
-    run("push", "tune", where)
-
-
 def test_full_is_not_advised_where_it_was_asked_for(folder: Path) -> None:
     """Though there is nothing to read."""
     run("push", "base", folder / "remote")

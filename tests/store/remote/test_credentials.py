@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import remotes
 from remotes import MemoryBucket
 from s3_faults import FaultyProxy, MemoryS3, Request, Response, client
 from stores import content, open_store, stored
@@ -16,6 +17,7 @@ from tensor_dedup.store.remote import Remote
 from tensor_dedup.store.remote.buckets import scrubbed
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
+    NotARemoteError,
     RemoteAccessError,
     RemoteUnreachableError,
 )
@@ -219,3 +221,13 @@ def test_credentials_that_cannot_be_used_are_no_matter_of_the_url(
     with pytest.raises(RemoteAccessError, match=rf"^{url}: .*{says}.*; set ") as caught:
         Remote.open(url)
     assert value not in str(caught.value)
+
+
+def test_nobody_is_told_to_push_to_a_web_server(tmp_path: Path, full: Store) -> None:
+    (tmp_path / "served").mkdir()
+    with (
+        remotes.web(tmp_path / "served") as url,
+        pytest.raises(NotARemoteError, match=r"check the URL.*FORMAT and refs") as caught,
+    ):
+        full.pull(url, "base")
+    assert "push" not in str(caught.value)
