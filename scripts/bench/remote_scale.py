@@ -36,7 +36,7 @@ from tensor_dedup.store.format import frames, manifests
 from tensor_dedup.store.format.manifests import Piece
 from tensor_dedup.store.format.tables import PLAIN, Record
 from tensor_dedup.store.objects import ContainerId
-from tensor_dedup.store.remote import Remote, catalog, holders, layout, pieces, pull, push
+from tensor_dedup.store.remote import Remote, catalog, holders, layout, loads, pieces, pull
 from tensor_dedup.store.remote import sweep as remote_sweep
 from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus
 from tensor_dedup.store.remote.catalog import Catalog, ListedContainer, unheld
@@ -172,7 +172,7 @@ def put(
     plain = [(record, None) for record in records if record.base is None]
     encoded = [(record, None) for record in records if record.base is not None]
     listed: list[ListedContainer] = []
-    for load in push._loads([*plain, *encoded]):
+    for load in loads.laid_out([*plain, *encoded]):
         listed.append(catalog.listed(load.container, load.table))
         family.add(listed[-1])
         bucket.size(layout.container_key(load.container), load.nbytes)
@@ -300,7 +300,7 @@ _LISTED_BYTES, _HEAD_BYTES = 277, 912
 
 
 def _one(models: Models) -> tuple[ContainerId, Any]:
-    (load,) = push._loads([(models.record(33 << 20, None), None)])
+    (load,) = loads.laid_out([(models.record(33 << 20, None), None)])
     return load.container, load.table
 
 

@@ -210,8 +210,6 @@ class CheckpointStore:
             from tensor_dedup.store.remote.tier import second_tier
 
             tier = second_tier(drain, self.store, self._steps, lets_go=keep_fast is not None)
-            self._saver.parts = tier.keeps_parts
-            self._saver.reset()
             self._drain = Drain(
                 self.store,
                 tier,

@@ -147,7 +147,7 @@ class PieceWriter:
     def _write_by_leaf(self, pieces: list[Fresh]) -> list[Fresh]:
         """Store the pieces of which most is stored already; return the others."""
         wanted = ((piece.hashed, piece.nbytes) for piece in pieces)
-        alike = self._sharing.find(wanted, parts=self._deltas.parts)
+        alike = self._sharing.find(wanted, parts=True)
         others = []
         for piece in pieces:
             anchor = alike.get(piece.hashed.digest)
@@ -432,7 +432,6 @@ class Saver:
         self._cache = RunCache(objects, workers)
         self._lock = SaveLock()
         self._synced = SyncedFolders()
-        self.parts = True  # whether leaves become pieces of their own, from the next `reset` on
         self.reset()
 
     @property
@@ -444,7 +443,7 @@ class Saver:
         """Begin anew in a forked child, where the holder of a lock does not exist."""
         self._lock = SaveLock()
         self._order.renew_lock()
-        self._deltas = Deltas(parts=self.parts)
+        self._deltas = Deltas()
         self._last = self._shown = LastStep()
         self._encoder = BackgroundEncoder(
             self._objects, self._workers, self._deltas, lambda: self._shown, self._moved

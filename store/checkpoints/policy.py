@@ -173,23 +173,11 @@ class Deltas:
     overwrites is a guess that the next samples mend.
     """
 
-    def __init__(self, *, parts: bool = True) -> None:
-        """Begin without decisions; without `parts`, no leaf becomes a piece of its own."""
-        self.parts = parts
+    def __init__(self) -> None:
+        """Begin without decisions."""
         self.small = SmallTensorPolicy()
         self.anchors = AnchorMemory()
         self._decisions: dict[str, _Decision] = {}
-
-    def plan_of(
-        self,
-        choice: CodecChoice | None,
-        anchor: Anchor | None,
-        piece: Candidate,
-        sharing: LeafSharing | None,
-    ) -> Plan | None:
-        """Return the plan for a piece; `sharing` knows which leaves are pieces of their own."""
-        held = sharing if self.parts else None
-        return plan_of(choice, anchor, piece.nbytes, piece.leaves, held)
 
     def plan(
         self,
@@ -208,7 +196,8 @@ class Deltas:
         if made is None or made.left <= 0 or made.anchored != (against is not None):
             made = self._decide(piece, anchor, made)
         made.left -= 1
-        plan = self.plan_of(made.choice, None if begin else anchor, piece, sharing)
+        on = None if begin else anchor
+        plan = plan_of(made.choice, on, piece.nbytes, piece.leaves, sharing)
         if plan is not None and plan.anchor is not None and made.anchor != against:
             made.anchor, made.spent, made.steps = against, anchor_bytes, 1
         return plan
@@ -219,7 +208,7 @@ class Deltas:
         if made is not None and made.left < 0:
             del self._decisions[piece.name]  # another anchor begins
             return None
-        plan = self.plan_of(None, anchor, piece, sharing)
+        plan = plan_of(None, anchor, piece.nbytes, piece.leaves, sharing)
         if plan is not None and (made is None or made.anchor != anchor.digest):
             made = _Decision(None, 1, 1, True, anchor.digest, anchor.nbytes, 1)
             self._decisions[piece.name] = made
@@ -372,7 +361,7 @@ class Encoding:
         done = self._encode_small(writer, fresh)
         fit = [p for p in fresh if p.dtype is not None and p.nbytes >= ENCODE_FROM]
         wanted = ((piece.hashed, piece.nbytes) for piece in fit)
-        alike = self._sharing.find(wanted, readable=True, parts=self._deltas.parts)
+        alike = self._sharing.find(wanted, readable=True, parts=True)
         now = self._chosen(fit, alike) if self._defer else fit
         if now:
             done |= self._encode_large(writer, now, alike)
@@ -398,7 +387,7 @@ class Encoding:
         if self._deltas.ended(piece.name):
             return False  # all of it is stored, by the disk's speed, and is the next anchor
         anchor = alike.get(piece.hashed.digest)
-        plan = self._deltas.plan_of(None, anchor, piece, self._sharing)
+        plan = plan_of(None, anchor, piece.nbytes, piece.leaves, self._sharing)
         if plan is None:
             return False
         new = own_bytes(plan, piece.nbytes)

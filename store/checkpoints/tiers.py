@@ -70,12 +70,10 @@ class SecondTier(Protocol):
     A name that both tiers have is changed within `naming`, which holds in all handles of either
     tier that drain; `session` is held around several calls. All methods raise the tier's
     StoreErrors; `own_damage` are those that are about it alone, and about no step in particular.
-    Where it `keeps_parts`, leaves that are pieces of their own stay so: each is drained once.
     """
 
     where: str
     own_damage: tuple[type[StoreError], ...]
-    keeps_parts: bool
 
     def identity(self, *, make: bool = False) -> str | None:
         """Return what tells this tier from others; None if there is none, and it is not to `make`.
@@ -141,7 +139,6 @@ class StoreTier:
     """A store behind a fast one."""
 
     own_damage: tuple[type[StoreError], ...] = ()
-    keeps_parts: bool = True
 
     def __init__(self, second: Store, fast: Store, order: StepOrder) -> None:
         self.where = str(second.path)

@@ -97,6 +97,7 @@ class Transfer:
         self._writers: dict[tuple[str, bool], _CopyWriter] = {}
         self._wanted: Mapping[bytes, int] = {}
         self._sizes: Mapping[bytes, int] = {}
+        self._parts: Collection[bytes] = ()
         self._sent: dict[bytes, bool] = {}  # and whether as what a delta may be against
         self.sent_bytes = 0
         self.sizes_here: Mapping[bytes, int] = {}  # of what `missing` found to be here
@@ -121,9 +122,12 @@ class Transfer:
         scattered = _scattered({d: held[d] for d, n in self._wanted.items() if d in held}, wanted)
         return [digest for digest in self._wanted if digest not in held or digest in scattered]
 
-    def expect(self, sizes: Mapping[bytes, int]) -> None:
-        """Take note of the sizes of pieces to send beside those of the checkpoint: anchors."""
-        self._sizes = {**sizes}
+    def expect(self, sizes: Mapping[bytes, int], parts: Collection[bytes]) -> None:
+        """Take note of the sizes of pieces to send beside those of the checkpoint: anchors.
+
+        Those of `parts` that are no pieces of it have containers of their own.
+        """
+        self._sizes, self._parts = {**sizes}, {*parts} - self._wanted.keys()
 
     def complete(self) -> None:
         """Make what was sent so far durable and known to the index; no name refers to it yet."""
@@ -144,7 +148,8 @@ class Transfer:
         """
         for digest in digests:
             if digest not in self._sent:
-                self._send(source, digest, self._sizes.get(digest) or self._wanted[digest])
+                size = self._sizes.get(digest) or self._wanted[digest]
+                self._send(source, digest, size, is_part=digest in self._parts)
 
     def publish(
         self,

@@ -13,7 +13,7 @@ import msgspec
 
 from tensor_dedup.digest import LEAF_BYTES, combine, digest
 from tensor_dedup.errors import IntegrityError
-from tensor_dedup.store.codecs.interface import AGAINST_BASE, LEAVES, PARTS
+from tensor_dedup.store.codecs.interface import AGAINST_BASE, LEAVES
 from tensor_dedup.store.codecs.parts import is_part, leaf_bytes, numbers_in, part_digest
 from tensor_dedup.store.codecs.records import head_bytes
 from tensor_dedup.store.errors import DamagedFileError, NewerFormatError
@@ -133,10 +133,8 @@ def table_start(ending: bytes, size: int, path: PurePath) -> int:
     return int(start)
 
 
-def decode(blob: bytes, name: str, kind: str, path: PurePath, *, parts: bool = True) -> Table:
+def decode(blob: bytes, name: str, kind: str, path: PurePath) -> Table:
     """Decode the table of the container `name` and check it in every respect.
-
-    With `parts` off, their codec is an unknown one: that of a remote, where nothing keeps them.
 
     Raises:
         DamagedFileError: it is not a valid table of this container.
@@ -146,18 +144,16 @@ def decode(blob: bytes, name: str, kind: str, path: PurePath, *, parts: bool = T
     if digest(blob) != name or table.kind != kind:
         raise DamagedFileError.at(path, f"its table is that of another container ({table.kind})")
     for record in table.records:
-        _check_record(record, table, path, parts=parts)
+        _check_record(record, table, path)
     _check_places(table, path)
     if kind == EXTERNAL:
         ExternalFile.from_texts(table.origin, table.data_bytes, path)
     return table
 
 
-def _check_record(record: Record, table: Table, path: PurePath, *, parts: bool) -> None:
+def _check_record(record: Record, table: Table, path: PurePath) -> None:
     is_encoded = table.kind == ENCODED or (table.kind == MIXED and record.codec != PLAIN)
-    fits = None
-    if parts or record.codec_name != PARTS:
-        fits = _encoded_fits(record) if is_encoded else _plain_fits(record)
+    fits = _encoded_fits(record) if is_encoded else _plain_fits(record)
     if fits is None:
         raise NewerFormatError.at(path, f"the codec {record.codec!r}", codec=record.codec)
     try:

@@ -162,16 +162,16 @@ def listed(
         b"".join(
             r.digest[:PREFIX_BYTES]
             for r in records
-            if r.base is not None and (there is None or r.base in there)
+            if r.base is not None and (there is None or all(base in there for base in r.bases))
         ),
     )
 
 
 def bases_listed(entry: ListedContainer, table: Table) -> set[bytes]:
-    """Return what those differences of a table are from that the entry of a catalog has."""
+    """Return what those differences of a table are against that the entry of a catalog has."""
     width = entry.width
     there = {*_split(entry.deltas, width)}
-    return {r.base for r in table.records if r.base is not None and r.digest[:width] in there}
+    return {base for r in table.records if r.digest[:width] in there for base in r.bases}
 
 
 @dataclass
@@ -191,8 +191,8 @@ class Catalog:
     _alone: dict[bytes, list[ContainerId]] = field(default_factory=dict)
     _deltas: dict[bytes, list[ContainerId]] = field(default_factory=dict)
     # What deltas are against, of the containers whose tables were read for that.
-    bases: dict[ContainerId, dict[bytes, bytes]] = field(default_factory=dict)
-    # Deltas, as containers and prefixes, whose base no container holds.
+    bases: dict[ContainerId, dict[bytes, tuple[bytes, ...]]] = field(default_factory=dict)
+    # Deltas, as containers and prefixes, against something that no container holds.
     stranded: set[tuple[ContainerId, bytes]] = field(default_factory=set)
     # Pieces that are known to be in the one container that may hold them (`assure`).
     _assured: Collection[bytes] = frozenset()
@@ -331,20 +331,20 @@ def _strand(bucket: Bucket, catalog: Catalog, digests: Collection[bytes]) -> boo
         if (held := catalog.holders(digest)) and held[0] not in catalog.holders(digest, alone=True)
     }
 
-    def read(container: ContainerId) -> dict[bytes, bytes]:
+    def read(container: ContainerId) -> dict[bytes, tuple[bytes, ...]]:
         with suppress(DamagedRemoteError, MissingRemoteError, NewerFormatError):
             records = read_table(bucket, container.name).records
-            return {r.digest: r.base for r in records if r.base is not None}
+            return {r.digest: r.bases for r in records if r.base is not None}
         return {}
 
     unread = sorted({*first.values()} - catalog.bases.keys())
     catalog.bases |= zip(unread, bucket.each(read, unread), strict=True)
-    bases = {digest: catalog.bases[container].get(digest) for digest, container in first.items()}
-    confirm(bucket, catalog, {base for base in bases.values() if base is not None}, alone=True)
+    bases = {d: catalog.bases[container].get(d, ()) for d, container in first.items()}
+    confirm(bucket, catalog, {base for each in bases.values() for base in each}, alone=True)
     stranded = {
         (container, digest[:PREFIX_BYTES])
         for digest, container in first.items()
-        if (base := bases[digest]) is None or not catalog.holders(base, alone=True)
+        if not bases[digest] or not all(catalog.holders(base, alone=True) for base in bases[digest])
     }
     catalog.stranded |= stranded
     return bool(stranded)
@@ -509,7 +509,7 @@ def read_table(bucket: Bucket, name: str) -> Table:
         kind = frames.decode(found[0], tables.KIND, Table, path).kind
         if kind not in layout.READABLE:
             raise NewerFormatError.at(path, f"a container of the unknown kind {kind!r}")
-        return tables.decode(found[0], name, kind, path, parts=False)
+        return tables.decode(found[0], name, kind, path)
 
 
 def read_table_within(bucket: Bucket, container: ContainerId, nbytes: int) -> Table | None:
@@ -522,7 +522,7 @@ def read_table_within(bucket: Bucket, container: ContainerId, nbytes: int) -> Ta
             if end - start > layout.FRAME_BYTES:
                 return None
             blob = bytes(bucket.get_range(key, start, end))
-            return tables.decode(blob, container.name, container.kind, path, parts=False)
+            return tables.decode(blob, container.name, container.kind, path)
     except (FileNotFoundError, DamagedRemoteError, NewerFormatError, RemoteAccessError):
         return None
 

@@ -5,11 +5,13 @@ lead to in any case, and these have whole digests. So a prefix that two pieces s
 table more at most, and prefixes can be shorter here than a push may rely on.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
 
+from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.store.format.manifests import Piece
 from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.remote import layout
 from tensor_dedup.store.remote.buckets import Bucket
@@ -24,8 +26,8 @@ from tensor_dedup.store.remote.catalog import (
 )
 from tensor_dedup.store.remote.errors import DamagedRemoteError, RemoteAccessError
 
-# What holders may have for each piece. It takes 70 in a container of its own; so does an anchor.
-_PIECE_BYTES: Final = 512
+# What holders may have for each that they name. It takes 70 in a container of its own.
+_NAMED_BYTES: Final = 256
 # One checkpoint in so many has two pieces with one prefix.
 _MISTAKEN_BITS: Final = 6
 
@@ -56,28 +58,30 @@ def put_holders(bucket: Bucket, manifest: str, containers: Iterable[ListedContai
     bucket.put(layout.holders_key(manifest), [memoryview(blob)])
 
 
-def read_holders(bucket: Bucket, manifest: str, pieces: int) -> Catalog | None:
-    """Read which containers hold the `pieces` pieces of a manifest; None where nothing says so.
+def read_holders(bucket: Bucket, manifest: str, pieces: Sequence[Piece]) -> Catalog | None:
+    """Read which containers hold the pieces of a manifest; None where nothing says so.
 
     They are a cache and no more trusted than the catalog. What a sweep has deleted since may be
     among them.
 
     Raises:
-        DamagedRemoteError, NewerFormatError: they cannot be read, or are larger than so many pieces
-            and what these are against need.
+        DamagedRemoteError, NewerFormatError: they cannot be read, or are larger than these pieces
+            and what they are against need.
     """
     key = layout.holders_key(manifest)
+    # Each piece is named once, and once what it is against: a base, and all of its leaves but one.
+    most = sum(1 + -(-piece.nbytes // LEAF_BYTES) for piece in pieces if piece.nbytes)
     try:
-        found = bucket.get(key, layout.TEXT_BYTES + pieces * _PIECE_BYTES)
+        found = bucket.get(key, layout.TEXT_BYTES + most * _NAMED_BYTES)
     except RemoteAccessError:
         # What S3 says of an object that is not there to those who may not list.
         return None
     if found is None:
         return None
     holders, containers = Catalog(), decode_segment(found[0], bucket.at(key))
-    # Each piece is named once, and once what it is against. Short prefixes of few bytes are many.
-    if (count := sum(each.pieces for each in containers)) > 2 * pieces:
-        what = f"they name {count} pieces, {2 * pieces} are allowed"
+    # Short prefixes of few bytes are many.
+    if (count := sum(each.pieces for each in containers)) > most:
+        what = f"they name {count} pieces, {most} are allowed"
         raise DamagedRemoteError.at(bucket.at(key), what)
     for container in containers:
         holders.add(container)

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final, Self
 
 from tensor_dedup.digest import LEAF_BYTES, leaf_digests
@@ -18,7 +17,7 @@ from tensor_dedup.store.codecs.records import chunks, head_bytes
 from tensor_dedup.store.errors import CorruptFrameError
 from tensor_dedup.store.format.tables import PLAIN, Record
 from tensor_dedup.store.objects import ContainerId
-from tensor_dedup.store.reading.decoding import decode_leaf, leaves_of
+from tensor_dedup.store.reading.decoding import base_of, decode_leaf, leaves_of
 from tensor_dedup.store.reading.reader import StoredPieces
 from tensor_dedup.store.remote import layout
 from tensor_dedup.store.remote.buckets import Bucket
@@ -311,7 +310,7 @@ class RemotePieces:
         self, container: ContainerId, record: Record, start: int, view: memoryview
     ) -> bytes:
         """What came as it is encoded was wrong: fetch its chunks again, and decode them."""
-        base = partial(self.read_leaf, record.base or b"")
+        base = base_of(record, self.read_leaf)
         leaves, size = leaves_of(record, start, view.nbytes), head_bytes(record.nbytes)
         self._wholes.pop(container, None)
         try:

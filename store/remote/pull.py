@@ -22,6 +22,7 @@ from tensor_dedup.store.checkpoints.runs import (
     parse_step_name,
 )
 from tensor_dedup.store.checkpoints.transfer import Transfer
+from tensor_dedup.store.codecs.parts import leaf_bytes
 from tensor_dedup.store.errors import (
     AdvisedError,
     DamagedFileError,
@@ -522,7 +523,9 @@ def _fetch(
         what = f"{total} bytes to write, {free} free"
         raise NoSpaceError.at(objects.layout.root, what, nbytes=total, free=free)
     progress.start(total)
-    transfer.expect({digest: record.nbytes for digest, (_, record) in places.items()})
+    bases = {base for _, record in places.values() for base in record.bases}
+    parts = {part for _, record in places.values() for part in record.parts.values()}
+    transfer.expect({digest: record.nbytes for digest, (_, record) in places.items()}, parts)
     alone = {d: place for d, place in places.items() if place[1].base is None}
     deltas = {d: place for d, place in places.items() if place[1].base is not None}
     with RemotePieces(bucket, alone, names, None, wholes) as source:
@@ -531,7 +534,6 @@ def _fetch(
             progress.advance(alone[digest][1].stored)
     if deltas:
         transfer.complete()
-        bases = {record.base for _, record in deltas.values() if record.base is not None}
         with (
             StoredPieces(objects, index, bases) as held,
             RemotePieces(bucket, deltas, names, held, wholes) as source,
@@ -539,6 +541,13 @@ def _fetch(
             for digest in source.arriving():
                 transfer.send(source, [digest])
                 progress.advance(deltas[digest][1].stored)
+
+
+def _against_bytes(record: Record, there: Collection[bytes]) -> int:
+    """The bytes of what a record is stored against and is not `there`."""
+    base = 0 if record.base is None or record.base in there else record.nbytes
+    new = (number for number, part in record.parts.items() if part not in there)
+    return base + sum(leaf_bytes(number, record.nbytes) for number in new)
 
 
 class _Lookup:
@@ -561,6 +570,7 @@ class _Lookup:
         self._bucket, self._names, self._of = bucket, names, of
         self._index = index
         self._missing: Mapping[bytes, int] = {}
+        self._parts: dict[bytes, int] = {}
         self._records: dict[bytes, list[tuple[ContainerId, Record]]] = {}
         self._known: set[ContainerId] = set()
         self._sizes: dict[ContainerId, int] = {}
@@ -574,7 +584,7 @@ class _Lookup:
         self._missing = missing
         with suppress(DamagedRemoteError, MissingRemoteError, NewerFormatError):
             of = self._of
-            holders = of and read_holders(self._bucket, of.manifest, len(of.pieces))
+            holders = of and read_holders(self._bucket, of.manifest, of.pieces)
             if holders:
                 self.by_holders = True
                 return self._found(holders)
@@ -609,27 +619,25 @@ class _Lookup:
                 return places
             # What is against an anchor that is lost may have been pushed again in another way.
             nowhere |= absent
-            stranded = {d: base for d in options if (base := places[d][1].base) in absent}
+            stranded = {d: absent.intersection(places[d][1].bases) for d in options}
+            stranded = {digest: bases for digest, bases in stranded.items() if bases}
             self._read({holder for digest in stranded for holder in catalog.holders(digest)})
-            for digest, base in stranded.items():
-                options[digest] = [p for p in self._options(digest) if p[1].base not in nowhere]
+            for digest, bases in stranded.items():
+                held = self._options(digest)
+                options[digest] = [p for p in held if nowhere.isdisjoint(p[1].bases)]
                 if not options[digest]:
-                    raise self._missing_error(base or b"")
+                    raise self._missing_error(min(bases))
 
     def _cheapest(self, options: Mapping[bytes, Sequence[Place]]) -> tuple[Places, set[bytes]]:
         """The copies that cost least, and what is here of what differences are against."""
-        bases = {r.base for held in options.values() for _, r in held if r.base is not None}
+        bases = {base for held in options.values() for _, r in held for base in r.bases}
         here = self._index.find(bases)
         local = {d for d, found in here.items() if any(place.base is None for place in found)}
-        travelling = {*self._missing}
+        there = local | {*self._missing}
         # An anchor that is not here comes along, and only then: a plain copy may cost less.
         places: Places = {}
         for digest, held in options.items():
-            costs = [
-                record.stored
-                + (0 if record.base is None or record.base in local | travelling else record.nbytes)
-                for _, record in held
-            ]
+            costs = [record.stored + _against_bytes(record, there) for _, record in held]
             places[digest] = held[costs.index(min(costs))]
         return places, local
 
@@ -637,8 +645,10 @@ class _Lookup:
         self, catalog: Catalog, places: Places, local: Collection[bytes]
     ) -> set[bytes]:
         """Add what differences are against and is not here; return what of it is nowhere."""
-        bases = [record.base for _, record in places.values() if record.base is not None]
+        bases = [base for _, record in places.values() for base in record.bases]
         needed = [base for base in dict.fromkeys(bases) if base not in local]
+        for _, record in places.values():
+            self._parts |= {p: leaf_bytes(n, record.nbytes) for n, p in record.parts.items()}
         self._read_tables(catalog, [d for d in needed if not self._alone(d)], alone=True)
         nowhere = set[bytes]()
         for digest in needed:
@@ -699,7 +709,7 @@ class _Lookup:
         """
         wanted = Counter[ContainerId]()
         for digest, container in chosen.items():
-            wanted[container] += self._missing.get(digest, 0)
+            wanted[container] += self._missing.get(digest) or self._parts.get(digest, 0)
         sizes = {container: catalog.containers[container].nbytes for container in wanted}
         known = {*self._known, *(c for c in wanted if c.kind not in layout.KINDS)}
         small = [c for c in wanted if sizes[c] <= _SMALL_BYTES and c not in known]
@@ -729,7 +739,7 @@ class _Lookup:
                 end = whole.nbytes - tables.TAIL_BYTES
                 start = tables.table_start(bytes(whole[max(0, end) :]), whole.nbytes, path)
                 blob = bytes(whole[start:end])
-                table = tables.decode(blob, container.name, container.kind, path, parts=False)
+                table = tables.decode(blob, container.name, container.kind, path)
         except (FileNotFoundError, DamagedRemoteError, NewerFormatError):
             return None
         self.wholes[container] = whole

@@ -17,28 +17,11 @@ from typing import Final
 
 import msgspec
 
-from tensor_dedup.digest import LEAF_BYTES, hand
+from tensor_dedup.digest import hand
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.runs import is_pin_among
-from tensor_dedup.store.codecs.interface import LEAVES
-from tensor_dedup.store.codecs.leaves import AS_IT_IS, wrap
-from tensor_dedup.store.codecs.parts import leaf_bytes
-from tensor_dedup.store.codecs.records import chunks, entry, head_bytes
 from tensor_dedup.store.errors import (
-    CorruptFrameError,
-    CorruptTensorError,
-    MissingObjectError,
     NewerFormatError,
-)
-from tensor_dedup.store.format import tables
-from tensor_dedup.store.format.tables import (
-    ALIGNMENT,
-    ENCODED,
-    MIXED,
-    PLAIN,
-    Encoded,
-    Record,
-    Table,
 )
 from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.reading.reader import StoredPieces
@@ -70,18 +53,14 @@ from tensor_dedup.store.remote.errors import (
 )
 from tensor_dedup.store.remote.holders import put_holders, relied_on
 from tensor_dedup.store.remote.lease import LEASE_S, boottime
+from tensor_dedup.store.remote.loads import DamagedRecordError, Load, Planner, content, fill
 from tensor_dedup.store.remote.relatives import Relative, first_there, lost, pages_there
 from tensor_dedup.store.remote.results import TransferListener, TransferResult
 
-_BLOCK_BYTES: Final = 4 * LEAF_BYTES
 _AT_ONCE: Final = 3
 # Of a smaller container it costs less to send it again than to ask whether it is there.
 _ASKED_BYTES: Final = 8 << 20
 _ATTEMPTS: Final = 4
-_PLAIN: Final = "pack"
-# What saves less goes as it is: of a container of plain pieces alone it is known what of it is
-# wanted, so that a pull can fetch it whole.
-_LEAST_SAVED: Final = 512
 # What a push is to cost: so much of what it has to send, and so much beside. A request has about so
 # many bytes of headers, the answer's included (some 820 were counted; S3's own answers are longer).
 # The list, the head and a reference are the last.
@@ -105,20 +84,6 @@ class Outgoing:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """A container to send: its table, and for each record where its bytes come from."""
-
-    container: ContainerId
-    table: Table
-    frame: Encoded
-    sources: Sequence[tuple[ContainerId, Record] | None]
-
-    @property
-    def nbytes(self) -> int:
-        return self.table.data_bytes + len(self.frame.blob) + tables.TAIL_BYTES
-
-
 class NameGuard:
     """What has a say in the names that a push is about to change; this one lets all pass."""
 
@@ -131,14 +96,6 @@ class NameGuard:
 
         It is asked when the push begins, and in the lock before each attempt.
         """
-
-
-class _DamagedRecordError(Exception):
-    """What is stored encoded here is damaged: another copy, or the piece as it is, must do."""
-
-    def __init__(self, digest: bytes) -> None:
-        super().__init__(digest.hex())
-        self.digest = digest
 
 
 class _OutdatedError(Exception):
@@ -196,12 +153,12 @@ class _Push:
         self._sizes: dict[bytes, int] = {}
         for each in checkpoints:
             self._sizes |= {digest: nbytes for digest, nbytes in each.wanted.items() if nbytes}
-        self._damaged: set[bytes] = set()
+        self._planner = Planner(self._sizes)
         # Names that were written too late to know that what they lead to is there.
         self._late: set[str] = set()
         # What each name stood for when it was looked at.
         self._seen: dict[str, str | None] = {}
-        self._moved_pieces = self._moved_bytes = 0
+        self._moved_pieces = self._anchor_pieces = self._moved_bytes = 0
 
     def run(self, began: float) -> TransferResult:
         bucket = self._bucket
@@ -230,6 +187,7 @@ class _Push:
             requests=calls - self._before[1],
             seconds=time.monotonic() - began,
             unchanged=not changing,
+            anchor_pieces=self._anchor_pieces,
         )
 
     def _damaged_there(self) -> list[int]:
@@ -298,26 +256,27 @@ class _Push:
         blobs = {part: blob for each in checkpoints for part, blob in each.blobs.items()}
         others = {layout.manifest_key(part) for part in blobs}
         others |= {layout.ref_key(each.name) for each in checkpoints}
-        loads: list[_Load] = []
+        loads: list[Load] = []
         if missing:
             with self._open_pieces({*missing}) as source:
                 places = (record for digest in missing for _, record in source.own_places(digest))
-                bases = {record.base for record in places if record.base is not None}
+                bases = {base for record in places for base in record.bases}
                 confirm(bucket, catalog, bases - missing.keys(), alone=True)
                 while True:
-                    loads = self._plan(source, missing, catalog)
+                    loads = self._planner.plan(source, missing, catalog)
                     reused = self._reused(catalog, missing, loads)
                     self._refuse_deleting(catalog, others | _keys(reused, loads))
                     try:
                         self._upload(source, loads, catalog)
                         break
-                    except _DamagedRecordError as error:
-                        self._damaged.add(error.digest)
+                    except DamagedRecordError as error:
+                        self._planner.note(error)
         else:
             reused = self._reused(catalog, missing, loads)
             self._refuse_deleting(catalog, others | _keys(reused, loads))
-        self._moved_pieces = len(missing)
-        self._moved_bytes = sum(r.stored for load in loads for r in load.table.records)
+        sent = [record for load in loads for record in load.table.records]
+        self._moved_pieces, self._anchor_pieces = len(missing), len(sent) - len(missing)
+        self._moved_bytes = sum(record.stored for record in sent)
 
         def write(part: str) -> None:
             bucket.put(layout.manifest_key(part), [memoryview(blobs[part])])
@@ -360,7 +319,7 @@ class _Push:
         self,
         catalog: Catalog,
         reused: Mapping[tuple[bytes, bool], ContainerId],
-        loads: Sequence[_Load],
+        loads: Sequence[Load],
         checkpoints: Sequence[Outgoing],
     ) -> None:
         """Write beside each manifest which containers hold its pieces, and what they are against.
@@ -373,117 +332,68 @@ class _Push:
             relied.add(each)
         for load in loads:
             relied.add(listed(load.container, load.table))
-        bases = {r.digest: r.base for load in loads for r in load.table.records if r.base}
+        bases = {r.digest: r.bases for load in loads for r in load.table.records}
 
         def write(checkpoint: Outgoing) -> None:
             own = [digest for digest, nbytes in checkpoint.wanted.items() if nbytes]
-            anchors = dict.fromkeys(bases[digest] for digest in own if digest in bases)
+            anchors = dict.fromkeys(b for digest in own for b in bases.get(digest, ()))
             put_holders(self._bucket, checkpoint.manifest, relied.only([*own, *anchors]))
 
         for _ in self._bucket.each(write, {each.manifest: each for each in checkpoints}.values()):
             pass
 
-    def _plan(
-        self, source: StoredPieces, missing: Mapping[bytes, int], catalog: Catalog
-    ) -> list[_Load]:
-        """Choose how each piece travels, and in which container. The same each time."""
-        anchors = set[bytes]()
-        chosen: dict[bytes, tuple[ContainerId, Record] | None] = {}
-        for digest in missing:
-            place = self._encoded(source, digest, missing, catalog)
-            chosen[digest] = place
-            if place is not None and place[1].base is not None:
-                anchors.add(place[1].base)
-        for digest in anchors & missing.keys():
-            place = chosen[digest]
-            if place is not None and place[1].base is not None:
-                chosen[digest] = self._encoded(source, digest, {}, None)
-        plain = [
-            (self._plain_record(source, digest, missing[digest]), None)
-            for digest, place in chosen.items()
-            if place is None
-        ]
-        encoded = [(_as_sent(place[1]), place) for place in chosen.values() if place is not None]
-        # In one sequence: a container of each kind would be two more requests.
-        return [*_loads([*plain, *encoded])]
-
-    def _encoded(
-        self,
-        source: StoredPieces,
-        digest: bytes,
-        missing: Mapping[bytes, int],
-        catalog: Catalog | None,
-    ) -> tuple[ContainerId, Record] | None:
-        """The smallest encoded copy whose base is there, or travels too; None: it goes as it is.
-
-        Without a catalog only a copy without a base will do.
-        """
-        if digest in self._damaged:
-            return None
-        places = [
-            (container, record)
-            for container, record in source.own_places(digest)
-            if record.codec != PLAIN
-            if record.nbytes - _as_sent(record).stored >= _LEAST_SAVED
-        ]
-        for place in sorted(places, key=lambda p: (_as_sent(p[1]).stored, p[0])):
-            base = place[1].base
-            if base is None:
-                return place
-            if catalog is not None and (base in missing or catalog.holders(base, alone=True)):
-                return place
-        return None
-
-    def _plain_record(self, source: StoredPieces, digest: bytes, nbytes: int) -> Record:
-        records = source.records(digest)
-        if not records:
-            what = f"no container holds {digest.hex()}"
-            raise MissingObjectError.at(source.name, what, digest=digest.hex(), nbytes=nbytes)
-        return Record(digest, 0, nbytes, nbytes, PLAIN, None, records[0].leaves)
-
-    def _upload(self, source: StoredPieces, loads: Sequence[_Load], catalog: Catalog) -> None:
+    def _upload(self, source: StoredPieces, loads: Sequence[Load], catalog: Catalog) -> None:
         """Send containers, some at once, and their tables in order.
 
         So those that have tables when it is cut short are the first ones, and what is left is laid
         out as it was: then a container is found that was sent and has no table yet.
 
         Up to `_AT_ONCE` containers are in memory, or some parts of a larger one, which goes alone.
+        Memory that was sent is filled again: fresh memory costs more than what is read into it.
         """
         self._progress.start(sum(load.nbytes for load in loads))
-        sending: deque[tuple[_Load, Future[bool]]] = deque()
-        may_be_there = True
+        sending: deque[tuple[Load, Future[bool], memoryview | None]] = deque()
+        may_be_there, spare = True, list[memoryview]()
+        # What of it is not written to takes no memory.
+        largest = max((load.nbytes for load in loads if not _is_streamed(load)), default=0)
 
         def settle() -> None:
             nonlocal may_be_there
-            load, sent = sending.popleft()
+            load, sent, memory = sending.popleft()
             # One that was cut short had not begun what now begins once this one is missing.
             may_be_there = sent.result() and may_be_there
             key = layout.table_key(load.container.name)
             self._bucket.put(key, [memoryview(load.frame.blob)])
             self._progress.advance(load.nbytes)
+            if memory is not None:
+                spare.append(memory)
 
         with ExitStack() as undo:
             pool = undo.enter_context(ThreadPoolExecutor(_AT_ONCE))
-            undo.callback(lambda: [each.cancel() for _, each in sending])
+            undo.callback(lambda: [each.cancel() for _, each, _ in sending])
             for load in loads:
-                streamed = load.table.data_bytes > 2 * layout.CONTAINER_BYTES
+                streamed = _is_streamed(load)
                 while len(sending) >= (1 if streamed else _AT_ONCE):
                     settle()
-                parts: Sequence[memoryview] | Iterator[memoryview] = _content(source, load)
+                memory: memoryview | None = None
+                parts: Sequence[memoryview] | Iterator[memoryview] = content(source, load)
                 if not streamed:
                     # Read and checked here, sent by the threads.
-                    parts = [_gathered(_content(source, load), load.nbytes)]
+                    memory = spare.pop() if spare else memoryview(bytearray(largest))
+                    fill(source, load, memory[: load.nbytes])
+                    parts = [memory[: load.nbytes]]
                 # What was condemned may have been so because it is damaged.
                 condemned = layout.container_key(load.container) in catalog.trash.condemned
                 ask = may_be_there and load.nbytes >= _ASKED_BYTES and not condemned
-                sending.append((load, hand(pool, partial(self._send_one, load, parts, ask))))
+                sent = hand(pool, partial(self._send_one, load, parts, ask))
+                sending.append((load, sent, memory))
                 if streamed:
                     settle()  # it is read as it is sent
             while sending:
                 settle()
 
     def _send_one(
-        self, load: _Load, parts: Sequence[memoryview] | Iterator[memoryview], ask: bool
+        self, load: Load, parts: Sequence[memoryview] | Iterator[memoryview], ask: bool
     ) -> bool:
         """Send a container unless it is there; False where it was asked for and is missing."""
         bucket, key = self._bucket, layout.container_key(load.container)
@@ -495,21 +405,22 @@ class _Push:
         return not ask
 
     def _reused(
-        self, catalog: Catalog, missing: Collection[bytes], loads: Sequence[_Load]
+        self, catalog: Catalog, missing: Collection[bytes], loads: Sequence[Load]
     ) -> dict[tuple[bytes, bool], ContainerId]:
         """The pieces of the remote that the checkpoints, or deltas among them, rely on, and where.
 
         Each is given with whether it is held there without a base.
         """
         found: dict[tuple[bytes, bool], ContainerId] = {}
-        bases = {r.base for load in loads for r in load.table.records if r.base is not None}
+        records = [record for load in loads for record in load.table.records]
+        bases = {base for record in records for base in record.bases}
         for digest in (d for d in self._sizes if d not in missing):
             held = catalog.holders(digest)
             if not held:
                 # No table was to be read for it (`assure`); one was for another, and is gone.
                 raise _OutdatedError
             found[digest, held[0] in catalog.holders(digest, alone=True)] = held[0]
-        for digest in bases - {*missing}:
+        for digest in bases - {record.digest for record in records}:
             found[digest, True] = catalog.holders(digest, alone=True)[0]
         return found
 
@@ -517,7 +428,7 @@ class _Push:
         self,
         catalog: Catalog,
         reused: Mapping[tuple[bytes, bool], ContainerId],
-        loads: Sequence[_Load],
+        loads: Sequence[Load],
     ) -> int:
         """The bytes that are left of what a push is to cost, when it has written what it must."""
         nbytes, calls = self._bucket.traffic.counts()
@@ -534,7 +445,7 @@ class _Push:
         self,
         catalog: Catalog,
         reused: Mapping[tuple[bytes, bool], ContainerId],
-        loads: Sequence[_Load],
+        loads: Sequence[Load],
     ) -> None:
         """Check that what the catalog says is there: a reference must not lead to nothing.
 
@@ -553,7 +464,7 @@ class _Push:
         self,
         catalog: Catalog,
         reused: Mapping[tuple[bytes, bool], ContainerId],
-        loads: Sequence[_Load],
+        loads: Sequence[Load],
         objects: Sequence[str],
         keys: Collection[str],
     ) -> None:
@@ -603,7 +514,7 @@ class _Push:
             what = "a gc deletes what this push needs; if none does, run one an hour later"
             raise RemoteBusyError.at(self._bucket.at(layout.HEAD), what)
 
-    def _check_sent(self, loads: Sequence[_Load], objects: Sequence[str]) -> None:
+    def _check_sent(self, loads: Sequence[Load], objects: Sequence[str]) -> None:
         """Check that what was sent is there, where others wrote the catalog meanwhile.
 
         A gc may have deleted what was garbage until then, and was sent again between its last look
@@ -663,127 +574,13 @@ def refer(
     raise RemoteBusyError.at(bucket.at(key), "others wrote this reference again and again")
 
 
-def _keys(reused: Mapping[tuple[bytes, bool], ContainerId], loads: Sequence[_Load]) -> set[str]:
+def _is_streamed(load: Load) -> bool:
+    """Whether a container is read as it is sent, for it has one large piece."""
+    return load.table.data_bytes > 2 * layout.CONTAINER_BYTES
+
+
+def _keys(reused: Mapping[tuple[bytes, bool], ContainerId], loads: Sequence[Load]) -> set[str]:
     """The keys of the containers that a push relies on or sends, and of their tables."""
     containers = {*reused.values(), *(load.container for load in loads)}
     keys = {layout.container_key(each) for each in containers}
     return keys | {layout.table_key(each.name) for each in containers}
-
-
-def _loads(
-    records: Sequence[tuple[Record, tuple[ContainerId, Record] | None]],
-) -> Iterator[_Load]:
-    """Lay records out in containers, in their order.
-
-    A container takes pieces until it is full, and a larger piece has one of its own and closes no
-    other: so there are never more than one for each CONTAINER_BYTES begun, or for each such piece.
-    What is left without the first containers is laid out as it was.
-    """
-    step, end = ALIGNMENT[MIXED], 0
-    held: list[Record] = []
-    sources: list[tuple[ContainerId, Record] | None] = []
-    for record, place in records:
-        if record.stored > layout.CONTAINER_BYTES:
-            yield _load(record.stored, [msgspec.structs.replace(record, offset=0)], [place])
-            continue
-        start = -(-end // step) * step
-        held.append(msgspec.structs.replace(record, offset=start))
-        sources.append(place)
-        end = start + record.stored
-        if end >= layout.CONTAINER_BYTES:
-            yield _load(end, held, sources)
-            held, sources, end = [], [], 0
-    if held:
-        yield _load(end, held, sources)
-
-
-def _load(
-    end: int,
-    records: Sequence[Record],
-    sources: Sequence[tuple[ContainerId, Record] | None],
-) -> _Load:
-    # Of a container's own records: what is left of a push that was cut short has the same kinds.
-    plain = [record.codec == PLAIN for record in records]
-    kind = _PLAIN if all(plain) else MIXED if any(plain) else ENCODED
-    table = Table(kind, end, [*records], None)
-    frame = tables.encode(table)
-    return _Load(ContainerId(frame.name, kind), table, frame, sources)
-
-
-def _gathered(parts: Iterator[memoryview], nbytes: int) -> memoryview:
-    whole, at = memoryview(bytearray(nbytes)), 0
-    for part in parts:
-        whole[at : at + part.nbytes] = part
-        at += part.nbytes
-    return whole
-
-
-def _content(source: StoredPieces, load: _Load) -> Iterator[memoryview]:
-    """The bytes of a container, checked as they are read."""
-    at = 0
-    for record, place in zip(load.table.records, load.sources, strict=True):
-        if record.offset > at:
-            yield memoryview(bytes(record.offset - at))
-        if place is None:
-            for start in range(0, record.nbytes, _BLOCK_BYTES):
-                view = memoryview(bytearray(min(_BLOCK_BYTES, record.nbytes - start)))
-                source.read_piece_into(record.digest, start, view, record.nbytes)
-                yield view
-        elif place[1].parts:
-            yield from _by_leaf(source, place[1])
-        else:
-            yield from _encoded_content(source, *place)
-        at = record.offset + record.stored
-    yield memoryview(load.frame.blob + tables.tail(load.table.data_bytes))
-
-
-def _encoded_content(
-    source: StoredPieces, container: ContainerId, record: Record
-) -> Iterator[memoryview]:
-    """The bytes of an encoded record as they are, each chunk compared with its checksum."""
-    head = memoryview(bytearray(head_bytes(record.nbytes)))
-    try:
-        if not source.read_stored(container, record.offset, head):
-            raise _DamagedRecordError(record.digest)
-        yield head
-        for chunk in chunks(bytes(head), record.stored):
-            view = memoryview(bytearray(chunk.size))
-            read = source.read_stored(container, record.offset + chunk.offset, view)
-            if not read or not chunk.holds(view):
-                raise _DamagedRecordError(record.digest)
-            yield view
-    except (CorruptFrameError, CorruptTensorError) as error:
-        raise _DamagedRecordError(record.digest) from error
-
-
-def _as_sent(record: Record) -> Record:
-    """The record that a remote gets of one in a store.
-
-    Nothing there is kept because it is a part of something, so what has parts becomes one of the
-    codec `leaves`, with the same base.
-    """
-    parts = record.parts
-    if not parts:
-        return record
-    own = sum(len(wrap(AS_IT_IS, b"")) + leaf_bytes(number, record.nbytes) for number in parts)
-    stored = head_bytes(record.nbytes) + own
-    return msgspec.structs.replace(record, codec=LEAVES, stored=stored)
-
-
-def _by_leaf(source: StoredPieces, record: Record) -> Iterator[memoryview]:
-    """The bytes of a record that has parts, as `_as_sent` has it.
-
-    Its head has the checksums of leaves, so these are read twice; all of them take much memory.
-    """
-    parts, start = record.parts, memoryview(wrap(AS_IT_IS, b""))
-
-    def read(number: int) -> memoryview:
-        view = memoryview(bytearray(leaf_bytes(number, record.nbytes)))
-        source.read_piece_into(record.digest, number * LEAF_BYTES, view, record.nbytes)
-        return view
-
-    for number in range(-(-record.nbytes // LEAF_BYTES)):
-        yield memoryview(entry(wrap(AS_IT_IS, read(number)) if number in parts else b""))
-    for number in parts:
-        yield start
-        yield read(number)

@@ -106,7 +106,6 @@ class RemoteTier:
         DamagedRemoteError,
         MissingRemoteError,
     )
-    keeps_parts: bool = False
 
     def __init__(
         self, remote: Remote, fast: Store, order: StepOrder, note: TierNote | None = None

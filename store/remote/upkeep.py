@@ -284,10 +284,10 @@ class RemoteInventory:
 
 
 def readable(held: Held) -> dict[ContainerId, dict[bytes, Record]]:
-    """Return the pieces without the differences whose base is not among them."""
+    """Return the pieces without the differences from something that is not among them."""
     alone = {d for records in held.values() for d, record in records.items() if record.base is None}
     return {
-        container: {d: r for d, r in records.items() if r.base is None or r.base in alone}
+        container: {d: r for d, r in records.items() if alone.issuperset(r.bases)}
         for container, records in held.items()
     }
 
@@ -443,11 +443,11 @@ def usage(bucket: Bucket) -> RemoteUsage:
     live = found.live()
     need = needed(live, found.held())
     kept = [record for c in need.containers for record in found.tables[c].records]
-    # What is stored as a difference needs its base, too, whoever else has that.
+    # What is stored as a difference needs what it is against, too, whoever else has that.
     users = {digest: {*names_} for digest, names_ in live.items()}
-    for record in kept:
-        if record.base is not None and record.digest in live:
-            users.setdefault(record.base, set()).update(live[record.digest])
+    used_by = ((base, r.digest) for r in kept if r.digest in live for base in r.bases)
+    for base, digest in used_by:
+        users.setdefault(base, set()).update(live[digest])
     stored: dict[bytes, int] = {}
     for records in found.held().values():
         for record in records.values():
@@ -577,7 +577,8 @@ def _damage(
     against: dict[bytes, set[bytes]] = {}
     for records in found.held().values():
         for record in records.values():
-            against.setdefault(record.base or record.digest, set()).add(record.digest)
+            for base in record.bases:
+                against.setdefault(base, set()).add(record.digest)
     noted = condemned(bucket) if damaged else {}
     known = catalog.containers if catalog is not None else {}
     faults: dict[ContainerId, list[RemoteFault]] = {}
@@ -737,7 +738,7 @@ def _mended_holders(
 
     def read(name: str) -> Catalog | DamagedRemoteError | None:
         try:
-            return read_holders(bucket, name, len(manifests[name].pieces))
+            return read_holders(bucket, name, manifests[name].pieces)
         except DamagedRemoteError as error:
             return error
         except NewerFormatError:
@@ -751,9 +752,10 @@ def _mended_holders(
         # Of what is a difference in several containers, the first is named.
         last_first = reversed([*there.containers])
         records = (r for c in last_first for r in found.tables[c].records)
-        anchors = {r.digest: r.base for r in records if r.base is not None and r.digest in own}
+        bases = {r.digest: r.bases for r in records if r.base is not None and r.digest in own}
+        anchors = {base for each in bases.values() for base in each}
         with as_far_as_allowed():
-            put_holders(bucket, name, there.only(sorted(own.union(anchors.values()))))
+            put_holders(bucket, name, there.only(sorted(own | anchors)))
         if what:
             yield RemoteFault(bucket.at(layout.holders_key(name)), what)
 

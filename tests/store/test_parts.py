@@ -11,7 +11,19 @@ import pytest
 from msgspec.structs import replace
 
 from disk_faults import Crash, Faults, FaultyFiles
-from stores import KIB, Model, assert_same, handle, noise, open_store, stored
+from parted_runs import (
+    BASE,
+    BOOKS,
+    LEAVES,
+    TAIL,
+    all_tables,
+    check,
+    containers,
+    data_of,
+    in_parts,
+    model,
+)
+from stores import Model, assert_same, handle, noise, open_store
 from tensor_dedup.digest import LEAF_BYTES, digest, leaf_digests
 from tensor_dedup.store import Store
 from tensor_dedup.store import index as index_module
@@ -24,50 +36,9 @@ from tensor_dedup.store.errors import (
     NewerFormatError,
     UnfitForCollectionError,
 )
-from tensor_dedup.store.format import frames, tables
-from tensor_dedup.store.format.tables import Record, Table
-from tensor_dedup.store.objects import ContainerId
-from tensor_dedup.store.remote import Remote
+from tensor_dedup.store.format import tables
+from tensor_dedup.store.format.tables import Table
 from tensor_dedup.store.writing.deltas import EncodedWriter
-
-LEAVES = 6
-TAIL = 100 * KIB  # of the last leaf
-BASE = noise(1, LEAVES * LEAF_BYTES + TAIL)
-# What a table, a page, a manifest and a reference may take.
-_BOOKS = 16 * KIB
-
-
-def data_of(step: int) -> bytes:
-    """The embedding of a step: another leaf is new in each, and no codec makes it smaller."""
-    found = bytearray(BASE)
-    for number in range(1, step + 1):
-        at = number % (LEAVES + 1) * LEAF_BYTES
-        stop = min(at + LEAF_BYTES, len(found))
-        found[at:stop] = noise(100 + number, stop - at)
-    return bytes(found)
-
-
-def model(step: int) -> Model:
-    """A step of which one leaf of the embedding and another tensor are new."""
-    return {
-        "embedding": np.frombuffer(data_of(step), np.uint8).copy(),
-        "dense": np.full(50_000, step, np.float32),
-    }
-
-
-def all_tables(store: Store) -> dict[ContainerId, Table]:
-    return {each: store._objects.table(each) for each in store._objects.containers()}
-
-
-def in_parts(store: Store) -> dict[bytes, Record]:
-    """The records that have parts, by digest."""
-    found = {r.digest: r for table in all_tables(store).values() for r in table.records if r.parts}
-    assert all(len(record.bases) == 1 + len(record.parts) for record in found.values())
-    return found
-
-
-def containers(store: Store) -> int:
-    return sum(p.stat().st_size for p in (store.path / "containers").rglob("*") if p.is_file())
 
 
 @pytest.fixture(params=[None, "auto"])
@@ -80,16 +51,6 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CheckpointSt
         expected = {bytes.fromhex(digest(data_of(step))) for step in range(1, LEAVES)}
         assert in_parts(run.store).keys() == expected
         yield run
-
-
-def check(run: CheckpointStore, steps: list[int], root: Path | None = None) -> None:
-    """Every step that should be there is, to the last byte, and nothing else."""
-    again = handle(root or run.store.path)
-    assert again.steps() == steps
-    for step in steps:
-        assert_same(again.load(step), model(step))
-    assert again.store.verify(full=True).faults == []
-    again.close()
 
 
 # What they cost.
@@ -106,7 +67,7 @@ def test_each_step_costs_the_leaf_that_it_touches(
             before = containers(run.store)
             only = {"embedding": model(step)["embedding"]}
             run.save_async(only, step).wait() if background else run.save(only, step)
-            assert containers(run.store) - before <= LEAF_BYTES + _BOOKS, step
+            assert containers(run.store) - before <= LEAF_BYTES + BOOKS, step
             record = in_parts(run.store)[bytes.fromhex(digest(data_of(step)))]
             assert list(record.parts) == list(range(1, step + 1))
         for step in range(LEAVES):
@@ -123,7 +84,7 @@ def test_what_a_run_keeps_takes_no_more_than_three_tensors(tmp_path: Path, kept:
         for step in range(12):
             run.save({"embedding": data}, step)
             run.gc(0)
-            assert containers(run.store) <= 3 * nbytes + LEAF_BYTES + _BOOKS, step
+            assert containers(run.store) <= 3 * nbytes + LEAF_BYTES + BOOKS, step
             assert step != 1 or in_parts(run.store)
             for number in dice.choice(LEAVES, LEAVES // 2, replace=False):
                 at = number * LEAF_BYTES
@@ -142,7 +103,7 @@ def test_a_part_is_not_taken_for_the_base_of_the_last_step(tmp_path: Path) -> No
             run.save({"embedding": data}, step)
             record = in_parts(run.store)[bytes.fromhex(digest(data.tobytes()))]
             assert record.base == anchor
-            assert containers(run.store) - before <= LEAF_BYTES + _BOOKS, step
+            assert containers(run.store) - before <= LEAF_BYTES + BOOKS, step
 
 
 def test_a_leaf_that_changes_again_and_again_begins_no_star(tmp_path: Path) -> None:
@@ -154,7 +115,7 @@ def test_a_leaf_that_changes_again_and_again_begins_no_star(tmp_path: Path) -> N
             run.save({"embedding": data}, step)
         steps = 3 * LEAVES - 1
         assert len(in_parts(run.store)) == steps
-        assert containers(run.store) <= len(BASE) + steps * (LEAF_BYTES + _BOOKS) + _BOOKS
+        assert containers(run.store) <= len(BASE) + steps * (LEAF_BYTES + BOOKS) + BOOKS
 
 
 def test_the_next_star_is_stored_before_it_is_encoded(
@@ -228,7 +189,7 @@ def test_a_leaf_that_comes_back_costs_nothing(tmp_path: Path) -> None:
         again = {**model(3), "embedding": np.frombuffer(bytes(mixed), np.uint8).copy()}
         before = containers(run.store)
         run.save(again, 4)
-        assert containers(run.store) - before <= _BOOKS
+        assert containers(run.store) - before <= BOOKS
         record = in_parts(run.store)[bytes.fromhex(digest(bytes(mixed)))]
         assert list(record.parts) == [2, 3]
         assert_same(run.load(4), again)
@@ -250,7 +211,7 @@ def test_two_tensors_have_a_part_in_common(tmp_path: Path) -> None:
         before = containers(run.store)
         run.save(step(1), 1)
         assert len(in_parts(run.store)) == 2
-        assert containers(run.store) - before <= LEAF_BYTES + _BOOKS
+        assert containers(run.store) - before <= LEAF_BYTES + BOOKS
         assert_same(run.load(1), step(1))
         assert run.store.verify(full=True).faults == []
 
@@ -265,7 +226,7 @@ def test_parts_are_encoded_alone_where_that_is_worth_it(tmp_path: Path) -> None:
             before = containers(run.store)
             table[step] = dice.standard_normal(LEAF_BYTES // 4)
             run.save({"embedding": table}, step)
-            assert containers(run.store) - before <= 0.9 * LEAF_BYTES + _BOOKS, step
+            assert containers(run.store) - before <= 0.9 * LEAF_BYTES + BOOKS, step
         assert_same(run.load(LEAVES - 1), {"embedding": table})
         assert len(in_parts(run.store)) == LEAVES - 1
     assert run.store.verify(full=True).faults == []
@@ -275,7 +236,7 @@ def test_parts_are_encoded_alone_where_that_is_worth_it(tmp_path: Path) -> None:
 def test_sizes_count_parts(run: CheckpointStore) -> None:
     grown = run.store.run_growth("run")
     for each in grown[1:]:
-        assert LEAF_BYTES <= each.stored_bytes <= LEAF_BYTES + 200_000 + _BOOKS
+        assert LEAF_BYTES <= each.stored_bytes <= LEAF_BYTES + 200_000 + BOOKS
     [usage] = run.store.usage().checkpoints
     assert usage.unique_bytes >= len(BASE) + (LEAVES - 1) * LEAF_BYTES
     assert usage.reclaimable_bytes is not None
@@ -298,7 +259,7 @@ def test_gc_keeps_what_steps_consist_of(run: CheckpointStore, gone: list[int]) -
     before = containers(run.store)
     run.save(model(LEAVES), LEAVES)
     again = LEAF_BYTES if 5 in gone else 0
-    assert containers(run.store) - before <= TAIL + 200_000 + again + _BOOKS
+    assert containers(run.store) - before <= TAIL + 200_000 + again + BOOKS
     run.gc(0)
     check(run, [*left, LEAVES])
 
@@ -327,7 +288,7 @@ def test_a_part_does_not_keep_the_rest_of_its_step(tmp_path: Path) -> None:
         run.gc(0)
         # The first step's is in one container with the anchor.
         kept = len(BASE) + 2 * dense + (LEAVES - 1) * LEAF_BYTES
-        assert containers(run.store) <= kept + LEAVES * _BOOKS
+        assert containers(run.store) <= kept + LEAVES * BOOKS
         assert_same(run.load(LEAVES - 1), step(LEAVES - 1))
 
 
@@ -439,7 +400,7 @@ def test_damage_to_a_record_is_damage_to_no_part(run: CheckpointStore) -> None:
         assert_same(run.load(step), model(step))
     before = containers(run.store)
     run.save(model(3), 9)
-    assert containers(run.store) - before <= _BOOKS  # all of its leaves are there
+    assert containers(run.store) - before <= BOOKS  # all of its leaves are there
     for step in (3, 9):
         assert_same(run.load(step), model(3))
 
@@ -615,7 +576,7 @@ def test_a_drain_brings_parts(tmp_path: Path, kept: int) -> None:
             run.save(model(step), step)
             run.drain()
             costs.append(containers(open_store(slow)) - before)
-    assert all(cost <= LEAF_BYTES + 200_000 + 2 * _BOOKS for cost in costs[1:]), costs
+    assert all(cost <= LEAF_BYTES + 200_000 + 2 * BOOKS for cost in costs[1:]), costs
     assert len(in_parts(open_store(slow))) == LEAVES - 1
     check(run, list(range(LEAVES)), slow)
     second = open_store(slow)
@@ -626,55 +587,6 @@ def test_a_drain_brings_parts(tmp_path: Path, kept: int) -> None:
     # A new machine has an empty fast tier.
     with handle(tmp_path / "new", compress=None, drain=slow) as after:
         assert_same(after.load(LEAVES - 1), model(LEAVES - 1))
-
-
-def test_a_remote_has_no_parts(run: CheckpointStore, tmp_path: Path) -> None:
-    url = f"file://{tmp_path / 'remote'}"
-    store = run.store
-    for step in range(LEAVES):
-        store.push(url, f"run@{step}")
-    remote = Remote.open(url)
-    assert remote.verify(full=True).faults == ()
-    there = list((tmp_path / "remote" / "tables").rglob("*"))
-    codecs = set[str]()
-    for path in (each for each in there if each.is_file()):
-        table = frames.decode(path.read_bytes(), tables.KIND, Table, path)
-        codecs |= {record.codec for record in table.records}
-    assert "leaves" in codecs
-    assert not any(codec.startswith("parts") for codec in codecs)
-    other = open_store(tmp_path / "other")
-    for step in range(LEAVES):
-        other.pull(url, f"run@{step}")
-        assert stored(other, f"run@{step}") == stored(store, f"run@{step}")
-    check(run, list(range(LEAVES)), other.path)
-
-
-def test_a_run_is_drained_to_a_remote_and_begun_again_there(tmp_path: Path) -> None:
-    """Which has no parts, so a star of them would be sent again and again: the run makes none."""
-    url = f"file://{tmp_path / 'remote'}"
-    with handle(tmp_path / "fast", compress=None) as run:
-        for step in range(2):
-            run.save(model(step), step)
-        assert in_parts(run.store).keys() == {bytes.fromhex(digest(data_of(1)))}
-    with handle(tmp_path / "fast", compress=None, drain=url) as run:
-        for step in range(2, LEAVES):
-            run.save(model(step), step)
-        assert len(in_parts(run.store)) <= 1
-        run.drain()
-    with handle(tmp_path / "new", compress=None, drain=url) as after:
-        assert after.latest() == LEAVES - 1
-        assert_same(after.load(LEAVES - 1), model(LEAVES - 1))
-        after.save(model(LEAVES), LEAVES)
-        after.drain()
-        assert_same(after.load(LEAVES), model(LEAVES))
-
-
-def test_a_remote_that_has_parts_is_of_a_later_version(run: CheckpointStore) -> None:
-    for container, table in all_tables(run.store).items():
-        name, blob = tables.encode(table)
-        if any(record.parts for record in table.records):
-            with pytest.raises(NewerFormatError):
-                tables.decode(blob, name, container.kind, Path("there"), parts=False)
 
 
 # Records that nobody writes.

@@ -148,7 +148,8 @@ def of_a_container_that_is_gone(bucket: MemoryBucket, blob: bytes) -> bytes:
 
 
 def of_a_container_without_them(bucket: MemoryBucket, blob: bytes) -> bytes:
-    held = read_holders(bucket, Remote(bucket).read("tiny").manifest, 9)
+    read = Remote(bucket).read("tiny")
+    held = read_holders(bucket, read.manifest, read.pieces)
     assert held is not None
     [other] = held.containers
     return changed(blob, lambda entry: [bytes.fromhex(other.name), other.kind, *entry[2:]])
@@ -244,7 +245,8 @@ def test_prefixes_that_pieces_of_several_containers_share_cost_tables_at_most(
     monkeypatch.setattr(catalog, "_SHORTEST", 1)
     monkeypatch.setattr(holders, "_MISTAKEN_BITS", -100)
     store.push(Remote(found), "base", replace=True)
-    held = read_holders(found, Remote(found).read("base").manifest, 201)
+    there = Remote(found).read("base")
+    held = read_holders(found, there.manifest, there.pieces)
     assert held is not None
     assert len(held.containers) >= 4
     several = [
@@ -357,6 +359,6 @@ def test_holders_that_verify_writes_are_no_larger_than_they_may_be(bucket: Memor
     bucket.put(key, [memoryview(b"")])
     assert len(own) + len(anchors) > 2 * len(own)
     assert [*upkeep._mended_holders(bucket, found, ())]
-    held = read_holders(bucket, read.manifest, len(own))
+    held = read_holders(bucket, read.manifest, read.pieces)
     assert held is not None
     assert all(map(held.holders, (*own, anchors[0])))

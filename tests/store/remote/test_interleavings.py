@@ -11,11 +11,12 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
-from stores import Content, content, open_store, stored, three
-from tensor_dedup.digest import digest
+from stores import Content, content, handle, noise, open_store, stored, three
+from tensor_dedup.digest import LEAF_BYTES, digest
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store import Store
 from tensor_dedup.store.format import frames
@@ -28,6 +29,7 @@ from tensor_dedup.store.remote.catalog import (
     read_catalog,
 )
 from tensor_dedup.store.remote.errors import RemoteBusyError
+from tensor_dedup.store.remote.upkeep import take_inventory
 
 HOUR = 3600.0
 KINDS = (*FAULTS, *READ_FAULTS, "delayed")
@@ -53,20 +55,26 @@ class Delayed(Faulty):
 class Scene:
     """A remote in which something is condemned and about to be deleted, and who works on it."""
 
+    base, tune, tiny = "base", "tune", "tiny"
+
     def __init__(self, root: Path) -> None:
-        paths = three(root)
-        self.expected: dict[str, Content] = {name: content(path) for name, path in paths.items()}
         self.full = open_store(root / "full")
-        for name, path in paths.items():
-            self.full.import_(path, name, compress="auto")
+        self.expected: dict[str, Content] = {}
         self.start = MemoryBucket()
-        for name in ("base", "tune"):
+        self.fill(root)
+        for name in (self.base, self.tune):
             self.full.push(Remote(self.start), name)
-        Remote(self.start).delete("tune")
+        Remote(self.start).delete(self.tune)
         self.start.clock += 25 * HOUR
         assert Remote(self.start).gc(24).condemn
         self.start.clock += 25 * HOUR
         self._root, self._numbers = root, iter(range(10**6))
+
+    def fill(self, root: Path) -> None:
+        """Fill the store."""
+        for name, path in three(root).items():
+            self.expected[name] = content(path)
+            self.full.import_(path, name, compress="auto")
 
     def bucket(self) -> MemoryBucket:
         return self.start.copied()
@@ -76,16 +84,16 @@ class Scene:
 
     def works(self) -> dict[str, Work]:
         return {
-            "push": lambda remote: self.full.push(remote, "tune"),
+            "push": lambda remote: self.full.push(remote, self.tune),
             "gc": lambda remote: remote.gc(24),
-            "delete": lambda remote: remote.delete("base"),
-            "pull": lambda remote: self.store().pull(remote, "base"),
+            "delete": lambda remote: remote.delete(self.base),
+            "pull": lambda remote: self.store().pull(remote, self.base),
         }
 
     def collect_and_push(self, remote: Remote) -> None:
         """What a gc has deleted is pushed again at once."""
         tried(partial(remote.gc, 24))
-        self.full.push(remote, "tune")
+        self.full.push(remote, self.tune)
 
     def cases(self) -> Iterator[tuple[str, int, str, str, int]]:
         works = self.works()
@@ -104,7 +112,7 @@ class Scene:
         case, inner = (verb, at, fault, rival, moment), self.bucket()
         rivals: dict[str, Work] = {
             **self.works(),
-            "push of another": lambda remote: self.full.push(remote, "tiny"),
+            "push of another": lambda remote: self.full.push(remote, self.tiny),
             "gc and push": self.collect_and_push,
         }
 
@@ -117,13 +125,13 @@ class Scene:
         if not self._free(inner):
             inner.clock += HOUR  # when nobody deletes any more
             Remote(inner).gc(24)
-        self.full.push(Remote(inner), "tune")
+        self.full.push(Remote(inner), self.tune)
         if gate.late is not None:
             gate.late()
         inner.clock += 25 * HOUR
         Remote(inner).gc(24)
         self.check(inner, case)
-        assert "tune" in Remote(inner).names(), case
+        assert self.tune in Remote(inner).names(), case
 
     def _free(self, bucket: MemoryBucket) -> bool:
         """Whether no gc that was cut short is still to be finished."""
@@ -134,6 +142,21 @@ class Scene:
         found = Remote(bucket).verify(full=True)
         lost = [fault for fault in found.faults if fault.affected]
         assert not lost, (case, lost)
+
+
+class PartedScene(Scene):
+    """Steps whose changed leaves are pieces of their own: each needs those of the ones before."""
+
+    base, tune, tiny = "run@1", "run@2", "run@3"
+
+    def fill(self, root: Path) -> None:
+        data = bytearray(noise(1, 3 * LEAF_BYTES + 1000))
+        with handle(self.full.path, compress=None) as run:
+            for step in range(4):
+                data[step * 100 + step * LEAF_BYTES] ^= step
+                run.save({"w": np.frombuffer(bytes(data), np.uint8)}, step)
+                self.expected[f"run@{step}"] = stored(self.full, f"run@{step}")
+        self.full.push(Remote(self.start), "run@0")
 
 
 def first_deletion(scene: Scene) -> int:
@@ -150,19 +173,34 @@ def tried(work: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize(
-    "step", [211, pytest.param(11, marks=pytest.mark.long)], ids=["some", "5000"]
+    ("kind", "step"),
+    [
+        pytest.param(Scene, 211, id="some"),
+        pytest.param(Scene, 11, marks=pytest.mark.long, id="5000"),
+        pytest.param(PartedScene, 1009, id="some of parts"),
+        pytest.param(PartedScene, 31, marks=pytest.mark.long, id="1600 of parts"),
+    ],
 )
 def test_nothing_is_lost_whatever_goes_wrong_and_whoever_else_is_at_work(
-    tmp_path: Path, step: int
+    tmp_path: Path, kind: type[Scene], step: int
 ) -> None:
-    scene = Scene(tmp_path)
+    scene = kind(tmp_path)
     every = [*scene.cases()]
     assert len({*every}) == len(every) >= 50_000
     for case in islice(every, 0, None, step):
         scene.run(*case)
     store = scene.store()
-    store.pull(Remote(scene.start), "base")
-    assert stored(store, "base") == scene.expected["base"]
+    store.pull(Remote(scene.start), scene.base)
+    assert stored(store, scene.base) == scene.expected[scene.base]
+
+
+def test_steps_in_parts_need_what_a_sweep_is_about_to_delete(tmp_path: Path) -> None:
+    scene = PartedScene(tmp_path)
+    inner = scene.bucket()
+    assert any(key.startswith("containers/") for key in Remote(inner).gc(24, dry_run=True).delete)
+    scene.full.push(Remote(inner), scene.tune)
+    records = [r for table in take_inventory(inner).tables.values() for r in table.records]
+    assert sorted(len(record.parts) for record in records if record.parts) == [1, 2]
 
 
 class Sending(Faulty):

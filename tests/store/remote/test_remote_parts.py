@@ -1,0 +1,248 @@
+"""Runs whose steps each change another leaf, on remotes, where each leaf travels and lies once."""
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from parted_runs import BASE, BOOKS, LEAVES, all_tables, check, data_of, in_parts, model
+from remotes import MemoryBucket
+from stores import Model, assert_same, handle, noise, open_store, stored
+from tensor_dedup.digest import LEAF_BYTES, digest
+from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.errors import CorruptTensorError
+from tensor_dedup.store.format import frames, tables
+from tensor_dedup.store.format.tables import Record, Table
+from tensor_dedup.store.remote import Remote
+from tensor_dedup.store.remote.errors import CorruptRemoteTensorError, MissingRemoteError
+
+
+@pytest.fixture(params=[None, "auto"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CheckpointStore]:
+    """A run of six steps, of which all but the first are stored in parts."""
+    with handle(tmp_path / "store", compress=request.param) as run:
+        for step in range(LEAVES):
+            run.save(model(step), step)
+        run.gc(24)  # which waits for what is encoded in the background
+        expected = {bytes.fromhex(digest(data_of(step))) for step in range(1, LEAVES)}
+        assert in_parts(run.store).keys() == expected
+        yield run
+
+
+def parts_there(remote: Path) -> dict[bytes, Record]:
+    """The records of a remote that have parts, by digest."""
+    found = {r.digest: r for table in tables_there(remote) for r in table.records if r.parts}
+    alone = {r.digest for table in tables_there(remote) for r in table.records if r.base is None}
+    assert all(alone.issuperset(record.bases) for record in found.values())
+    return found
+
+
+def tables_there(remote: Path) -> list[Table]:
+    paths = [path for path in (remote / "tables").rglob("*") if path.is_file()]
+    return [frames.decode(path.read_bytes(), tables.KIND, Table, path) for path in paths]
+
+
+def sent(remote: Path) -> int:
+    return sum(p.stat().st_size for p in (remote / "containers").rglob("*") if p.is_file())
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_remote_gets_each_leaf_once(run: CheckpointStore, tmp_path: Path, at_once: bool) -> None:
+    there, store = tmp_path / "remote", run.store
+    url = there.as_uri()
+    names = [f"run@{step}" for step in range(LEAVES)]
+    costs = []
+    for each in ["run"] if at_once else names:
+        before = sent(there)
+        result = store.push(url, each)
+        assert result.moved_bytes <= sent(there) - before
+        costs.append(sent(there) - before)
+    if at_once:
+        assert costs[0] <= 2 * len(BASE) + LEAVES * 300_000, costs
+    else:
+        assert all(cost <= LEAF_BYTES + 200_000 + 2 * BOOKS for cost in costs[1:]), costs
+    assert parts_there(there).keys() == in_parts(store).keys()
+    remote = Remote.open(url)
+    assert remote.verify(full=True).faults == ()
+    other = open_store(tmp_path / "other")
+    for name in reversed(names):
+        other.pull(url, name)
+        assert stored(other, name) == stored(store, name)
+    check(run, list(range(LEAVES)), other.path)
+    # Parts have containers of their own there, too, so pruning frees what the others take.
+    assert in_parts(other).keys() == in_parts(store).keys()
+    parts = {part for record in in_parts(other).values() for part in record.parts.values()}
+    for table in all_tables(other).values():
+        held = {record.digest for record in table.records if record.nbytes == LEAF_BYTES}
+        assert held <= parts or not held & parts
+
+
+def test_a_remote_keeps_what_the_last_step_needs_and_no_more(tmp_path: Path) -> None:
+    """What lies with a part stays as long as that: so nothing large does."""
+    there, dense = tmp_path / "remote", 2 * LEAF_BYTES
+
+    def step_of(step: int) -> Model:
+        other = np.frombuffer(noise(1000 + step, dense), np.uint8).copy()
+        return {"embedding": model(step)["embedding"], "dense": other}
+
+    with handle(tmp_path / "store", compress=None) as run:
+        for step in range(LEAVES):
+            run.save(step_of(step), step)
+            run.store.push(there.as_uri(), f"run@{step}")
+    remote = Remote.open(there.as_uri())
+    for step in range(LEAVES - 1):
+        remote.delete(f"run@{step}")
+    assert sent(there) > LEAVES * dense
+    for _ in range(3):
+        remote.gc(0)
+    # The first one is in a container with the anchor.
+    assert sent(there) < len(BASE) + LEAVES * LEAF_BYTES + 2 * dense + BOOKS
+    assert len(parts_there(there)) == 1
+    assert remote.verify(full=True).faults == ()
+    last, other = f"run@{LEAVES - 1}", open_store(tmp_path / "other")
+    other.pull(there.as_uri(), last)
+    with handle(other.path) as after:
+        assert_same(after.load(LEAVES - 1), step_of(LEAVES - 1))
+    # Nobody needs them any more.
+    remote.delete(last)
+    for _ in range(3):
+        remote.gc(0)
+    assert sent(there) == 0
+
+
+def containers_with(remote: Path, digests: Collection[bytes]) -> list[Path]:
+    """The containers of a remote that hold one of these pieces."""
+    return [
+        path
+        for path in (remote / "containers").rglob("*.*")
+        for table in tables_there(remote)
+        if tables.encode(table).name == path.stem
+        if {record.digest for record in table.records} & {*digests}
+    ]
+
+
+@pytest.mark.parametrize("what", ["gone", "damaged"])
+def test_a_part_that_is_lost_there_is_named_and_sent_again(
+    run: CheckpointStore, tmp_path: Path, what: str
+) -> None:
+    there, store, last = tmp_path / "remote", run.store, f"run@{LEAVES - 1}"
+    for step in range(LEAVES):
+        store.push(there.as_uri(), f"run@{step}")
+    record = in_parts(store)[bytes.fromhex(digest(data_of(LEAVES - 1)))]
+    [path] = containers_with(there, [record.parts[2]])
+    if what == "gone":
+        path.unlink()
+    else:
+        blob = bytearray(path.read_bytes())
+        [table] = [t for t in tables_there(there) if tables.encode(t).name == path.stem]
+        [held] = [r for r in table.records if r.digest == record.parts[2]]
+        blob[held.offset + held.stored // 2] ^= 1
+        path.write_bytes(blob)
+    other = open_store(tmp_path / "other")
+    with pytest.raises((MissingRemoteError, CorruptRemoteTensorError)):
+        other.pull(there.as_uri(), last)
+    remote = Remote.open(there.as_uri())
+    affected = {name for fault in remote.verify(full=True).faults for name in fault.affected}
+    assert affected == {f"run@{step}" for step in range(2, LEAVES)}
+    listed = {each.name for each in remote.checkpoints() if each.damage is not None}
+    assert listed == affected
+    assert not store.push(there.as_uri(), last).unchanged
+    other.pull(there.as_uri(), last)
+    check(run, [LEAVES - 1], other.path)
+    # What the others need of it is there again, too.
+    assert remote.verify(full=True).fine
+    for step in range(LEAVES):
+        other.pull(there.as_uri(), f"run@{step}")
+    check(run, list(range(LEAVES)), other.path)
+
+
+@pytest.mark.parametrize("noted", [False, True])
+def test_what_has_a_part_that_is_damaged_here_is_sent_from_another_copy(
+    run: CheckpointStore, tmp_path: Path, noted: bool
+) -> None:
+    store, last = run.store, f"run@{LEAVES - 1}"
+    there = tmp_path / "remote"
+    store.push(there.as_uri(), "run@0")
+    record = in_parts(store)[bytes.fromhex(digest(data_of(LEAVES - 1)))]
+    [(container, place)] = [
+        (container, r)
+        for container, table in all_tables(store).items()
+        for r in table.records
+        if r.digest == record.parts[2]
+    ]
+    path = store._objects.layout.container(container.name, container.kind)
+    blob = bytearray(path.read_bytes())
+    blob[place.offset + place.stored // 2] ^= 1
+    path.write_bytes(blob)
+    with pytest.raises(CorruptTensorError):
+        store.push(there.as_uri(), last)
+    assert [each.name for each in Remote.open(there.as_uri()).checkpoints()] == ["run@0"]
+    # The same tensor comes, whole, from another store.
+    with handle(tmp_path / "whole", compress=None) as whole:
+        whole.save({"embedding": model(LEAVES - 1)["embedding"]}, 0)
+        whole.store.push((tmp_path / "both").as_uri(), "run@0")
+    assert not store.verify(full=True).fine
+    assert store.pull((tmp_path / "both").as_uri(), "run@0", replace=True).moved_pieces
+    if not noted:
+        store._objects.set_bad_offsets(container.name, ())
+        store = open_store(store.path)
+    store.push(there.as_uri(), last)
+    assert parts_there(there) == {}
+    other = open_store(tmp_path / "other")
+    other.pull(there.as_uri(), last)
+    check(run, [LEAVES - 1], other.path)
+
+
+def test_a_run_is_drained_to_a_remote_and_begun_again_there(tmp_path: Path) -> None:
+    there = tmp_path / "remote"
+    with handle(tmp_path / "fast", compress=None, drain=there.as_uri()) as run:
+        costs = []
+        for step in range(LEAVES):
+            before = sent(there)
+            run.save(model(step), step)
+            run.drain()
+            costs.append(sent(there) - before)
+    assert all(cost <= LEAF_BYTES + 200_000 + 2 * BOOKS for cost in costs[1:]), costs
+    assert len(parts_there(there)) == LEAVES - 1
+    with handle(tmp_path / "new", compress=None, drain=there.as_uri()) as after:
+        assert after.latest() == LEAVES - 1
+        assert_same(after.load(LEAVES - 1), model(LEAVES - 1))
+        after.save(model(LEAVES), LEAVES)
+        after.drain()
+        assert_same(after.load(LEAVES), model(LEAVES))
+
+
+def test_each_step_costs_its_leaf_and_few_requests(tmp_path: Path) -> None:
+    bucket, there = MemoryBucket(), 0
+    with handle(tmp_path / "store", compress=None) as run:
+        for step in range(24):
+            run.save({"embedding": wide(step)}, step)
+            result = run.store.push(Remote(bucket), f"run@{step}")
+            if step:
+                assert result.moved_bytes < LEAF_BYTES + 10_000
+                assert result.wire_bytes < 1.02 * result.moved_bytes + 65_536
+                assert result.requests <= 15
+            there += result.moved_bytes
+    other = open_store(tmp_path / "other")
+    last = other.pull(Remote(bucket), "run@23")
+    assert last.anchor_pieces == 24
+    assert there - 100_000 < last.moved_bytes <= there
+    assert last.wire_bytes < 1.02 * last.moved_bytes + 65_536
+    # Small containers come with their tables.
+    assert last.requests <= 12 + 3 * -(-last.moved_bytes // (64 << 20)) + 23
+    fresh = open_store(tmp_path / "fresh")
+    for step in (22, 23):
+        result = fresh.pull(Remote(bucket), f"run@{step}")
+    assert result.moved_bytes < LEAF_BYTES + 10_000
+    assert (result.requests, result.anchor_pieces) <= (15, 1)
+
+
+def wide(step: int) -> NDArray[np.uint8]:
+    """A tensor of 31 leaves of which one more has changed in each step."""
+    found = np.zeros(31 * LEAF_BYTES, np.uint8)
+    found[::4096] = np.arange(len(found) // 4096) % 251
+    for number in range(1, step + 1):
+        found[number * LEAF_BYTES + 7] = number
+    return found
