@@ -1,12 +1,13 @@
 """What a remote costs as it grows: the catalog, the requests of a pull, a sweep, many clients.
 
-    python scripts/bench/remote_scale.py [--checkpoints N] [--clients N]
+    python scripts/bench/remote_scale.py [--checkpoints N] [--clients N] [--pause-ms MS]
 
 Checkpoints have the tensors of a model of 7B in bfloat16. Of ten with one base, one is the base,
 four have one other layer, three a LoRA merged into two matrices of each layer, two are full
 fine-tunes that take 12 % as deltas. Tables, catalog, manifests and references are those that a push
-writes; the bytes of containers are not there, only their sizes. Then clients push at once to a
-server in memory that answers each request after a pause.
+writes; the bytes of containers are not there, only their sizes. A push of one more fine-tune looks
+for what it relies on, and a sweep is a dry run, once at once and once with a pause before each
+answer. Then clients push at once to a server in memory that answers each request after a pause.
 """
 
 import sys
@@ -37,8 +38,9 @@ from tensor_dedup.store.format.tables import PLAIN, Record
 from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.remote import Remote, catalog, holders, layout, loads, pieces, pull
 from tensor_dedup.store.remote import sweep as remote_sweep
-from tensor_dedup.store.remote.buckets import ObjectStatus
-from tensor_dedup.store.remote.catalog import Catalog, ListedContainer
+from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus
+from tensor_dedup.store.remote.catalog import Catalog, ListedContainer, unheld
+from tensor_dedup.store.remote.relatives import lost
 
 HIDDEN, INNER, WORDS, LAYERS = 4096, 11008, 32000, 32
 PER_LAYER: Final = (*(2 * HIDDEN * HIDDEN,) * 4, *(2 * HIDDEN * INNER,) * 3, *(2 * HIDDEN,) * 2)
@@ -54,26 +56,50 @@ class Sizes(MemoryBucket):
     """
 
     then: Callable[[], object] | None = None
+    each = Bucket.each  # on threads, as with a server
 
-    def get(self, key: str, limit: int) -> tuple[bytes, str] | None:
-        # docstring inherited
-        if key.startswith(layout.REFS) and self.then is not None:
-            then, self.then = self.then, None
-            then()
-        return super().get(key, limit)
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[str, int] = {}
+        self.pause_s = 0.0
+        self.listed = self.pages = self.heads = 0
 
     def size(self, key: str, nbytes: int) -> None:
         """Take note of a container."""
         self.objects[key] = (b"", f"tag {nbytes}", self.clock)
         self.sizes[key] = nbytes
 
-    sizes: dict[str, int] = {}  # noqa: RUF012
+    def _pause(self) -> None:
+        if self.pause_s:
+            time.sleep(self.pause_s)
+
+    def get(self, key: str, limit: int) -> tuple[bytes, str] | None:
+        # docstring inherited
+        if key.startswith(layout.REFS) and self.then is not None:
+            then, self.then = self.then, None
+            then()
+        self._pause()
+        return super().get(key, limit)
+
+    def head(self, key: str) -> ObjectStatus | None:
+        # docstring inherited
+        self._pause()
+        self.heads += 1
+        found = super().head(key)
+        return None if found is None else self._sized(found)
 
     def list(self, prefix: str) -> Iterator[ObjectStatus]:
         # docstring inherited
-        for status in super().list(prefix):
-            nbytes = self.sizes.get(status.key, status.size)
-            yield ObjectStatus(status.key, nbytes, status.tag, status.modified)
+        for number, status in enumerate(super().list(prefix)):
+            if number % 1000 == 0:
+                self._pause()
+                self.pages += 1
+            self.listed += 1
+            yield self._sized(status)
+
+    def _sized(self, status: ObjectStatus) -> ObjectStatus:
+        nbytes = self.sizes.get(status.key, status.size)
+        return ObjectStatus(status.key, nbytes, status.tag, status.modified)
 
 
 @dataclass
@@ -197,7 +223,31 @@ def places(bucket: Sizes, model: Model, here: set[bytes]) -> tuple[Any, int]:
     return held, len(pieces._downloads(order, ()))
 
 
-def scale(count: int, *, sweep: bool) -> None:
+def looks(bucket: Sizes, whole: Catalog, base: Model, models: Models) -> None:
+    """Print what a push of one more fine-tune of a base, one layer of it, asks for beside sending.
+
+    The base is there under its name, so no tables need be read of what it has.
+    """
+    new = {n: models.record(SIZES[n], None) for n in changed("one layer", LAYERS - 1)}
+    own = {new[n].digest if n in new else piece.digest for n, piece in enumerate(base.pieces)}
+    sent = sum(record.stored for record in new.values())
+    whole.assure(piece.digest for piece in base.pieces)
+    bucket.listed = bucket.pages = bucket.heads = 0
+    before = bucket.traffic.counts()
+    missing = unheld(bucket, whole, own)
+    assert missing == {record.digest for record in new.values()}
+    tables, nbytes = bucket.traffic.counts()[1] - before[1], bucket.traffic.counts()[0] - before[0]
+    relied = {whole.holders(digest)[0] for digest in own - missing}
+    assert not lost(bucket, whole, relied, sent, 0, mending=False)
+    looked = bucket.listed * _LISTED_BYTES + bucket.heads * _HEAD_BYTES
+    click.echo(
+        f"push of one other layer ({sent / 1e6:,.0f} MB): {tables} tables read ({nbytes:,} B); "
+        f"relies on {len(relied)} containers, looks for them by {bucket.pages} pages of a list and "
+        f"{bucket.heads} requests for one, {looked / 1e6:.1f} MB ({looked / sent:.1%})"
+    )
+
+
+def scale(count: int, *, sweep: bool, pause_s: float) -> None:
     """Print a block about a remote of so many checkpoints."""
     bucket, models = Sizes(), Models(count)
     bucket.put(layout.MARKER, [memoryview(frames.encode_text(layout.MARKER_LINES))])
@@ -245,17 +295,20 @@ def scale(count: int, *, sweep: bool) -> None:
     click.echo(
         f"push of one container more: reads the catalog, writes {written / 1e3:.1f} kB of it"
     )
-    if sweep:
-        bucket.clock += 3600 * 24 * 30
+    looks(bucket, whole, base, models)
+    if not sweep:
+        return
+    bucket.clock += 3600 * 24 * 30
+    for bucket.pause_s in (0.0, pause_s) if pause_s else (0.0,):
+        bucket.pages = 0
         _, nbytes, calls, took = counted(
             bucket, lambda: remote_sweep.gc(bucket, 3600.0, dry_run=True)
         )
         lists = (layout.CONTAINERS, layout.TABLES, layout.HOLDERS, layout.MANIFESTS, layout.REFS)
         pages = sum(-(-len([*bucket.list(prefix)]) // 1000) for prefix in lists)
         click.echo(
-            f"gc: {calls:,} requests ({pages:,} pages of lists more), {nbytes / 1e6:,.0f} MB read, "
-            f"{took:.1f} s without a network; with 20 ms a request, 8 at once, "
-            f"{calls * 0.02 / 8:,.0f} s"
+            f"gc: {calls:,} requests and {bucket.pages:,} pages of lists, {nbytes / 1e6:,.0f} MB "
+            f"read, {took:.1f} s with {bucket.pause_s * 1e3:.0f} ms a request"
         )
         bucket.then = lambda: land(bucket, models)
         _, _, both, long = counted(bucket, lambda: remote_sweep.gc(bucket, 3600.0))
@@ -268,6 +321,8 @@ def scale(count: int, *, sweep: bool) -> None:
 
 
 _NONE: Final = catalog.Trash({}, {})
+# What SeaweedFS takes for an object in a list, and for a request for one, both ways.
+_LISTED_BYTES, _HEAD_BYTES = 277, 912
 
 
 def _one(models: Models) -> tuple[ContainerId, Any]:
@@ -340,11 +395,14 @@ def crowd(clients: int, pause_s: float) -> None:
 @click.command()
 @click.option("--checkpoints", default="100,1000", show_default=True)
 @click.option("--sweep-up-to", default=1000, show_default=True, help="No gc of more checkpoints.")
-@click.option("--clients", default=64, show_default=True)
-def main(checkpoints: str, sweep_up_to: int, clients: int) -> None:
+@click.option("--clients", default=64, show_default=True, help="0: none.")
+@click.option("--pause-ms", default=20.0, show_default=True, help="In a sweep; 0: only without.")
+def main(checkpoints: str, sweep_up_to: int, clients: int, pause_ms: float) -> None:
     """Print what it costs at each of these sizes."""
     for count in map(int, checkpoints.split(",")):
-        scale(count, sweep=count <= sweep_up_to)
+        scale(count, sweep=count <= sweep_up_to, pause_s=pause_ms / 1e3)
+    if not clients:
+        return
     for pause_s in (0.0, 0.02):
         crowd(clients + 1, pause_s)
 

@@ -7,10 +7,12 @@ import threading
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tensor_dedup.store.remote.environment import scrubbed
+from tensor_dedup.store.remote.environment import scrubbed, told
 from tensor_dedup.store.remote.errors import DamagedRemoteError, RemoteUnreachableError
 
 _MD5: Final = re.compile("[0-9a-f]{32}")
+# What obstore says of keys that it cannot use, before it asks anybody.
+_KEYS: Final = re.compile(r"[Cc]redential|service account|Access ?Key|pem file|SAS query")
 
 
 class Traffic:
@@ -76,7 +78,11 @@ def version_of(meta: Any) -> str:
 
 def is_about_credentials(text: str) -> bool:
     """Return whether an error of obstore is about credentials, by its text."""
-    signs = ("401 ", "403 ", "credential", "Credential", "ExpiredToken")
+    text = told(text)
+    # S3 answers 400 where a token has expired, and to HEAD it cannot say so.
+    if text.startswith("HEAD ") and "status code: 400 " in text:
+        return True
+    signs = ("401 ", "403 ", "credential", "Credential", "ExpiredToken", "code: AccessDenied")
     return any(sign in text for sign in signs)
 
 
@@ -84,6 +90,11 @@ def is_about_ranges(text: str) -> bool:
     """Return whether an error of obstore is about a range that was answered with all."""
     signs = ("non-partial response", "Range request not supported")
     return any(sign in text for sign in signs)
+
+
+def is_about_keys(text: str) -> bool:
+    """Return whether an error of obstore is about credentials that nobody was shown yet."""
+    return _KEYS.search(text) is not None
 
 
 def raise_panic(where: str, error: BaseException) -> None:

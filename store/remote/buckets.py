@@ -32,6 +32,7 @@ from tensor_dedup.store.remote.answers import ObjectStatus as ObjectStatus
 from tensor_dedup.store.remote.answers import Traffic as Traffic
 from tensor_dedup.store.remote.answers import (
     is_about_credentials,
+    is_about_keys,
     is_about_ranges,
     raise_panic,
     status_of,
@@ -499,6 +500,8 @@ class ServerBucket(Bucket):
         # docstring inherited
         import obstore
 
+        if start >= stop:  # of an object that is empty; obstore refuses to ask
+            return memoryview(b"")
         if self._sends_wholes():
             return self._whole(key)[start:stop]
         try:
@@ -716,7 +719,8 @@ def _open_store(url: str, *, sending: bool = False, retries: int = 5) -> "Object
         if "Account must be specified" in str(error):
             what = "no account is named"
             raise RemoteAccessError.at(url, what) from None
-        raise RemoteUrlError.at(url, scrubbed(str(error))) from None
+        kind = RemoteAccessError if is_about_keys(str(error)) else RemoteUrlError
+        raise kind.at(url, scrubbed(str(error))) from None
     except BaseException as error:
         raise_panic(url, error)
         raise

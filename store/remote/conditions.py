@@ -7,6 +7,7 @@ have been copied to another server.
 import secrets
 from contextlib import suppress
 
+from tensor_dedup.errors import StoreError
 from tensor_dedup.store.errors import NewerFormatError
 from tensor_dedup.store.format import frames
 from tensor_dedup.store.remote import layout
@@ -179,8 +180,12 @@ def _probe(bucket: Bucket) -> None:
                 raise _ignored(bucket, "If-Match (it refuses the right tag)")
         if bucket.put_if(key, text, tag):
             raise _ignored(bucket, "If-Match")
-    finally:
-        bucket.delete(key)
+    except BaseException:
+        # That it cannot be tidied up either is not what went wrong.
+        with suppress(StoreError):
+            bucket.delete(key)
+        raise
+    bucket.delete(key)
 
 
 def _ignored(bucket: Bucket, condition: str) -> NoConditionsError:

@@ -35,6 +35,16 @@ _ONE_LINE: Final = {
     ),
 }
 _QUERY: Final = re.compile(r"\?[^\s\"'>)]*")
+# How obstore begins what it says of a request. The path is that of the object, which is named
+# anyway; behind a long one the status and the server's reason would be cut off.
+_ASKED: Final = re.compile(
+    r"^.*?Error performing (\w+) (https?://[^/\s]+|REDACTED)\S* in \S+?(?:, after .*?)? - "
+    r"(?:Server returned non-2xx )?"
+)
+# The document with which S3 and those who speak like it answer; it also holds what was signed.
+_DOCUMENT: Final = re.compile(r"<(?:\?xml|Error\b).*")
+_CODE: Final = re.compile(r"<Code>\s*([\w.-]{1,80})")
+_MESSAGE: Final = re.compile(r"<Message>\s*([^<]*)")
 # Up to the last @: a password may hold one.
 _USER: Final = re.compile(r"//[^/\s]*@")
 _SHOWN: Final = 240
@@ -76,9 +86,23 @@ def allows_http(url: str) -> bool:
     return url.startswith("http://") or any("http://" in endpoint for endpoint in endpoints)
 
 
+def told(text: str) -> str:
+    """Return what an error of obstore says, on one line: of a document its code and its message.
+
+    It may still hold credentials (`scrubbed`).
+    """
+    text = " ".join(text.partition("Debug source")[0].split())
+    document = _DOCUMENT.search(text)
+    if document is not None and (code := _CODE.search(document[0])) is not None:
+        message = _MESSAGE.search(document[0])
+        more = f": {message[1].strip()}" if message is not None and message[1].strip() else ""
+        text = f"{text[: document.start()]}{code[1]}{more}"
+    return _ASKED.sub(r"\1 \2: ", text)
+
+
 def scrubbed(text: str) -> str:
     """Return the first line of a server's message, without anything that may be a credential."""
-    text = " ".join(text.partition("Debug source")[0].split())
+    text = told(text)
     for name, value in os.environ.items():
         if len(value) >= 6 and _SECRETS.search(name):
             text = text.replace(value, "***")

@@ -63,6 +63,14 @@ class NotARemoteError(RemoteError):
     exit_status = NOBODY_THERE
     advice = "check the URL; `tensor-dedup push NAME URL` makes a remote where nothing is"
 
+    @classmethod
+    def at(cls, path: PurePath | str, what: str, **facts: object) -> Self:
+        # docstring inherited
+        if not str(path).startswith(("http://", "https://")):
+            return super().at(path, what, **facts)
+        advice = "check the URL: it is that of the folder in which FORMAT and refs are"
+        return cls(f"{path}: {what}; {advice}", path=str(path), **facts)
+
 
 class NoBucketError(NotARemoteError):
     """There is no such bucket, and a push makes none."""

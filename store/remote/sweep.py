@@ -39,13 +39,13 @@ from tensor_dedup.store.remote.errors import (
     UncertainRemoteError,
     as_far_as_allowed,
 )
-from tensor_dedup.store.remote.lease import boottime
-from tensor_dedup.store.remote.upkeep import (
+from tensor_dedup.store.remote.inventory import (
     UNKNOWN_OBJECT,
     RemoteInventory,
     readable,
     take_inventory,
 )
+from tensor_dedup.store.remote.lease import boottime
 from tensor_dedup.store.upkeep.gc import needed
 
 # A list may tell the time of an object more finely than the object itself.

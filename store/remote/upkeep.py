@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
+from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from tensor_dedup.digest import digest as digest_of
@@ -18,7 +17,7 @@ from tensor_dedup.store.format import tables
 from tensor_dedup.store.format.tables import PLAIN, Record, Table
 from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.remote import layout
-from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus
+from tensor_dedup.store.remote.buckets import Bucket
 from tensor_dedup.store.remote.catalog import (
     DAMAGED,
     Catalog,
@@ -34,7 +33,6 @@ from tensor_dedup.store.remote.catalog import (
     listed,
     prefixes,
     read_catalog,
-    read_table,
     read_table_within,
     read_trash,
     segment_of,
@@ -45,13 +43,17 @@ from tensor_dedup.store.remote.conditions import check_remote, restore_marker
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
     MissingRemoteError,
-    RemoteAccessError,
     RemoteBusyError,
-    RemoteUnreachableError,
     UnknownRemoteNameError,
     as_far_as_allowed,
 )
 from tensor_dedup.store.remote.holders import fault_of, put_holders, read_holders
+from tensor_dedup.store.remote.inventory import (
+    AWAY,
+    RemoteFault,
+    RemoteInventory,
+    take_inventory,
+)
 from tensor_dedup.store.remote.pieces import RemotePieces
 from tensor_dedup.store.remote.pull import (
     RemoteManifest,
@@ -60,11 +62,8 @@ from tensor_dedup.store.remote.pull import (
     read_manifest,
     read_ref,
 )
-from tensor_dedup.store.upkeep.gc import Held, needed
+from tensor_dedup.store.upkeep.gc import needed
 
-# What says nothing of an object: the server cannot be asked.
-_AWAY: Final = (RemoteUnreachableError, RemoteAccessError)
-UNKNOWN_OBJECT: Final = "no program of this version makes such an object"
 _WHOLE: Final = "it was noted as damaged or gone, and it is whole"
 _UNSWEPT: Final = (
     "so nobody knows what a sweep is deleting, and no table is written again of a container that "
@@ -113,15 +112,6 @@ class RemoteUsage:
 
 
 @dataclass(frozen=True, slots=True)
-class RemoteFault:
-    """Something that is wrong on a remote: the URL of the object, what, and whom it affects."""
-
-    url: str
-    what: str
-    affected: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class RemoteVerifyResult:
     """The result of checking a remote; `bytes_checked` is 0 where only bookkeeping was read."""
 
@@ -140,12 +130,6 @@ class RemoteVerifyResult:
         return {**asdict(self), "faults": [asdict(each) for each in self.faults]}
 
 
-def names(bucket: Bucket) -> list[str]:
-    """Return the names that have a reference, deleted ones too, sorted."""
-    found = [layout.name_of_ref(status.key) for status in bucket.list(layout.REFS)]
-    return sorted(name for name in found if name is not None)
-
-
 def checkpoints(bucket: Bucket, only: Sequence[str] | None = None) -> list[RemoteCheckpoint]:
     """Describe all checkpoints, by name, or `only` some; those that cannot be read say why.
 
@@ -160,7 +144,7 @@ def checkpoints(bucket: Bucket, only: Sequence[str] | None = None) -> list[Remot
             return described(found, damage=noted(found))
         except UnknownRemoteNameError:
             return None
-        except RemoteUnreachableError:
+        except AWAY:
             raise
         except (StoreError, UnfitForCollectionError) as error:
             return RemoteCheckpoint(name, damage=str(error))
@@ -242,172 +226,6 @@ def _delete_name(bucket: Bucket, name: str) -> None:
         if bucket.put_if(key, text, found[1]):
             return
     raise RemoteBusyError.at(bucket.at(key), "others wrote this reference again and again")
-
-
-@dataclass
-class RemoteInventory:
-    """Everything that a remote's references lead to, and what lies there.
-
-    `unreadable` has, by key, what is wrong with containers or their tables: nobody may need them.
-    `broken` has the manifests that references lead to and that cannot be read, or a page of them.
-    """
-
-    manifests: list[RemoteManifest] = field(default_factory=list)
-    deleted: list[str] = field(default_factory=list)
-    tables: dict[ContainerId, Table] = field(default_factory=dict)
-    objects: dict[str, ObjectStatus] = field(default_factory=dict)
-    problems: list[RemoteFault] = field(default_factory=list)
-    unreadable: dict[str, RemoteFault] = field(default_factory=dict)
-    broken: set[str] = field(default_factory=set)
-
-    def has_still(self, earlier: "RemoteInventory", *keys: str) -> bool:
-        """Return whether objects are listed, and as they were in an earlier inventory."""
-        return all(k in self.objects and self.objects[k] == earlier.objects.get(k) for k in keys)
-
-    def live(self) -> dict[bytes, list[str]]:
-        """Return the names of the checkpoints that need each piece."""
-        users: dict[bytes, list[str]] = {}
-        for found in self.manifests:
-            for digest in {piece.digest for piece in found.pieces if piece.nbytes}:
-                users.setdefault(digest, []).append(found.name)
-        return users
-
-    def held(self) -> dict[ContainerId, dict[bytes, Record]]:
-        """Return the pieces that can be read from each container."""
-        return {c: {r.digest: r for r in table.records} for c, table in self.tables.items()}
-
-    def lost(self, without: Collection[tuple[ContainerId, bytes]] = ()) -> dict[bytes, list[str]]:
-        """Return the pieces that no container holds, or only against what is nowhere.
-
-        `without` has pieces in containers that do not count.
-        """
-        held = {
-            c: {d: record for d, record in records.items() if (c, d) not in without}
-            for c, records in self.held().items()
-        }
-        there = {digest for records in readable(held).values() for digest in records}
-        return {digest: users for digest, users in self.live().items() if digest not in there}
-
-
-def readable(held: Held) -> dict[ContainerId, dict[bytes, Record]]:
-    """Return the pieces without the differences from something that is not among them."""
-    alone = {d for records in held.values() for d, record in records.items() if record.base is None}
-    return {
-        container: {d: r for d, r in records.items() if alone.issuperset(r.bases)}
-        for container, records in held.items()
-    }
-
-
-def take_inventory(bucket: Bucket, known: RemoteInventory | None = None) -> RemoteInventory:
-    """Read all references, manifests, pages and tables; what is wrong is among the problems.
-
-    References are read after everything was listed: what a push adds meanwhile is no garbage, for
-    it is not in the list. Manifests, pages and tables that are in an earlier inventory (`known`)
-    are not read again where the list has the same objects: they are named by what they hold.
-    """
-    known = known or RemoteInventory()
-    found = RemoteInventory()
-    folders = layout.CONTAINERS, layout.TABLES, layout.MANIFESTS, layout.HOLDERS, layout.REFS
-    for prefix in folders:
-        for status in bucket.list(prefix):
-            found.objects[status.key] = status
-    for key in found.objects:
-        if not layout.is_known(key):
-            found.problems.append(RemoteFault(bucket.at(key), UNKNOWN_OBJECT))
-    _read_tables(bucket, found, known)
-    _read_manifests(bucket, found, known)
-    # A push may have ended meanwhile: a reference that was read last leads to what came later.
-    while found.lost() and _list_more(bucket, found, known):
-        pass
-    return found
-
-
-def _read_manifests(bucket: Bucket, found: RemoteInventory, known: RemoteInventory) -> None:
-    # No reference is ever deleted. So one that any list has had is there, and an answer that it is
-    # not, as a list without it, is an old one.
-    refs = (key for key in chain(found.objects, known.objects) if key.startswith(layout.REFS))
-    listed_ = (layout.name_of_ref(key) for key in refs)
-    every = sorted({*names(bucket), *(name for name in listed_ if name is not None)})
-    blobs = {
-        part: blob
-        for each in known.manifests
-        for part, blob in each.blobs.items()
-        if found.has_still(known, layout.manifest_key(part))
-    }
-    whole = {m.manifest: m for m in known.manifests if m.blobs.keys() <= blobs.keys()}
-
-    def read(name: str) -> tuple[str, RemoteManifest | StoreError | None]:
-        key, manifest = layout.ref_key(name), ""
-        try:
-            ref = bucket.get(key, layout.TEXT_BYTES)
-            if ref is None:
-                raise MissingRemoteError.at(bucket.at(key), "it is listed, and it is not there")
-            manifest = layout.referred(ref[0], name, bucket.at(key)) or ""
-            if manifest in whole:
-                return manifest, replace(whole[manifest], name=name)
-            return manifest, read_manifest(bucket, name, manifest, blobs.get) if manifest else None
-        except _AWAY:
-            raise
-        except StoreError as error:
-            return manifest, error
-
-    for name, (manifest, content) in zip(every, bucket.each(read, every), strict=True):
-        if isinstance(content, RemoteManifest):
-            found.manifests.append(content)
-        elif content is None:
-            found.deleted.append(name)
-        else:
-            where = bucket.at(layout.ref_key(name))
-            found.problems.append(RemoteFault(where, str(content), (name,)))
-            if manifest:
-                found.broken.add(manifest)
-
-
-def _list_more(bucket: Bucket, found: RemoteInventory, known: RemoteInventory) -> bool:
-    """List containers and tables again, and read the tables of new ones; whether any was read."""
-    for prefix in (layout.CONTAINERS, layout.TABLES):
-        for status in bucket.list(prefix):
-            if layout.is_known(status.key):
-                found.objects.setdefault(status.key, status)
-    before = len(found.tables)
-    _read_tables(bucket, found, known)
-    return len(found.tables) > before
-
-
-def _read_tables(bucket: Bucket, found: RemoteInventory, known: RemoteInventory) -> None:
-    """Read the tables of listed containers that have not been read yet."""
-    done = {*map(layout.container_key, found.tables), *found.unreadable}
-    keys = (key for key in found.objects if key not in done)
-    containers = [c for key in keys if (c := layout.container_of(key)) is not None]
-
-    def table(container: ContainerId) -> Table | StoreError:
-        try:
-            read = read_table(bucket, container.name)
-            entry = listed(container, read)
-        except _AWAY:
-            raise
-        except StoreError as error:
-            return error
-        key = layout.container_key(container)
-        size = found.objects[key].size
-        if read.kind == container.kind and entry.nbytes == size:
-            return read
-        what = f"{size} bytes, its table says {entry.nbytes} of the kind {read.kind}"
-        return DamagedRemoteError.at(bucket.at(key), what)
-
-    # One without a table is being pushed, or its push has died: garbage, when it is old.
-    whole = [c for c in containers if layout.table_key(c.name) in found.objects]
-    for c in whole:
-        both = layout.container_key(c), layout.table_key(c.name)
-        if c in known.tables and found.has_still(known, *both):
-            found.tables[c] = known.tables[c]
-    whole = [c for c in whole if c not in found.tables]
-    for container, read in zip(whole, bucket.each(table, whole), strict=True):
-        if isinstance(read, Table):
-            found.tables[container] = read
-        else:
-            key = layout.container_key(container)
-            found.unreadable[key] = RemoteFault(bucket.at(key), str(read))
 
 
 def _mended_tables(
@@ -541,7 +359,7 @@ def verify(
         faults.append(RemoteFault(bucket.at(layout.MARKER), what))
     try:  # before the rest is listed: what it names then has been there for a while
         catalog = read_catalog(bucket)
-    except _AWAY:
+    except AWAY:
         raise
     except StoreError as error:
         faults.append(RemoteFault(bucket.at(layout.HEAD), str(error)))
@@ -591,7 +409,7 @@ def _faults_in(
                         source.read_piece_into(record.digest, at, view, record.nbytes)
                 else:
                     _check_chunks(source, container, record)
-            except _AWAY:
+            except AWAY:
                 raise
             except StoreError as error:
                 yield record, str(error)

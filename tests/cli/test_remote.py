@@ -424,3 +424,18 @@ def test_an_interrupt_ends_it_though_the_server_says_nothing(tmp_path: Path, ver
             Silent.over.set()
     assert process.returncode == 130
     assert said.splitlines()[-1] == "interrupted"
+
+
+def test_full_is_not_advised_where_it_was_asked_for(folder: Path) -> None:
+    """Though there is nothing to read."""
+    run("push", "base", folder / "remote")
+    run("remote", "delete", folder / "remote", "base", "--yes")
+    for _ in range(2):
+        run("remote", "gc", folder / "remote", "--lease", "0", "--yes")
+    said = run("remote", "verify", folder / "remote", "--full").stdout
+    assert "0 B read" in said
+    assert "bookkeeping" not in said
+    Store.open(folder / "empty")
+    said = run("verify", "--full", "--store", folder / "empty").stdout
+    assert "0 B read" in said
+    assert "bookkeeping" not in said

@@ -466,18 +466,18 @@ def verify(ctx: click.Context, url: str, full: bool, as_json: bool) -> None:
     """
     with ByteBar("verifying") as progress:
         result = _opened(url).verify(full=full, advance=progress.advance)
-    say(result.to_dict(), as_json, *_verify_lines(result))
+    say(result.to_dict(), as_json, *_verify_lines(result, full))
     if not result.fine:
         ctx.exit(1)
 
 
-def _verify_lines(result: RemoteVerifyResult) -> list[str]:
+def _verify_lines(result: RemoteVerifyResult, full: bool) -> list[str]:
     lines = [f"{fault.url}: {fault.what.removeprefix(fault.url + ': ')}" for fault in result.faults]
     users = sorted({name for fault in result.faults for name in fault.affected})
     if users:
         lines.append(f"affected: {', '.join(users)}")
     checked = f"{counted(result.checkpoints, 'checkpoint')}, {human(result.bytes_checked)} read"
     lines.append(f"{counted(len(result.faults), 'fault')} ({checked})")
-    if not result.bytes_checked:
+    if not full:
         lines.append("only bookkeeping was checked: --full reads the tensors")
     return lines

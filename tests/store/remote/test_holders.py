@@ -26,7 +26,7 @@ from tensor_dedup.store.remote.errors import (
     RemoteAccessError,
 )
 from tensor_dedup.store.remote.holders import read_holders
-from tensor_dedup.store.remote.upkeep import RemoteInventory
+from tensor_dedup.store.remote.inventory import RemoteInventory
 
 HOUR = 3600.0
 NAMES = ("base", "tune", "tiny")

@@ -29,7 +29,7 @@ from tensor_dedup.store.remote.catalog import (
     read_catalog,
 )
 from tensor_dedup.store.remote.errors import RemoteBusyError
-from tensor_dedup.store.remote.upkeep import take_inventory
+from tensor_dedup.store.remote.inventory import take_inventory
 
 HOUR = 3600.0
 KINDS = (*FAULTS, *READ_FAULTS, "delayed")

@@ -16,8 +16,8 @@ from tensor_dedup.store.remote import Remote, layout, sweep
 from tensor_dedup.store.remote.buckets import ObjectStatus
 from tensor_dedup.store.remote.catalog import catalog_of, condemned
 from tensor_dedup.store.remote.errors import RemoteBusyError, UncertainRemoteError
+from tensor_dedup.store.remote.inventory import take_inventory
 from tensor_dedup.store.remote.sweep import RemoteGcPlan
-from tensor_dedup.store.remote.upkeep import take_inventory
 
 HOUR = 3600.0
 SMALL = 20
