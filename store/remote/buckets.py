@@ -56,6 +56,7 @@ from tensor_dedup.store.remote.layout import (
     STORE_TITLE,
     TEXT_BYTES,
 )
+from tensor_dedup.store.remote.traffic import Traffic as Traffic
 from tensor_dedup.suggestions import install_hint
 
 if TYPE_CHECKING:
@@ -99,26 +100,6 @@ _ASK_AGAIN_S: Final = 60.0
 _used_by = 0
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
-
-
-class Traffic:
-    """Counts of what was sent and received through a bucket: payload bytes and calls."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.sent = self.received = self.calls = 0
-
-    def add(self, sent: int = 0, received: int = 0, calls: int = 1) -> None:
-        """Count a call, or several."""
-        with self._lock:
-            self.sent += sent
-            self.received += received
-            self.calls += calls
-
-    def counts(self) -> tuple[int, int]:
-        """Return the bytes sent and received so far, and the calls."""
-        with self._lock:
-            return self.sent + self.received, self.calls
 
 
 class Bucket(ABC):
@@ -188,6 +169,15 @@ class Bucket(ABC):
 
         Of a sequence, all is in memory, and goes in one request; an iterator is read in parts.
         """
+
+    def put_once(self, key: str, data: memoryview) -> bool:
+        """Write an object; return whether no request can be reading `data` any more.
+
+        That is known where the only one succeeded: a server or a gateway that has given up on one
+        may go on reading it while another one is answered, and may carry it out.
+        """
+        self.put(key, [data])
+        return True
 
     @abstractmethod
     def put_if(self, key: str, data: bytes, tag: str | None) -> bool:
@@ -426,6 +416,8 @@ class ServerBucket(Bucket):
         self._store: ObjectStore = store or _open_store(url)
         self._sending_store: ObjectStore = store or _open_store(url, sending=True)
         self._once_store: ObjectStore = once or store or _open_store(url, retries=0)
+        sending_once = once or store or _open_store(url, sending=True, retries=0)
+        self._sending_once_store: ObjectStore = sending_once
         # The last objects that came whole where a range was asked for: two, as a pull is in one
         # container and already asks for the next.
         self._wholes: dict[str, memoryview] = {}
@@ -621,6 +613,22 @@ class ServerBucket(Bucket):
         # Azure's begins with its first part, others' with a request of its own; all end with one.
         around = 1 if urlsplit(self.url).scheme == "az" else 2
         self.traffic.add(sent=sent, calls=-(-sent // _PART_BYTES) + around)
+
+    def put_once(self, key: str, data: memoryview) -> bool:
+        # docstring inherited
+        import obstore
+
+        self._check_writable()
+        is_short = data.nbytes <= _SHORT_BYTES
+        try:
+            with self._translated(key):
+                store = self._once_store if is_short else self._sending_once_store
+                obstore.put(store, key, data, use_multipart=False)
+        except RemoteUnreachableError:
+            self.put(key, [data])
+            return False
+        self.traffic.add(sent=data.nbytes)
+        return True
 
     def put_if(self, key: str, data: bytes, tag: str | None) -> bool:
         # docstring inherited

@@ -16,7 +16,11 @@ from tensor_dedup.store.errors import CorruptTensorError
 from tensor_dedup.store.format import frames, tables
 from tensor_dedup.store.format.tables import Record, Table
 from tensor_dedup.store.remote import Remote
-from tensor_dedup.store.remote.errors import CorruptRemoteTensorError, MissingRemoteError
+from tensor_dedup.store.remote.errors import (
+    CorruptRemoteTensorError,
+    MissingRemoteError,
+    RemoteUnreachableError,
+)
 
 
 @pytest.fixture(params=[None, "auto"])
@@ -237,6 +241,36 @@ def test_each_step_costs_its_leaf_and_few_requests(tmp_path: Path) -> None:
         result = fresh.pull(Remote(bucket), f"run@{step}")
     assert result.moved_bytes < LEAF_BYTES + 10_000
     assert (result.requests, result.anchor_pieces) <= (15, 1)
+
+
+class Hit(MemoryBucket):
+    """A server, which takes no request for nothing; the first range of a container comes wrong."""
+
+    hit: str | None = None
+
+    def get_range(self, key: str, start: int, stop: int) -> memoryview:
+        if start >= stop:
+            raise RemoteUnreachableError.at(self.at(key), f"range started at {start}")
+        found = super().get_range(key, start, stop)
+        if key == self.hit:
+            self.hit = None
+            return memoryview(bytes([found[0] ^ 1]) + found[1:])
+        return found
+
+
+def test_a_record_of_references_that_was_hit_on_its_way_is_fetched_again(tmp_path: Path) -> None:
+    """Its chunks are nothing, which no server sends."""
+    bucket = Hit()
+    with handle(tmp_path / "store", compress=None) as run:
+        for step in range(2):
+            run.save({"embedding": model(step)["embedding"]}, step)
+            run.store.push(Remote(bucket), f"run@{step}")
+    other = open_store(tmp_path / "other")
+    other.pull(Remote(bucket), "run@0")
+    [bucket.hit] = [key for key in bucket.objects if key.endswith(".delta")]
+    other.pull(Remote(bucket), "run@1")
+    assert bucket.hit is None
+    assert stored(other, "run@1") == stored(run.store, "run@1")
 
 
 def wide(step: int) -> NDArray[np.uint8]:
