@@ -8,19 +8,21 @@ import pytest
 from numpy.typing import NDArray
 
 from parted_runs import BASE, BOOKS, LEAVES, all_tables, check, data_of, in_parts, model
-from remotes import MemoryBucket
+from remotes import Faulty, MemoryBucket
 from stores import Model, assert_same, handle, noise, open_store, stored
 from tensor_dedup.digest import LEAF_BYTES, digest
+from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.errors import CorruptTensorError
 from tensor_dedup.store.format import frames, tables
 from tensor_dedup.store.format.tables import Record, Table
-from tensor_dedup.store.remote import Remote
+from tensor_dedup.store.remote import Remote, catalog, layout
 from tensor_dedup.store.remote.errors import (
     CorruptRemoteTensorError,
     MissingRemoteError,
     RemoteUnreachableError,
 )
+from tensor_dedup.store.remote.upkeep import take_inventory
 
 
 @pytest.fixture(params=[None, "auto"])
@@ -241,6 +243,89 @@ def test_each_step_costs_its_leaf_and_few_requests(tmp_path: Path) -> None:
         result = fresh.pull(Remote(bucket), f"run@{step}")
     assert result.moved_bytes < LEAF_BYTES + 10_000
     assert (result.requests, result.anchor_pieces) <= (15, 1)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Store, MemoryBucket]:
+    """A run of two steps, the second of which has one part, and a remote with both."""
+    bucket = MemoryBucket()
+    with handle(tmp_path / "store", compress=None) as run:
+        for step in range(2):
+            run.save({"embedding": model(step)["embedding"]}, step)
+            run.store.push(Remote(bucket), f"run@{step}")
+    return run.store, bucket
+
+
+def without(bucket: MemoryBucket, digest_: bytes) -> None:
+    """Lose the containers that hold a piece, and their tables."""
+    found = take_inventory(bucket)
+    for container, table in found.tables.items():
+        if digest_ in {record.digest for record in table.records}:
+            del bucket.objects[layout.container_key(container)]
+            del bucket.objects[layout.table_key(container.name)]
+
+
+def test_a_catalog_lists_what_has_all_of_its_parts(two: tuple[Store, MemoryBucket]) -> None:
+    _, bucket = two
+    [(container, table, record)] = [
+        (container, table, record)
+        for container, table in take_inventory(bucket).tables.items()
+        for record in table.records
+        if record.parts
+    ]
+    assert len(record.bases) == 2
+    for base in record.bases:
+        assert not catalog.listed(container, table, {base}).deltas
+    entry = catalog.listed(container, table, {*record.bases})
+    assert entry.deltas == record.digest[: catalog.PREFIX_BYTES]
+    assert catalog.bases_listed(entry, table) == {*record.bases}
+    # Where it is put together from tables, what has lost a part is sent again.
+    [part] = record.parts.values()
+    without(bucket, part)
+    assert not catalog.rebuilt(bucket).holders(record.digest)
+
+
+def test_what_a_step_takes_there_has_its_parts(two: tuple[Store, MemoryBucket]) -> None:
+    _, bucket = two
+    before = {each.name: each.unique_bytes for each in Remote(bucket).usage().checkpoints}
+    assert before["run@0"] == 0  # the anchor is both's
+    assert before["run@1"] >= LEAF_BYTES
+    Remote(bucket).delete("run@0")
+    [last] = Remote(bucket).usage().checkpoints
+    assert last.unique_bytes is not None
+    assert last.unique_bytes >= len(BASE) + LEAF_BYTES
+
+
+def test_what_has_lost_a_part_is_pulled_from_another_copy(
+    tmp_path: Path, two: tuple[Store, MemoryBucket]
+) -> None:
+    store, bucket = two
+    [record] = in_parts(store).values()
+    [part] = record.parts.values()
+    without(bucket, part)
+    assert not Remote(bucket).verify().fine
+    with handle(tmp_path / "whole", "other", compress=None) as whole:
+        whole.save({"embedding": model(1)["embedding"]}, 0)
+        assert whole.store.push(Remote(bucket), "other@0").moved_pieces == 1
+    tables_ = take_inventory(bucket).tables.values()
+    assert len([r for table in tables_ for r in table.records if r.digest == record.digest]) == 2
+    other = open_store(tmp_path / "other")
+    other.pull(Remote(bucket), "run@1")
+    assert stored(other, "run@1") == stored(store, "run@1")
+
+
+def test_holders_that_are_mended_name_parts(
+    tmp_path: Path, two: tuple[Store, MemoryBucket]
+) -> None:
+    store, bucket = two
+    key = layout.holders_key(Remote(bucket).read("run@1").manifest)
+    bucket.put(key, [memoryview(b"noise")])
+    assert not Remote(bucket).verify().fine
+    assert Remote(bucket).verify().fine
+    other, gate = open_store(tmp_path / "other"), Faulty(bucket)
+    other.pull(Remote(gate), "run@1")
+    assert stored(other, "run@1") == stored(store, "run@1")
+    assert not [call for call in gate.calls if call.startswith("get catalog/")]
 
 
 class Hit(MemoryBucket):
