@@ -1,6 +1,6 @@
 """Runs whose steps each change another leaf, on remotes, where each leaf travels and lies once."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +9,17 @@ from numpy.typing import NDArray
 
 from parted_runs import BASE, BOOKS, LEAVES, all_tables, check, data_of, in_parts, model
 from remotes import Faulty, MemoryBucket
-from stores import Model, assert_same, handle, noise, open_store, stored
+from stores import (
+    Model,
+    assert_same,
+    handle,
+    noise,
+    open_store,
+    safetensors,
+    stored,
+    u8,
+    write,
+)
 from tensor_dedup.digest import LEAF_BYTES, digest
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
@@ -17,6 +27,7 @@ from tensor_dedup.store.errors import CorruptTensorError
 from tensor_dedup.store.format import frames, tables
 from tensor_dedup.store.format.tables import Record, Table
 from tensor_dedup.store.remote import Remote, catalog, layout
+from tensor_dedup.store.remote.buckets import Bucket
 from tensor_dedup.store.remote.errors import (
     CorruptRemoteTensorError,
     MissingRemoteError,
@@ -326,6 +337,79 @@ def test_holders_that_are_mended_name_parts(
     other.pull(Remote(gate), "run@1")
     assert stored(other, "run@1") == stored(store, "run@1")
     assert not [call for call in gate.calls if call.startswith("get catalog/")]
+
+
+def pushed_next(tmp_path: Path, store: Store, bucket: Bucket) -> None:
+    """Push a step that needs the part of the one before, and one more; pull it elsewhere."""
+    with handle(store.path, compress=None) as run:
+        run.save({"embedding": model(2)["embedding"]}, 2)
+        assert sorted(len(record.parts) for record in in_parts(store).values()) == [1, 2]
+        run.store.push(Remote(bucket), "run@2")
+    other = open_store(tmp_path / "other")
+    other.pull(Remote(bucket), "run@2")
+    assert stored(other, "run@2") == stored(store, "run@2")
+
+
+def test_a_part_that_is_relied_on_is_looked_for(
+    tmp_path: Path, two: tuple[Store, MemoryBucket]
+) -> None:
+    store, bucket = two
+    [record] = in_parts(store).values()
+    without(bucket, record.parts[1])
+    pushed_next(tmp_path, store, bucket)
+
+
+def test_a_part_that_is_relied_on_and_deleted_meanwhile_is_sent_again(
+    tmp_path: Path, two: tuple[Store, MemoryBucket]
+) -> None:
+    store, bucket = two
+    [record] = in_parts(store).values()
+    Remote(bucket).delete("run@1")
+    deleted: list[str] = []
+
+    class Slow(Faulty):
+        """A push, in the midst of which two sweeps come, a lease apart."""
+
+        def put(self, key: str, chunks: Sequence[memoryview] | Iterator[memoryview]) -> None:
+            if key.startswith("containers/") and not deleted:
+                for _ in range(2):
+                    bucket.clock += 25 * 3600
+                    deleted.extend(Remote(bucket).gc(24).delete)
+            super().put(key, chunks)
+
+    [container] = [
+        layout.container_key(container)
+        for container, table in take_inventory(bucket).tables.items()
+        if record.parts[1] in {each.digest for each in table.records}
+    ]
+    pushed_next(tmp_path, store, Slow(bucket))
+    assert container in deleted
+
+
+def test_a_part_is_not_relied_on_by_a_short_prefix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another piece there may have the same first bytes: the table says which it is."""
+    for name, value in {"_WHOLE": 0, "_FEW": 0, "_SHORTEST": 1, "_MISTAKEN_BITS": -100}.items():
+        monkeypatch.setattr(catalog, name, value)
+    bucket = MemoryBucket()
+    tensors = u8(**{f"t{n}": noise(n, 64) for n in range(3000)})
+    path = write(tmp_path / "many", {"model.safetensors": safetensors(tensors)})
+    with handle(tmp_path / "store", compress=None) as run:
+        run.store.import_(path, "many")
+        run.store.push(Remote(bucket), "many")
+        for step in range(2):
+            run.save({"embedding": model(step)["embedding"]}, step)
+            run.store.push(Remote(bucket), f"run@{step}")
+        [record] = in_parts(run.store).values()
+        read = catalog.read_catalog(bucket)
+        assert read is not None
+        held = read.holders(record.parts[1], alone=True)
+        assert len(held) == 2
+        assert all(map(read.is_doubtful, held))
+        other = open_store(tmp_path / "other")
+        other.pull(Remote(bucket), "run@1")
+        assert stored(other, "run@1") == stored(run.store, "run@1")
 
 
 class Hit(MemoryBucket):
