@@ -302,7 +302,7 @@ def test_what_a_step_takes_there_has_its_parts(two: tuple[Store, MemoryBucket]) 
     _, bucket = two
     before = {each.name: each.unique_bytes for each in Remote(bucket).usage().checkpoints}
     assert before["run@0"] == 0  # the anchor is both's
-    assert before["run@1"] >= LEAF_BYTES
+    assert (before["run@1"] or 0) >= LEAF_BYTES
     Remote(bucket).delete("run@0")
     [last] = Remote(bucket).usage().checkpoints
     assert last.unique_bytes is not None
@@ -454,14 +454,16 @@ def test_a_part_that_is_a_piece_too_is_there_without_a_base(tmp_path: Path, befo
 class Hit(MemoryBucket):
     """A server, which takes no request for nothing; the first range of a container comes wrong."""
 
-    hits: tuple[str, ...] = ()
+    def __init__(self) -> None:
+        super().__init__()
+        self.hits = set[str]()
 
     def get_range(self, key: str, start: int, stop: int) -> memoryview:
         if start >= stop:
             raise RemoteUnreachableError.at(self.at(key), f"range started at {start}")
         found = super().get_range(key, start, stop)
         if key in self.hits:
-            self.hits = ()
+            self.hits.remove(key)
             return memoryview(bytes([found[0] ^ 1]) + found[1:])
         return found
 
@@ -475,10 +477,10 @@ def test_a_record_of_references_that_was_hit_on_its_way_is_fetched_again(tmp_pat
             run.store.push(Remote(bucket), f"run@{step}")
     other = open_store(tmp_path / "other")
     other.pull(Remote(bucket), "run@0")
-    bucket.hits = tuple(key for key in bucket.objects if key.endswith(".delta"))
+    bucket.hits.update(key for key in bucket.objects if key.endswith(".delta"))
     assert len(bucket.hits) == 1
     other.pull(Remote(bucket), "run@1")
-    assert bucket.hits == ()
+    assert not bucket.hits
     assert stored(other, "run@1") == stored(run.store, "run@1")
 
 
