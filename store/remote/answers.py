@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-import threading
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,26 +12,6 @@ from tensor_dedup.store.remote.errors import DamagedRemoteError, RemoteUnreachab
 _MD5: Final = re.compile("[0-9a-f]{32}")
 # What obstore says of keys that it cannot use, before it asks anybody.
 _KEYS: Final = re.compile(r"[Cc]redential|service account|Access ?Key|pem file|SAS query")
-
-
-class Traffic:
-    """Counts of what was sent and received through a bucket: payload bytes and calls."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.sent = self.received = self.calls = 0
-
-    def add(self, sent: int = 0, received: int = 0, calls: int = 1) -> None:
-        """Count a call, or several."""
-        with self._lock:
-            self.sent += sent
-            self.received += received
-            self.calls += calls
-
-    def counts(self) -> tuple[int, int]:
-        """Return the bytes sent and received so far, and the calls."""
-        with self._lock:
-            return self.sent + self.received, self.calls
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import urlsplit
 
 from blake3 import blake3
 
@@ -29,7 +29,6 @@ from tensor_dedup.store.errors import os_errors
 from tensor_dedup.store.files import Files
 from tensor_dedup.store.objects import make_folders
 from tensor_dedup.store.remote.answers import ObjectStatus as ObjectStatus
-from tensor_dedup.store.remote.answers import Traffic as Traffic
 from tensor_dedup.store.remote.answers import (
     is_about_credentials,
     is_about_keys,
@@ -60,18 +59,18 @@ from tensor_dedup.store.remote.layout import (
     STORE_TITLE,
     TEXT_BYTES,
 )
+from tensor_dedup.store.remote.traffic import Traffic as Traffic
 from tensor_dedup.suggestions import install_hint
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-_SERVERS: Final = ("s3", "gs", "az")
 # What a folder that is a remote holds: the first parts of keys, and what conditions need.
 _OF_A_FOLDER: Final = {
     *("FORMAT", "refs", "manifests", "holders", "containers", "tables", "catalog", "trash"),
     *("probe", "tmp", "lock", "identity", "lost+found"),
 }
-_WEB: Final = ("http", "https")
+WEB: Final = ("http", "https")
 _THREADS: Final = 8
 _LOCK_WAIT_S: Final = 60.0
 # Of an upload in parts, so many are being sent while the next is read.
@@ -84,11 +83,6 @@ _SHORT_BYTES: Final = 1 << 20
 # Of an answer; obstore counts the time in which a request is sent, too.
 _SILENCE_S: Final = 60
 _SENDING_S: Final = 1200
-_HOST: Final = re.compile(r"[A-Za-z0-9._-]+(:[0-9]+)?|\[[0-9A-Fa-f:]+\](:[0-9]+)?")
-# A scheme with less than two slashes behind it would else be a folder of that name.
-_MISTYPED: Final = re.compile(r"(s3|gs|az|https?|file|oci):(?!//)", re.IGNORECASE)
-# Of what lacks its scheme, or has one that no remote has: a path of a folder begins otherwise.
-_USER_IN_PATH: Final = re.compile(r"//.*@|[^./:][^/:]*:.*@", re.DOTALL)
 # Where a machine in a cloud is asked for its credentials, when the environment has none.
 _METADATA: Final = re.compile(r"/latest/(api/token|meta-data)|/metadata/identity|/computeMetadata/")
 # So much of an object is held here that has come instead of a range.
@@ -170,6 +164,15 @@ class Bucket(ABC):
 
         Of a sequence, all is in memory, and goes in one request; an iterator is read in parts.
         """
+
+    def put_once(self, key: str, data: memoryview) -> bool:
+        """Write an object; return whether no request can be reading `data` any more.
+
+        That is known where the only one succeeded: a server or a gateway that has given up on one
+        may go on reading it while another one is answered, and may carry it out.
+        """
+        self.put(key, [data])
+        return True
 
     @abstractmethod
     def put_if(self, key: str, data: bytes, tag: str | None) -> bool:
@@ -403,13 +406,15 @@ class ServerBucket(Bucket):
         self._store: ObjectStore = store or _open_store(url)
         self._sending_store: ObjectStore = store or _open_store(url, sending=True)
         self._once_store: ObjectStore = once or store or _open_store(url, retries=0)
+        sending_once = once or store or _open_store(url, sending=True, retries=0)
+        self._sending_once_store: ObjectStore = sending_once
         # The last objects that came whole where a range was asked for: two, as a pull is in one
         # container and already asks for the next, and others that somebody waits for.
         self._wholes: dict[str, memoryview] = {}
         self._wholes_lock, self._awaited = threading.Lock(), list[str]()
         self._whole_until = 0.0
         self._asking, self._tried = threading.Lock(), False
-        self.read_only = urlsplit(url).scheme in _WEB
+        self.read_only = urlsplit(url).scheme in WEB
 
     @contextmanager
     def _translated(self, key: str, *expected: type[Exception]) -> Iterator[None]:
@@ -632,6 +637,22 @@ class ServerBucket(Bucket):
         around = 1 if urlsplit(self.url).scheme == "az" else 2
         self.traffic.add(sent=sent, calls=-(-sent // _PART_BYTES) + around)
 
+    def put_once(self, key: str, data: memoryview) -> bool:
+        # docstring inherited
+        import obstore
+
+        self._check_writable()
+        is_short = data.nbytes <= _SHORT_BYTES
+        try:
+            with self._translated(key):
+                store = self._once_store if is_short else self._sending_once_store
+                obstore.put(store, key, data, use_multipart=False)
+        except RemoteUnreachableError:
+            self.put(key, [data])
+            return False
+        self.traffic.add(sent=data.nbytes)
+        return True
+
     def put_if(self, key: str, data: bytes, tag: str | None) -> bool:
         # docstring inherited
         import obstore
@@ -724,75 +745,3 @@ def _open_store(url: str, *, sending: bool = False, retries: int = 5) -> "Object
     except BaseException as error:
         raise_panic(url, error)
         raise
-
-
-def is_url(text: str) -> bool:
-    """Return whether this is a URL, be it a mistyped one, and no folder's path."""
-    return "://" in text or _MISTYPED.match(text) is not None
-
-
-def open_bucket(url: str, files: Files) -> Bucket:
-    """Open what a URL names; a path without a scheme is a folder. Nothing is asked or made yet.
-
-    Raises:
-        RemoteUrlError: the URL names nothing of the kind, or holds a credential.
-        NotInstalledError: obstore is not installed.
-    """
-    scheme, colon, _ = url.partition("://")
-    if (mistyped := _MISTYPED.match(url)) is not None:
-        raise RemoteUrlError.at(f"{mistyped[0]}...", "it is no URL, for two slashes are missing")
-    if not colon:
-        return _folder(url, files)
-    try:
-        parts = urlsplit(url)
-        _ = parts.port  # which may be no number
-    except ValueError:
-        raise RemoteUrlError.at(f"{scheme}://...", "it is no URL") from None
-    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
-        host = parts.hostname or ""
-        shown = f"{scheme}://{host}{parts.path}" if "\\" not in url else f"{scheme}://..."
-        raise RemoteUrlError.at(shown, "a user, a password or a query in it may be a secret")
-    # The beginning of a password may pass for a port: what is before an @ is shown nowhere.
-    if parts.port is not None and (scheme in _SERVERS or "@" in parts.path):
-        what = "what it has for a port may be of a secret; a bucket has none, and %40 is an @"
-        raise RemoteUrlError.at(f"{scheme}://...", what)
-    if scheme == "file":
-        if parts.netloc not in ("", "localhost") or not parts.path:
-            what = "a folder's URL has three slashes: file:///folder"
-            raise RemoteUrlError.at(f"{scheme}://...", what)
-        return _folder(unquote(parts.path), files)
-    # Of a URL of another form nobody knows where its secrets stand.
-    if scheme not in (*_SERVERS, *_WEB):
-        raise RemoteUrlError.at(f"{scheme}://...", f"no remote has the scheme {scheme!r}")
-    if not parts.netloc:
-        raise RemoteUrlError.at(f"{scheme}://...", "it names no host or bucket")
-    _check_place(url, parts)
-    return ServerBucket(url.rstrip("/"))
-
-
-def _check_place(url: str, parts: SplitResult) -> None:
-    if not _HOST.fullmatch(parts.netloc):
-        what = "its host or bucket cannot be the name of one"
-        raise RemoteUrlError.at(f"{parts.scheme}://...", what)
-    # What sends requests resolves these, or finds other keys than it was given when it lists.
-    path = unquote(parts.path)
-    if {*"?#;"} & {*path}:
-        what = "what follows a ; or an encoded ? or # in it may be a secret"
-        raise RemoteUrlError.at(f"{parts.scheme}://{parts.netloc}/...", what)
-    if "\\" in path or {".", ".."} & {*path.split("/")}:
-        raise RemoteUrlError.at(url, "no part of it may be . or .., nor have a backslash in it")
-
-
-def _folder(path: str, files: Files) -> FolderBucket:
-    if _USER_IN_PATH.match(path):
-        what = "it is no URL, and a user or a password in it may be a secret; a path begins with ./"
-        raise RemoteUrlError.at("...", what)
-    if "\0" in path:
-        raise RemoteUrlError.at(repr(path), "no path has a NUL in it")
-    if not path.strip():
-        # It would be the folder that the program happens to run in.
-        raise RemoteUrlError.at("''", "it is empty, as a variable is that is not set")
-    if path == "~" or path.startswith("~/"):
-        # It would be a folder of this name.
-        raise RemoteUrlError.at(path, "no shell has replaced the ~; write the path in full")
-    return FolderBucket(Path(path).absolute(), files)

@@ -145,8 +145,10 @@ def read_holders(bucket: Bucket, manifest: str, pieces: Sequence[Piece]) -> Cata
     key = layout.holders_key(manifest)
     # Each piece is named once, and once what it is against: a base, and all of its leaves but one.
     most = sum(1 + -(-piece.nbytes // LEAF_BYTES) for piece in pieces if piece.nbytes)
+    # Sizes are what the manifest says. No frame that is read into memory is larger than this.
+    limit = min(layout.TEXT_BYTES + most * _NAMED_BYTES, layout.FRAME_BYTES)
     try:
-        found = bucket.get(key, layout.TEXT_BYTES + most * _NAMED_BYTES)
+        found = bucket.get(key, limit)
     except RemoteAccessError:
         # What S3 says of an object that is not there to those who may not list.
         return None

@@ -348,8 +348,9 @@ class RemotePieces:
             for at in range(0, view.nbytes, LEAF_BYTES):
                 leaf = view[at : at + LEAF_BYTES]
                 chunk = places[(start + at) // LEAF_BYTES]
-                where = record.offset + chunk.offset
-                blob = self._fetch(container, where, where + chunk.size)
+                where, blob = record.offset + chunk.offset, memoryview(b"")
+                if chunk.size:  # of nothing there is no range to ask for
+                    blob = self._fetch(container, where, where + chunk.size)
                 decode_leaf(record.codec, blob, start + at, leaf, base)
         except CorruptFrameError:
             raise self._corrupt(container, record) from None

@@ -353,10 +353,11 @@ class _Push:
         out as it was: then a container is found that was sent and has no table yet.
 
         Up to `_AT_ONCE` containers are in memory, or some parts of a larger one, which goes alone.
-        Memory that was sent is filled again: fresh memory costs more than what is read into it.
+        Memory that was sent at the first try is filled again: fresh memory costs more than what is
+        read into it.
         """
         self._progress.start(sum(load.nbytes for load in loads))
-        sending: deque[tuple[Load, Future[bool], memoryview | None]] = deque()
+        sending: deque[tuple[Load, Future[tuple[bool, bool]], memoryview | None]] = deque()
         may_be_there, spare = True, list[memoryview]()
         # What of it is not written to takes no memory.
         largest = max((load.nbytes for load in loads if not _is_streamed(load)), default=0)
@@ -365,11 +366,12 @@ class _Push:
             nonlocal may_be_there
             load, sent, memory = sending.popleft()
             # One that was cut short had not begun what now begins once this one is missing.
-            may_be_there = sent.result() and may_be_there
+            found, is_free = sent.result()
+            may_be_there = found and may_be_there
             key = layout.table_key(load.container.name)
             self._bucket.put(key, [memoryview(load.frame.blob)])
             self._progress.advance(load.nbytes)
-            if memory is not None:
+            if memory is not None and is_free:
                 spare.append(memory)
 
         with ExitStack() as undo:
@@ -380,12 +382,12 @@ class _Push:
                 while len(sending) >= (1 if streamed else _AT_ONCE):
                     settle()
                 memory: memoryview | None = None
-                parts: Sequence[memoryview] | Iterator[memoryview] = content(source, load)
+                parts: memoryview | Iterator[memoryview] = content(source, load)
                 if not streamed:
                     # Read and checked here, sent by the threads.
                     memory = spare.pop() if spare else memoryview(bytearray(largest))
-                    fill(source, load, memory[: load.nbytes])
-                    parts = [memory[: load.nbytes]]
+                    parts = memory[: load.nbytes]
+                    fill(source, load, parts)
                 # What was condemned may have been so because it is damaged.
                 condemned = layout.container_key(load.container) in catalog.trash.condemned
                 ask = may_be_there and load.nbytes >= _ASKED_BYTES and not condemned
@@ -397,16 +399,21 @@ class _Push:
                 settle()
 
     def _send_one(
-        self, load: Load, parts: Sequence[memoryview] | Iterator[memoryview], ask: bool
-    ) -> bool:
-        """Send a container unless it is there; False where it was asked for and is missing."""
+        self, load: Load, parts: memoryview | Iterator[memoryview], ask: bool
+    ) -> tuple[bool, bool]:
+        """Send a container unless it is there.
+
+        Return False where it was asked for and is missing, and whether memory of it is free again.
+        """
         bucket, key = self._bucket, layout.container_key(load.container)
         status = bucket.head(key) if ask else None
         if status is not None and status.size == load.nbytes:
             bucket.settle(key)
-            return True
+            return True, True
+        if isinstance(parts, memoryview):
+            return not ask, bucket.put_once(key, parts)
         bucket.put(key, parts)
-        return not ask
+        return not ask, False
 
     def _reused(
         self, catalog: Catalog, missing: Collection[bytes], loads: Sequence[Load]

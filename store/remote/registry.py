@@ -25,7 +25,7 @@ from urllib.parse import quote, urlencode, urljoin, urlsplit
 import msgspec
 
 from tensor_dedup.errors import NotInstalledError, StoreError
-from tensor_dedup.store.remote.buckets import Traffic, scrubbed, too_large
+from tensor_dedup.store.remote.buckets import scrubbed, too_large
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
     NoRangesError,
@@ -33,6 +33,7 @@ from tensor_dedup.store.remote.errors import (
     RemoteUnreachableError,
     RemoteUrlError,
 )
+from tensor_dedup.store.remote.traffic import Traffic
 from tensor_dedup.suggestions import install_hint
 
 _log = logging.getLogger(__name__)

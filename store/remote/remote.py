@@ -10,7 +10,7 @@ from tensor_dedup.store.checkpoints.runs import parse_step_name, step_name
 from tensor_dedup.store.errors import NewerFormatError, UnknownNameError
 from tensor_dedup.store.files import Files, RealFiles
 from tensor_dedup.store.remote import layout, sweep, upkeep
-from tensor_dedup.store.remote.buckets import Bucket, FolderBucket, ObjectStatus, open_bucket
+from tensor_dedup.store.remote.buckets import Bucket, FolderBucket, ObjectStatus
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
     NotARemoteError,
@@ -27,6 +27,7 @@ from tensor_dedup.store.remote.pull import (
     read_manifest,
     read_ref,
 )
+from tensor_dedup.store.remote.urls import open_bucket
 
 DEFAULT_LEASE_HOURS = LEASE_S / 3600
 

@@ -50,7 +50,7 @@ from tensor_dedup.store.format.manifests import Manifest
 from tensor_dedup.store.locks import draining, pulling
 from tensor_dedup.store.reading.reader import StoredCheckpoint
 from tensor_dedup.store.remote import layout
-from tensor_dedup.store.remote.buckets import ObjectStatus, is_url
+from tensor_dedup.store.remote.buckets import ObjectStatus
 from tensor_dedup.store.remote.conditions import check_remote, prepare
 from tensor_dedup.store.remote.errors import (
     CorruptRemoteTensorError,
@@ -62,6 +62,7 @@ from tensor_dedup.store.remote.pull import list_refs, open_pulled, read_content
 from tensor_dedup.store.remote.push import NameGuard, refer
 from tensor_dedup.store.remote.remote import Remote
 from tensor_dedup.store.remote.results import SilentTransfer
+from tensor_dedup.store.remote.urls import is_url
 from tensor_dedup.store.store import Store
 
 _LOG = logging.getLogger("tensor_dedup")

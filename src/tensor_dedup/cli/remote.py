@@ -36,11 +36,11 @@ from tensor_dedup.store.remote import (
     RemoteVerifyResult,
     TransferResult,
 )
-from tensor_dedup.store.remote.buckets import is_url
 from tensor_dedup.store.remote.oci import Artifact, default_name, is_artifact
 from tensor_dedup.store.remote.registry import ArtifactName, RegistryRepository
 from tensor_dedup.store.remote.remote import DEFAULT_LEASE_HOURS
 from tensor_dedup.store.remote.upkeep import owner
+from tensor_dedup.store.remote.urls import is_url
 from tensor_dedup.text_table import human
 
 _DIGITS: Final = 12  # of a digest

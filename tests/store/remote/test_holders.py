@@ -362,3 +362,18 @@ def test_holders_that_verify_writes_are_no_larger_than_they_may_be(bucket: Memor
     held = read_holders(bucket, read.manifest, read.pieces)
     assert held is not None
     assert all(map(held.holders, (*own, anchors[0])))
+
+
+def test_what_a_manifest_says_of_sizes_lets_in_no_holders_of_any_size(bucket: MemoryBucket) -> None:
+    """No number of a remote is believed: of tensors of many leaves they may be large, not huge."""
+    limits = dict[str, int]()
+
+    class Asked(Faulty):
+        def get(self, key: str, limit: int) -> tuple[bytes, str] | None:
+            limits[key] = limit
+            return super().get(key, limit)
+
+    read, key = Remote(bucket).read("tune"), holders_key(bucket, "tune")
+    pieces = [msgspec.structs.replace(piece, nbytes=1 << 60) for piece in read.pieces]
+    assert read_holders(Asked(bucket), read.manifest, pieces) is not None
+    assert limits == {key: layout.FRAME_BYTES}

@@ -1,6 +1,6 @@
 """Runs whose steps each change another leaf, on remotes, where each leaf travels and lies once."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,15 +8,34 @@ import pytest
 from numpy.typing import NDArray
 
 from parted_runs import BASE, BOOKS, LEAVES, all_tables, check, data_of, in_parts, model
-from remotes import MemoryBucket
-from stores import Model, assert_same, handle, noise, open_store, stored
+from remotes import Faulty, MemoryBucket
+from stores import (
+    Model,
+    assert_same,
+    handle,
+    noise,
+    open_store,
+    safetensors,
+    stored,
+    tuned,
+    u8,
+    weights,
+    write,
+)
 from tensor_dedup.digest import LEAF_BYTES, digest
+from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.errors import CorruptTensorError
 from tensor_dedup.store.format import frames, tables
 from tensor_dedup.store.format.tables import Record, Table
-from tensor_dedup.store.remote import Remote
-from tensor_dedup.store.remote.errors import CorruptRemoteTensorError, MissingRemoteError
+from tensor_dedup.store.remote import Remote, catalog, layout
+from tensor_dedup.store.remote.buckets import Bucket
+from tensor_dedup.store.remote.errors import (
+    CorruptRemoteTensorError,
+    MissingRemoteError,
+    RemoteUnreachableError,
+)
+from tensor_dedup.store.remote.inventory import take_inventory
 
 
 @pytest.fixture(params=[None, "auto"])
@@ -237,6 +256,232 @@ def test_each_step_costs_its_leaf_and_few_requests(tmp_path: Path) -> None:
         result = fresh.pull(Remote(bucket), f"run@{step}")
     assert result.moved_bytes < LEAF_BYTES + 10_000
     assert (result.requests, result.anchor_pieces) <= (15, 1)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> tuple[Store, MemoryBucket]:
+    """A run of two steps, the second of which has one part, and a remote with both."""
+    bucket = MemoryBucket()
+    with handle(tmp_path / "store", compress=None) as run:
+        for step in range(2):
+            run.save({"embedding": model(step)["embedding"]}, step)
+            run.store.push(Remote(bucket), f"run@{step}")
+    return run.store, bucket
+
+
+def without(bucket: MemoryBucket, digest_: bytes) -> None:
+    """Lose the containers that hold a piece, and their tables."""
+    found = take_inventory(bucket)
+    for container, table in found.tables.items():
+        if digest_ in {record.digest for record in table.records}:
+            del bucket.objects[layout.container_key(container)]
+            del bucket.objects[layout.table_key(container.name)]
+
+
+def test_a_catalog_lists_what_has_all_of_its_parts(two: tuple[Store, MemoryBucket]) -> None:
+    _, bucket = two
+    [(container, table, record)] = [
+        (container, table, record)
+        for container, table in take_inventory(bucket).tables.items()
+        for record in table.records
+        if record.parts
+    ]
+    assert len(record.bases) == 2
+    for base in record.bases:
+        assert not catalog.listed(container, table, {base}).deltas
+    entry = catalog.listed(container, table, {*record.bases})
+    assert entry.deltas == record.digest[: catalog.PREFIX_BYTES]
+    assert catalog.bases_listed(entry, table) == {*record.bases}
+    # Where it is put together from tables, what has lost a part is sent again.
+    [part] = record.parts.values()
+    without(bucket, part)
+    assert not catalog.rebuilt(bucket).holders(record.digest)
+
+
+def test_what_a_step_takes_there_has_its_parts(two: tuple[Store, MemoryBucket]) -> None:
+    _, bucket = two
+    before = {each.name: each.unique_bytes for each in Remote(bucket).usage().checkpoints}
+    assert before["run@0"] == 0  # the anchor is both's
+    assert (before["run@1"] or 0) >= LEAF_BYTES
+    Remote(bucket).delete("run@0")
+    [last] = Remote(bucket).usage().checkpoints
+    assert last.unique_bytes is not None
+    assert last.unique_bytes >= len(BASE) + LEAF_BYTES
+
+
+def test_what_has_lost_a_part_is_pulled_from_another_copy(
+    tmp_path: Path, two: tuple[Store, MemoryBucket]
+) -> None:
+    store, bucket = two
+    [record] = in_parts(store).values()
+    [part] = record.parts.values()
+    without(bucket, part)
+    assert not Remote(bucket).verify().fine
+    with handle(tmp_path / "whole", "other", compress=None) as whole:
+        whole.save({"embedding": model(1)["embedding"]}, 0)
+        assert whole.store.push(Remote(bucket), "other@0").moved_pieces == 1
+    tables_ = take_inventory(bucket).tables.values()
+    assert len([r for table in tables_ for r in table.records if r.digest == record.digest]) == 2
+    other = open_store(tmp_path / "other")
+    other.pull(Remote(bucket), "run@1")
+    assert stored(other, "run@1") == stored(store, "run@1")
+
+
+def test_holders_that_are_mended_name_parts(
+    tmp_path: Path, two: tuple[Store, MemoryBucket]
+) -> None:
+    store, bucket = two
+    key = layout.holders_key(Remote(bucket).read("run@1").manifest)
+    bucket.put(key, [memoryview(b"noise")])
+    assert not Remote(bucket).verify().fine
+    assert Remote(bucket).verify().fine
+    other, gate = open_store(tmp_path / "other"), Faulty(bucket)
+    other.pull(Remote(gate), "run@1")
+    assert stored(other, "run@1") == stored(store, "run@1")
+    assert not [call for call in gate.calls if call.startswith("get catalog/")]
+
+
+def pushed_next(tmp_path: Path, store: Store, bucket: Bucket) -> None:
+    """Push a step that needs the part of the one before, and one more; pull it elsewhere."""
+    with handle(store.path, compress=None) as run:
+        run.save({"embedding": model(2)["embedding"]}, 2)
+        assert sorted(len(record.parts) for record in in_parts(store).values()) == [1, 2]
+        run.store.push(Remote(bucket), "run@2")
+    other = open_store(tmp_path / "other")
+    other.pull(Remote(bucket), "run@2")
+    assert stored(other, "run@2") == stored(store, "run@2")
+
+
+def test_a_part_that_is_relied_on_is_looked_for(
+    tmp_path: Path, two: tuple[Store, MemoryBucket]
+) -> None:
+    store, bucket = two
+    [record] = in_parts(store).values()
+    without(bucket, record.parts[1])
+    pushed_next(tmp_path, store, bucket)
+
+
+def test_a_part_that_is_relied_on_and_deleted_meanwhile_is_sent_again(
+    tmp_path: Path, two: tuple[Store, MemoryBucket]
+) -> None:
+    store, bucket = two
+    [record] = in_parts(store).values()
+    Remote(bucket).delete("run@1")
+    deleted: list[str] = []
+
+    class Slow(Faulty):
+        """A push, in the midst of which two sweeps come, a lease apart."""
+
+        def put(self, key: str, chunks: Sequence[memoryview] | Iterator[memoryview]) -> None:
+            if key.startswith("containers/") and not deleted:
+                for _ in range(2):
+                    bucket.clock += 25 * 3600
+                    deleted.extend(Remote(bucket).gc(24).delete)
+            super().put(key, chunks)
+
+    [container] = [
+        layout.container_key(container)
+        for container, table in take_inventory(bucket).tables.items()
+        if record.parts[1] in {each.digest for each in table.records}
+    ]
+    pushed_next(tmp_path, store, Slow(bucket))
+    assert container in deleted
+
+
+def test_a_part_is_not_relied_on_by_a_short_prefix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another piece there may have the same first bytes: the table says which it is."""
+    for name, value in {"_WHOLE": 0, "_FEW": 0, "_SHORTEST": 1, "_MISTAKEN_BITS": -100}.items():
+        monkeypatch.setattr(catalog, name, value)
+    bucket = MemoryBucket()
+    first = digest(data_of(1)[LEAF_BYTES : 2 * LEAF_BYTES])[:2]
+    assert digest(BASE)[:2] != first  # or the table is read for the anchor
+    tensors = u8(
+        **{f"t{n}": noise(n, 64) for n in range(3000) if digest(noise(n, 64))[:2] == first}
+    )
+    assert tensors
+    path = write(tmp_path / "many", {"model.safetensors": safetensors(tensors)})
+    with handle(tmp_path / "store", compress=None) as run:
+        run.store.import_(path, "many")
+        run.store.push(Remote(bucket), "many")
+        for step in range(2):
+            run.save({"embedding": model(step)["embedding"]}, step)
+            run.store.push(Remote(bucket), f"run@{step}")
+        [record] = in_parts(run.store).values()
+        read = catalog.read_catalog(bucket)
+        assert read is not None
+        held = read.holders(record.parts[1], alone=True)
+        assert len(held) == 2
+        assert all(map(read.is_doubtful, held))
+        assert first == record.parts[1].hex()[:2]
+        other = open_store(tmp_path / "other")
+        other.pull(Remote(bucket), "run@1")
+        assert stored(other, "run@1") == stored(run.store, "run@1")
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_part_that_is_a_piece_too_is_there_without_a_base(tmp_path: Path, before: bool) -> None:
+    """As a piece it is stored, and was sent `before`, as a difference from another."""
+    small, large = weights(7, LEAF_BYTES), noise(1, 4 * LEAF_BYTES)
+    leaf = tuned(small, 8)
+    mixed = large[:LEAF_BYTES] + leaf + large[2 * LEAF_BYTES :]
+    bucket, part = MemoryBucket(), bytes.fromhex(digest(leaf))
+    with handle(tmp_path / "store", compress=None) as run:
+        store, remote = run.store, Remote(bucket)
+        for name, data in {"base": small, "tune": leaf}.items():
+            tensors = {"small": ("BF16", (len(data) // 2,), data)}
+            path = write(tmp_path / name, {"model.safetensors": safetensors(tensors)})
+            store.import_(path, name, compress="auto")
+            if before or name == "base":
+                store.push(remote, name)
+        run.save({"large": np.frombuffer(large, np.uint8)}, 0)
+        store.push(remote, "run@0")
+        run.save({n: np.frombuffer(d, np.uint8) for n, d in {"b": mixed, "a": leaf}.items()}, 1)
+        assert [record.parts for record in in_parts(store).values()] == [{1: part}]
+        records = [r for table in all_tables(store).values() for r in table.records]
+        assert {bool(record.base) for record in records if record.digest == part} == {True, False}
+        store.push(remote, "run@1")
+        there = [r for t in take_inventory(bucket).tables.values() for r in t.records]
+        assert [record.parts for record in there if record.parts] == [{1: part}]
+        assert any(r.digest == part and r.base for r in there) == before
+        other = open_store(tmp_path / "other")
+        other.pull(remote, "run@1")
+        assert stored(other, "run@1") == stored(store, "run@1")
+    assert remote.verify(full=True).fine
+
+
+class Hit(MemoryBucket):
+    """A server, which takes no request for nothing; the first range of a container comes wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hits = set[str]()
+
+    def get_range(self, key: str, start: int, stop: int) -> memoryview:
+        if start >= stop:
+            raise RemoteUnreachableError.at(self.at(key), f"range started at {start}")
+        found = super().get_range(key, start, stop)
+        if key in self.hits:
+            self.hits.remove(key)
+            return memoryview(bytes([found[0] ^ 1]) + found[1:])
+        return found
+
+
+def test_a_record_of_references_that_was_hit_on_its_way_is_fetched_again(tmp_path: Path) -> None:
+    """Its chunks are nothing, which no server sends."""
+    bucket = Hit()
+    with handle(tmp_path / "store", compress=None) as run:
+        for step in range(2):
+            run.save({"embedding": model(step)["embedding"]}, step)
+            run.store.push(Remote(bucket), f"run@{step}")
+    other = open_store(tmp_path / "other")
+    other.pull(Remote(bucket), "run@0")
+    bucket.hits.update(key for key in bucket.objects if key.endswith(".delta"))
+    assert len(bucket.hits) == 1
+    other.pull(Remote(bucket), "run@1")
+    assert not bucket.hits
+    assert stored(other, "run@1") == stored(run.store, "run@1")
 
 
 def wide(step: int) -> NDArray[np.uint8]:
