@@ -48,6 +48,8 @@ from pathlib import Path
 
 class Files(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    # Else what follows the headers waits for a delayed acknowledgement of them, some 40 ms.
+    disable_nagle_algorithm = True
 
     def do_GET(self):
         path = Path(sys.argv[1], self.path.lstrip("/"))

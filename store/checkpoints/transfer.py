@@ -11,10 +11,10 @@ they are read, encoded ones as they can be read from the copy.
 
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import msgspec
 
@@ -34,13 +34,19 @@ from tensor_dedup.store.reading.decoding import base_of, decode_leaf, read_chunk
 from tensor_dedup.store.writing.containers import (
     PACK_BELOW,
     ContainerWriter,
+    SealedContainer,
     kind_for,
     record_of,
 )
-from tensor_dedup.store.writing.hashing import Hashed, Hasher
+from tensor_dedup.store.writing.hashing import Hashed, Hasher, settle
 from tensor_dedup.store.writing.transaction import OrderedTransaction
 
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
 _BLOCK_BYTES = 4 * LEAF_BYTES
+# So many blocks are being written while the next is read.
+_BEHIND = 4
 # A container is complete when it is this long: an attempt that is interrupted leaves those that
 # are, and the next one finds their pieces.
 _CONTAINER_BYTES = 256 << 20
@@ -257,6 +263,7 @@ class _CopyWriter(ContainerWriter):
     def __init__(self, objects: Objects, hasher: Hasher, kind: str) -> None:
         super().__init__(objects, hasher, kind)
         self.began = time.monotonic()
+        self._writing: deque[Future[None]] = deque()
 
     @property
     def data_bytes(self) -> int:
@@ -264,17 +271,22 @@ class _CopyWriter(ContainerWriter):
         return self._end
 
     def copy(self, source: PieceSource, digest: bytes, nbytes: int) -> None:
-        """Copy a piece as it is, verified block by block as it is read."""
+        """Copy a piece as it is, verified block by block as it is read.
+
+        One of a single block is written while the next is read: the error of that may come later.
+        """
         before = self._end
         start, handle = self._reserve(nbytes), self._opened()
 
         def work(at: int) -> bytes:
-            with memoryview(bytearray(min(_BLOCK_BYTES, nbytes - at))) as view:
-                leaves = source.read_piece_into(digest, at, view, nbytes)
-                if nbytes >= PACK_BELOW:
-                    self._objects.files.pwrite(handle, view, start + at)
-                else:
-                    self._write(bytes(view), start)
+            view = memoryview(bytearray(min(_BLOCK_BYTES, nbytes - at)))
+            leaves = source.read_piece_into(digest, at, view, nbytes)
+            if nbytes < PACK_BELOW:
+                self._write(bytes(view), start)
+            elif nbytes <= _BLOCK_BYTES:
+                self._write_behind(view, start)
+            else:
+                self._objects.files.pwrite(handle, view, start + at)
             return leaves
 
         blocks = range(0, nbytes, _BLOCK_BYTES)
@@ -288,6 +300,28 @@ class _CopyWriter(ContainerWriter):
             self._objects.files.truncate(handle, before)
             raise
         self._records.append(record_of(start, nbytes, Hashed(digest, leaves)))
+
+    def _write_behind(self, view: memoryview, at: int) -> None:
+        files, handle = self._objects.files, self._opened()
+        if len(self._writing) >= _BEHIND:
+            self._writing.popleft().result()
+
+        def work(view: memoryview) -> None:
+            files.pwrite(handle, view, at)
+            files.begin_writing(handle, at, view.nbytes)
+
+        self._writing.append(self._hasher.hand(work, view, waits=True))
+
+    def seal(self) -> SealedContainer | None:
+        # docstring inherited
+        while self._writing:
+            self._writing.popleft().result()
+        return super().seal()
+
+    def abandon(self) -> None:
+        # docstring inherited
+        settle(self._writing)
+        super().abandon()
 
     def copy_encoded(self, source: PieceSource, container: ContainerId, record: Record) -> bool:
         """Copy a piece as it is encoded; return False, and copy nothing, where it is damaged.
