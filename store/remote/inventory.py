@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Final
 
 from tensor_dedup.errors import StoreError
+from tensor_dedup.store.errors import NewerFormatError
 from tensor_dedup.store.format.tables import Record, Table
 from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.remote import layout
@@ -51,6 +52,7 @@ class RemoteInventory:
     """Everything that a remote's references lead to, and what lies there.
 
     `unreadable` has, by key, what is wrong with containers or their tables: nobody may need them.
+    Those of `newer` are of a later version: what they hold is unknown, and they are not damaged.
     `broken` has the manifests that references lead to and that cannot be read, or a page of them.
     """
 
@@ -60,6 +62,7 @@ class RemoteInventory:
     objects: dict[str, ObjectStatus] = field(default_factory=dict)
     problems: list[RemoteFault] = field(default_factory=list)
     unreadable: dict[str, RemoteFault] = field(default_factory=dict)
+    newer: set[ContainerId] = field(default_factory=set)
     broken: set[str] = field(default_factory=set)
 
     def has_still(self, earlier: "RemoteInventory", *keys: str) -> bool:
@@ -210,3 +213,5 @@ def _read_tables(bucket: Bucket, found: RemoteInventory, known: RemoteInventory)
         else:
             key = layout.container_key(container)
             found.unreadable[key] = RemoteFault(bucket.at(key), str(read))
+            if isinstance(read, NewerFormatError):
+                found.newer.add(container)

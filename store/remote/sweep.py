@@ -35,6 +35,7 @@ from tensor_dedup.store.remote.catalog import (
 )
 from tensor_dedup.store.remote.conditions import check_remote
 from tensor_dedup.store.remote.errors import (
+    NewerRemoteError,
     RemoteBusyError,
     UncertainRemoteError,
     as_far_as_allowed,
@@ -88,7 +89,8 @@ def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan
     the third run, two leases after it was written; with a lease of 0 by the first.
 
     Raises:
-        UncertainRemoteError: something cannot be read; nothing was condemned or deleted.
+        UncertainRemoteError: something cannot be read, or only by a later version
+            (NewerRemoteError); nothing was condemned or deleted.
         RemoteBusyError: others change the remote again and again meanwhile.
     """
     check_remote(bucket)
@@ -169,6 +171,10 @@ def _refuse_unless_certain(bucket: Bucket, found: RemoteInventory, catalog: Cata
     named = {*map(layout.container_key, catalog.containers)}
     problems = [*found.problems]
     problems += [fault for key, fault in found.unreadable.items() if lost or key in named]
+    if found.newer:
+        first = found.unreadable[layout.container_key(min(found.newer))]
+        what = f"containers of a later version: {len(found.newer)}, the first of them this"
+        raise NewerRemoteError.at(first.url, what, problems=len(problems))
     if problems:
         first, count = problems[0], len(problems)
         what = f"objects that cannot be read: {count}, the first of them this ({first.what})"

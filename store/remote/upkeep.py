@@ -352,7 +352,7 @@ def verify(
     and the holders beside manifests: containers with faults are taken out, so that a push sends
     anew what was in them, with `full` those are taken in again that were found damaged and are
     whole, and what they say of others is made to be what tables say. Manifests and pages that are
-    lost are noted there, too.
+    lost are noted there, too. What a later version has written stays as it is.
     """
     faults, read = list[RemoteFault](), 0
     if (what := restore_marker(bucket)) is not None:
@@ -367,7 +367,8 @@ def verify(
     found = take_inventory(bucket)
     faults += found.problems
     faults += _mended_tables(bucket, catalog, found)
-    lost = found.lost()
+    # What containers of a later version hold is not known here.
+    lost = found.lost() if not found.newer else {}
     # What nobody needs and no push relies on any more is a sweep's to take, and no fault.
     noted = condemned(bucket) if found.unreadable and not lost else {}
     faults += [fault for key, fault in found.unreadable.items() if key not in noted]
@@ -388,7 +389,8 @@ def verify(
     if full:
         faults += _taken_back(bucket, found, wrong)
     faults += _mended_notes(bucket, found)
-    faults += _mended_holders(bucket, found, wrong)
+    if not found.newer:
+        faults += _mended_holders(bucket, found, wrong)
     return RemoteVerifyResult(
         len(found.manifests) + sum(bool(each.affected) for each in found.problems),
         len(found.tables),
@@ -466,7 +468,7 @@ def _mended(
 ) -> Iterator[RemoteFault]:
     """What the catalog says that is not so, when it has been put right."""
     named = catalog.containers if catalog is not None else {}
-    absent = named.keys() - found.tables.keys()
+    absent = named.keys() - found.tables.keys() - found.newer
     lies = {
         c
         for c, entry in _right(named, found).items()

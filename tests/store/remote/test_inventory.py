@@ -4,15 +4,27 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from remotes import Chunks, MemoryBucket
 from stores import noise, open_store, safetensors, stored, u8, write
 from tensor_dedup.store import Store
+from tensor_dedup.store.format import tables
+from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.remote import Remote, layout
 from tensor_dedup.store.remote.buckets import Bucket
-from tensor_dedup.store.remote.catalog import catalog_of, condemned, drop, read_catalog, read_table
+from tensor_dedup.store.remote.catalog import (
+    catalog_of,
+    commit,
+    condemned,
+    drop,
+    read_catalog,
+    read_table,
+    segment_of,
+)
 from tensor_dedup.store.remote.errors import (
+    NewerRemoteError,
     RemoteAccessError,
     UncertainRemoteError,
 )
@@ -315,3 +327,45 @@ def test_what_is_damaged_and_was_never_noted_stops_gc_while_a_push_may_rely_on_i
     remote.gc(0)
     assert container not in bucket.objects
     assert remote.verify(full=True).fine
+
+
+def of_a_later_version(bucket: MemoryBucket) -> None:
+    """Let a container of the remote have a codec that nobody here knows."""
+    key = next(key for key in bucket.objects if key.startswith("containers/"))
+    container = layout.container_of(key)
+    assert container is not None
+    table = read_table(bucket, container.name)
+    record = msgspec.structs.replace(table.records[0], codec="of 2031")
+    later = msgspec.structs.replace(table, records=[record, *table.records[1:]])
+    name, blob = tables.encode(later)
+    data = bytes(bucket.get_range(key, 0, table.data_bytes))
+    made = ContainerId(name, container.kind)
+    bucket.put(layout.container_key(made), [memoryview(data + blob + tables.tail(len(data)))])
+    bucket.put(layout.table_key(name), [memoryview(blob)])
+    for old in (key, layout.table_key(container.name)):
+        bucket.delete(old)
+    catalog = catalog_of(bucket)
+    entries = [
+        msgspec.structs.replace(entry, name=bytes.fromhex(name)) if c == container else entry
+        for c, entry in catalog.containers.items()
+    ]
+    commit(bucket, catalog, lambda now: (segment_of(entries), now.trash))
+    assert made in catalog_of(bucket).containers
+
+
+def test_what_a_later_version_has_written_is_neither_damage_nor_garbage(store: Store) -> None:
+    bucket = MemoryBucket()
+    for name in ("one", "two"):
+        store.push(Remote(bucket), name)
+    of_a_later_version(bucket)
+    before = {key: found[0] for key, found in bucket.objects.items()}
+    found = Remote(bucket).verify(full=True)
+    assert [
+        (fault.affected, "use a newer tensor-dedup" in fault.what) for fault in found.faults
+    ] == [((), True)]
+    assert {key: found[0] for key, found in bucket.objects.items()} == before
+    bucket.clock += 1000 * HOUR
+    for _ in range(2):
+        with pytest.raises(NewerRemoteError, match=r"later version.*use a newer tensor-dedup$"):
+            Remote(bucket).gc(0)
+    assert {key: found[0] for key, found in bucket.objects.items()} == before
