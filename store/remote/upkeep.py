@@ -9,10 +9,7 @@ from tensor_dedup.digest import digest as digest_of
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.runs import PIN, is_pin_among, parse_step_name
 from tensor_dedup.store.codecs.records import chunks, head_bytes
-from tensor_dedup.store.errors import (
-    NewerFormatError,
-    UnfitForCollectionError,
-)
+from tensor_dedup.store.errors import AdvisedError, NewerFormatError, UnfitForCollectionError
 from tensor_dedup.store.format import tables
 from tensor_dedup.store.format.tables import PLAIN, Record, Table
 from tensor_dedup.store.objects import ContainerId
@@ -377,8 +374,9 @@ def verify(
         faults.append(RemoteFault(bucket.url, what, tuple(sorted(losers))))
     damaged = list[tuple[ContainerId, Record, str]]()
     if full:
+        names = {p.digest: p.name for each in found.manifests for p in each.pieces if p.name}
         for container, table in sorted(found.tables.items()):
-            for record, what in _faults_in(bucket, container, table):
+            for record, what in _faults_in(bucket, container, table, names):
                 damaged.append((container, record, what))
             read += sum(record.stored for record in table.records)
             advance(table.data_bytes)
@@ -400,9 +398,12 @@ def verify(
 
 
 def _faults_in(
-    bucket: Bucket, container: ContainerId, table: Table
+    bucket: Bucket, container: ContainerId, table: Table, names: Mapping[bytes, str]
 ) -> Iterator[tuple[Record, str]]:
-    with RemotePieces(bucket, {r.digest: (container, r) for r in table.records}, {}) as source:
+    """The records that are damaged, and how; without a next step, which depends on all of them."""
+    places = {r.digest: (container, r) for r in table.records}
+    where = bucket.at(layout.container_key(container))
+    with RemotePieces(bucket, places, names) as source:
         for record in table.records:
             try:
                 if record.codec == PLAIN:
@@ -410,11 +411,12 @@ def _faults_in(
                         view = memoryview(bytearray(min(8 << 20, record.nbytes - at)))
                         source.read_piece_into(record.digest, at, view, record.nbytes)
                 else:
-                    _check_chunks(source, container, record)
+                    _check_chunks(source, container, record, names, where)
             except AWAY:
                 raise
             except StoreError as error:
-                yield record, str(error)
+                advice = f"; {error.advice}" if isinstance(error, AdvisedError) else ""
+                yield record, str(error).removesuffix(advice).removeprefix(f"{where}: ")
 
 
 def _damage(
@@ -452,15 +454,22 @@ def _damage(
     }
 
 
-def _check_chunks(source: RemotePieces, container: ContainerId, record: Record) -> None:
+def _check_chunks(
+    source: RemotePieces,
+    container: ContainerId,
+    record: Record,
+    names: Mapping[bytes, str],
+    where: str,
+) -> None:
     head = memoryview(bytearray(head_bytes(record.nbytes)))
     source.read_stored(container, record.offset, head)
     for chunk in chunks(bytes(head), record.stored):
         view = memoryview(bytearray(chunk.size))
         source.read_stored(container, record.offset + chunk.offset, view)
         if not chunk.holds(view):
-            what = f"a chunk of {record.digest.hex()} at {record.offset} is wrong"
-            raise DamagedRemoteError.at(layout.container_key(container), what)
+            name = names.get(record.digest, "a header or small file, or what others need")
+            what = f"a chunk of {record.digest.hex()} at {record.offset} ({name}) is wrong"
+            raise DamagedRemoteError.at(where, what)
 
 
 def _mended(

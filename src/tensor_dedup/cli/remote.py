@@ -466,16 +466,18 @@ def verify(ctx: click.Context, url: str, full: bool, as_json: bool) -> None:
     """
     with ByteBar("verifying") as progress:
         result = _opened(url).verify(full=full, advance=progress.advance)
-    say(result.to_dict(), as_json, *_verify_lines(result, full))
+    say(result.to_dict(), as_json, *_verify_lines(result, full, url))
     if not result.fine:
         ctx.exit(1)
 
 
-def _verify_lines(result: RemoteVerifyResult, full: bool) -> list[str]:
+def _verify_lines(result: RemoteVerifyResult, full: bool, url: str) -> list[str]:
     lines = [f"{fault.url}: {fault.what.removeprefix(fault.url + ': ')}" for fault in result.faults]
     users = sorted({name for fault in result.faults for name in fault.affected})
     if users:
         lines.append(f"affected: {', '.join(users)}")
+        again = f"tensor-dedup push {users[0]} {url}"
+        lines.append(f"to mend it, run `{again}` from a store that has it")
     checked = f"{counted(result.checkpoints, 'checkpoint')}, {human(result.bytes_checked)} read"
     lines.append(f"{counted(len(result.faults), 'fault')} ({checked})")
     if not full:
