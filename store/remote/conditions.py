@@ -112,7 +112,8 @@ def restore_marker(bucket: Bucket) -> str | None:
         NotARemoteError, NewerFormatError: it holds something else, or a later version; or so much
             is lost beside the marker that nobody can tell.
     """
-    found, what = bucket.get(layout.MARKER, layout.TEXT_BYTES), "it was gone"
+    # Whatever it was overwritten with.
+    found, what = bucket.get(layout.MARKER, layout.HEAD_BYTES), "it was gone"
     try:
         if found is not None:
             check_marker(bucket, found[0])

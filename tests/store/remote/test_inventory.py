@@ -315,3 +315,18 @@ def test_what_is_damaged_and_was_never_noted_stops_gc_while_a_push_may_rely_on_i
     remote.gc(0)
     assert container not in bucket.objects
     assert remote.verify(full=True).fine
+
+
+@pytest.mark.parametrize("folder", [layout.MANIFESTS, layout.TABLES, layout.HOLDERS])
+def test_a_container_that_lies_in_a_wrong_folder_is_none(store: Store, folder: str) -> None:
+    bucket = MemoryBucket()
+    remote = Remote(bucket)
+    store.push(remote, "one")
+    container = first_container(bucket)
+    wrong = folder + container.removeprefix(layout.CONTAINERS)
+    bucket.objects[wrong] = bucket.objects.pop(container)
+    assert bucket.at(wrong) in {fault.url for fault in remote.verify().faults}
+    assert remote.usage().containers == 0
+    with pytest.raises(UncertainRemoteError):
+        remote.gc(0)
+    assert wrong in bucket.objects

@@ -54,13 +54,18 @@ def spoil(bucket: Bucket, key: str = layout.MARKER) -> None:
     bucket.put(key, [memoryview(blob[:-9] + bytes([blob[-9] ^ 1]) + blob[-8:])])
 
 
+def overwrite(bucket: Bucket) -> None:
+    """As with the page that a proxy shows in place of it, which is longer than any marker."""
+    bucket.put(layout.MARKER, [memoryview(b"<html>" + bytes(layout.TEXT_BYTES))])
+
+
 def marker(bucket: Bucket) -> bytes | None:
-    found = bucket.get(layout.MARKER, layout.TEXT_BYTES)
+    found = bucket.get(layout.MARKER, layout.HEAD_BYTES)
     return None if found is None else found[0]
 
 
 @pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("harm", [lose, spoil])
+@pytest.mark.parametrize("harm", [lose, spoil, overwrite])
 def test_verify_writes_a_lost_marker_again(
     tmp_path: Path, remote: Remote, store: Store, harm: Callable[[Bucket], None], full: bool
 ) -> None:
