@@ -139,6 +139,16 @@ def test_nothing_is_written_where_no_reference_can_be_read(remote: Remote) -> No
     assert marker(remote.bucket) is None
 
 
+def test_nothing_is_written_where_all_references_are_gone_too(remote: Remote) -> None:
+    """A gc would take everything for garbage, and none is ever deleted."""
+    lose(remote.bucket)
+    for name in ("base", "tune", "tiny"):
+        lose(remote.bucket, layout.ref_key(name))
+    with pytest.raises(NotARemoteError, match="there is no reference to what the catalog names"):
+        remote.verify()
+    assert marker(remote.bucket) is None
+
+
 def test_nothing_is_written_into_the_folder_of_a_store(tmp_path: Path, store: Store) -> None:
     """Which has references, manifests and containers of the same names."""
     (store.path / layout.MARKER).unlink()
