@@ -632,7 +632,7 @@ def commit(
     """
     for attempt in range(_ATTEMPTS):
         if (wanted := change(catalog)) is None:
-            if _tag_of(bucket) == catalog.tag:
+            if tag_of(bucket) == catalog.tag:
                 return catalog
             catalog = catalog_of(bucket, before=catalog)
             continue
@@ -672,7 +672,8 @@ def drop(bucket: Bucket, containers: Collection[ContainerId]) -> None:
     commit(bucket, catalog_of(bucket), change)
 
 
-def _tag_of(bucket: Bucket) -> str | None:
+def tag_of(bucket: Bucket) -> str | None:
+    """Return the tag of the head, or None if there is none."""
     found = bucket.get(layout.HEAD, layout.HEAD_BYTES)
     return None if found is None else found[1]
 

@@ -12,7 +12,7 @@ from tensor_dedup.store.errors import NewerFormatError
 from tensor_dedup.store.format import frames
 from tensor_dedup.store.remote import layout
 from tensor_dedup.store.remote.buckets import Bucket
-from tensor_dedup.store.remote.catalog import read_catalog
+from tensor_dedup.store.remote.catalog import Catalog, read_catalog
 from tensor_dedup.store.remote.errors import (
     DamagedRemoteError,
     MissingRemoteError,
@@ -106,13 +106,14 @@ def restore_marker(bucket: Bucket) -> str | None:
 
     Return what was wrong with the marker, also where this user may not write it; None if nothing
     was. That something is a remote says its catalog: a store has none, and a later version of the
-    layout another one. Of references one has to be readable, if there are any.
+    layout another one. Of references one has to be readable, unless nothing was pushed.
 
     Raises:
         NotARemoteError, NewerFormatError: it holds something else, or a later version; or so much
             is lost beside the marker that nobody can tell.
     """
-    found, what = bucket.get(layout.MARKER, layout.TEXT_BYTES), "it was gone"
+    # Whatever it was overwritten with.
+    found, what = bucket.get(layout.MARKER, layout.HEAD_BYTES), "it was gone"
     try:
         if found is not None:
             check_marker(bucket, found[0])
@@ -125,7 +126,7 @@ def restore_marker(bucket: Bucket) -> str | None:
         catalog, why = None, f"{error.facts['path']} cannot be read"
     if catalog is None and found is None and bucket.head(layout.HEAD) is None:
         check_remote(bucket)
-    if catalog is None or (why := _unreadable_references(bucket)):
+    if catalog is None or (why := _unreadable_references(bucket, catalog)):
         lost = f"{layout.MARKER}: {what}, and {why}: nobody can tell whether this is a remote"
         advice = "run `tensor-dedup push NAME` with another URL, from a store that has it"
         raise NotARemoteError(f"{bucket.url}: {lost}; {advice}", path=bucket.url)
@@ -136,9 +137,10 @@ def restore_marker(bucket: Bucket) -> str | None:
     return f"{what}, and all else says that this is a remote"
 
 
-def _unreadable_references(bucket: Bucket) -> str:
-    """Say that no reference can be read; empty where one can, or there are none."""
-    why = ""
+def _unreadable_references(bucket: Bucket, catalog: Catalog) -> str:
+    """Say that no reference can be read; empty where one can, or there is nothing to refer to."""
+    # None is ever deleted. Where all are lost, the next gc would take everything for garbage.
+    why = "there is no reference to what the catalog names" if catalog.containers else ""
     for status in bucket.list(layout.REFS):
         name, found = layout.name_of_ref(status.key), bucket.get(status.key, layout.TEXT_BYTES)
         if name is not None and found is not None:

@@ -97,7 +97,7 @@ def is_passing(key: str) -> bool:
 
 def container_of(key: str) -> ContainerId | None:
     """Return the container with this key, or None if it is none that this version knows."""
-    found = _OBJECT.fullmatch(key)
+    found = _OBJECT.fullmatch(key) if key.startswith(CONTAINERS) else None
     return ContainerId(found[2], found[3]) if found is not None and found[3] in KINDS else None
 
 

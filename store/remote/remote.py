@@ -177,7 +177,7 @@ class Remote:
         """Return the folder if this is that of a store, and no remote; else None."""
         bucket = self.bucket
         if isinstance(bucket, FolderBucket):
-            found = bucket.get(layout.MARKER, layout.TEXT_BYTES)
+            found = bucket.get(layout.MARKER, layout.HEAD_BYTES)
             if found is not None and found[0].startswith(layout.STORE_TITLE):
                 return bucket.root
         return None

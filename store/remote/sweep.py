@@ -31,6 +31,7 @@ from tensor_dedup.store.remote.catalog import (
     commit,
     listed,
     segment_of,
+    tag_of,
     with_more,
 )
 from tensor_dedup.store.remote.conditions import check_remote
@@ -107,6 +108,8 @@ def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan
         plan, segments, waiting = _plan(bucket, found, catalog, now, lease_s)
         if dry_run:
             return plan
+        if tag_of(bucket) != catalog.tag:
+            continue  # before all of the catalog is written for an attempt that is in vain
         deleting = _others(bucket, catalog, now)
         since = _second_of_its_own(deleting, now)
         for key in plan.delete:

@@ -64,7 +64,8 @@ from tensor_dedup.store.upkeep.gc import needed
 _WHOLE: Final = "it was noted as damaged or gone, and it is whole"
 _UNSWEPT: Final = (
     "so nobody knows what a sweep is deleting, and no table is written again of a container that "
-    "the catalog does not name; a push writes a new list, then run this again"
+    "the catalog does not name; when no `remote gc` has run for an hour, push a checkpoint, which "
+    "writes a new list, then run this again"
 )
 
 

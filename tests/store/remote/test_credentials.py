@@ -172,6 +172,21 @@ def test_the_reason_of_a_server_is_said_and_what_was_signed_is_not() -> None:
     assert scrubbed(text.replace(where, "REDACTED")) == f"GET REDACTED: {said}"
 
 
+def test_a_token_that_was_cut_short_is_no_matter_of_the_network(full: Store) -> None:
+    """S3 answers 400 to it, as where it has expired."""
+
+    class Refusing:
+        def answer(self, request: Request) -> Response:
+            said = f"{_HEAD}<Error><Code>InvalidToken</Code><Token-0>hidden</Token-0></Error>"
+            return Response(400, {"Content-Type": "application/xml"}, said.encode())
+
+    proxy = FaultyProxy(Refusing())
+    with pytest.raises(RemoteAccessError, match=r"InvalidToken; set .*AWS_SESSION_TOKEN") as caught:
+        full.push(Remote(client(proxy.port)), "base")
+    assert "hidden" not in str(caught.value)
+    proxy.close()
+
+
 def test_a_name_that_speaks_of_credentials_is_no_sign_of_them(full: Store) -> None:
     proxy = FaultyProxy(MemoryS3(MemoryBucket()))
     full.rename("base", "credentials-7b")

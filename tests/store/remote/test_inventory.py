@@ -369,3 +369,18 @@ def test_what_a_later_version_has_written_is_neither_damage_nor_garbage(store: S
         with pytest.raises(NewerRemoteError, match=r"later version.*use a newer tensor-dedup$"):
             Remote(bucket).gc(0)
     assert {key: found[0] for key, found in bucket.objects.items()} == before
+
+
+@pytest.mark.parametrize("folder", [layout.MANIFESTS, layout.TABLES, layout.HOLDERS])
+def test_a_container_that_lies_in_a_wrong_folder_is_none(store: Store, folder: str) -> None:
+    bucket = MemoryBucket()
+    remote = Remote(bucket)
+    store.push(remote, "one")
+    container = first_container(bucket)
+    wrong = folder + container.removeprefix(layout.CONTAINERS)
+    bucket.objects[wrong] = bucket.objects.pop(container)
+    assert bucket.at(wrong) in {fault.url for fault in remote.verify().faults}
+    assert remote.usage().containers == 0
+    with pytest.raises(UncertainRemoteError):
+        remote.gc(0)
+    assert wrong in bucket.objects

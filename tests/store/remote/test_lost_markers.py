@@ -54,13 +54,18 @@ def spoil(bucket: Bucket, key: str = layout.MARKER) -> None:
     bucket.put(key, [memoryview(blob[:-9] + bytes([blob[-9] ^ 1]) + blob[-8:])])
 
 
+def overwrite(bucket: Bucket) -> None:
+    """As with the page that a proxy shows in place of it, which is longer than any marker."""
+    bucket.put(layout.MARKER, [memoryview(b"<html>" + bytes(layout.TEXT_BYTES))])
+
+
 def marker(bucket: Bucket) -> bytes | None:
-    found = bucket.get(layout.MARKER, layout.TEXT_BYTES)
+    found = bucket.get(layout.MARKER, layout.HEAD_BYTES)
     return None if found is None else found[0]
 
 
 @pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("harm", [lose, spoil])
+@pytest.mark.parametrize("harm", [lose, spoil, overwrite])
 def test_verify_writes_a_lost_marker_again(
     tmp_path: Path, remote: Remote, store: Store, harm: Callable[[Bucket], None], full: bool
 ) -> None:
@@ -130,6 +135,16 @@ def test_nothing_is_written_where_no_reference_can_be_read(remote: Remote) -> No
     for name in ("base", "tune", "tiny"):
         spoil(remote.bucket, layout.ref_key(name))
     with pytest.raises(NotARemoteError, match="nor any other reference: nobody can tell"):
+        remote.verify()
+    assert marker(remote.bucket) is None
+
+
+def test_nothing_is_written_where_all_references_are_gone_too(remote: Remote) -> None:
+    """A gc would take everything for garbage, and none is ever deleted."""
+    lose(remote.bucket)
+    for name in ("base", "tune", "tiny"):
+        lose(remote.bucket, layout.ref_key(name))
+    with pytest.raises(NotARemoteError, match="there is no reference to what the catalog names"):
         remote.verify()
     assert marker(remote.bucket) is None
 
