@@ -61,9 +61,10 @@ def is_about_credentials(text: str) -> bool:
     # S3 answers 400 where a token has expired, and to HEAD it cannot say so.
     if text.startswith("HEAD ") and "status code: 400 " in text:
         return True
-    signs = ("401 ", "403 ", "credential", "Credential", "code: AccessDenied")
-    # These come with a 400, too.
-    return any(sign in text for sign in (*signs, "ExpiredToken", "InvalidToken"))
+    # S3 answers 400 to these, too.
+    tokens = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired")
+    signs = ("401 ", "403 ", "credential", "Credential", "code: AccessDenied", *tokens)
+    return any(sign in text for sign in signs)
 
 
 def is_about_ranges(text: str) -> bool:

@@ -47,6 +47,10 @@ def prepare(bucket: Bucket) -> bool:
         # Another first push may have come so far in between; what was cut short leaves no names.
         if bucket.get(layout.MARKER, layout.TEXT_BYTES) is not None:
             return prepare(bucket)
+        if bucket.head(layout.HEAD) is None:
+            # `verify` goes by the catalog, so it would write nothing again.
+            what = f"it holds {first.key}, and neither {layout.MARKER} nor {layout.HEAD}"
+            raise TakenPlaceError.at(bucket.url, what)
         raise _without_marker(bucket, first.key)
     if (other := bucket.foreign()) is not None:
         raise TakenPlaceError.at(bucket.url, f"it holds {other} and no remote")

@@ -176,9 +176,9 @@ def fault_of(
     if isinstance(held, DamagedRemoteError):
         return str(held)
     for container in held.containers.keys() & there.containers.keys():
-        entry = held.containers[container]
-        known = {prefix[: entry.width] for prefix in prefixes(there.containers[container])}
-        if not known.issuperset(prefixes(entry)):
+        entry, right = held.containers[container], there.containers[container]
+        known = {prefix[: entry.width] for prefix in prefixes(right)}
+        if entry.nbytes != right.nbytes or not known.issuperset(prefixes(entry)):
             return f"it says of {container.name} what its table does not"
     whole = held.containers.keys() <= there.containers.keys() and all(map(held.holders, pieces))
     return None if whole else ""

@@ -136,6 +136,25 @@ class Reading:
         return self._upstream.answer(request)
 
 
+class Refusing:
+    """A server that answers everything with one error of S3's."""
+
+    def __init__(self, code: str) -> None:
+        self._code = code
+
+    def answer(self, request: Request) -> Response:
+        said = f"{_HEAD}<Error><Code>{self._code}</Code><Message>No.</Message></Error>"
+        return Response(400, {"Content-Type": "application/xml"}, said.encode())
+
+
+@pytest.mark.parametrize("code", ["ExpiredToken", "InvalidToken", "TokenRefreshRequired"])
+def test_a_token_that_is_refused_with_400_is_a_credential(full: Store, code: str) -> None:
+    proxy = FaultyProxy(Refusing(code))
+    with pytest.raises(RemoteAccessError, match=rf"400 Bad Request: {code}: No.*AWS_SESSION_TOKEN"):
+        full.push(Remote(client(proxy.port)), "base")
+    proxy.close()
+
+
 def test_who_may_only_read_is_told_so(tmp_path: Path, full: Store) -> None:
     bucket = MemoryBucket()
     proxy = FaultyProxy(Reading(MemoryS3(bucket)))

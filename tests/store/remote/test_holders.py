@@ -227,6 +227,27 @@ def test_holders_that_are_wrong_cost_requests_and_nothing_else(
     assert "catalog" not in pulled(tmp_path, bucket, "base", "again")
 
 
+def test_holders_that_are_wrong_about_the_size_of_a_container_are_written_anew(
+    tmp_path: Path, bucket: MemoryBucket
+) -> None:
+    """By it a pull fetches a small container whole; it would fetch too much, or twice."""
+    key = holders_key(bucket, "base")
+
+    def shorter(entry: list[object]) -> list[object]:
+        assert isinstance(entry[2], int)
+        return [*entry[:2], entry[2] - 7, *entry[3:]]
+
+    put(bucket, key, changed(bucket.objects[key][0], shorter))
+    pulled(tmp_path, bucket, "base", "other")
+    assert [fault.url for fault in Remote(bucket).verify().faults] == [bucket.at(key)]
+    assert Remote(bucket).verify(full=True).fine
+    read = Remote(bucket).read("base")
+    held = read_holders(bucket, read.manifest, read.pieces)
+    assert held is not None
+    for container, entry in held.containers.items():
+        assert entry.nbytes == len(bucket.objects[layout.container_key(container)][0])
+
+
 def test_prefixes_that_pieces_of_several_containers_share_cost_tables_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

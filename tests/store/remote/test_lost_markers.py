@@ -130,6 +130,16 @@ def test_nothing_is_written_where_the_catalog_does_not_say_what_it_is(
     assert marker(remote.bucket) == before
 
 
+def test_nobody_who_pushes_is_sent_to_a_verify_that_refuses(remote: Remote, store: Store) -> None:
+    lose(remote.bucket)
+    lose(remote.bucket, layout.HEAD)
+    with pytest.raises(NotARemoteError, match=r"refs/\w+, and neither FORMAT nor .*; push to an"):
+        store.push(remote, "base")
+    with pytest.raises(NotARemoteError, match="there is no remote"):
+        remote.verify()
+    assert marker(remote.bucket) is None
+
+
 def test_nothing_is_written_where_no_reference_can_be_read(remote: Remote) -> None:
     lose(remote.bucket)
     for name in ("base", "tune", "tiny"):
