@@ -28,6 +28,7 @@ from tensor_dedup.store.remote.catalog import (
     segment_blob,
 )
 from tensor_dedup.store.remote.errors import DamagedRemoteError, RemoteAccessError
+from tensor_dedup.store.remote.loads import LEAST_SAVED
 
 # What holders may have for each that they name. It takes 70 in a container of its own.
 _NAMED_BYTES: Final = 256
@@ -37,8 +38,6 @@ _MISTAKEN_BITS: Final = 6
 # are more than so many.
 FEW_SMALL: Final = 6
 SMALL_BYTES: Final = 32 << 20
-# What is as small goes as it is: a push would have to save so much by encoding it.
-_NEVER_ENCODED: Final = 512
 
 
 class HeldContainer(ListedContainer, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -78,7 +77,7 @@ def sizes_of(source: StoredPieces, digests: Iterable[bytes]) -> dict[bytes, int]
     found = dict[bytes, int]()
     for digest in digests:
         records = [record for _, record in source.own_places(digest)]
-        sizes = [r.stored for r in records if r.codec != PLAIN or r.nbytes <= _NEVER_ENCODED]
+        sizes = [r.stored for r in records if r.codec != PLAIN or r.nbytes <= LEAST_SAVED]
         if sizes:
             found[digest] = min(sizes)
     return found

@@ -40,6 +40,16 @@ _WASTE_BYTES: Final = 16 << 10
 _AHEAD: Final = 4
 
 
+def waste_of(nbytes: int) -> int:
+    """Return how many bytes may travel for nothing, to save requests, where so many are wanted."""
+    return int(nbytes * _WASTE_SHARE) + _WASTE_BYTES
+
+
+def name_of(digest: bytes, names: Mapping[bytes, str]) -> str:
+    """Return what messages call a piece; `names` has those of tensors."""
+    return names.get(digest, "a header or small file, or what others need")
+
+
 class _Arrival:
     """What has come of a range so far, in order; `ended` when no more will. Not safe by itself."""
 
@@ -359,7 +369,7 @@ class RemotePieces:
         return leaves
 
     def _corrupt(self, container: ContainerId, record: Record) -> CorruptRemoteTensorError:
-        name = self._names.get(record.digest, "a header or small file, or what others need")
+        name = name_of(record.digest, self._names)
         what = (
             f"the {record.stored} bytes at {record.offset} ({name}) do not have the digest "
             f"{record.digest.hex()}"
@@ -432,7 +442,7 @@ class LostPieces:
 
 
 def _known(digest: bytes, names: Mapping[bytes, str], where: str) -> MissingRemoteError:
-    name = names.get(digest, "a header or small file, or what others need")
+    name = name_of(digest, names)
     what = f"it needs {digest.hex()} ({name}), which others did not get either"
     return MissingRemoteError.at(where, what, tensors=[name])  # no digest: it is noted already
 
@@ -442,7 +452,7 @@ def _downloads(
 ) -> list[_Download]:
     """The ranges to ask for: neighbours together, also over small gaps, none too long."""
     wanted = sum(record.stored for container, record in places if container not in here)
-    bridged = _bridged(places, int(wanted * _WASTE_SHARE) + _WASTE_BYTES)
+    bridged = _bridged(places, waste_of(wanted))
     runs: list[list[tuple[ContainerId, Record]]] = []
     for number, place in enumerate(places):
         if number in bridged:

@@ -56,7 +56,7 @@ from tensor_dedup.store.remote.errors import (
     remote_damage,
 )
 from tensor_dedup.store.remote.holders import FEW_SMALL, SMALL_BYTES, read_holders, stored_in
-from tensor_dedup.store.remote.pieces import LostPieces, RemotePieces
+from tensor_dedup.store.remote.pieces import LostPieces, RemotePieces, name_of, waste_of
 from tensor_dedup.store.remote.results import TransferListener, TransferResult
 from tensor_dedup.store.writing.hashing import Hasher
 
@@ -67,8 +67,6 @@ _CONTAINER_S: Final = 5.0
 # Small containers that are wanted whole come with their tables, each in one request, with so much
 # that is not wanted and in so much memory.
 _WHOLES_BYTES: Final = 128 << 20
-_WASTE_SHARE: Final = 0.01
-_WASTE_BYTES: Final = 16 << 10
 # What a table takes at least, which would be read anyway.
 _TABLE_BYTES: Final = 200
 _EMPTY: Final = bytes.fromhex(combine(0, []))
@@ -633,7 +631,7 @@ class _Lookup:
         return held
 
     def _name_of(self, digest: bytes) -> str:
-        return self._names.get(digest, "a header or small file, or what others need")
+        return name_of(digest, self._names)
 
     def _missing_error(self, digest: bytes) -> MissingRemoteError:
         name = self._name_of(digest)
@@ -676,7 +674,7 @@ class _Lookup:
         # Where others have not come, this one may not either: then its tables tell, by themselves.
         if len(small) <= FEW_SMALL or self._lost:
             return {}
-        waste = int(_WASTE_SHARE * wanted.total()) + _WASTE_BYTES
+        waste = waste_of(wanted.total())
         room = _WHOLES_BYTES - sum(view.nbytes for view in self.wholes.values())
         found: dict[ContainerId, int] = {}
         unwanted = {c: max(0, sizes[c] - wanted[c] - _TABLE_BYTES) for c in small}

@@ -51,7 +51,7 @@ from tensor_dedup.store.remote.inventory import (
     RemoteInventory,
     take_inventory,
 )
-from tensor_dedup.store.remote.pieces import RemotePieces
+from tensor_dedup.store.remote.pieces import RemotePieces, name_of
 from tensor_dedup.store.remote.pull import (
     RemoteManifest,
     list_refs,
@@ -468,7 +468,7 @@ def _check_chunks(
         view = memoryview(bytearray(chunk.size))
         source.read_stored(container, record.offset + chunk.offset, view)
         if not chunk.holds(view):
-            name = names.get(record.digest, "a header or small file, or what others need")
+            name = name_of(record.digest, names)
             what = f"a chunk of {record.digest.hex()} at {record.offset} ({name}) is wrong"
             raise DamagedRemoteError.at(where, what)
 

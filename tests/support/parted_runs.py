@@ -1,11 +1,13 @@
 """Runs in which each step changes another leaf of one tensor, and what must hold of them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from stores import KIB, Model, assert_same, handle, noise
-from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.digest import LEAF_BYTES, digest
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.format.tables import Record, Table
@@ -59,3 +61,15 @@ def check(run: CheckpointStore, steps: list[int], root: Path | None = None) -> N
         assert_same(again.load(step), model(step))
     assert again.store.verify(full=True).faults == []
     again.close()
+
+
+@contextmanager
+def parted_run(root: Path, compress: str | None) -> Iterator[CheckpointStore]:
+    """A run of six steps, of which all but the first are stored in parts."""
+    with handle(root, compress=compress) as run:
+        for step in range(LEAVES):
+            run.save(model(step), step)
+        run.gc(24)  # which waits for what is encoded in the background
+        expected = {bytes.fromhex(digest(data_of(step))) for step in range(1, LEAVES)}
+        assert in_parts(run.store).keys() == expected
+        yield run

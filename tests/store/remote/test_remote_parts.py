@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from parted_runs import BASE, BOOKS, LEAVES, all_tables, check, data_of, in_parts, model
+from parted_runs import BASE, BOOKS, LEAVES, all_tables, check, data_of, in_parts, model, parted_run
 from remotes import Faulty, MemoryBucket
 from stores import (
     Model,
@@ -40,13 +40,7 @@ from tensor_dedup.store.remote.inventory import take_inventory
 
 @pytest.fixture(params=[None, "auto"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CheckpointStore]:
-    """A run of six steps, of which all but the first are stored in parts."""
-    with handle(tmp_path / "store", compress=request.param) as run:
-        for step in range(LEAVES):
-            run.save(model(step), step)
-        run.gc(24)  # which waits for what is encoded in the background
-        expected = {bytes.fromhex(digest(data_of(step))) for step in range(1, LEAVES)}
-        assert in_parts(run.store).keys() == expected
+    with parted_run(tmp_path / "store", request.param) as run:
         yield run
 
 
