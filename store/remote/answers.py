@@ -1,4 +1,4 @@
-"""What a server says of an object, why obstore fails, and counts of both ways. No I/O."""
+"""What a server says of an object and why obstore fails, in our terms. No I/O."""
 
 import hashlib
 import json
