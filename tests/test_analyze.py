@@ -26,7 +26,7 @@ from tensor_dedup.errors import (
     FormatError,
     StoreError,
 )
-from tensor_dedup.layer_names import split
+from tensor_dedup.formats.layers.layer_names import split
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.types import Fingerprint, TensorSpec
 

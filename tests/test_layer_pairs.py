@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.layer_pairs import chosen, layers_of
+from tensor_dedup.formats.layers.layer_pairs import chosen, layers_of
 
 
 @dataclass(frozen=True)

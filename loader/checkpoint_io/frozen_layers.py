@@ -18,11 +18,11 @@ from tensor_dedup.config import FrozenBase
 from tensor_dedup.errors import ConfigError, UnsupportedError
 from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.formats.hub_cache import locate
-from tensor_dedup.layer_pairs import chosen, layers_of
+from tensor_dedup.formats.layers.layer_pairs import chosen, layers_of
+from tensor_dedup.formats.layers.quantisation import difference, settings_in
 from tensor_dedup.loader.checkpoint_io.from_store import FromDisk, FromStore, store_behind
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.loader.checkpoint_io.stub_folder import SCHEME, resolve
-from tensor_dedup.quantisation import difference, settings_in
 from tensor_dedup.store.store import Store
 
 if TYPE_CHECKING:

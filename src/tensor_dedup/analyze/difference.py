@@ -13,7 +13,7 @@ from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.dtypes import BITS
 from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.formats.files import opened
-from tensor_dedup.layer_names import unwrapped
+from tensor_dedup.formats.layers.layer_names import unwrapped
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.natural import natural
 from tensor_dedup.store import Store

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import ConfigError, IntegrityError
-from tensor_dedup.layer_names import by_layer, meant
+from tensor_dedup.formats.layers.layer_names import by_layer, meant
 
 _SHOWN: Final = 4
 
@@ -125,7 +125,7 @@ def freeze(model: torch.nn.Module, layers: str) -> Frozen:
     `check`.
 
     `layers` names blocks and patterns: `0-5`, `encoder.layers.0-3`, `*embed*`
-    (`tensor_dedup.layer_names.meant`).
+    (`tensor_dedup.formats.layers.layer_names.meant`).
 
     Raises:
         ConfigError: a part of `layers` fits no tensor of the model, or there is none.

@@ -10,7 +10,7 @@ from tensor_dedup.analyze.difference import ReadRange
 from tensor_dedup.analyze.tensors import AnalyzedTensor
 from tensor_dedup.dtypes import TORCH_NAMES
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.quantisation import decodes, is_quantised, module_of
+from tensor_dedup.formats.layers.quantisation import decodes, is_quantised, module_of
 
 # A tensor of the fine-tune, and its counterpart in the base.
 Pair = tuple[AnalyzedTensor, AnalyzedTensor]

@@ -19,7 +19,7 @@ from tensor_dedup.errors import (
 )
 from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.formats.errors import shorten
-from tensor_dedup.layer_pairs import Layer
+from tensor_dedup.formats.layers.layer_pairs import Layer
 from tensor_dedup.suggestions import install_hint
 
 

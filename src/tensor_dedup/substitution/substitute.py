@@ -20,10 +20,10 @@ from tensor_dedup.analyze.stored import SCHEME, StrPath, find, full_name, looks_
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.errors import ChangedFileError, ConfigError, UnsupportedError
 from tensor_dedup.formats.checkpoint import open_checkpoint
+from tensor_dedup.formats.layers.layer_pairs import Layer, check_whole, chosen, layers_of
+from tensor_dedup.formats.layers.quantisation import FILES, difference, settings, settings_in
 from tensor_dedup.formats.markers import KEY, Marker, content_digest
-from tensor_dedup.layer_pairs import Layer, check_whole, chosen, layers_of
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
-from tensor_dedup.quantisation import FILES, difference, settings, settings_in
 from tensor_dedup.store import Store
 from tensor_dedup.store.writing.hashing import ProgressListener
 from tensor_dedup.substitution.distance import distance

@@ -7,9 +7,15 @@ from itertools import chain, product
 from typing import Final, Generic, Protocol, TypeVar
 
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.layer_names import meant, split, unwrapped
+from tensor_dedup.formats.layers.layer_names import meant, split, unwrapped
+from tensor_dedup.formats.layers.quantisation import (
+    CodedTensor,
+    decodes,
+    groups,
+    is_quantised,
+    module_of,
+)
 from tensor_dedup.natural import natural
-from tensor_dedup.quantisation import CodedTensor, decodes, groups, is_quantised, module_of
 
 _SHOWN: Final = 4
 
@@ -84,7 +90,7 @@ def layers_of(
 ) -> dict[str, Layer[_T]]:
     """Return the layers of a fine-tune by name, in natural order.
 
-    `quantised_otherwise` is what `tensor_dedup.quantisation.difference` says of the two models.
+    `quantised_otherwise` is what `tensor_dedup.formats.layers.quantisation.difference` says of the two models.
 
     Tensors belong together by name. Where the whole of one model stands in a module that the other
     does not have, or calls otherwise (`module.`, `bert.`), so do those whose names differ in that.
@@ -210,7 +216,7 @@ def _listed(names: Sequence[str]) -> str:
 def chosen(layers: Mapping[str, Layer[_T]], spec: str) -> list[Layer[_T]]:
     """Return the layers that `spec` means, in the order of `layers`.
 
-    `tensor_dedup.layer_names.meant` has the grammar.
+    `tensor_dedup.formats.layers.layer_names.meant` has the grammar.
 
     Raises:
         ConfigError: a part of it means nothing here, or could mean several stacks of blocks.
