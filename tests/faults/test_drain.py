@@ -28,8 +28,8 @@ from stores import assert_same, handle, open_store, shares
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints import drain as drain_module
 from tensor_dedup.store.checkpoints.drain import Drain
-from tensor_dedup.store.checkpoints.errors import DivergedTierError
-from tensor_dedup.store.checkpoints.runs import in_save_order
+from tensor_dedup.store.steps.errors import DivergedTierError
+from tensor_dedup.store.steps.runs import in_save_order
 
 LOSSES: list[Loss] = ["everything", "bytes", "nothing"]
 # Of the changes that come before a name appears or goes, short forms try one in so many.

@@ -33,10 +33,10 @@ from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints import drain as drain_module
 from tensor_dedup.store.checkpoints.drain import Drain
-from tensor_dedup.store.checkpoints.runs import in_save_order
 from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.remote import Remote
 from tensor_dedup.store.remote.buckets import Bucket, FolderBucket
+from tensor_dedup.store.steps.runs import in_save_order
 
 
 def deleted_before(run: CheckpointStore) -> None:

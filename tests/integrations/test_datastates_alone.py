@@ -24,7 +24,7 @@ from tensor_dedup.integrations import datastates
 from tensor_dedup.integrations.datastates import DecoupledStoreEngine, newest_tag
 from tensor_dedup.integrations.deepspeed import TITLE, DamagedPointerError, Pointer
 from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.errors import UnknownStepError
+from tensor_dedup.store.steps.errors import UnknownStepError
 from tensor_dedup.store.store import Store
 
 Start = Callable[..., DecoupledStoreEngine]

@@ -23,8 +23,8 @@ from disk_faults import Faults, FaultyFiles
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.integrations.trainer import StoreCallback
 from tensor_dedup.store.checkpoints import CheckpointStore, HostPool
-from tensor_dedup.store.checkpoints.errors import UnknownStepError
 from tensor_dedup.store.errors import NoSpaceError
+from tensor_dedup.store.steps.errors import UnknownStepError
 from tensor_dedup.store.store import Store
 
 pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")

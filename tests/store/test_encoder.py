@@ -15,10 +15,10 @@ from stores import (
     write,
 )
 from tensor_dedup.digest import digest, leaf_digests
+from tensor_dedup.store.hashing import Hashed
 from tensor_dedup.store.writing.containers import NewPiece
 from tensor_dedup.store.writing.deltas import EncodedWriter
 from tensor_dedup.store.writing.encoder import Encoder
-from tensor_dedup.store.writing.hashing import Hashed
 from tensor_dedup.store.writing.sources import read_source
 
 

@@ -18,7 +18,7 @@ from tensor_dedup.store.gathered import (
     flat_bytes,
     place_of,
 )
-from tensor_dedup.store.writing.hashing import Hasher, change_hash, change_hashes
+from tensor_dedup.store.hashing import Hasher, change_hash, change_hashes
 
 BASE = np.arange(7 * 3 * 5 * 4, dtype=np.float32).reshape(7, 3, 5, 4)
 WAYS: dict[str, Callable[[], np.ndarray[Any, Any]]] = {

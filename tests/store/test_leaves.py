@@ -34,8 +34,8 @@ from tensor_dedup.store.codecs.records import entry
 from tensor_dedup.store.errors import CorruptTensorError, UnfitForCollectionError
 from tensor_dedup.store.format import tables
 from tensor_dedup.store.format.tables import Record, Table
+from tensor_dedup.store.hashing import Hashed
 from tensor_dedup.store.writing.deltas import LeafSharing
-from tensor_dedup.store.writing.hashing import Hashed
 
 ROW = 1792  # bytes; leaves do not end where rows do
 BASE = noise(1, 6 * LEAF_BYTES + 300 * ROW)

@@ -38,8 +38,8 @@ from tensor_dedup.store.errors import (
 from tensor_dedup.store.files import Handle, Mode, RealFiles
 from tensor_dedup.store.format import manifests
 from tensor_dedup.store.format.manifests import FileEntry
+from tensor_dedup.store.hashing import SilentListener
 from tensor_dedup.store.writing import sources
-from tensor_dedup.store.writing.hashing import SilentListener
 from tensor_dedup.store.writing.transaction import OrderedTransaction
 
 INDEX = "model.safetensors.index.json"

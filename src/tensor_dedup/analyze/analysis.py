@@ -30,7 +30,7 @@ from tensor_dedup.formats.layers.layer_names import split
 from tensor_dedup.formats.markers import SIDECAR, Marker, in_files, in_header
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.natural import natural
-from tensor_dedup.store.writing.hashing import ProgressListener, SilentListener
+from tensor_dedup.store.hashing import ProgressListener, SilentListener
 from tensor_dedup.types import Fingerprint, TensorSpec
 
 # Of the JSON document; docs/analyze.schema.json describes it.

@@ -18,7 +18,7 @@ from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.natural import natural
 from tensor_dedup.store import Store
 from tensor_dedup.store.format.manifests import STATE_MARK
-from tensor_dedup.store.writing.hashing import ProgressListener
+from tensor_dedup.store.hashing import ProgressListener
 
 # Of the JSON document.
 SCHEMA: Final = 1

@@ -27,9 +27,9 @@ from tensor_dedup.cli.store import (
 from tensor_dedup.errors import StoreError
 from tensor_dedup.formats.hub_cache import locate
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
-from tensor_dedup.store.checkpoints.runs import parse_step_name
 from tensor_dedup.store.errors import NoStoreError
 from tensor_dedup.store.reading.find import TensorPlace
+from tensor_dedup.store.steps.runs import parse_step_name
 from tensor_dedup.store.store import Store
 from tensor_dedup.store.upkeep.usage import StoreUsage, Usage
 from tensor_dedup.text_table import human

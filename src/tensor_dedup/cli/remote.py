@@ -26,7 +26,6 @@ from tensor_dedup.cli.output import (
 )
 from tensor_dedup.cli.store import existing, name_argument, store_option
 from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints.runs import PIN
 from tensor_dedup.store.errors import NoStoreError
 from tensor_dedup.store.format.names import check_name
 from tensor_dedup.store.remote import (
@@ -41,6 +40,7 @@ from tensor_dedup.store.remote.registry import ArtifactName, RegistryRepository
 from tensor_dedup.store.remote.remote import DEFAULT_LEASE_HOURS
 from tensor_dedup.store.remote.upkeep import owner
 from tensor_dedup.store.remote.urls import is_url
+from tensor_dedup.store.steps.runs import PIN
 from tensor_dedup.text_table import human
 
 _DIGITS: Final = 12  # of a digest

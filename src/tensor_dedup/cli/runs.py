@@ -38,14 +38,14 @@ from tensor_dedup.errors import StoreError, TensorDedupError
 from tensor_dedup.natural import natural
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.errors import PinnedStepError
-from tensor_dedup.store.checkpoints.notes import shown
-from tensor_dedup.store.checkpoints.retention import Mode, goal, ranked
-from tensor_dedup.store.checkpoints.retention import best as best_step
-from tensor_dedup.store.checkpoints.runs import Step, parse_step_name, step_name
-from tensor_dedup.store.checkpoints.sizes import RunCost, RunStats, TensorChanges
 from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, NotAStoreError
 from tensor_dedup.store.format.manifests import STATE_MARK
+from tensor_dedup.store.steps.errors import PinnedStepError
+from tensor_dedup.store.steps.notes import shown
+from tensor_dedup.store.steps.retention import Mode, goal, ranked
+from tensor_dedup.store.steps.retention import best as best_step
+from tensor_dedup.store.steps.runs import Step, parse_step_name, step_name
+from tensor_dedup.store.upkeep.run_sizes import RunCost, RunStats, TensorChanges
 from tensor_dedup.suggestions import perhaps
 from tensor_dedup.text_table import human
 

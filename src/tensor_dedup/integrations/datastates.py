@@ -59,14 +59,14 @@ from tensor_dedup.store.checkpoints import CheckpointStore, HostPool, PendingSav
 from tensor_dedup.store.checkpoints.background import with_notes
 from tensor_dedup.store.checkpoints.capture import default_bytes
 from tensor_dedup.store.checkpoints.commit import StepSource
-from tensor_dedup.store.checkpoints.errors import (
+from tensor_dedup.store.errors import os_errors
+from tensor_dedup.store.steps.errors import (
     BrokenSaveError,
     NotATrainingError,
     PinnedStepError,
     UnknownStepError,
 )
-from tensor_dedup.store.checkpoints.retention import Retention
-from tensor_dedup.store.errors import os_errors
+from tensor_dedup.store.steps.retention import Retention
 from tensor_dedup.store.store import Store
 
 try:

@@ -46,14 +46,6 @@ from torch.futures import Future
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.errors import (
-    BadStepError,
-    DamagedStateError,
-    NamedTwiceError,
-    UnknownStepError,
-)
-from tensor_dedup.store.checkpoints.notes import Notes
-from tensor_dedup.store.checkpoints.runs import StepOrder, check_run, step_name
 from tensor_dedup.store.checkpoints.sharded import (
     PART_ADAPTER,
     check_free,
@@ -65,6 +57,14 @@ from tensor_dedup.store.checkpoints.sharded import (
 from tensor_dedup.store.checkpoints.state import NamedValue, dtype_names
 from tensor_dedup.store.format.manifests import STATE_MARK
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
+from tensor_dedup.store.steps.errors import (
+    BadStepError,
+    DamagedStateError,
+    NamedTwiceError,
+    UnknownStepError,
+)
+from tensor_dedup.store.steps.notes import Notes
+from tensor_dedup.store.steps.runs import StepOrder, check_run, step_name
 
 __all__ = ["StoreReader", "StoreWriter"]
 

@@ -29,9 +29,9 @@ from tensor_dedup.errors import ConfigError, UnsupportedError
 from tensor_dedup.seams import Replacements, Seam, usable
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.adapters import StateProvider, register_provider
-from tensor_dedup.store.checkpoints.errors import NotATrainingError, UnknownStepError
-from tensor_dedup.store.checkpoints.runs import StepPlace, parse_step_name
 from tensor_dedup.store.errors import AdvisedError
+from tensor_dedup.store.steps.errors import NotATrainingError, UnknownStepError
+from tensor_dedup.store.steps.runs import StepPlace, parse_step_name
 from tensor_dedup.store.store import Store
 
 try:

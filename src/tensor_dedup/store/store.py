@@ -27,6 +27,7 @@ from tensor_dedup.store.errors import (
 from tensor_dedup.store.files import Files, RealFiles
 from tensor_dedup.store.format.layout import StoreLayout
 from tensor_dedup.store.format.names import check_name, name_of
+from tensor_dedup.store.hashing import Hasher, ProgressListener, SilentListener
 from tensor_dedup.store.index import StoreIndex, open_index
 from tensor_dedup.store.init import default_path, initialise, workers
 from tensor_dedup.store.locks import SWEEP_WAIT_S, session, sweep
@@ -37,7 +38,6 @@ from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS, GcPlan, execute, p
 from tensor_dedup.store.upkeep.repair import Repair, RepairResult
 from tensor_dedup.store.upkeep.stats import Listed, Stats, listed, stats
 from tensor_dedup.store.upkeep.verify import Level, VerifyResult, verify
-from tensor_dedup.store.writing.hashing import Hasher, ProgressListener, SilentListener
 from tensor_dedup.store.writing.import_ import (
     ImportListener,
     ImportResult,
@@ -53,8 +53,6 @@ from tensor_dedup.suggestions import nearest, perhaps
 if TYPE_CHECKING:
     import torch
 
-    from tensor_dedup.store.checkpoints.runs import Difference, Step
-    from tensor_dedup.store.checkpoints.sizes import Growth, RunCost, RunStats, TensorChanges
     from tensor_dedup.store.reading.find import TensorPlace
     from tensor_dedup.store.remote.buckets import Bucket
     from tensor_dedup.store.remote.oci import Artifact
@@ -62,6 +60,8 @@ if TYPE_CHECKING:
     from tensor_dedup.store.remote.relatives import Relative
     from tensor_dedup.store.remote.remote import Remote
     from tensor_dedup.store.remote.results import TransferListener, TransferResult
+    from tensor_dedup.store.steps.runs import Difference, Step
+    from tensor_dedup.store.upkeep.run_sizes import Growth, RunCost, RunStats, TensorChanges
     from tensor_dedup.store.upkeep.usage import StoreUsage
     from tensor_dedup.store.writing.encoder import Encoder
 
@@ -173,7 +173,7 @@ class Store:
             ChangedFileError: a file was modified meanwhile.
             UnknownNameError: no checkpoint is called `base`.
         """
-        from tensor_dedup.store.checkpoints.runs import check_no_step
+        from tensor_dedup.store.steps.runs import check_no_step
 
         source_path = Path(path)
         wanted = check_name(name) if name is not None else name_of(source_path.absolute())
@@ -412,9 +412,9 @@ class Store:
         self, artifact: "Artifact", name: str, progress: "TransferListener", replace: bool
     ) -> "TransferResult":
         """Pull whole layers into a folder of this store's `tmp`, and import that."""
-        from tensor_dedup.store.checkpoints.runs import check_no_step
         from tensor_dedup.store.remote.oci import advising_pull, layers_folder
         from tensor_dedup.store.remote.results import TransferResult
+        from tensor_dedup.store.steps.runs import check_no_step
 
         began, before = time.monotonic(), artifact.registry.traffic.counts()[0]
         files, tmp = self._files, self._objects.layout.tmp
@@ -550,7 +550,7 @@ class Store:
 
         `CheckpointStore(store, run)` opens one.
         """
-        from tensor_dedup.store.checkpoints.runs import run_names
+        from tensor_dedup.store.steps.runs import run_names
 
         with self._locked():
             return run_names(self._objects)
@@ -561,14 +561,14 @@ class Store:
         Imports under a step's name are left out, as are, with a logged warning, steps that cannot
         be read.
         """
-        from tensor_dedup.store.checkpoints.runs import describe_all
+        from tensor_dedup.store.steps.runs import describe_all
 
         with self._locked():
             return describe_all(self._objects, run)
 
     def run_stats(self, run: str | None = None) -> "RunStats":
         """Measure the steps of a run, or those of all runs together. Reads no tensor data."""
-        from tensor_dedup.store.checkpoints.sizes import run_stats as measure
+        from tensor_dedup.store.upkeep.run_sizes import run_stats as measure
 
         runs = self.runs() if run is None else [run]
         with self._locked():
@@ -581,7 +581,7 @@ class Store:
             UnfitForCollectionError: something in the store is damaged or lost, so that it is not
                 certain what is in use.
         """
-        from tensor_dedup.store.checkpoints.sizes import run_cost
+        from tensor_dedup.store.upkeep.run_sizes import run_cost
 
         runs = self.runs() if run is None else [run]
         with self._locked():
@@ -589,14 +589,14 @@ class Store:
 
     def tensor_changes(self, run: str) -> "list[TensorChanges]":
         """Count in how many steps of a run each tensor changed. Reads no tensor data."""
-        from tensor_dedup.store.checkpoints.sizes import tensor_changes
+        from tensor_dedup.store.upkeep.run_sizes import tensor_changes
 
         with self._locked():
             return tensor_changes(self._objects, run)
 
     def run_growth(self, run: str) -> "list[Growth]":
         """Return what each step of a run added to it, in order. Reads no tensor data."""
-        from tensor_dedup.store.checkpoints.sizes import growth
+        from tensor_dedup.store.upkeep.run_sizes import growth
 
         with self._locked():
             return growth(self._objects, run)
@@ -608,7 +608,7 @@ class Store:
             UnknownStepError: a run has no such step.
             NotATrainingError: the checkpoint of that name was imported.
         """
-        from tensor_dedup.store.checkpoints.runs import difference
+        from tensor_dedup.store.steps.runs import difference
 
         with self._locked():
             return difference(self._objects, one, two)
@@ -652,7 +652,7 @@ class Store:
             NameTakenError: another one is called `new_name`.
             TakenStepError: one of the names is that of a training step, or of a pin.
         """
-        from tensor_dedup.store.checkpoints.runs import check_no_step
+        from tensor_dedup.store.steps.runs import check_no_step
 
         with self._locked(), self._saying_near(name):
             names = check_name(name), check_name(new_name)
@@ -670,7 +670,7 @@ class Store:
             UnknownNameError: no checkpoint has this name.
             PinnedStepError: it is a step of a run, and pinned.
         """
-        from tensor_dedup.store.checkpoints.runs import check_no_kept_step
+        from tensor_dedup.store.steps.runs import check_no_kept_step
 
         def check() -> None:
             check_no_kept_step(self._objects, name)
@@ -680,7 +680,7 @@ class Store:
 
     def check_deletable(self, name: str) -> None:
         """Raise the error that `delete` would raise now."""
-        from tensor_dedup.store.checkpoints.runs import check_no_kept_step
+        from tensor_dedup.store.steps.runs import check_no_kept_step
 
         self.check_exists(name)
         with self._locked():

@@ -25,7 +25,7 @@ from tensor_dedup.formats.layers.quantisation import FILES, difference, settings
 from tensor_dedup.formats.markers import KEY, Marker, content_digest
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.store import Store
-from tensor_dedup.store.writing.hashing import ProgressListener
+from tensor_dedup.store.hashing import ProgressListener
 from tensor_dedup.substitution.distance import distance
 from tensor_dedup.substitution.output import write_files
 from tensor_dedup.substitution.samples import Movement, Samples

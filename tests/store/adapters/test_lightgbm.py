@@ -9,12 +9,12 @@ import pytest
 from stores import frozen, new_bytes, thawed, there_and_back, unchanged
 from tensor_dedup.store.checkpoints.adapters import LightGBMAdapter, adapter_for, by_name
 from tensor_dedup.store.checkpoints.adapters.lightgbm import _cut, _joined
-from tensor_dedup.store.checkpoints.errors import (
+from tensor_dedup.store.checkpoints.state import NamedValue
+from tensor_dedup.store.steps.errors import (
     DamagedStateError,
     MismatchedOriginalError,
     UnsupportedValueError,
 )
-from tensor_dedup.store.checkpoints.state import NamedValue
 
 ADAPTER = LightGBMAdapter()
 RNG = np.random.default_rng(0)

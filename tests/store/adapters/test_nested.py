@@ -27,7 +27,8 @@ from tensor_dedup.store.checkpoints.adapters import (
     register_provider,
 )
 from tensor_dedup.store.checkpoints.adapters.base import ModelAdapter, Providers
-from tensor_dedup.store.checkpoints.errors import (
+from tensor_dedup.store.checkpoints.state import NamedValue
+from tensor_dedup.store.steps.errors import (
     BadOption,
     BadOptionError,
     CyclicStateError,
@@ -39,7 +40,6 @@ from tensor_dedup.store.checkpoints.errors import (
     UnsupportedArrayError,
     UnsupportedValueError,
 )
-from tensor_dedup.store.checkpoints.state import NamedValue
 
 NUMPY = NumpyAdapter()
 

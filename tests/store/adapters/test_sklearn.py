@@ -44,15 +44,15 @@ from tensor_dedup.store.checkpoints.adapters import (
     sklearn_trees,
 )
 from tensor_dedup.store.checkpoints.adapters.sklearn import _class, _restore_function
-from tensor_dedup.store.checkpoints.errors import (
+from tensor_dedup.store.checkpoints.state import NamedValue
+from tensor_dedup.store.gathered import flat_bytes
+from tensor_dedup.store.steps.errors import (
     DamagedStateError,
     ForbiddenClassError,
     MismatchedOriginalError,
     StateError,
     UnsupportedValueError,
 )
-from tensor_dedup.store.checkpoints.state import NamedValue
-from tensor_dedup.store.gathered import flat_bytes
 
 ADAPTER = SklearnAdapter()
 RNG = np.random.default_rng(0)

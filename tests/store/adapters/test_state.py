@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tensor_dedup.store.checkpoints.errors import DamagedStateError, UnsupportedArrayError
 from tensor_dedup.store.checkpoints.state import NUMPY_CODES, NamedValue, pieces, raw, value
 from tensor_dedup.store.gathered import flat_bytes
+from tensor_dedup.store.steps.errors import DamagedStateError, UnsupportedArrayError
 
 TORCH = {
     "F64": torch.float64,

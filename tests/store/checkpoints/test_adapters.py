@@ -18,8 +18,8 @@ from torch import nn
 from stores import open_store
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.adapters import PyTorchAdapter
-from tensor_dedup.store.checkpoints.errors import UnsupportedValueError
-from tensor_dedup.store.checkpoints.runs import manifest_of
+from tensor_dedup.store.steps.errors import UnsupportedValueError
+from tensor_dedup.store.steps.runs import manifest_of
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(120, 6))

@@ -19,9 +19,9 @@ from hypothesis.stateful import (
 
 from stores import Model, assert_same, copied, handle, memory_folder, noise, shares
 from tensor_dedup.digest import LEAF_BYTES
-from tensor_dedup.store.checkpoints.errors import PinnedStepError
 from tensor_dedup.store.errors import ChangedModelError
 from tensor_dedup.store.files import Handle, Mode, RealFiles
+from tensor_dedup.store.steps.errors import PinnedStepError
 
 # Empty, small, around what shares a container, and what is encoded.
 SIZES = (0, 1, 64, 3000, 16_383, 16_384, 16_385, 40_000)

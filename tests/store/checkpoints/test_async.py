@@ -31,14 +31,14 @@ from tensor_dedup.store.buffers import PAGE
 from tensor_dedup.store.checkpoints import CheckpointStore, PendingSave
 from tensor_dedup.store.checkpoints.adapters import StateProvider, register_provider
 from tensor_dedup.store.checkpoints.capture import CaptureContext, HostPool, StepCapture
-from tensor_dedup.store.checkpoints.errors import (
+from tensor_dedup.store.errors import LostHitError
+from tensor_dedup.store.steps.errors import (
     BadOptionError,
     BadStepError,
     ForkedSaveError,
     PinnedStepError,
     UnsupportedArrayError,
 )
-from tensor_dedup.store.errors import LostHitError
 from tensor_dedup.store.writing.containers import PACK_BELOW
 
 WEIGHT_BYTES = 160 * 200 * 4

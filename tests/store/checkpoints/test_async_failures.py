@@ -34,10 +34,10 @@ from tensor_dedup.store.checkpoints import (
     capture,
 )
 from tensor_dedup.store.checkpoints.adapters import StateChunk
-from tensor_dedup.store.checkpoints.errors import BrokenSaveError, NestedSaveError
 from tensor_dedup.store.errors import ChangedModelError, NoSpaceError
 from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.gathered import FlatBytes, copy_flat
+from tensor_dedup.store.steps.errors import BrokenSaveError, NestedSaveError
 
 FULL = Faults(full_from=0)
 

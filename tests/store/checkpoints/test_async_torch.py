@@ -21,11 +21,11 @@ from tensor_dedup.store.checkpoints.capture import (
     host_tensor,
 )
 from tensor_dedup.store.checkpoints.commit import StepSnapshot
-from tensor_dedup.store.checkpoints.errors import UnsupportedArrayError
-from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.state import StateChunk
 from tensor_dedup.store.errors import ChangedModelError
 from tensor_dedup.store.gathered import Gathered
+from tensor_dedup.store.steps.errors import UnsupportedArrayError
+from tensor_dedup.store.steps.notes import Notes
 from trainings import Training
 
 NOTES = Notes("run", 0, "pytorch", {})

@@ -33,7 +33,9 @@ from stores import (
 )
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.errors import (
+from tensor_dedup.store.checkpoints.tiers import StoreTier
+from tensor_dedup.store.files import Handle, RealFiles
+from tensor_dedup.store.steps.errors import (
     BadOption,
     BadOptionError,
     DivergedStepError,
@@ -42,9 +44,7 @@ from tensor_dedup.store.checkpoints.errors import (
     PinnedStepError,
     UnknownStepError,
 )
-from tensor_dedup.store.checkpoints.runs import StepOrder, in_save_order
-from tensor_dedup.store.checkpoints.tiers import StoreTier
-from tensor_dedup.store.files import Handle, RealFiles
+from tensor_dedup.store.steps.runs import StepOrder, in_save_order
 
 
 class Mount(RealFiles):

@@ -7,7 +7,7 @@ import pytest
 
 from stores import Model, assert_holds, assert_same, copied, handle, open_store, shares
 from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.run_cache import AnchorMemory
+from tensor_dedup.store.writing.run_cache import AnchorMemory
 
 
 def weights(seed: int) -> Model:

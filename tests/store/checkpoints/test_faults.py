@@ -27,8 +27,8 @@ from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints import CheckpointStore, HostPool, commit
 from tensor_dedup.store.checkpoints.background import CapturedStep
 from tensor_dedup.store.checkpoints.capture import CaptureContext, StepCapture
-from tensor_dedup.store.checkpoints.runs import in_save_order
 from tensor_dedup.store.errors import NoSpaceError
+from tensor_dedup.store.steps.runs import in_save_order
 from tensor_dedup.store.writing import containers
 
 LOSSES: list[Loss] = ["everything", "bytes", "nothing"]

@@ -13,15 +13,15 @@ from stores import assert_same, content, handle, network, safetensors, shares, s
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.checkpoints.commit import StepSnapshot
-from tensor_dedup.store.checkpoints.errors import (
+from tensor_dedup.store.errors import BadNameError, DamagedFileError, NameTakenError
+from tensor_dedup.store.format.manifests import STATE, WEIGHTS, free_path
+from tensor_dedup.store.steps.errors import (
     BadOptionError,
     NamedTwiceError,
     NotATrainingError,
     PinnedStepError,
     TakenStepError,
 )
-from tensor_dedup.store.errors import BadNameError, DamagedFileError, NameTakenError
-from tensor_dedup.store.format.manifests import STATE, WEIGHTS, free_path
 from tensor_dedup.store.writing import import_ as import_module
 
 

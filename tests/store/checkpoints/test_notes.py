@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from stores import handle, network, shares
-from tensor_dedup.store.checkpoints.errors import BadMetricError
-from tensor_dedup.store.checkpoints.notes import Notes, checked
+from tensor_dedup.store.steps.errors import BadMetricError
+from tensor_dedup.store.steps.notes import Notes, checked
 
 
 def refuse(constant: str) -> None:

@@ -19,8 +19,8 @@ from tensor_dedup.store.buffers import PAGE
 from tensor_dedup.store.checkpoints import CheckpointStore, state
 from tensor_dedup.store.checkpoints.adapters import StateChunk
 from tensor_dedup.store.checkpoints.capture import CaptureContext, HostPool, StepCapture
-from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.files import Handle, RealFiles
+from tensor_dedup.store.steps.notes import Notes
 from tensor_dedup.store.writing.containers import PACK_BELOW
 
 MIB = 1 << 20

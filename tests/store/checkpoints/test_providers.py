@@ -25,9 +25,9 @@ from tensor_dedup.store.checkpoints.capture import (
     StepCapture,
     host_tensor,
 )
-from tensor_dedup.store.checkpoints.errors import UnsupportedValueError
-from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.state import NamedValue
+from tensor_dedup.store.steps.errors import UnsupportedValueError
+from tensor_dedup.store.steps.notes import Notes
 from tensor_dedup.store.writing.containers import PACK_BELOW
 
 NOTES = Notes("run", 0, "numpy", {})

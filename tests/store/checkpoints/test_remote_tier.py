@@ -28,14 +28,6 @@ from stores import (
 )
 from tensor_dedup.cli import main
 from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.errors import (
-    DivergedStepError,
-    DrainError,
-    NotATrainingError,
-    PinnedStepError,
-    UnknownStepError,
-)
-from tensor_dedup.store.checkpoints.runs import in_save_order
 from tensor_dedup.store.errors import BadNameError
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.remote import Remote
@@ -48,6 +40,14 @@ from tensor_dedup.store.remote.errors import (
     RemoteUnreachableError,
     RemoteUrlError,
 )
+from tensor_dedup.store.steps.errors import (
+    DivergedStepError,
+    DrainError,
+    NotATrainingError,
+    PinnedStepError,
+    UnknownStepError,
+)
+from tensor_dedup.store.steps.runs import in_save_order
 
 
 class Server(MemoryBucket):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from stores import assert_same, copied, handle, network, shares, train
 from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.errors import (
+from tensor_dedup.store.steps.errors import (
     BadOption,
     BadOptionError,
     PinnedStepError,
@@ -18,8 +18,8 @@ from tensor_dedup.store.checkpoints.errors import (
     UnknownMetricError,
     UnknownStepError,
 )
-from tensor_dedup.store.checkpoints.retention import Retention, goal, ranked
-from tensor_dedup.store.checkpoints.runs import parse_step_name, step_name
+from tensor_dedup.store.steps.retention import Retention, goal, ranked
+from tensor_dedup.store.steps.runs import parse_step_name, step_name
 
 
 def metrics(*losses: float) -> dict[int, dict[str, float]]:

@@ -30,7 +30,10 @@ from stores import (
 )
 from tensor_dedup.store.checkpoints import CheckpointStore, TensorCasStore
 from tensor_dedup.store.checkpoints.adapters import StateChunk
-from tensor_dedup.store.checkpoints.errors import (
+from tensor_dedup.store.checkpoints.policy import Compress
+from tensor_dedup.store.checkpoints.state import NamedValue
+from tensor_dedup.store.errors import BadNameError
+from tensor_dedup.store.steps.errors import (
     BadMetricError,
     BadStepError,
     NamedTwiceError,
@@ -39,10 +42,7 @@ from tensor_dedup.store.checkpoints.errors import (
     UnknownStepError,
     UnsupportedArrayError,
 )
-from tensor_dedup.store.checkpoints.policy import Compress
-from tensor_dedup.store.checkpoints.runs import describe_all, run_names
-from tensor_dedup.store.checkpoints.state import NamedValue
-from tensor_dedup.store.errors import BadNameError
+from tensor_dedup.store.steps.runs import describe_all, run_names
 from tensor_dedup.store.store import Store
 
 WRONG = NamedValue("z", "F32", (7,), b"abc")

@@ -10,15 +10,15 @@ import pytest
 
 from stores import alone, assert_same, handle, moving, open_store
 from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.errors import (
-    DivergedStepError,
-    DivergedTierError,
-    DrainError,
-)
 from tensor_dedup.store.checkpoints.tiers import StoreTier
 from tensor_dedup.store.errors import NoSpaceError
 from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.remote.tier import RemoteTier
+from tensor_dedup.store.steps.errors import (
+    DivergedStepError,
+    DivergedTierError,
+    DrainError,
+)
 
 
 class Away(RealFiles):

@@ -391,7 +391,7 @@ def test_a_slow_pull_leaves_few_containers_that_are_complete_early(
     tensors = {f"t{n:02}": noise(n, 150 * KIB) for n in range(40)}
     full.import_(write(tmp_path / "model", {"m.safetensors": safetensors(u8(**tensors))}), "base")
     full.push(Remote(bucket), "base")
-    monkeypatch.setattr("tensor_dedup.store.checkpoints.transfer._FEWEST_BYTES", 400 * KIB)
+    monkeypatch.setattr("tensor_dedup.store.writing.transfer._FEWEST_BYTES", 400 * KIB)
 
     def sizes(name: str) -> list[int]:
         store = open_store(tmp_path / name)

@@ -17,8 +17,8 @@ from tensor_dedup.store.checkpoints.checkpoint_store import (
     list_runs,
 )
 from tensor_dedup.store.checkpoints.commit import Saved
-from tensor_dedup.store.checkpoints.runs import Step
-from tensor_dedup.store.checkpoints.sizes import RunStats
+from tensor_dedup.store.steps.runs import Step
+from tensor_dedup.store.upkeep.run_sizes import RunStats
 
 __all__ = [
     "CheckpointStore",

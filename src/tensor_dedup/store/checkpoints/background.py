@@ -40,14 +40,14 @@ from tensor_dedup.store.checkpoints.commit import (
     StepSnapshot,
     StepSource,
 )
-from tensor_dedup.store.checkpoints.errors import (
+from tensor_dedup.store.checkpoints.state import StateChunk
+from tensor_dedup.store.steps.errors import (
     BrokenSaveError,
     ForkedSaveError,
     NestedSaveError,
 )
-from tensor_dedup.store.checkpoints.notes import Notes
-from tensor_dedup.store.checkpoints.runs import step_name
-from tensor_dedup.store.checkpoints.state import StateChunk
+from tensor_dedup.store.steps.notes import Notes
+from tensor_dedup.store.steps.runs import step_name
 from tensor_dedup.store.writing.containers import Want
 
 if TYPE_CHECKING:

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.bases import FirstStep
 from tensor_dedup.store.checkpoints.policy import Deltas, LeftTensor
-from tensor_dedup.store.checkpoints.run_cache import LastStep, Places, Rewritten, RunCache
 from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
@@ -38,13 +37,14 @@ from tensor_dedup.store.errors import (
 )
 from tensor_dedup.store.files import Files, Handle
 from tensor_dedup.store.format.tables import ENCODED, Record
+from tensor_dedup.store.hashing import Hashed, Hasher
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.locks import sweep
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.reading.reader import StoredPieces
 from tensor_dedup.store.writing.containers import ContainerWriter, NewPiece
 from tensor_dedup.store.writing.deltas import EncodedWriter, LeafSharing, Plan
-from tensor_dedup.store.writing.hashing import Hashed, Hasher
+from tensor_dedup.store.writing.run_cache import LastStep, Places, Rewritten, RunCache
 from tensor_dedup.store.writing.transaction import BatchTransaction, SyncedFolders
 
 if TYPE_CHECKING:

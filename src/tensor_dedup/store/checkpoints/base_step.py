@@ -6,9 +6,9 @@ from contextlib import suppress
 from typing import ClassVar
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints.run_cache import LastStep, StoredPiece
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.writing.containers import PACK_BELOW
+from tensor_dedup.store.writing.run_cache import LastStep, StoredPiece
 
 
 class BaseStep:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints.runs import parse_step_name
 from tensor_dedup.store.codecs.choice import Sample, distance, places
 from tensor_dedup.store.format.manifests import Piece, by_file, loose
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading.reader import StoredPieces
+from tensor_dedup.store.steps.runs import parse_step_name
 from tensor_dedup.store.writing.encoder import RELATED, element_width
 
 # Bounds on the search: tensors that are compared, checkpoints that are looked at.

@@ -23,7 +23,19 @@ from tensor_dedup.store.checkpoints.background import (
 from tensor_dedup.store.checkpoints.capture import HostPool, default_bytes
 from tensor_dedup.store.checkpoints.commit import Saved, Saver, StepSnapshot, StepSource
 from tensor_dedup.store.checkpoints.drain import Drain
-from tensor_dedup.store.checkpoints.errors import (
+from tensor_dedup.store.checkpoints.policy import Compress
+from tensor_dedup.store.checkpoints.state import NUMPY_CODES, NamedValue, in_groups, value
+from tensor_dedup.store.errors import (
+    DamagedFileError,
+    MissingObjectError,
+    NameTakenError,
+    NoSpaceError,
+    UnknownNameError,
+)
+from tensor_dedup.store.format.names import check_name, file_of
+from tensor_dedup.store.reading.bulk_reader import BulkReader, plan
+from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
+from tensor_dedup.store.steps.errors import (
     BadOption,
     BadOptionError,
     DrainError,
@@ -31,10 +43,9 @@ from tensor_dedup.store.checkpoints.errors import (
     PinnedStepError,
     UnknownStepError,
 )
-from tensor_dedup.store.checkpoints.notes import Notes, checked
-from tensor_dedup.store.checkpoints.policy import Compress
-from tensor_dedup.store.checkpoints.retention import Mode, Retention, best, goal, is_whole
-from tensor_dedup.store.checkpoints.runs import (
+from tensor_dedup.store.steps.notes import Notes, checked
+from tensor_dedup.store.steps.retention import Mode, Retention, best, goal, is_whole
+from tensor_dedup.store.steps.runs import (
     Step,
     StepOrder,
     StepPlace,
@@ -51,20 +62,9 @@ from tensor_dedup.store.checkpoints.runs import (
     step_name,
     step_numbers,
 )
-from tensor_dedup.store.checkpoints.sizes import run_stats
-from tensor_dedup.store.checkpoints.state import NUMPY_CODES, NamedValue, in_groups, value
-from tensor_dedup.store.errors import (
-    DamagedFileError,
-    MissingObjectError,
-    NameTakenError,
-    NoSpaceError,
-    UnknownNameError,
-)
-from tensor_dedup.store.format.names import check_name, file_of
-from tensor_dedup.store.reading.bulk_reader import BulkReader, plan
-from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
 from tensor_dedup.store.store import Store
 from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS, GcPlan
+from tensor_dedup.store.upkeep.run_sizes import run_stats
 from tensor_dedup.store.writing.sources import small_files
 from tensor_dedup.suggestions import perhaps
 

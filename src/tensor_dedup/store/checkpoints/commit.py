@@ -21,28 +21,7 @@ from tensor_dedup.digest import digest
 from tensor_dedup.store.checkpoints.background_encoder import BackgroundEncoder, EncodingJob
 from tensor_dedup.store.checkpoints.base_step import BaseStep, containers_there
 from tensor_dedup.store.checkpoints.bases import FirstStep
-from tensor_dedup.store.checkpoints.errors import NamedTwiceError, NestedSaveError
-from tensor_dedup.store.checkpoints.notes import Notes
 from tensor_dedup.store.checkpoints.policy import Compress, Deltas, Encoding, checked_compress
-from tensor_dedup.store.checkpoints.run_cache import (
-    LastStep,
-    PageState,
-    PieceTable,
-    Places,
-    Rewritten,
-    Row,
-    RunCache,
-    StoredPiece,
-    nearest,
-    packs_to_merge,
-)
-from tensor_dedup.store.checkpoints.runs import (
-    StepOrder,
-    check_not_kept,
-    check_replaceable,
-    latest_digests,
-    step_name,
-)
 from tensor_dedup.store.checkpoints.state import NamedValue
 from tensor_dedup.store.errors import LostHitError, NoSpaceError, NotTextError, os_errors
 from tensor_dedup.store.format import manifests
@@ -55,8 +34,18 @@ from tensor_dedup.store.format.manifests import (
 )
 from tensor_dedup.store.format.names import check_path
 from tensor_dedup.store.gathered import FlatBytes, flat_bytes
+from tensor_dedup.store.hashing import Hasher, change_hashes
 from tensor_dedup.store.index import PieceLocation, StoreIndex
 from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.steps.errors import NamedTwiceError, NestedSaveError
+from tensor_dedup.store.steps.notes import Notes
+from tensor_dedup.store.steps.runs import (
+    StepOrder,
+    check_not_kept,
+    check_replaceable,
+    latest_digests,
+    step_name,
+)
 from tensor_dedup.store.writing.containers import (
     PACK_BELOW,
     ContainerWriter,
@@ -68,7 +57,18 @@ from tensor_dedup.store.writing.containers import (
     kind_for,
 )
 from tensor_dedup.store.writing.deltas import EncodedWriter, LeafSharing, PartsWriter
-from tensor_dedup.store.writing.hashing import Hasher, change_hashes
+from tensor_dedup.store.writing.run_cache import (
+    LastStep,
+    PageState,
+    PieceTable,
+    Places,
+    Rewritten,
+    Row,
+    RunCache,
+    StoredPiece,
+    nearest,
+    packs_to_merge,
+)
 from tensor_dedup.store.writing.transaction import BatchTransaction, SyncedFolders
 
 _EMPTY = StoredPiece(bytes.fromhex(digest(b"")), 0, ())

@@ -28,31 +28,6 @@ from typing import TypeVar
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.checkpoints.base_step import BaseStep
-from tensor_dedup.store.checkpoints.errors import (
-    BadOption,
-    BadOptionError,
-    DivergedStepError,
-    DivergedTierError,
-    DrainError,
-    NotATrainingError,
-    PinnedStepError,
-    UnknownStepError,
-)
-from tensor_dedup.store.checkpoints.retention import Retention, is_whole
-from tensor_dedup.store.checkpoints.runs import (
-    Step,
-    StepOrder,
-    StepPlace,
-    check_not_kept,
-    check_pin,
-    describe_all,
-    in_save_order,
-    kept_steps,
-    manifest_of,
-    pin_step,
-    step_name,
-    steps_text,
-)
 from tensor_dedup.store.checkpoints.tier_notes import TierNotes, next_turn
 from tensor_dedup.store.checkpoints.tiers import (
     OutdatedError,
@@ -73,6 +48,31 @@ from tensor_dedup.store.errors import (
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading.reader import StoredCheckpoint
+from tensor_dedup.store.steps.errors import (
+    BadOption,
+    BadOptionError,
+    DivergedStepError,
+    DivergedTierError,
+    DrainError,
+    NotATrainingError,
+    PinnedStepError,
+    UnknownStepError,
+)
+from tensor_dedup.store.steps.retention import Retention, is_whole
+from tensor_dedup.store.steps.runs import (
+    Step,
+    StepOrder,
+    StepPlace,
+    check_not_kept,
+    check_pin,
+    describe_all,
+    in_save_order,
+    kept_steps,
+    manifest_of,
+    pin_step,
+    step_name,
+    steps_text,
+)
 from tensor_dedup.store.store import Store
 
 _LOG = logging.getLogger("tensor_dedup")

@@ -25,13 +25,12 @@ from typing import Literal, TypeAlias
 
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.store.checkpoints.bases import Candidate, FirstStep
-from tensor_dedup.store.checkpoints.errors import BadOption, BadOptionError
-from tensor_dedup.store.checkpoints.run_cache import AnchorMemory, KeptAnchor
 from tensor_dedup.store.codecs.choice import CODECS, CodecChoice, Sample, choose
 from tensor_dedup.store.errors import CorruptTensorError, MissingObjectError
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading.reader import StoredPieces
+from tensor_dedup.store.steps.errors import BadOption, BadOptionError
 from tensor_dedup.store.writing.containers import PACK_BELOW, Fresh
 from tensor_dedup.store.writing.deltas import (
     Anchor,
@@ -48,6 +47,7 @@ from tensor_dedup.store.writing.encoder import (
     is_mostly,
     samples_by_leaf,
 )
+from tensor_dedup.store.writing.run_cache import AnchorMemory, KeptAnchor
 
 Compress: TypeAlias = Literal["auto", "always"] | None
 """When new tensors are encoded: while nobody waits for it, in each save, or never (None)."""

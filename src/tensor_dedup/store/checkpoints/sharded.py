@@ -11,19 +11,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
-from tensor_dedup.store.checkpoints.errors import (
-    NamedTwiceError,
-    NotATrainingError,
-    UnknownStepError,
-)
-from tensor_dedup.store.checkpoints.notes import Notes
-from tensor_dedup.store.checkpoints.runs import (
-    StepOrder,
-    check_replaceable,
-    manifest_of,
-    parse_step_name,
-    step_name,
-)
 from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
@@ -38,6 +25,19 @@ from tensor_dedup.store.format.manifests import (
     encode_page,
 )
 from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.steps.errors import (
+    NamedTwiceError,
+    NotATrainingError,
+    UnknownStepError,
+)
+from tensor_dedup.store.steps.notes import Notes
+from tensor_dedup.store.steps.runs import (
+    StepOrder,
+    check_replaceable,
+    manifest_of,
+    parse_step_name,
+    step_name,
+)
 from tensor_dedup.store.store import Store
 from tensor_dedup.store.writing.transaction import OrderedTransaction
 

@@ -32,8 +32,6 @@ from pathlib import Path
 from typing import Final
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints.errors import DivergedTierError, OtherTierError
-from tensor_dedup.store.checkpoints.runs import StepPlace
 from tensor_dedup.store.checkpoints.tiers import SecondTier, TierContent, ahead, text_at
 from tensor_dedup.store.errors import StoreIOError
 from tensor_dedup.store.format.identity import (
@@ -46,6 +44,8 @@ from tensor_dedup.store.format.identity import (
 )
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.locks import draining
+from tensor_dedup.store.steps.errors import DivergedTierError, OtherTierError
+from tensor_dedup.store.steps.runs import StepPlace
 from tensor_dedup.store.store import Store
 
 # So many places are one fast tier's, from when it goes on from another one's last.

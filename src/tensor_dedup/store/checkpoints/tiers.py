@@ -12,11 +12,26 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints.errors import (
+from tensor_dedup.store.errors import (
+    DamagedFileError,
+    MissingObjectError,
+    UnknownNameError,
+)
+from tensor_dedup.store.format.identity import (
+    TEXT_BYTES,
+    identity_in,
+    new_text,
+)
+from tensor_dedup.store.format.names import file_of
+from tensor_dedup.store.hashing import Hasher
+from tensor_dedup.store.index import StoreIndex
+from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces
+from tensor_dedup.store.steps.errors import (
     NotATrainingError,
     UnknownStepError,
 )
-from tensor_dedup.store.checkpoints.runs import (
+from tensor_dedup.store.steps.runs import (
     Step,
     StepOrder,
     StepPlace,
@@ -30,23 +45,8 @@ from tensor_dedup.store.checkpoints.runs import (
     step_name,
     step_numbers,
 )
-from tensor_dedup.store.checkpoints.transfer import Transfer
-from tensor_dedup.store.errors import (
-    DamagedFileError,
-    MissingObjectError,
-    UnknownNameError,
-)
-from tensor_dedup.store.format.identity import (
-    TEXT_BYTES,
-    identity_in,
-    new_text,
-)
-from tensor_dedup.store.format.names import file_of
-from tensor_dedup.store.index import StoreIndex
-from tensor_dedup.store.objects import ContainerId, Objects
-from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces
 from tensor_dedup.store.store import Store
-from tensor_dedup.store.writing.hashing import Hasher
+from tensor_dedup.store.writing.transfer import Transfer
 
 _T = TypeVar("_T")
 

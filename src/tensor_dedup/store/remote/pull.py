@@ -15,11 +15,6 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from tensor_dedup.digest import combine
-from tensor_dedup.store.checkpoints.runs import (
-    check_replaceable,
-    parse_step_name,
-)
-from tensor_dedup.store.checkpoints.transfer import Transfer
 from tensor_dedup.store.codecs.parts import leaf_bytes
 from tensor_dedup.store.errors import (
     DamagedFileError,
@@ -32,6 +27,7 @@ from tensor_dedup.store.format import manifests, tables
 from tensor_dedup.store.format.manifests import Manifest, Piece
 from tensor_dedup.store.format.names import check_name
 from tensor_dedup.store.format.tables import Record, Table
+from tensor_dedup.store.hashing import Hasher
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces
@@ -58,7 +54,11 @@ from tensor_dedup.store.remote.errors import (
 from tensor_dedup.store.remote.holders import FEW_SMALL, SMALL_BYTES, read_holders, stored_in
 from tensor_dedup.store.remote.pieces import LostPieces, RemotePieces, name_of, waste_of
 from tensor_dedup.store.remote.results import TransferListener, TransferResult
-from tensor_dedup.store.writing.hashing import Hasher
+from tensor_dedup.store.steps.runs import (
+    check_replaceable,
+    parse_step_name,
+)
+from tensor_dedup.store.writing.transfer import Transfer
 
 # A container is complete when it has so many bytes, or after so many seconds: what is not complete
 # has to travel again.

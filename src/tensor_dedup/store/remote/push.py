@@ -19,7 +19,6 @@ import msgspec
 
 from tensor_dedup.digest import hand
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints.runs import is_pin_among
 from tensor_dedup.store.errors import (
     NewerFormatError,
 )
@@ -56,6 +55,7 @@ from tensor_dedup.store.remote.lease import LEASE_S, boottime
 from tensor_dedup.store.remote.loads import DamagedRecordError, Load, Planner, content, fill
 from tensor_dedup.store.remote.relatives import Relative, first_there, lost, pages_there
 from tensor_dedup.store.remote.results import TransferListener, TransferResult
+from tensor_dedup.store.steps.runs import is_pin_among
 
 _AT_ONCE: Final = 3
 # Of a smaller container it costs less to send it again than to ask whether it is there.

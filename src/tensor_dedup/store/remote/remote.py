@@ -6,7 +6,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Self
 
-from tensor_dedup.store.checkpoints.runs import parse_step_name, step_name
 from tensor_dedup.store.errors import NewerFormatError, UnknownNameError
 from tensor_dedup.store.files import Files, RealFiles
 from tensor_dedup.store.remote import layout, sweep, upkeep
@@ -28,6 +27,7 @@ from tensor_dedup.store.remote.pull import (
     read_ref,
 )
 from tensor_dedup.store.remote.urls import open_bucket
+from tensor_dedup.store.steps.runs import parse_step_name, step_name
 
 DEFAULT_LEASE_HOURS = LEASE_S / 3600
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from tensor_dedup.store.checkpoints.runs import is_pin_among
+from tensor_dedup.store.steps.runs import is_pin_among
 
 
 class TransferListener(Protocol):

@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints.runs import is_pin_among
 from tensor_dedup.store.errors import AdvisedError
+from tensor_dedup.store.hashing import Hasher
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus
@@ -13,7 +13,7 @@ from tensor_dedup.store.remote.errors import LostRemotelyError, UnknownRemoteNam
 from tensor_dedup.store.remote.pieces import LostPieces
 from tensor_dedup.store.remote.pull import pull
 from tensor_dedup.store.remote.results import TransferListener, TransferResult
-from tensor_dedup.store.writing.hashing import Hasher
+from tensor_dedup.store.steps.runs import is_pin_among
 
 
 def pull_each(

@@ -15,21 +15,6 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints.errors import (
-    NotATrainingError,
-    PinnedStepError,
-    UnknownStepError,
-)
-from tensor_dedup.store.checkpoints.notes import Notes, content_name
-from tensor_dedup.store.checkpoints.runs import (
-    Step,
-    StepOrder,
-    StepPlace,
-    kept_steps,
-    parse_step_name,
-    step_name,
-    step_numbers,
-)
 from tensor_dedup.store.checkpoints.tier_notes import other_tier, tier_note
 from tensor_dedup.store.checkpoints.tiers import (
     OutdatedError,
@@ -63,6 +48,21 @@ from tensor_dedup.store.remote.push import NameGuard, refer
 from tensor_dedup.store.remote.remote import Remote
 from tensor_dedup.store.remote.results import SilentTransfer
 from tensor_dedup.store.remote.urls import is_url
+from tensor_dedup.store.steps.errors import (
+    NotATrainingError,
+    PinnedStepError,
+    UnknownStepError,
+)
+from tensor_dedup.store.steps.notes import Notes, content_name
+from tensor_dedup.store.steps.runs import (
+    Step,
+    StepOrder,
+    StepPlace,
+    kept_steps,
+    parse_step_name,
+    step_name,
+    step_numbers,
+)
 from tensor_dedup.store.store import Store
 
 _LOG = logging.getLogger("tensor_dedup")

@@ -7,7 +7,6 @@ from typing import Final
 
 from tensor_dedup.digest import digest as digest_of
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints.runs import PIN, is_pin_among, parse_step_name
 from tensor_dedup.store.codecs.records import chunks, head_bytes
 from tensor_dedup.store.errors import AdvisedError, NewerFormatError, UnfitForCollectionError
 from tensor_dedup.store.format import tables
@@ -59,6 +58,7 @@ from tensor_dedup.store.remote.pull import (
     read_manifest,
     read_ref,
 )
+from tensor_dedup.store.steps.runs import PIN, is_pin_among, parse_step_name
 from tensor_dedup.store.upkeep.gc import needed
 
 _WHOLE: Final = "it was noted as damaged or gone, and it is whole"

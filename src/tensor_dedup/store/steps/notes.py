@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from tensor_dedup.store.checkpoints.errors import BadMetricError
-from tensor_dedup.store.checkpoints.retention import Goals
 from tensor_dedup.store.format.manifests import PART, Manifest, encode_manifest
+from tensor_dedup.store.steps.errors import BadMetricError
+from tensor_dedup.store.steps.retention import Goals
 
 _RUN, _STEP, _ADAPTER, _METRICS = "run", "step", "adapter", "metrics"
 _SEQUENCE, _GOALS = "sequence", "goals"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Final, Literal, TypeAlias, TypedDict
 
-from tensor_dedup.store.checkpoints.errors import (
+from tensor_dedup.store.steps.errors import (
     BadMetricError,
     BadOption,
     BadOptionError,

@@ -24,17 +24,6 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints.errors import (
-    BadOption,
-    BadOptionError,
-    BadStepError,
-    NotATrainingError,
-    PinnedStepError,
-    TakenStepError,
-    UnknownStepError,
-)
-from tensor_dedup.store.checkpoints.notes import Notes, content_name, shown
-from tensor_dedup.store.checkpoints.retention import Goals
 from tensor_dedup.store.errors import (
     BadNameError,
     DamagedFileError,
@@ -46,6 +35,17 @@ from tensor_dedup.store.files import FileStatus
 from tensor_dedup.store.format.manifests import Manifest, Piece
 from tensor_dedup.store.format.names import MAX_NAME, check_form, check_name, file_of
 from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.steps.errors import (
+    BadOption,
+    BadOptionError,
+    BadStepError,
+    NotATrainingError,
+    PinnedStepError,
+    TakenStepError,
+    UnknownStepError,
+)
+from tensor_dedup.store.steps.notes import Notes, content_name, shown
+from tensor_dedup.store.steps.retention import Goals
 
 _LOG = logging.getLogger("tensor_dedup")
 # Eighteen digits fit everywhere; nobody counts further.

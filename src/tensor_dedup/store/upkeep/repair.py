@@ -17,18 +17,18 @@ from tensor_dedup.store.format import frames, manifests, tables
 from tensor_dedup.store.format.external import EXTERNAL
 from tensor_dedup.store.format.manifests import FileEntry, Piece
 from tensor_dedup.store.format.tables import Table
-from tensor_dedup.store.index import StoreIndex
-from tensor_dedup.store.objects import ContainerId, Objects, container_in, ref_text
-from tensor_dedup.store.upkeep.inventory import Inventory, take_inventory
-from tensor_dedup.store.upkeep.verify import Level, verify
-from tensor_dedup.store.writing.containers import ContainerWriter, NewPiece, kind_for
-from tensor_dedup.store.writing.hashing import (
+from tensor_dedup.store.hashing import (
     Hashed,
     Hasher,
     ProgressListener,
     Range,
     SilentListener,
 )
+from tensor_dedup.store.index import StoreIndex
+from tensor_dedup.store.objects import ContainerId, Objects, container_in, ref_text
+from tensor_dedup.store.upkeep.inventory import Inventory, take_inventory
+from tensor_dedup.store.upkeep.verify import Level, verify
+from tensor_dedup.store.writing.containers import ContainerWriter, NewPiece, kind_for
 from tensor_dedup.store.writing.sources import (
     ImportFile,
     ImportSource,

@@ -9,14 +9,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
-from tensor_dedup.store.checkpoints.notes import Notes
-from tensor_dedup.store.checkpoints.runs import manifests_of_run, parse_step_name, tensors_of
 from tensor_dedup.store.errors import MissingObjectError, UnknownNameError
 from tensor_dedup.store.format.external import EXTERNAL
 from tensor_dedup.store.format.manifests import Manifest, Piece
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.format.tables import Record, Table
 from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.steps.notes import Notes
+from tensor_dedup.store.steps.runs import manifests_of_run, parse_step_name, tensors_of
 from tensor_dedup.store.upkeep.gc import Held, file_bytes, held_in, needed, refuse_unless_certain
 from tensor_dedup.store.upkeep.inventory import take_containers
 from tensor_dedup.store.upkeep.stats import disk_bytes

@@ -24,12 +24,12 @@ from tensor_dedup.store.files import Handle
 from tensor_dedup.store.format import tables
 from tensor_dedup.store.format.layout import TABLE_SUFFIX
 from tensor_dedup.store.format.tables import ENCODED, Record, Table
+from tensor_dedup.store.hashing import Hasher, ProgressListener, Range
 from tensor_dedup.store.index import Entry, StoreIndex, entry_of
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.reading.decoding import base_of, fill_leaves, read_chunk, read_head
 from tensor_dedup.store.reading.reader import StoredPieces
 from tensor_dedup.store.upkeep.inventory import Inventory, Problem, take_inventory
-from tensor_dedup.store.writing.hashing import Hasher, ProgressListener, Range
 
 
 class Scrubber:

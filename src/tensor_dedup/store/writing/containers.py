@@ -22,8 +22,7 @@ from tensor_dedup.store.format import tables
 from tensor_dedup.store.format.external import EXTERNAL, ExternalFile
 from tensor_dedup.store.format.tables import ALIGNMENT, PLAIN, Record, Table
 from tensor_dedup.store.gathered import FlatBytes
-from tensor_dedup.store.objects import ContainerId, Objects
-from tensor_dedup.store.writing.hashing import (
+from tensor_dedup.store.hashing import (
     Hashed,
     Hasher,
     ProgressListener,
@@ -34,6 +33,7 @@ from tensor_dedup.store.writing.hashing import (
     changed,
     settle,
 )
+from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.writing.sources import ImportFile, Segment
 
 if TYPE_CHECKING:

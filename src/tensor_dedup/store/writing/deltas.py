@@ -26,6 +26,7 @@ from tensor_dedup.store.errors import (
 )
 from tensor_dedup.store.files import Handle
 from tensor_dedup.store.format.tables import DIGEST_BYTES, ENCODED, Record, part_of
+from tensor_dedup.store.hashing import Hashed, Hasher, changed
 from tensor_dedup.store.index import PieceAlike, StoreIndex
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.reading.decoding import are_leaves
@@ -37,7 +38,6 @@ from tensor_dedup.store.writing.containers import (
     changed_in_memory,
     kind_for,
 )
-from tensor_dedup.store.writing.hashing import Hashed, Hasher, changed
 
 if TYPE_CHECKING:
     from tensor_dedup.store.codecs.choice import CodecChoice

@@ -14,12 +14,12 @@ from tensor_dedup.formats.markers import Marker, content_digest
 from tensor_dedup.formats.safetensors import DTYPE_BITS
 from tensor_dedup.store.codecs.choice import SAMPLE_BYTES, Sample, choose, distance, places
 from tensor_dedup.store.files import Handle
+from tensor_dedup.store.hashing import Hashed
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
 from tensor_dedup.store.writing.containers import PACK_BELOW
 from tensor_dedup.store.writing.deltas import Anchor, Plan, anchor_of, plan_of
-from tensor_dedup.store.writing.hashing import Hashed
 from tensor_dedup.store.writing.sources import ImportFile, ImportSource, Segment
 
 # Smaller ones share packs; all of them together are a small part of any model.

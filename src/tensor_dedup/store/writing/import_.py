@@ -21,6 +21,13 @@ from tensor_dedup.store.errors import LostHitError, NameTakenError
 from tensor_dedup.store.files import Files, FileStatus, Handle
 from tensor_dedup.store.format import manifests
 from tensor_dedup.store.format.manifests import FileEntry, Piece
+from tensor_dedup.store.hashing import (
+    Hashed,
+    Hasher,
+    ProgressListener,
+    SilentListener,
+    changed,
+)
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.writing.containers import (
@@ -38,13 +45,6 @@ from tensor_dedup.store.writing.deltas import (
     Plan,
     own_bytes,
     plan_of,
-)
-from tensor_dedup.store.writing.hashing import (
-    Hashed,
-    Hasher,
-    ProgressListener,
-    SilentListener,
-    changed,
 )
 from tensor_dedup.store.writing.sources import (
     ImportFile,

@@ -25,12 +25,12 @@ from typing import NamedTuple, TypeAlias
 from tensor_dedup import sqlite
 from tensor_dedup.store.errors import os_errors
 from tensor_dedup.store.format.manifests import PAGE_ENTRIES
+from tensor_dedup.store.hashing import Hasher
 from tensor_dedup.store.index import PieceLocation, StoreIndex, open_index
 from tensor_dedup.store.locks import session
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.writing.containers import PACK_BELOW
 from tensor_dedup.store.writing.deltas import Anchor
-from tensor_dedup.store.writing.hashing import Hasher
 
 Row: TypeAlias = tuple[bytes, str | None, str | None, tuple[int, ...] | None]
 """A piece: change hash, name, dtype, shape. Without the last three: a whole small file."""

@@ -20,7 +20,6 @@ import msgspec
 
 from tensor_dedup.digest import LEAF_BYTES, leaf_digests
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints.run_cache import packs_to_merge
 from tensor_dedup.store.errors import (
     CorruptFrameError,
     CorruptTensorError,
@@ -28,6 +27,7 @@ from tensor_dedup.store.errors import (
     MissingObjectError,
 )
 from tensor_dedup.store.format.tables import ENCODED, PLAIN, Record
+from tensor_dedup.store.hashing import Hashed, Hasher, settle
 from tensor_dedup.store.index import PieceLocation, StoreIndex
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.reading.decoding import base_of, decode_leaf, read_chunk, read_head
@@ -38,7 +38,7 @@ from tensor_dedup.store.writing.containers import (
     kind_for,
     record_of,
 )
-from tensor_dedup.store.writing.hashing import Hashed, Hasher, settle
+from tensor_dedup.store.writing.run_cache import packs_to_merge
 from tensor_dedup.store.writing.transaction import OrderedTransaction
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from tensor_dedup.store.checkpoints.adapters.plain import CONTAINERS
 from tensor_dedup.store.checkpoints.adapters.pytorch import PyTorchAdapter
 from tensor_dedup.store.checkpoints.adapters.sklearn import SklearnAdapter
 from tensor_dedup.store.checkpoints.adapters.xgboost import XGBoostAdapter
-from tensor_dedup.store.checkpoints.errors import UnknownAdapterError, UnknownModelError
 from tensor_dedup.store.checkpoints.state import NamedValue, StateChunk, of_its_size
+from tensor_dedup.store.steps.errors import UnknownAdapterError, UnknownModelError
 
 __all__ = [
     "LightGBMAdapter",

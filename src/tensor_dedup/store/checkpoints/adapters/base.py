@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
-from tensor_dedup.store.checkpoints.errors import (
+from tensor_dedup.store.steps.errors import (
     BadOption,
     BadOptionError,
     ProviderTakenError,

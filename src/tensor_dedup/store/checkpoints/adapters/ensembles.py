@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from tensor_dedup.store.checkpoints.adapters.base import StateProvider
 from tensor_dedup.store.checkpoints.adapters.rebuild import StructureAdapter, mismatched
-from tensor_dedup.store.checkpoints.errors import DamagedStateError, UnsupportedValueError
 from tensor_dedup.store.checkpoints.state import StateChunk
+from tensor_dedup.store.steps.errors import DamagedStateError, UnsupportedValueError
 
 _LOG = logging.getLogger("tensor_dedup")
 _Columns = TypeVar("_Columns", bound=tuple[list[Any], ...])

@@ -20,7 +20,7 @@ from tensor_dedup.store.checkpoints.adapters.base import (
 )
 from tensor_dedup.store.checkpoints.adapters.ensembles import GrowingAdapter, estimator_provider
 from tensor_dedup.store.checkpoints.adapters.rebuild import mismatched
-from tensor_dedup.store.checkpoints.errors import DamagedStateError
+from tensor_dedup.store.steps.errors import DamagedStateError
 
 _SIZES: Final = b"\ntree_sizes="
 _AFTER_SIZES: Final = b"\n\n"

@@ -23,13 +23,6 @@ from tensor_dedup.store.checkpoints.adapters.base import (
     providers,
 )
 from tensor_dedup.store.checkpoints.adapters.plain import Wire
-from tensor_dedup.store.checkpoints.errors import (
-    CyclicStateError,
-    DamagedStateError,
-    StateError,
-    UnsupportedArrayError,
-    UnsupportedValueError,
-)
 from tensor_dedup.store.checkpoints.state import (
     LAST_GROUP,
     NamedValue,
@@ -40,6 +33,13 @@ from tensor_dedup.store.checkpoints.state import (
     of_its_size,
     raw,
     tensor_fault,
+)
+from tensor_dedup.store.steps.errors import (
+    CyclicStateError,
+    DamagedStateError,
+    StateError,
+    UnsupportedArrayError,
+    UnsupportedValueError,
 )
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from tensor_dedup.store.checkpoints.errors import (
+from tensor_dedup.store.steps.errors import (
     CyclicStateError,
     DamagedStateError,
     UnsupportedValueError,

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from tensor_dedup.store.checkpoints.adapters.base import StateProvider, register_provider
 from tensor_dedup.store.checkpoints.adapters.rebuild import StructureAdapter, mismatched
-from tensor_dedup.store.checkpoints.errors import DamagedStateError, MismatchedOriginalError
+from tensor_dedup.store.steps.errors import DamagedStateError, MismatchedOriginalError
 
 _STATE: Final = "state"
 _METADATA: Final = "metadata"

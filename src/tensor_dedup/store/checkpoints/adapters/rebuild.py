@@ -25,11 +25,6 @@ from tensor_dedup.store.checkpoints.adapters.base import (
     located,
     providers,
 )
-from tensor_dedup.store.checkpoints.errors import (
-    DamagedStateError,
-    MismatchedOriginalError,
-    UnknownProviderError,
-)
 from tensor_dedup.store.checkpoints.state import (
     NamedValue,
     StateChunk,
@@ -42,6 +37,11 @@ from tensor_dedup.store.checkpoints.state import (
     value,
 )
 from tensor_dedup.store.gathered import flat_bytes
+from tensor_dedup.store.steps.errors import (
+    DamagedStateError,
+    MismatchedOriginalError,
+    UnknownProviderError,
+)
 
 if TYPE_CHECKING:
     from tensor_dedup.store.checkpoints.state import Value

@@ -21,12 +21,12 @@ from tensor_dedup.store.checkpoints.adapters.base import (
 from tensor_dedup.store.checkpoints.adapters.ensembles import GrowingAdapter
 from tensor_dedup.store.checkpoints.adapters.rebuild import mismatched
 from tensor_dedup.store.checkpoints.adapters.sklearn_trees import PREDICTOR, check_object
-from tensor_dedup.store.checkpoints.errors import (
+from tensor_dedup.store.checkpoints.state import is_array
+from tensor_dedup.store.steps.errors import (
     DamagedStateError,
     ForbiddenClassError,
     UnsupportedValueError,
 )
-from tensor_dedup.store.checkpoints.state import is_array
 
 _MODULE: Final = re.compile(r"sklearn(\.[a-z_][a-z0-9_]*)+", re.ASCII)
 # Nothing of an estimator is made of these.

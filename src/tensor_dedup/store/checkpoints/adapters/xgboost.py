@@ -28,7 +28,7 @@ from tensor_dedup.store.checkpoints.adapters.base import (
 )
 from tensor_dedup.store.checkpoints.adapters.ensembles import GrowingAdapter, estimator_provider
 from tensor_dedup.store.checkpoints.adapters.rebuild import mismatched
-from tensor_dedup.store.checkpoints.errors import DamagedStateError, UnsupportedValueError
+from tensor_dedup.store.steps.errors import DamagedStateError, UnsupportedValueError
 
 _TREES: Final = "trees"
 _TREE: Final = "tree"
