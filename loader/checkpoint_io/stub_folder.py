@@ -18,8 +18,8 @@ import msgspec
 import platformdirs
 
 from tensor_dedup.errors import ConfigError, UnsupportedError
+from tensor_dedup.remote.on_demand import pull_missing, remote_url
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredFile
-from tensor_dedup.store.remote.on_demand import pull_missing, remote_url
 from tensor_dedup.store.store import Store
 
 SCHEME = "store://"

@@ -20,10 +20,10 @@ import killed_training  # noqa: E402
 from disk_faults import Faults, FaultyFiles  # noqa: E402
 from tensor_dedup.errors import UnsupportedError  # noqa: E402
 from tensor_dedup.integrations.lightning import StoreCallback, StoreIO  # noqa: E402
+from tensor_dedup.remote.errors import UnknownRemoteNameError  # noqa: E402
 from tensor_dedup.store.checkpoints import CheckpointStore  # noqa: E402
 from tensor_dedup.store.checkpoints.background import Saves  # noqa: E402
 from tensor_dedup.store.errors import NoSpaceError  # noqa: E402
-from tensor_dedup.store.remote.errors import UnknownRemoteNameError  # noqa: E402
 from tensor_dedup.store.store import Store  # noqa: E402
 
 pytestmark = [

@@ -16,14 +16,14 @@ import tiny_checkpoints as checkpoints
 from remotes import Proxy
 from tensor_dedup.loader.checkpoint_io import stub_folder
 from tensor_dedup.loader.report import ModelReport
-from tensor_dedup.store import Store
-from tensor_dedup.store.errors import UnknownNameError
-from tensor_dedup.store.remote import Remote
-from tensor_dedup.store.remote.errors import (
+from tensor_dedup.remote import Remote
+from tensor_dedup.remote.errors import (
     DamagedRemoteError,
     RemoteUnreachableError,
     UnknownRemoteNameError,
 )
+from tensor_dedup.store import Store
+from tensor_dedup.store.errors import UnknownNameError
 
 pytestmark = pytest.mark.vllm
 

@@ -97,7 +97,7 @@ def test_the_store_has_one_door_to_the_disk() -> None:
     assert {name: what for name, what in found.items() if what} == {
         "tensor_dedup.store.index": ["sqlite3"],
         "tensor_dedup.store.buffers": ["mmap", "os.fstat"],
-        "tensor_dedup.store.remote.registry": ["subprocess"],
+        "tensor_dedup.remote.oci.registry": ["subprocess"],
     }
 
 

@@ -75,9 +75,9 @@ def pull_suggested(name: str) -> Iterator[None]:
         yield
     except (NoStoreError, UnknownNameError) as error:
         # Here: remotes need NumPy, and what is measured does not.
-        from tensor_dedup.store.remote.errors import RemoteUrlError
-        from tensor_dedup.store.remote.on_demand import remote_url
-        from tensor_dedup.store.remote.urls import open_bucket
+        from tensor_dedup.remote.errors import RemoteUrlError
+        from tensor_dedup.remote.on_demand import remote_url
+        from tensor_dedup.remote.urls import open_bucket
 
         if (url := remote_url()) is None:
             raise

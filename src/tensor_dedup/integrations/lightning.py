@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
 
 from tensor_dedup.errors import NotInstalledError, UnsupportedError
 from tensor_dedup.integrations.freezing import Frozen, check_frozen, freeze
+from tensor_dedup.remote.on_demand import pull_missing, remote_url
 from tensor_dedup.store.checkpoints import CheckpointStore, HostPool, PendingSave
 from tensor_dedup.store.checkpoints.background import Hook
 from tensor_dedup.store.checkpoints.policy import Compress
-from tensor_dedup.store.remote.on_demand import pull_missing, remote_url
 from tensor_dedup.store.steps.errors import BadStepError
 from tensor_dedup.store.steps.retention import Rules
 from tensor_dedup.store.steps.runs import StepName, parse_step_name, step_name

@@ -1,9 +1,9 @@
 """Remotes: checkpoints in object storage, pushed and pulled at the price of what is missing."""
 
-from tensor_dedup.store.remote.remote import Remote
-from tensor_dedup.store.remote.results import TransferResult
-from tensor_dedup.store.remote.sweep import RemoteGcPlan
-from tensor_dedup.store.remote.upkeep import (
+from tensor_dedup.remote.remote import Remote
+from tensor_dedup.remote.results import TransferResult
+from tensor_dedup.remote.sweep import RemoteGcPlan
+from tensor_dedup.remote.upkeep import (
     RemoteCheckpoint,
     RemoteUsage,
     RemoteVerifyResult,

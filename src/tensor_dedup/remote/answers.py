@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tensor_dedup.store.remote.environment import scrubbed, told
-from tensor_dedup.store.remote.errors import DamagedRemoteError, RemoteUnreachableError
+from tensor_dedup.remote.environment import scrubbed, told
+from tensor_dedup.remote.errors import DamagedRemoteError, RemoteUnreachableError
 
 _MD5: Final = re.compile("[0-9a-f]{32}")
 # What obstore says of keys that it cannot use, before it asks anybody.

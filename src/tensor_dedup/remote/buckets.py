@@ -25,11 +25,8 @@ from blake3 import blake3
 
 from tensor_dedup.digest import hand
 from tensor_dedup.errors import NotInstalledError, StoreError
-from tensor_dedup.store.errors import os_errors
-from tensor_dedup.store.files import Files
-from tensor_dedup.store.objects import make_folders
-from tensor_dedup.store.remote.answers import ObjectStatus as ObjectStatus
-from tensor_dedup.store.remote.answers import (
+from tensor_dedup.remote.answers import ObjectStatus as ObjectStatus
+from tensor_dedup.remote.answers import (
     is_about_credentials,
     is_about_keys,
     is_about_ranges,
@@ -37,10 +34,10 @@ from tensor_dedup.store.remote.answers import (
     status_of,
     version_of,
 )
-from tensor_dedup.store.remote.answers import too_large as too_large
-from tensor_dedup.store.remote.environment import allows_http, check_environment
-from tensor_dedup.store.remote.environment import scrubbed as scrubbed
-from tensor_dedup.store.remote.errors import (
+from tensor_dedup.remote.answers import too_large as too_large
+from tensor_dedup.remote.environment import allows_http, check_environment
+from tensor_dedup.remote.environment import scrubbed as scrubbed
+from tensor_dedup.remote.errors import (
     DamagedRemoteError,
     NoBucketError,
     NoRangesError,
@@ -51,7 +48,7 @@ from tensor_dedup.store.remote.errors import (
     RemoteUrlError,
     UnlistedRemoteError,
 )
-from tensor_dedup.store.remote.layout import (
+from tensor_dedup.remote.layout import (
     CONTAINER_BYTES,
     MARKER,
     MARKER_LINES,
@@ -59,7 +56,10 @@ from tensor_dedup.store.remote.layout import (
     STORE_TITLE,
     TEXT_BYTES,
 )
-from tensor_dedup.store.remote.traffic import Traffic as Traffic
+from tensor_dedup.remote.traffic import Traffic as Traffic
+from tensor_dedup.store.errors import os_errors
+from tensor_dedup.store.files import Files
+from tensor_dedup.store.objects import make_folders
 from tensor_dedup.suggestions import install_hint
 
 if TYPE_CHECKING:

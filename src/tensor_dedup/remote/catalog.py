@@ -25,19 +25,19 @@ from typing import Final, TypeAlias
 import msgspec
 
 from tensor_dedup.digest import digest
-from tensor_dedup.store.errors import NewerFormatError
-from tensor_dedup.store.format import frames, tables
-from tensor_dedup.store.format.tables import DIGEST_BYTES, TAIL_BYTES, Table
-from tensor_dedup.store.objects import ContainerId
-from tensor_dedup.store.remote import layout
-from tensor_dedup.store.remote.buckets import Bucket
-from tensor_dedup.store.remote.errors import (
+from tensor_dedup.remote import layout
+from tensor_dedup.remote.buckets import Bucket
+from tensor_dedup.remote.errors import (
     DamagedRemoteError,
     MissingRemoteError,
     RemoteAccessError,
     RemoteBusyError,
     remote_damage,
 )
+from tensor_dedup.store.errors import NewerFormatError
+from tensor_dedup.store.format import frames, tables
+from tensor_dedup.store.format.tables import DIGEST_BYTES, TAIL_BYTES, Table
+from tensor_dedup.store.objects import ContainerId
 
 PREFIX_BYTES: Final = 16
 # A container with more pieces has shorter prefixes in a segment, where the catalog has too many of

@@ -8,12 +8,10 @@ import secrets
 from contextlib import suppress
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.errors import NewerFormatError
-from tensor_dedup.store.format import frames
-from tensor_dedup.store.remote import layout
-from tensor_dedup.store.remote.buckets import Bucket
-from tensor_dedup.store.remote.catalog import Catalog, read_catalog
-from tensor_dedup.store.remote.errors import (
+from tensor_dedup.remote import layout
+from tensor_dedup.remote.buckets import Bucket
+from tensor_dedup.remote.catalog import Catalog, read_catalog
+from tensor_dedup.remote.errors import (
     DamagedRemoteError,
     MissingRemoteError,
     NoConditionsError,
@@ -23,6 +21,8 @@ from tensor_dedup.store.remote.errors import (
     as_far_as_allowed,
     remote_damage,
 )
+from tensor_dedup.store.errors import NewerFormatError
+from tensor_dedup.store.format import frames
 
 _WRITERS = 8
 

@@ -8,7 +8,7 @@ import re
 from typing import Final
 from urllib.parse import urlsplit
 
-from tensor_dedup.store.remote.errors import RemoteAccessError, RemoteUnreachableError
+from tensor_dedup.remote.errors import RemoteAccessError, RemoteUnreachableError
 
 # What may lead to a server of the user's own, by http too; Google's is in the key of an account.
 # Of those of one meaning the last in the environment counts, and of those of S3 the first here.

@@ -11,13 +11,9 @@ from typing import Final
 import msgspec
 
 from tensor_dedup.digest import LEAF_BYTES
-from tensor_dedup.store.format.manifests import Piece
-from tensor_dedup.store.format.tables import PLAIN
-from tensor_dedup.store.objects import ContainerId
-from tensor_dedup.store.reading.reader import StoredPieces
-from tensor_dedup.store.remote import layout
-from tensor_dedup.store.remote.buckets import Bucket
-from tensor_dedup.store.remote.catalog import (
+from tensor_dedup.remote import layout
+from tensor_dedup.remote.buckets import Bucket
+from tensor_dedup.remote.catalog import (
     PREFIX_BYTES,
     Catalog,
     CatalogSegment,
@@ -27,8 +23,12 @@ from tensor_dedup.store.remote.catalog import (
     prefixes,
     segment_blob,
 )
-from tensor_dedup.store.remote.errors import DamagedRemoteError, RemoteAccessError
-from tensor_dedup.store.remote.loads import LEAST_SAVED
+from tensor_dedup.remote.errors import DamagedRemoteError, RemoteAccessError
+from tensor_dedup.remote.loads import LEAST_SAVED
+from tensor_dedup.store.format.manifests import Piece
+from tensor_dedup.store.format.tables import PLAIN
+from tensor_dedup.store.objects import ContainerId
+from tensor_dedup.store.reading.reader import StoredPieces
 
 # What holders may have for each that they name. It takes 70 in a container of its own.
 _NAMED_BYTES: Final = 256

@@ -6,25 +6,25 @@ from itertools import chain
 from typing import Final
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.errors import NewerFormatError
-from tensor_dedup.store.format.tables import Record, Table
-from tensor_dedup.store.objects import ContainerId
-from tensor_dedup.store.remote import layout
-from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus
-from tensor_dedup.store.remote.catalog import (
+from tensor_dedup.remote import layout
+from tensor_dedup.remote.buckets import Bucket, ObjectStatus
+from tensor_dedup.remote.catalog import (
     listed,
     read_table,
 )
-from tensor_dedup.store.remote.errors import (
+from tensor_dedup.remote.errors import (
     DamagedRemoteError,
     MissingRemoteError,
     RemoteAccessError,
     RemoteUnreachableError,
 )
-from tensor_dedup.store.remote.pull import (
+from tensor_dedup.remote.pull import (
     RemoteManifest,
     read_manifest,
 )
+from tensor_dedup.store.errors import NewerFormatError
+from tensor_dedup.store.format.tables import Record, Table
+from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.upkeep.gc import Held
 
 # What says nothing of an object: the server cannot be asked.

@@ -6,11 +6,11 @@ FORMAT.md has a chapter about it. The names of refs, manifests and containers ar
 import re
 from typing import Final
 
+from tensor_dedup.remote.errors import DamagedRemoteError, remote_damage
 from tensor_dedup.store.errors import DamagedFileError
 from tensor_dedup.store.format import frames
 from tensor_dedup.store.format.names import file_of, name_in
 from tensor_dedup.store.objects import ContainerId, ref_text
-from tensor_dedup.store.remote.errors import DamagedRemoteError, remote_damage
 
 MARKER: Final = "FORMAT"
 MARKER_LINES: Final = ["tensor-dedup remote", "version 1"]

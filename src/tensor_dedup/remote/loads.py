@@ -12,6 +12,8 @@ import msgspec
 
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import StoreError
+from tensor_dedup.remote import layout
+from tensor_dedup.remote.catalog import Catalog
 from tensor_dedup.store.codecs.parts import leaf_bytes
 from tensor_dedup.store.codecs.records import chunks, head_bytes
 from tensor_dedup.store.errors import CorruptFrameError, CorruptTensorError, MissingObjectError
@@ -27,8 +29,6 @@ from tensor_dedup.store.format.tables import (
 )
 from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.reading.reader import StoredPieces
-from tensor_dedup.store.remote import layout
-from tensor_dedup.store.remote.catalog import Catalog
 
 _BLOCK_BYTES: Final = 4 * LEAF_BYTES
 _PLAIN: Final = "pack"

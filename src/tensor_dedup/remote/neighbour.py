@@ -4,14 +4,14 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from tensor_dedup.remote.errors import RemoteNameTakenError
+from tensor_dedup.remote.pull import name_check, newly_seen
+from tensor_dedup.remote.results import TransferListener, TransferResult
 from tensor_dedup.store.errors import UnknownNameError
 from tensor_dedup.store.hashing import Hasher
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading.reader import StoredPieces
-from tensor_dedup.store.remote.errors import RemoteNameTakenError
-from tensor_dedup.store.remote.pull import name_check, newly_seen
-from tensor_dedup.store.remote.results import TransferListener, TransferResult
 from tensor_dedup.store.writing.transfer import Transfer
 
 Session = Callable[[], AbstractContextManager[tuple[StoreIndex, Hasher]]]

@@ -7,12 +7,12 @@ import time
 from os import PathLike
 from typing import TYPE_CHECKING, Final
 
+from tensor_dedup.remote.errors import UnknownRemoteNameError
+from tensor_dedup.remote.remote import Remote
+from tensor_dedup.remote.results import TransferResult
 from tensor_dedup.settings import configured_remote
 from tensor_dedup.store.format.names import check_name
 from tensor_dedup.store.locks import pulling
-from tensor_dedup.store.remote.errors import UnknownRemoteNameError
-from tensor_dedup.store.remote.remote import Remote
-from tensor_dedup.store.remote.results import TransferResult
 from tensor_dedup.text_table import human
 
 if TYPE_CHECKING:

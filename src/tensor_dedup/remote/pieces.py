@@ -13,23 +13,23 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Self
 
 from tensor_dedup.digest import LEAF_BYTES, leaf_digests
+from tensor_dedup.remote import layout
+from tensor_dedup.remote.buckets import Bucket
+from tensor_dedup.remote.errors import (
+    CorruptRemoteTensorError,
+    DamagedRemoteError,
+    LostRemotelyError,
+    MissingRemoteError,
+)
 from tensor_dedup.store.codecs.records import chunks, head_bytes
 from tensor_dedup.store.errors import CorruptFrameError
 from tensor_dedup.store.format.tables import PLAIN, Record
 from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.reading.decoding import base_of, decode_leaf, leaves_of
 from tensor_dedup.store.reading.reader import StoredPieces
-from tensor_dedup.store.remote import layout
-from tensor_dedup.store.remote.buckets import Bucket
-from tensor_dedup.store.remote.errors import (
-    CorruptRemoteTensorError,
-    DamagedRemoteError,
-    LostRemotelyError,
-    MissingRemoteError,
-)
 
 if TYPE_CHECKING:
-    from tensor_dedup.store.remote.catalog import Catalog
+    from tensor_dedup.remote.catalog import Catalog
 
 # A range has so many bytes, and less than twice as many.
 _RANGE_BYTES: Final = 32 << 20

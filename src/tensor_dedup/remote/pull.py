@@ -15,6 +15,29 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from tensor_dedup.digest import combine
+from tensor_dedup.remote import layout
+from tensor_dedup.remote.buckets import Bucket, ObjectStatus
+from tensor_dedup.remote.catalog import (
+    Catalog,
+    read_catalog,
+    read_table,
+    read_table_within,
+    rebuilt,
+)
+from tensor_dedup.remote.conditions import check_remote
+from tensor_dedup.remote.errors import (
+    DamagedRemoteError,
+    LostRemotelyError,
+    MissingRemoteError,
+    RemoteAccessError,
+    RemoteNameTakenError,
+    RemoteUnreachableError,
+    UnknownRemoteNameError,
+    remote_damage,
+)
+from tensor_dedup.remote.holders import FEW_SMALL, SMALL_BYTES, read_holders, stored_in
+from tensor_dedup.remote.pieces import LostPieces, RemotePieces, name_of, waste_of
+from tensor_dedup.remote.results import TransferListener, TransferResult
 from tensor_dedup.store.codecs.parts import leaf_bytes
 from tensor_dedup.store.errors import (
     DamagedFileError,
@@ -31,29 +54,6 @@ from tensor_dedup.store.hashing import Hasher
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import ContainerId, Objects
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces
-from tensor_dedup.store.remote import layout
-from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus
-from tensor_dedup.store.remote.catalog import (
-    Catalog,
-    read_catalog,
-    read_table,
-    read_table_within,
-    rebuilt,
-)
-from tensor_dedup.store.remote.conditions import check_remote
-from tensor_dedup.store.remote.errors import (
-    DamagedRemoteError,
-    LostRemotelyError,
-    MissingRemoteError,
-    RemoteAccessError,
-    RemoteNameTakenError,
-    RemoteUnreachableError,
-    UnknownRemoteNameError,
-    remote_damage,
-)
-from tensor_dedup.store.remote.holders import FEW_SMALL, SMALL_BYTES, read_holders, stored_in
-from tensor_dedup.store.remote.pieces import LostPieces, RemotePieces, name_of, waste_of
-from tensor_dedup.store.remote.results import TransferListener, TransferResult
 from tensor_dedup.store.steps.runs import (
     check_replaceable,
     parse_step_name,

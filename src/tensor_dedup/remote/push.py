@@ -19,14 +19,9 @@ import msgspec
 
 from tensor_dedup.digest import hand
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.errors import (
-    NewerFormatError,
-)
-from tensor_dedup.store.objects import ContainerId
-from tensor_dedup.store.reading.reader import StoredPieces
-from tensor_dedup.store.remote import layout
-from tensor_dedup.store.remote.buckets import Bucket
-from tensor_dedup.store.remote.catalog import (
+from tensor_dedup.remote import layout
+from tensor_dedup.remote.buckets import Bucket
+from tensor_dedup.remote.catalog import (
     DAMAGED,
     Catalog,
     CatalogChange,
@@ -43,18 +38,23 @@ from tensor_dedup.store.remote.catalog import (
     unheld,
     with_more,
 )
-from tensor_dedup.store.remote.conditions import check_remote, check_still, prepare
-from tensor_dedup.store.remote.errors import (
+from tensor_dedup.remote.conditions import check_remote, check_still, prepare
+from tensor_dedup.remote.errors import (
     DamagedRemoteError,
     MissingRemoteError,
     RemoteBusyError,
     RemoteNameTakenError,
 )
-from tensor_dedup.store.remote.holders import in_small_encoded, put_holders, relied_on, sizes_of
-from tensor_dedup.store.remote.lease import LEASE_S, boottime
-from tensor_dedup.store.remote.loads import DamagedRecordError, Load, Planner, content, fill
-from tensor_dedup.store.remote.relatives import Relative, first_there, lost, pages_there
-from tensor_dedup.store.remote.results import TransferListener, TransferResult
+from tensor_dedup.remote.holders import in_small_encoded, put_holders, relied_on, sizes_of
+from tensor_dedup.remote.lease import LEASE_S, boottime
+from tensor_dedup.remote.loads import DamagedRecordError, Load, Planner, content, fill
+from tensor_dedup.remote.relatives import Relative, first_there, lost, pages_there
+from tensor_dedup.remote.results import TransferListener, TransferResult
+from tensor_dedup.store.errors import (
+    NewerFormatError,
+)
+from tensor_dedup.store.objects import ContainerId
+from tensor_dedup.store.reading.reader import StoredPieces
 from tensor_dedup.store.steps.runs import is_pin_among
 
 _AT_ONCE: Final = 3

@@ -6,11 +6,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Self
 
-from tensor_dedup.store.errors import NewerFormatError, UnknownNameError
-from tensor_dedup.store.files import Files, RealFiles
-from tensor_dedup.store.remote import layout, sweep, upkeep
-from tensor_dedup.store.remote.buckets import Bucket, FolderBucket, ObjectStatus
-from tensor_dedup.store.remote.errors import (
+from tensor_dedup.remote import layout, sweep, upkeep
+from tensor_dedup.remote.buckets import Bucket, FolderBucket, ObjectStatus
+from tensor_dedup.remote.errors import (
     DamagedRemoteError,
     NotARemoteError,
     RemoteUnreachableError,
@@ -18,15 +16,17 @@ from tensor_dedup.store.remote.errors import (
     UnknownRemoteNameError,
     UnlistedRemoteError,
 )
-from tensor_dedup.store.remote.lease import LEASE_S
-from tensor_dedup.store.remote.pull import (
+from tensor_dedup.remote.lease import LEASE_S
+from tensor_dedup.remote.pull import (
     RemoteManifest,
     find_ref,
     list_refs,
     read_manifest,
     read_ref,
 )
-from tensor_dedup.store.remote.urls import open_bucket
+from tensor_dedup.remote.urls import open_bucket
+from tensor_dedup.store.errors import NewerFormatError, UnknownNameError
+from tensor_dedup.store.files import Files, RealFiles
 from tensor_dedup.store.steps.runs import parse_step_name, step_name
 
 DEFAULT_LEASE_HOURS = LEASE_S / 3600

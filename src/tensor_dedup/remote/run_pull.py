@@ -4,15 +4,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from tensor_dedup.errors import StoreError
+from tensor_dedup.remote.buckets import Bucket, ObjectStatus
+from tensor_dedup.remote.errors import LostRemotelyError, UnknownRemoteNameError
+from tensor_dedup.remote.pieces import LostPieces
+from tensor_dedup.remote.pull import pull
+from tensor_dedup.remote.results import TransferListener, TransferResult
 from tensor_dedup.store.errors import AdvisedError
 from tensor_dedup.store.hashing import Hasher
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import Objects
-from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus
-from tensor_dedup.store.remote.errors import LostRemotelyError, UnknownRemoteNameError
-from tensor_dedup.store.remote.pieces import LostPieces
-from tensor_dedup.store.remote.pull import pull
-from tensor_dedup.store.remote.results import TransferListener, TransferResult
 from tensor_dedup.store.steps.runs import is_pin_among
 
 

@@ -17,10 +17,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Final
 
-from tensor_dedup.store.files import RealFiles
-from tensor_dedup.store.remote import layout
-from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus
-from tensor_dedup.store.remote.catalog import (
+from tensor_dedup.remote import layout
+from tensor_dedup.remote.buckets import Bucket, ObjectStatus
+from tensor_dedup.remote.catalog import (
     DAMAGED,
     UNKNOWN_SINCE,
     Catalog,
@@ -34,20 +33,21 @@ from tensor_dedup.store.remote.catalog import (
     tag_of,
     with_more,
 )
-from tensor_dedup.store.remote.conditions import check_remote
-from tensor_dedup.store.remote.errors import (
+from tensor_dedup.remote.conditions import check_remote
+from tensor_dedup.remote.errors import (
     NewerRemoteError,
     RemoteBusyError,
     UncertainRemoteError,
     as_far_as_allowed,
 )
-from tensor_dedup.store.remote.inventory import (
+from tensor_dedup.remote.inventory import (
     UNKNOWN_OBJECT,
     RemoteInventory,
     readable,
     take_inventory,
 )
-from tensor_dedup.store.remote.lease import boottime
+from tensor_dedup.remote.lease import boottime
+from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.upkeep.gc import needed
 
 # A list may tell the time of an object more finely than the object itself.

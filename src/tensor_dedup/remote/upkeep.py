@@ -7,14 +7,9 @@ from typing import Final
 
 from tensor_dedup.digest import digest as digest_of
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.codecs.records import chunks, head_bytes
-from tensor_dedup.store.errors import AdvisedError, NewerFormatError, UnfitForCollectionError
-from tensor_dedup.store.format import tables
-from tensor_dedup.store.format.tables import PLAIN, Record, Table
-from tensor_dedup.store.objects import ContainerId
-from tensor_dedup.store.remote import layout
-from tensor_dedup.store.remote.buckets import Bucket
-from tensor_dedup.store.remote.catalog import (
+from tensor_dedup.remote import layout
+from tensor_dedup.remote.buckets import Bucket
+from tensor_dedup.remote.catalog import (
     DAMAGED,
     Catalog,
     CatalogChange,
@@ -35,29 +30,34 @@ from tensor_dedup.store.remote.catalog import (
     unheld,
     with_more,
 )
-from tensor_dedup.store.remote.conditions import check_remote, restore_marker
-from tensor_dedup.store.remote.errors import (
+from tensor_dedup.remote.conditions import check_remote, restore_marker
+from tensor_dedup.remote.errors import (
     DamagedRemoteError,
     MissingRemoteError,
     RemoteBusyError,
     UnknownRemoteNameError,
     as_far_as_allowed,
 )
-from tensor_dedup.store.remote.holders import fault_of, put_holders, read_holders
-from tensor_dedup.store.remote.inventory import (
+from tensor_dedup.remote.holders import fault_of, put_holders, read_holders
+from tensor_dedup.remote.inventory import (
     AWAY,
     RemoteFault,
     RemoteInventory,
     take_inventory,
 )
-from tensor_dedup.store.remote.pieces import RemotePieces, name_of
-from tensor_dedup.store.remote.pull import (
+from tensor_dedup.remote.pieces import RemotePieces, name_of
+from tensor_dedup.remote.pull import (
     RemoteManifest,
     list_refs,
     read_content,
     read_manifest,
     read_ref,
 )
+from tensor_dedup.store.codecs.records import chunks, head_bytes
+from tensor_dedup.store.errors import AdvisedError, NewerFormatError, UnfitForCollectionError
+from tensor_dedup.store.format import tables
+from tensor_dedup.store.format.tables import PLAIN, Record, Table
+from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.steps.runs import PIN, is_pin_among, parse_step_name
 from tensor_dedup.store.upkeep.gc import needed
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import SplitResult, unquote, urlsplit
 
+from tensor_dedup.remote.buckets import WEB, Bucket, FolderBucket, ServerBucket
+from tensor_dedup.remote.errors import RemoteUrlError
 from tensor_dedup.store.files import Files
-from tensor_dedup.store.remote.buckets import WEB, Bucket, FolderBucket, ServerBucket
-from tensor_dedup.store.remote.errors import RemoteUrlError
 
 _SERVERS: Final = ("s3", "gs", "az")
 _HOST: Final = re.compile(r"[A-Za-z0-9._-]+(:[0-9]+)?|\[[0-9A-Fa-f:]+\](:[0-9]+)?")

@@ -53,13 +53,13 @@ from tensor_dedup.suggestions import nearest, perhaps
 if TYPE_CHECKING:
     import torch
 
+    from tensor_dedup.remote.buckets import Bucket
+    from tensor_dedup.remote.oci.artifact import Artifact
+    from tensor_dedup.remote.push import NameGuard, Outgoing
+    from tensor_dedup.remote.relatives import Relative
+    from tensor_dedup.remote.remote import Remote
+    from tensor_dedup.remote.results import TransferListener, TransferResult
     from tensor_dedup.store.reading.find import TensorPlace
-    from tensor_dedup.store.remote.buckets import Bucket
-    from tensor_dedup.store.remote.oci import Artifact
-    from tensor_dedup.store.remote.push import NameGuard, Outgoing
-    from tensor_dedup.store.remote.relatives import Relative
-    from tensor_dedup.store.remote.remote import Remote
-    from tensor_dedup.store.remote.results import TransferListener, TransferResult
     from tensor_dedup.store.steps.runs import Difference, Step
     from tensor_dedup.store.upkeep.run_sizes import Growth, RunCost, RunStats, TensorChanges
     from tensor_dedup.store.upkeep.usage import StoreUsage
@@ -307,9 +307,9 @@ class Store:
             RemoteUrlError, RemoteUnreachableError, RemoteAccessError, NotARemoteError: it cannot
                 be reached, or is something else.
         """
-        from tensor_dedup.store.remote.oci import is_artifact
-        from tensor_dedup.store.remote.remote import Remote
-        from tensor_dedup.store.remote.results import SilentTransfer
+        from tensor_dedup.remote.oci.artifact import is_artifact
+        from tensor_dedup.remote.remote import Remote
+        from tensor_dedup.remote.results import SilentTransfer
 
         if is_artifact(url):
             return self._push_artifact(str(url), name, progress or SilentTransfer(), replace)
@@ -358,10 +358,10 @@ class Store:
             RemoteUrlError, RemoteUnreachableError, RemoteAccessError, NotARemoteError: it cannot
                 be reached, or is something else.
         """
-        from tensor_dedup.store.remote.oci import is_artifact
-        from tensor_dedup.store.remote.remote import Remote
-        from tensor_dedup.store.remote.results import SilentTransfer, together
-        from tensor_dedup.store.remote.run_pull import pull_each
+        from tensor_dedup.remote.oci.artifact import is_artifact
+        from tensor_dedup.remote.remote import Remote
+        from tensor_dedup.remote.results import SilentTransfer, together
+        from tensor_dedup.remote.run_pull import pull_each
 
         if is_artifact(url):
             return self._pull_artifact(str(url), name, progress or SilentTransfer(), replace)
@@ -382,7 +382,7 @@ class Store:
     def _push_artifact(
         self, url: str, name: str, progress: "TransferListener", replace: bool
     ) -> "TransferResult":
-        from tensor_dedup.store.remote import oci
+        from tensor_dedup.remote.oci import artifact as oci
 
         with self.checkpoint(name) as checkpoint:
             with self._locked():
@@ -392,10 +392,10 @@ class Store:
     def _pull_artifact(
         self, url: str, name: str, progress: "TransferListener", replace: bool
     ) -> "TransferResult":
-        from tensor_dedup.store.remote.errors import NoRangesError
-        from tensor_dedup.store.remote.oci import Artifact, NoTablesError
-        from tensor_dedup.store.remote.pull import pull
-        from tensor_dedup.store.remote.registry import ArtifactName, RegistryRepository
+        from tensor_dedup.remote.errors import NoRangesError
+        from tensor_dedup.remote.oci.artifact import Artifact, NoTablesError
+        from tensor_dedup.remote.oci.registry import ArtifactName, RegistryRepository
+        from tensor_dedup.remote.pull import pull
 
         with RegistryRepository(ArtifactName.parse(url)) as registry:
             artifact = Artifact(registry)
@@ -412,8 +412,8 @@ class Store:
         self, artifact: "Artifact", name: str, progress: "TransferListener", replace: bool
     ) -> "TransferResult":
         """Pull whole layers into a folder of this store's `tmp`, and import that."""
-        from tensor_dedup.store.remote.oci import advising_pull, layers_folder
-        from tensor_dedup.store.remote.results import TransferResult
+        from tensor_dedup.remote.oci.artifact import advising_pull, layers_folder
+        from tensor_dedup.remote.results import TransferResult
         from tensor_dedup.store.steps.runs import check_no_step
 
         began, before = time.monotonic(), artifact.registry.traffic.counts()[0]
@@ -483,7 +483,7 @@ class Store:
         guard: "NameGuard | None" = None,
         relatives: "Callable[[], Iterable[Relative]]" = tuple,
     ) -> "TransferResult":
-        from tensor_dedup.store.remote.push import push
+        from tensor_dedup.remote.push import push
 
         def open_pieces(digests: set[bytes]) -> StoredPieces:
             with self._session(update=False) as (index, _):
@@ -501,7 +501,7 @@ class Store:
             )
 
     def _relatives(self, outgoing: "Sequence[Outgoing]") -> "Sequence[Relative]":
-        from tensor_dedup.store.remote.relatives import relatives
+        from tensor_dedup.remote.relatives import relatives
 
         names = {each.name for each in outgoing}
         pages = {part for each in outgoing for part in each.blobs if part != each.manifest}
@@ -509,7 +509,7 @@ class Store:
             return relatives(self._objects, names, pages)
 
     def _outgoing(self, name: str) -> "Outgoing":
-        from tensor_dedup.store.remote.push import Outgoing
+        from tensor_dedup.remote.push import Outgoing
 
         objects = self._objects
         manifest = objects.ref(name)
@@ -527,8 +527,8 @@ class Store:
         replace: bool,
     ) -> "TransferResult":
         """Copy these checkpoints, without those that were deleted here meanwhile."""
-        from tensor_dedup.store.remote.neighbour import copy_checkpoint
-        from tensor_dedup.store.remote.results import together
+        from tensor_dedup.remote.neighbour import copy_checkpoint
+        from tensor_dedup.remote.results import together
 
         near = self._objects, partial(self._session, update=False)
         far, seen, results = (other._objects, other._session), set[bytes](), []

@@ -27,11 +27,8 @@ from stores import (
     write,
 )
 from tensor_dedup.cli import main
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.errors import BadNameError
-from tensor_dedup.store.format.names import file_of
-from tensor_dedup.store.remote import Remote
-from tensor_dedup.store.remote.errors import (
+from tensor_dedup.remote import Remote
+from tensor_dedup.remote.errors import (
     NoConditionsError,
     NotARemoteError,
     ReadOnlyRemoteError,
@@ -40,6 +37,9 @@ from tensor_dedup.store.remote.errors import (
     RemoteUnreachableError,
     RemoteUrlError,
 )
+from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.errors import BadNameError
+from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.steps.errors import (
     DivergedStepError,
     DrainError,
@@ -515,7 +515,7 @@ Path(sys.argv[1], "opened").touch()
 if sys.argv[3] == "away":
     run._drain.second._bucket.url = "away"
     def refuse(*_, **__):
-        from tensor_dedup.store.remote.errors import RemoteUnreachableError
+        from tensor_dedup.remote.errors import RemoteUnreachableError
         raise RemoteUnreachableError.at("away", "nobody is there")
     for name in ("get", "put", "put_if", "list", "head"):
         setattr(run._drain.second._bucket, name, refuse)

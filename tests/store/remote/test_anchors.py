@@ -23,9 +23,8 @@ from stores import (
     weights,
     write,
 )
-from tensor_dedup.store import Store
-from tensor_dedup.store.remote import Remote, catalog, layout
-from tensor_dedup.store.remote.catalog import (
+from tensor_dedup.remote import Remote, catalog, layout
+from tensor_dedup.remote.catalog import (
     PREFIX_BYTES,
     Catalog,
     ListedContainer,
@@ -36,7 +35,8 @@ from tensor_dedup.store.remote.catalog import (
     segment_of,
     with_more,
 )
-from tensor_dedup.store.remote.errors import CorruptRemoteTensorError, MissingRemoteError
+from tensor_dedup.remote.errors import CorruptRemoteTensorError, MissingRemoteError
+from tensor_dedup.store import Store
 
 HOUR = 3600.0
 

@@ -16,10 +16,10 @@ from registries import MODEL
 from remotes import Proxy
 from stores import KIB, noise, open_store, safetensors, stored, u8
 from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.remote.errors import DamagedRemoteError
+from tensor_dedup.remote.oci import archives
+from tensor_dedup.remote.oci.archives import ChunkStream, unpack
 from tensor_dedup.store.files import RealFiles
-from tensor_dedup.store.remote import archives
-from tensor_dedup.store.remote.archives import ChunkStream, unpack
-from tensor_dedup.store.remote.errors import DamagedRemoteError
 
 pytest.importorskip("oras")
 

@@ -17,15 +17,10 @@ from s3_faults import FaultyProxy, MemoryS3, Request, Response, client
 from stores import content, noise, open_store, safetensors, stored, three, u8, write
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import NOBODY_THERE, WRONG_USE, StoreError, TensorDedupError
-from tensor_dedup.store import Store
-from tensor_dedup.store.errors import EscapingPathError, NewerFormatError, NoSpaceError
-from tensor_dedup.store.files import Handle, RealFiles
-from tensor_dedup.store.format import frames, manifests
-from tensor_dedup.store.format.manifests import FileEntry, Manifest, Piece, encode_manifest
-from tensor_dedup.store.remote import Remote, environment, layout
-from tensor_dedup.store.remote.buckets import ObjectStatus, scrubbed
-from tensor_dedup.store.remote.catalog import read_catalog
-from tensor_dedup.store.remote.errors import (
+from tensor_dedup.remote import Remote, environment, layout
+from tensor_dedup.remote.buckets import ObjectStatus, scrubbed
+from tensor_dedup.remote.catalog import read_catalog
+from tensor_dedup.remote.errors import (
     CorruptRemoteTensorError,
     DamagedRemoteError,
     MissingRemoteError,
@@ -37,6 +32,11 @@ from tensor_dedup.store.remote.errors import (
     RemoteUrlError,
     UnlistedRemoteError,
 )
+from tensor_dedup.store import Store
+from tensor_dedup.store.errors import EscapingPathError, NewerFormatError, NoSpaceError
+from tensor_dedup.store.files import Handle, RealFiles
+from tensor_dedup.store.format import frames, manifests
+from tensor_dedup.store.format.manifests import FileEntry, Manifest, Piece, encode_manifest
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def store(tmp_path: Path, paths: dict[str, Path]) -> Store:
 
 def lie(bucket: MemoryBucket, digests: Sequence[bytes]) -> str:
     """Make the catalog say that a container holds these pieces; its URL."""
-    from tensor_dedup.store.remote.catalog import PREFIX_BYTES, catalog_of, commit, segment_of
+    from tensor_dedup.remote.catalog import PREFIX_BYTES, catalog_of, commit, segment_of
 
     catalog = catalog_of(bucket)
     liar, *others = sorted(catalog.containers.values(), key=lambda entry: -len(entry.alone))
@@ -717,7 +717,7 @@ def test_a_plain_web_server_can_be_pulled_from(tmp_path: Path, store: Store, ran
 def test_a_server_without_ranges_sends_each_container_once(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tensor_dedup.store.remote.pieces._RANGE_BYTES", 64 << 10)
+    monkeypatch.setattr("tensor_dedup.remote.pieces._RANGE_BYTES", 64 << 10)
     monkeypatch.setattr(layout, "CONTAINER_BYTES", 400_000)
     store.import_(tmp_path / "base", "base")
     store.push(f"file://{tmp_path}/served", "base")
@@ -734,7 +734,7 @@ def test_a_server_without_ranges_sends_each_container_once(
 def test_a_tensor_that_is_too_large_to_come_without_ranges_is_no_damage(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tensor_dedup.store.remote.buckets._WHOLE_BYTES", 100_000)
+    monkeypatch.setattr("tensor_dedup.remote.buckets._WHOLE_BYTES", 100_000)
     store.import_(tmp_path / "base", "base")
     store.push(f"file://{tmp_path}/served", "base")
     with (
@@ -750,7 +750,7 @@ def test_a_range_that_was_ignored_once_is_asked_for_again(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a proxy did in passing costs whole objects for a minute, and not for good."""
-    monkeypatch.setattr("tensor_dedup.store.remote.buckets._ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr("tensor_dedup.remote.buckets._ASK_AGAIN_S", 0.0)
     sizes = {"once": 300_000, "later": 3_000_000}
     full = open_store(tmp_path / "full")
     for name, nbytes in sizes.items():

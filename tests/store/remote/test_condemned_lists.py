@@ -10,10 +10,8 @@ import remotes
 from remotes import Faulty, MemoryBucket
 from stores import KIB, open_store, safetensors, u8, write
 from tensor_dedup.digest import digest
-from tensor_dedup.store.errors import NewerFormatError
-from tensor_dedup.store.format import frames
-from tensor_dedup.store.remote import Remote, layout
-from tensor_dedup.store.remote.catalog import (
+from tensor_dedup.remote import Remote, layout
+from tensor_dedup.remote.catalog import (
     DAMAGED,
     UNKNOWN_SINCE,
     Catalog,
@@ -25,7 +23,9 @@ from tensor_dedup.store.remote.catalog import (
     read_catalog,
     trash_object,
 )
-from tensor_dedup.store.remote.errors import DamagedRemoteError, RemoteBusyError
+from tensor_dedup.remote.errors import DamagedRemoteError, RemoteBusyError
+from tensor_dedup.store.errors import NewerFormatError
+from tensor_dedup.store.format import frames
 
 HOUR = 3600.0
 NAMES = [f"{number:02x}" * 32 for number in range(30)]

@@ -22,9 +22,9 @@ from remotes import MemoryBucket
 from s3_faults import FAULTS, FaultyProxy, MemoryS3, RealS3, Request, Turns, client, possible
 from stores import content, open_store, stored, three
 from tensor_dedup.errors import StoreError
+from tensor_dedup.remote import Remote
+from tensor_dedup.remote.errors import RemoteNameTakenError, UnknownRemoteNameError
 from tensor_dedup.store import Store
-from tensor_dedup.store.remote import Remote
-from tensor_dedup.store.remote.errors import RemoteNameTakenError, UnknownRemoteNameError
 
 HOUR = 3600.0
 VERBS = ("first push", "push", "push over", "pull", "delete", "gc")
@@ -41,10 +41,10 @@ _REFUSALS: dict[str, tuple[type[Exception], ...]] = {
 @pytest.fixture(autouse=True)
 def one_request_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the requests of a client come in one order; and nobody waits for chance."""
-    monkeypatch.setattr("tensor_dedup.store.remote.buckets._THREADS", 1)
-    monkeypatch.setattr("tensor_dedup.store.remote.push._AT_ONCE", 1)
-    monkeypatch.setattr("tensor_dedup.store.remote.pieces._AHEAD", 1)
-    monkeypatch.setattr("tensor_dedup.store.remote.catalog._PAUSE_S", 0.0)
+    monkeypatch.setattr("tensor_dedup.remote.buckets._THREADS", 1)
+    monkeypatch.setattr("tensor_dedup.remote.push._AT_ONCE", 1)
+    monkeypatch.setattr("tensor_dedup.remote.pieces._AHEAD", 1)
+    monkeypatch.setattr("tensor_dedup.remote.catalog._PAUSE_S", 0.0)
 
 
 class Scene:

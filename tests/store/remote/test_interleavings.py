@@ -18,18 +18,18 @@ from remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
 from stores import Content, content, handle, noise, open_store, stored, three
 from tensor_dedup.digest import LEAF_BYTES, digest
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store import Store
-from tensor_dedup.store.format import frames
-from tensor_dedup.store.remote import Remote, layout
-from tensor_dedup.store.remote.catalog import (
+from tensor_dedup.remote import Remote, layout
+from tensor_dedup.remote.catalog import (
     UNKNOWN_SINCE,
     Trash,
     catalog_of,
     commit,
     read_catalog,
 )
-from tensor_dedup.store.remote.errors import RemoteBusyError
-from tensor_dedup.store.remote.inventory import take_inventory
+from tensor_dedup.remote.errors import RemoteBusyError
+from tensor_dedup.remote.inventory import take_inventory
+from tensor_dedup.store import Store
+from tensor_dedup.store.format import frames
 
 HOUR = 3600.0
 KINDS = (*FAULTS, *READ_FAULTS, "delayed")
@@ -343,7 +343,7 @@ def test_a_sweep_that_was_held_up_deletes_nothing_more(
 
     for number in deletions:
         inner, clock = scene.bucket(), Clock()
-        monkeypatch.setattr("tensor_dedup.store.remote.lease.time", clock)
+        monkeypatch.setattr("tensor_dedup.remote.lease.time", clock)
 
         def meanwhile(inner: MemoryBucket = inner, clock: Clock = clock) -> None:
             clock.now += HOUR
@@ -431,7 +431,7 @@ def test_a_sweep_whose_time_is_over_leaves_the_list_alone(
     deletions = [n for n, call in enumerate(gate.calls) if call.startswith("delete")]
     for slept, is_left in ((0.4 * HOUR, False), (0.6 * HOUR, True)):
         inner, clock = scene.bucket(), Clock()
-        monkeypatch.setattr("tensor_dedup.store.remote.lease.time", clock)
+        monkeypatch.setattr("tensor_dedup.remote.lease.time", clock)
         sleep = partial(setattr, clock, "now", slept)
         Remote(Faulty(inner, deletions[-1] + 1, meanwhile=sleep)).gc(24)
         assert bool(catalog_of(inner).trash.deleting) == is_left
@@ -443,7 +443,7 @@ def test_a_sweep_that_sleeps_when_it_has_asked_for_the_time_deletes_nothing(
     """Its second is an hour ago: others hold it for dead from the beginning."""
     scene = Scene(tmp_path)
     inner, clock = scene.bucket(), Clock()
-    monkeypatch.setattr("tensor_dedup.store.remote.lease.time", clock)
+    monkeypatch.setattr("tensor_dedup.remote.lease.time", clock)
     condemned = {*catalog_of(inner).trash.condemned}
 
     def now() -> float:

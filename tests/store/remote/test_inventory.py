@@ -9,12 +9,9 @@ import pytest
 
 from remotes import Chunks, MemoryBucket
 from stores import noise, open_store, safetensors, stored, u8, write
-from tensor_dedup.store import Store
-from tensor_dedup.store.format import tables
-from tensor_dedup.store.objects import ContainerId
-from tensor_dedup.store.remote import Remote, layout
-from tensor_dedup.store.remote.buckets import Bucket
-from tensor_dedup.store.remote.catalog import (
+from tensor_dedup.remote import Remote, layout
+from tensor_dedup.remote.buckets import Bucket
+from tensor_dedup.remote.catalog import (
     catalog_of,
     commit,
     condemned,
@@ -23,11 +20,14 @@ from tensor_dedup.store.remote.catalog import (
     read_table,
     segment_of,
 )
-from tensor_dedup.store.remote.errors import (
+from tensor_dedup.remote.errors import (
     NewerRemoteError,
     RemoteAccessError,
     UncertainRemoteError,
 )
+from tensor_dedup.store import Store
+from tensor_dedup.store.format import tables
+from tensor_dedup.store.objects import ContainerId
 
 HOUR = 3600.0
 

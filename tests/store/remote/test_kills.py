@@ -22,16 +22,16 @@ from remotes import MemoryBucket
 from s3_faults import FaultyProxy, MemoryS3, RealS3, Request, client
 from stores import KIB, content, noise, open_store, safetensors, stored, three, u8, write
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store import Store
-from tensor_dedup.store.errors import DamagedFileError
-from tensor_dedup.store.format.tables import TAIL_BYTES, table_start
-from tensor_dedup.store.remote import Remote
-from tensor_dedup.store.remote.buckets import ObjectStatus
-from tensor_dedup.store.remote.errors import (
+from tensor_dedup.remote import Remote
+from tensor_dedup.remote.buckets import ObjectStatus
+from tensor_dedup.remote.errors import (
     NoConditionsError,
     RemoteUnreachableError,
     UnknownRemoteNameError,
 )
+from tensor_dedup.store import Store
+from tensor_dedup.store.errors import DamagedFileError
+from tensor_dedup.store.format.tables import TAIL_BYTES, table_start
 
 HOUR = 3600.0
 URL = "s3://bucket"
@@ -47,7 +47,7 @@ PROGRAM = f"""
 import sys
 from importlib import import_module
 for module, name, value in {SMALL}:
-    setattr(import_module("tensor_dedup.store.remote." + module), name, value)
+    setattr(import_module("tensor_dedup.remote." + module), name, value)
 from tensor_dedup.cli import main
 main(sys.argv[1:])
 """
@@ -195,7 +195,7 @@ def test_a_pull_that_is_killed_while_ranges_arrive_keeps_what_arrived(tmp_path: 
     full.import_(write(tmp_path / "model", {"m.safetensors": safetensors(u8(**tensors))}), "base")
     for module, name, value in SMALL[:1]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(f"tensor_dedup.store.remote.{module}.{name}", value)
+            patch.setattr(f"tensor_dedup.remote.{module}.{name}", value)
             full.push(Remote(bucket), "base")
     sizes = [len(o[0]) for key, o in bucket.objects.items() if key.startswith("containers/")]
     assert len(sizes) <= 4 + 1, "all that is fetched at once, and the header"
@@ -229,7 +229,7 @@ def test_a_server_is_killed_at_every_request(
     tmp_path: Path, full: Store, verb: str, kills: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module, name, value in SMALL:
-        monkeypatch.setattr(f"tensor_dedup.store.remote.{module}.{name}", value)
+        monkeypatch.setattr(f"tensor_dedup.remote.{module}.{name}", value)
     with real_servers.weed(tmp_path / "weed") as server:
         proxy = FaultyProxy(RealS3(server.port))
 

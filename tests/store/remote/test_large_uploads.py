@@ -17,8 +17,8 @@ import remotes
 from remotes import Faulty, Killed, MemoryBucket, Proxy
 from s3_faults import FaultyProxy, RealS3, Request, Response, client
 from stores import KIB, MIB, content, noise, open_store, safetensors, stored, u8, write
-from tensor_dedup.store.remote import Remote, buckets, layout, pieces, push
-from tensor_dedup.store.remote.errors import RemoteUnreachableError
+from tensor_dedup.remote import Remote, buckets, layout, pieces, push
+from tensor_dedup.remote.errors import RemoteUnreachableError
 
 FACTOR = 8  # S3 takes no parts below 5 MiB
 UNIT = 64 * MIB // FACTOR

@@ -8,17 +8,17 @@ import pytest
 
 from remotes import Chunks, MemoryBucket
 from stores import content, open_store, stored, three
-from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.errors import NewerFormatError
-from tensor_dedup.store.format import frames
-from tensor_dedup.store.remote import Remote, layout
-from tensor_dedup.store.remote.buckets import Bucket
-from tensor_dedup.store.remote.errors import (
+from tensor_dedup.remote import Remote, layout
+from tensor_dedup.remote.buckets import Bucket
+from tensor_dedup.remote.errors import (
     DamagedRemoteError,
     NotARemoteError,
     RemoteAccessError,
 )
+from tensor_dedup.store import Store
+from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.errors import NewerFormatError
+from tensor_dedup.store.format import frames
 
 MARKER = frames.encode_text(layout.MARKER_LINES)
 

@@ -9,18 +9,18 @@ import pytest
 from remotes import MemoryBucket
 from s3_faults import FaultyProxy, MemoryS3, client
 from stores import content, noise, open_store, safetensors, stored, u8, write
-from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.format import manifests
-from tensor_dedup.store.remote import Remote, catalog, layout
-from tensor_dedup.store.remote.buckets import ObjectStatus
-from tensor_dedup.store.remote.catalog import DAMAGED, condemned
-from tensor_dedup.store.remote.errors import (
+from tensor_dedup.remote import Remote, catalog, layout
+from tensor_dedup.remote.buckets import ObjectStatus
+from tensor_dedup.remote.catalog import DAMAGED, condemned
+from tensor_dedup.remote.errors import (
     CorruptRemoteTensorError,
     DamagedRemoteError,
     RemoteNameTakenError,
     UncertainRemoteError,
 )
+from tensor_dedup.store import Store
+from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.format import manifests
 
 HOUR = 3600.0
 

@@ -36,14 +36,8 @@ from stores import (
     write,
 )
 from tensor_dedup.errors import StoreError, UnsupportedError
-from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.errors import NameTakenError, UnknownNameError
-from tensor_dedup.store.format.manifests import Piece
-from tensor_dedup.store.format.tables import Table
-from tensor_dedup.store.reading.reader import StoredFile
-from tensor_dedup.store.remote import Remote, artifacts
-from tensor_dedup.store.remote.errors import (
+from tensor_dedup.remote import Remote
+from tensor_dedup.remote.errors import (
     CorruptRemoteTensorError,
     DamagedRemoteError,
     MissingRemoteError,
@@ -52,7 +46,14 @@ from tensor_dedup.store.remote.errors import (
     RemoteUnreachableError,
     RemoteUrlError,
 )
-from tensor_dedup.store.remote.registry import MANIFEST_BYTES, ArtifactName
+from tensor_dedup.remote.oci import modelpack as artifacts
+from tensor_dedup.remote.oci.registry import MANIFEST_BYTES, ArtifactName
+from tensor_dedup.store import Store
+from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.errors import NameTakenError, UnknownNameError
+from tensor_dedup.store.format.manifests import Piece
+from tensor_dedup.store.format.tables import Table
+from tensor_dedup.store.reading.reader import StoredFile
 
 pytest.importorskip("oras")
 
@@ -542,7 +543,7 @@ class TestFaults:
     ) -> None:
         full.push(f"{team}/base:v1", "base")
         other = open_store(tmp_path / "other")
-        monkeypatch.setattr("tensor_dedup.store.remote.registry.MANIFEST_BYTES", 64)
+        monkeypatch.setattr("tensor_dedup.remote.oci.registry.MANIFEST_BYTES", 64)
         with pytest.raises(DamagedRemoteError, match="the limit is 256"):
             other.pull(f"{team}/base:v1", "base")
         assert other.names() == []
@@ -550,7 +551,7 @@ class TestFaults:
     def test_a_push_that_was_cut_short_goes_on(
         self, tmp_path: Path, proxy: Proxy, team: str, full: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from tensor_dedup.store.remote.registry import RegistryRepository
+        from tensor_dedup.remote.oci.registry import RegistryRepository
 
         def cut(*_: object) -> bool:
             raise RemoteUnreachableError.at("here", "the connection was cut")
@@ -619,7 +620,7 @@ def test_bad_urls(tmp_path: Path, url: str, full: Store) -> None:
 
 
 def test_nobody_answers(full: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensor_dedup.store.remote.registry._PAUSE_S", 0.001)
+    monkeypatch.setattr("tensor_dedup.remote.oci.registry._PAUSE_S", 0.001)
     with pytest.raises(RemoteUnreachableError, match=r"127\.0\.0\.1:9/a:b: .*refused; check"):
         full.push("oci://127.0.0.1:9/a:b", "base")
 
@@ -661,9 +662,9 @@ class Nothing:
 def test_whatever_befalls_a_request_nothing_is_lost(
     tmp_path: Path, proxy: Proxy, full: Store, verb: str, step: int, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("tensor_dedup.store.remote.registry._PAUSE_S", 0.001)
-    monkeypatch.setattr("tensor_dedup.store.remote.oci._AT_ONCE", 1)
-    monkeypatch.setattr("tensor_dedup.store.remote.pieces._AHEAD", 1)
+    monkeypatch.setattr("tensor_dedup.remote.oci.registry._PAUSE_S", 0.001)
+    monkeypatch.setattr("tensor_dedup.remote.oci.artifact._AT_ONCE", 1)
+    monkeypatch.setattr("tensor_dedup.remote.pieces._AHEAD", 1)
     gate, numbers = FaultyProxy(RealS3(proxy.port)), iter(range(10**6))
     clean, spoilt = registries.host(proxy), f"127.0.0.1:{gate.port}"
 

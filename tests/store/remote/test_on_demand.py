@@ -9,17 +9,17 @@ import pytest
 
 from remotes import MemoryBucket
 from stores import KIB, content, open_store, stored, three
-from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.errors import BadNameError
-from tensor_dedup.store.remote import Remote
-from tensor_dedup.store.remote.errors import (
+from tensor_dedup.remote import Remote
+from tensor_dedup.remote.errors import (
     MissingRemoteError,
     NotARemoteError,
     RemoteUrlError,
     UnknownRemoteNameError,
 )
-from tensor_dedup.store.remote.on_demand import pull_missing
+from tensor_dedup.remote.on_demand import pull_missing
+from tensor_dedup.store import Store
+from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.errors import BadNameError
 
 
 @pytest.fixture

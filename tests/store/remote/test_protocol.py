@@ -16,9 +16,9 @@ from remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
 from s3_faults import FaultyProxy, MemoryS3, client
 from stores import Content, content, open_store, stored, three
 from tensor_dedup.errors import StoreError
+from tensor_dedup.remote import Remote, layout
+from tensor_dedup.remote.errors import NoConditionsError, RemoteNameTakenError
 from tensor_dedup.store import Store
-from tensor_dedup.store.remote import Remote, layout
-from tensor_dedup.store.remote.errors import NoConditionsError, RemoteNameTakenError
 
 HOUR = 3600.0
 ALL = (*FAULTS, *READ_FAULTS)
@@ -102,7 +102,7 @@ def test_a_push_is_whole_or_is_not(
 def test_a_push_again_sends_what_the_first_had_not(
     full: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tensor_dedup.store.remote import push
+    from tensor_dedup.remote import push
 
     monkeypatch.setattr(layout, "CONTAINER_BYTES", 100_000)
     monkeypatch.setattr(push, "_ASKED_BYTES", 1)
@@ -156,13 +156,13 @@ def test_a_pull_is_whole_or_is_not(
 def test_a_pull_again_fetches_what_the_first_had_not(
     tmp_path: Path, full: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tensor_dedup.store.remote import pull
+    from tensor_dedup.remote import pull
 
     monkeypatch.setattr(layout, "CONTAINER_BYTES", 100_000)
     based = MemoryBucket()
     full.push(Remote(based), "base")
     monkeypatch.setattr(pull, "_CONTAINER_BYTES", 1)
-    monkeypatch.setattr("tensor_dedup.store.remote.pieces._AHEAD", 1)
+    monkeypatch.setattr("tensor_dedup.remote.pieces._AHEAD", 1)
     calls = count(based, lambda remote: open_store(tmp_path / "probe").pull(remote, "base"))
     kept = 0
     for number in range(calls):
@@ -379,7 +379,7 @@ def test_a_push_that_slept_too_long_begins_anew(
     full.push(Remote(calls), "tune")
     inner, clock = copied(based), Clock()
     Remote(inner).delete("base")
-    monkeypatch.setattr("tensor_dedup.store.remote.lease.time", clock)
+    monkeypatch.setattr("tensor_dedup.remote.lease.time", clock)
 
     def sleep() -> None:
         for _ in range(2):

@@ -26,12 +26,12 @@ from stores import (
     write,
 )
 from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.remote import Remote
+from tensor_dedup.remote.errors import RemoteNameTakenError
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.codecs.interface import LEAVES
 from tensor_dedup.store.format.tables import PLAIN, Record
-from tensor_dedup.store.remote import Remote
-from tensor_dedup.store.remote.errors import RemoteNameTakenError
 
 NAMES = ("base", "tune", "tiny")
 
@@ -366,7 +366,7 @@ def test_many_pieces_need_few_requests(tmp_path: Path) -> None:
 
 def test_large_pieces_travel_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With small limits: a piece longer than a container, and longer than a range."""
-    from tensor_dedup.store.remote import layout, pieces
+    from tensor_dedup.remote import layout, pieces
 
     monkeypatch.setattr(layout, "CONTAINER_BYTES", 1 * MIB)
     monkeypatch.setattr(pieces, "_RANGE_BYTES", 700_000)
@@ -401,7 +401,7 @@ def test_a_slow_pull_leaves_few_containers_that_are_complete_early(
         return sorted(each for path in found if (each := path.stat().st_size) > 100 * KIB)
 
     assert len(sizes("fast")) == 1
-    monkeypatch.setattr("tensor_dedup.store.remote.pull._CONTAINER_S", 0.0)
+    monkeypatch.setattr("tensor_dedup.remote.pull._CONTAINER_S", 0.0)
     slow = sizes("slow")
     assert 8 <= len(slow) <= 14
     assert all(size >= 400 * KIB for size in slow[1:])

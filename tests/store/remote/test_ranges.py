@@ -9,12 +9,12 @@ import pytest
 import remotes
 from remotes import MemoryBucket, Proxy
 from stores import KIB, MIB, content, noise, open_store, safetensors, stored, u8, write
+from tensor_dedup.remote import Remote, layout
+from tensor_dedup.remote.buckets import ServerBucket
+from tensor_dedup.remote.errors import DamagedRemoteError
+from tensor_dedup.remote.pieces import RemotePieces
 from tensor_dedup.store.format.tables import PLAIN, Record
 from tensor_dedup.store.objects import ContainerId
-from tensor_dedup.store.remote import Remote, layout
-from tensor_dedup.store.remote.buckets import ServerBucket
-from tensor_dedup.store.remote.errors import DamagedRemoteError
-from tensor_dedup.store.remote.pieces import RemotePieces
 
 CONTAINER = ContainerId("00" * 32, "pack")
 COUNT = 10
@@ -106,7 +106,7 @@ def test_whether_a_web_server_knows_ranges_costs_one_small_request(
     """Where it knows none, nothing comes twice: neither a container of which several ranges are
     wanted nor one whose range was asked for in vain.
     """
-    monkeypatch.setattr("tensor_dedup.store.remote.pieces._RANGE_BYTES", MIB)
+    monkeypatch.setattr("tensor_dedup.remote.pieces._RANGE_BYTES", MIB)
     monkeypatch.setattr(layout, "CONTAINER_BYTES", 2 * MIB)
     store, there = open_store(tmp_path / "store"), open_store(tmp_path / "there")
     tensors = u8(**{f"t{number:02}": noise(number, MIB) for number in range(10)})

@@ -21,14 +21,14 @@ import pytest
 import registries
 from remotes import Proxy, answered
 from stores import KIB, content, noise, open_store, safetensors, stored, u8, write
-from tensor_dedup.store import Store
-from tensor_dedup.store.remote.errors import (
+from tensor_dedup.remote.errors import (
     DamagedRemoteError,
     RemoteAccessError,
     RemoteError,
     RemoteUnreachableError,
 )
-from tensor_dedup.store.remote.registry import ArtifactName, RegistryRepository, _origin
+from tensor_dedup.remote.oci.registry import ArtifactName, RegistryRepository, _origin
+from tensor_dedup.store import Store
 
 pytest.importorskip("oras")
 
@@ -192,7 +192,7 @@ def test_of_many_threads_that_are_refused_one_asks_for_a_token(
     monkeypatch: pytest.MonkeyPatch, status: int, asked: int
 ) -> None:
     """They are told what it was told, too: each would wait for a service that is silent."""
-    monkeypatch.setattr("tensor_dedup.store.remote.registry._PAUSE_S", 0.0)
+    monkeypatch.setattr("tensor_dedup.remote.oci.registry._PAUSE_S", 0.0)
     count, all_refused = 6, threading.Semaphore(0)
     seen = list[str]()
 
@@ -402,7 +402,7 @@ def test_what_a_registry_says_of_an_error_is_passed_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     """Also where it was asked again and again."""
-    monkeypatch.setattr("tensor_dedup.store.remote.registry._PAUSE_S", 0.0)
+    monkeypatch.setattr("tensor_dedup.remote.oci.registry._PAUSE_S", 0.0)
 
     class Handler(_Endless):
         answers: ClassVar = {}
@@ -556,8 +556,8 @@ def test_a_netrc_file_is_for_no_registry(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_mount_may_take_as_long_as_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensor_dedup.store.remote.registry._PAUSE_S", 0.0)
-    monkeypatch.setattr("tensor_dedup.store.remote.registry._TIMEOUT_S", (5.0, 0.2))
+    monkeypatch.setattr("tensor_dedup.remote.oci.registry._PAUSE_S", 0.0)
+    monkeypatch.setattr("tensor_dedup.remote.oci.registry._TIMEOUT_S", (5.0, 0.2))
     asked = list[str]()
 
     class Copying(_Endless):
@@ -583,8 +583,8 @@ class _Nothing:
 
 
 def test_a_token_service_that_is_silent_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensor_dedup.store.remote.registry._PAUSE_S", 0.0)
-    monkeypatch.setattr("tensor_dedup.store.remote.registry._TIMEOUT_S", (0.2, 0.2))
+    monkeypatch.setattr("tensor_dedup.remote.oci.registry._PAUSE_S", 0.0)
+    monkeypatch.setattr("tensor_dedup.remote.oci.registry._TIMEOUT_S", (0.2, 0.2))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         realm = f"http://127.0.0.1:{silent.getsockname()[1]}/token"
         with (
@@ -609,7 +609,7 @@ def test_a_token_service_that_says_too_much_is_not_read_to_its_end() -> None:
 def test_a_helper_that_does_not_answer_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tensor_dedup.store.remote.registry._HELPER_S", 0.2)
+    monkeypatch.setattr("tensor_dedup.remote.oci.registry._HELPER_S", 0.2)
     docker(tmp_path, monkeypatch, STORE, "exec sleep 20")
     with pytest.raises(RemoteAccessError, match="docker-credential-test does not answer"):
         RegistryRepository(NAME)
@@ -618,8 +618,8 @@ def test_a_helper_that_does_not_answer_is_named(
 def test_a_slow_connection_is_not_a_silent_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of a chunk takes longer than may pass without a byte."""
     for name in ("_TIMEOUT_S", "_SENDING_S"):
-        monkeypatch.setattr(f"tensor_dedup.store.remote.registry.{name}", (0.5, 5.0), raising=False)
-    monkeypatch.setattr("tensor_dedup.store.remote.registry._PAUSE_S", 0.0)
+        monkeypatch.setattr(f"tensor_dedup.remote.oci.registry.{name}", (0.5, 5.0), raising=False)
+    monkeypatch.setattr("tensor_dedup.remote.oci.registry._PAUSE_S", 0.0)
     nbytes = 16 << 20
 
     class Slow(BaseHTTPRequestHandler):

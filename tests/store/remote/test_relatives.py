@@ -24,8 +24,8 @@ from stores import (
     write,
 )
 from tensor_dedup.errors import StoreError
+from tensor_dedup.remote import Remote, catalog, layout, relatives
 from tensor_dedup.store.format import manifests
-from tensor_dedup.store.remote import Remote, catalog, layout, relatives
 
 HOUR = 3600.0
 

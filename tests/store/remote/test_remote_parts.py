@@ -23,19 +23,19 @@ from stores import (
     write,
 )
 from tensor_dedup.digest import LEAF_BYTES, digest
+from tensor_dedup.remote import Remote, catalog, layout
+from tensor_dedup.remote.buckets import Bucket
+from tensor_dedup.remote.errors import (
+    CorruptRemoteTensorError,
+    MissingRemoteError,
+    RemoteUnreachableError,
+)
+from tensor_dedup.remote.inventory import take_inventory
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.errors import CorruptTensorError
 from tensor_dedup.store.format import frames, tables
 from tensor_dedup.store.format.tables import Record, Table
-from tensor_dedup.store.remote import Remote, catalog, layout
-from tensor_dedup.store.remote.buckets import Bucket
-from tensor_dedup.store.remote.errors import (
-    CorruptRemoteTensorError,
-    MissingRemoteError,
-    RemoteUnreachableError,
-)
-from tensor_dedup.store.remote.inventory import take_inventory
 
 
 @pytest.fixture(params=[None, "auto"])

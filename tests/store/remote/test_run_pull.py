@@ -25,18 +25,18 @@ from stores import (
     weights,
     write,
 )
-from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.format import manifests
-from tensor_dedup.store.objects import ContainerId
-from tensor_dedup.store.remote import Remote, layout, pull
-from tensor_dedup.store.remote.catalog import read_table
-from tensor_dedup.store.remote.errors import (
+from tensor_dedup.remote import Remote, layout, pull
+from tensor_dedup.remote.catalog import read_table
+from tensor_dedup.remote.errors import (
     CorruptRemoteTensorError,
     DamagedRemoteError,
     LostRemotelyError,
     MissingRemoteError,
 )
+from tensor_dedup.store import Store
+from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store.format import manifests
+from tensor_dedup.store.objects import ContainerId
 
 STEPS = 8
 SHARED, OWN = 1500 * KIB, 200 * KIB
@@ -237,7 +237,7 @@ def many(step: int) -> Model:
 def test_what_is_under_way_is_kept_where_something_is_lost_and_no_more_is_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tensor_dedup.store.remote.pieces._RANGE_BYTES", 64 << 10)
+    monkeypatch.setattr("tensor_dedup.remote.pieces._RANGE_BYTES", 64 << 10)
     bucket, there = pushed(tmp_path, many), open_store(tmp_path / "there")
     digests = [piece(bucket, 0, name) for name in many(0)]
     offsets = {

@@ -10,7 +10,7 @@ import pytest
 from remotes import MemoryBucket, answered
 from s3_faults import MemoryS3, Request, client
 from stores import noise, open_store, safetensors, stored, u8, write
-from tensor_dedup.store.remote import Remote, layout, push
+from tensor_dedup.remote import Remote, layout, push
 
 PIECE = 8 << 20  # more than sockets hold
 

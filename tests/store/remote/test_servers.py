@@ -16,10 +16,10 @@ import registries
 from remotes import MemoryBucket
 from s3_faults import FaultyProxy, MemoryGoogle
 from stores import KIB, content, layered, noise, open_store, stored, tuned, weights, with_lora
+from tensor_dedup.remote import Remote
+from tensor_dedup.remote.buckets import Bucket
+from tensor_dedup.remote.errors import NoConditionsError
 from tensor_dedup.store.format.tables import PLAIN
-from tensor_dedup.store.remote import Remote
-from tensor_dedup.store.remote.buckets import Bucket
-from tensor_dedup.store.remote.errors import NoConditionsError
 
 RACES, WRITERS = 50, 8
 

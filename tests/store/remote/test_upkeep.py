@@ -10,12 +10,10 @@ import pytest
 from remotes import Chunks, Faulty, Killed, MemoryBucket
 from s3_faults import FaultyProxy, MemoryS3, Request, Response, client
 from stores import content, noise, open_store, stored, three
-from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.remote import Remote, layout
-from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus
-from tensor_dedup.store.remote.catalog import DAMAGED, catalog_of, read_catalog
-from tensor_dedup.store.remote.errors import (
+from tensor_dedup.remote import Remote, layout
+from tensor_dedup.remote.buckets import Bucket, ObjectStatus
+from tensor_dedup.remote.catalog import DAMAGED, catalog_of, read_catalog
+from tensor_dedup.remote.errors import (
     DamagedRemoteError,
     MissingRemoteError,
     RemoteAccessError,
@@ -24,6 +22,8 @@ from tensor_dedup.store.remote.errors import (
     UncertainRemoteError,
     UnknownRemoteNameError,
 )
+from tensor_dedup.store import Store
+from tensor_dedup.store.checkpoints import CheckpointStore
 
 HOUR = 3600.0
 NAMES = ("base", "tune", "tiny")

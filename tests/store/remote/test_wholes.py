@@ -11,9 +11,9 @@ from remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
 from s3_faults import Wire
 from stores import KIB, MIB, content, noise, open_store, safetensors, stored, u8, weights, write
 from tensor_dedup.errors import StoreError
+from tensor_dedup.remote import Remote, layout, pull
 from tensor_dedup.store import Store
 from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.remote import Remote, layout, pull
 
 U16 = NDArray[np.uint16]
 

@@ -12,8 +12,8 @@ from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.client.client import start_manager
 from tensor_dedup.memory_manager.protocol import paths
 from tensor_dedup.memory_manager.protocol.tables import Totals
+from tensor_dedup.remote.on_demand import pull_missing
 from tensor_dedup.store import Store
-from tensor_dedup.store.remote.on_demand import pull_missing
 
 _WATCH_S: Final = 2.0
 _log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import msgspec
 
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.placement import Model, Wanted, wanted
-from tensor_dedup.store.remote import Remote
+from tensor_dedup.remote import Remote
 
 
 class ModelSpecification(msgspec.Struct, frozen=True):

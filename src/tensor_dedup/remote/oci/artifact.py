@@ -25,22 +25,22 @@ import platformdirs
 
 from tensor_dedup.digest import digest, leaf_digests
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.store.errors import (
-    DamagedFileError,
-    NameTakenError,
-    NewerFormatError,
-    os_errors,
+from tensor_dedup.remote import layout
+from tensor_dedup.remote.buckets import Bucket, ObjectStatus, too_large
+from tensor_dedup.remote.errors import (
+    DamagedRemoteError,
+    MissingRemoteError,
+    NotARemoteError,
+    ReadOnlyRemoteError,
+    RemoteAccessError,
+    RemoteNameTakenError,
+    RemoteUnreachableError,
+    RemoteUrlError,
+    remote_damage,
 )
-from tensor_dedup.store.files import Files, Handle
-from tensor_dedup.store.format import frames
-from tensor_dedup.store.format.manifests import Piece
-from tensor_dedup.store.format.tables import KIND, Table
-from tensor_dedup.store.locks import lock_of
-from tensor_dedup.store.objects import ContainerId, files_below, make_folders, remove_folder
-from tensor_dedup.store.reading.reader import StoredCheckpoint
-from tensor_dedup.store.remote import artifacts, layout
-from tensor_dedup.store.remote.archives import ChunkStream, unpack, write_file
-from tensor_dedup.store.remote.artifacts import (
+from tensor_dedup.remote.oci import modelpack as artifacts
+from tensor_dedup.remote.oci.archives import ChunkStream, unpack, write_file
+from tensor_dedup.remote.oci.modelpack import (
     EMPTY,
     EMPTY_BLOB,
     FILE_PATH,
@@ -56,19 +56,7 @@ from tensor_dedup.store.remote.artifacts import (
     Descriptor,
     ManifestDocument,
 )
-from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus, too_large
-from tensor_dedup.store.remote.errors import (
-    DamagedRemoteError,
-    MissingRemoteError,
-    NotARemoteError,
-    ReadOnlyRemoteError,
-    RemoteAccessError,
-    RemoteNameTakenError,
-    RemoteUnreachableError,
-    RemoteUrlError,
-    remote_damage,
-)
-from tensor_dedup.store.remote.registry import (
+from tensor_dedup.remote.oci.registry import (
     INDEX,
     MANIFEST,
     MANIFEST_BYTES,
@@ -78,7 +66,20 @@ from tensor_dedup.store.remote.registry import (
     RegistryRepository,
     is_digest,
 )
-from tensor_dedup.store.remote.results import TransferListener, TransferResult
+from tensor_dedup.remote.results import TransferListener, TransferResult
+from tensor_dedup.store.errors import (
+    DamagedFileError,
+    NameTakenError,
+    NewerFormatError,
+    os_errors,
+)
+from tensor_dedup.store.files import Files, Handle
+from tensor_dedup.store.format import frames
+from tensor_dedup.store.format.manifests import Piece
+from tensor_dedup.store.format.tables import KIND, Table
+from tensor_dedup.store.locks import lock_of
+from tensor_dedup.store.objects import ContainerId, files_below, make_folders, remove_folder
+from tensor_dedup.store.reading.reader import StoredCheckpoint
 
 _log = logging.getLogger(__name__)
 # Whole leaves, so that verifying a piece reads nothing twice.

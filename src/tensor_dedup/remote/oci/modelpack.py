@@ -15,12 +15,12 @@ from typing import Final
 import msgspec
 
 from tensor_dedup.digest import combine, leaf_digests
+from tensor_dedup.remote.errors import DamagedRemoteError, remote_damage
+from tensor_dedup.remote.oci.registry import INDEX, MANIFEST
 from tensor_dedup.store.format import frames, tables
 from tensor_dedup.store.format.manifests import Piece
 from tensor_dedup.store.format.tables import PLAIN, Record, Table
 from tensor_dedup.store.reading.reader import StoredFile
-from tensor_dedup.store.remote.errors import DamagedRemoteError, remote_damage
-from tensor_dedup.store.remote.registry import INDEX, MANIFEST
 
 MODEL: Final = "application/vnd.cncf.model.manifest.v1+json"
 MODEL_CONFIG: Final = "application/vnd.cncf.model.config.v1+json"

@@ -25,15 +25,15 @@ from urllib.parse import quote, urlencode, urljoin, urlsplit
 import msgspec
 
 from tensor_dedup.errors import NotInstalledError, StoreError
-from tensor_dedup.store.remote.buckets import scrubbed, too_large
-from tensor_dedup.store.remote.errors import (
+from tensor_dedup.remote.buckets import scrubbed, too_large
+from tensor_dedup.remote.errors import (
     DamagedRemoteError,
     NoRangesError,
     RemoteAccessError,
     RemoteUnreachableError,
     RemoteUrlError,
 )
-from tensor_dedup.store.remote.traffic import Traffic
+from tensor_dedup.remote.traffic import Traffic
 from tensor_dedup.suggestions import install_hint
 
 _log = logging.getLogger(__name__)

@@ -71,8 +71,8 @@ from tensor_dedup.suggestions import perhaps
 if TYPE_CHECKING:
     import torch
 
+    from tensor_dedup.remote.remote import Remote
     from tensor_dedup.store.checkpoints.state import Value
-    from tensor_dedup.store.remote.remote import Remote
 
 _LOG = logging.getLogger("tensor_dedup")
 StrPath = str | PathLike[str]
@@ -728,7 +728,7 @@ def _check_kinds(run: str, config: object, weights: object, drain: object) -> No
         raise BadOptionError.of(BadOption.WEIGHTS, where, f"weights={weights!r}")
     if isinstance(drain, str | PathLike | Store | None):
         return
-    from tensor_dedup.store.remote.remote import Remote
+    from tensor_dedup.remote.remote import Remote
 
     if not isinstance(drain, Remote):
         raise BadOptionError.of(BadOption.DRAIN, where, f"drain={drain!r}")

@@ -15,6 +15,20 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from tensor_dedup.errors import StoreError
+from tensor_dedup.remote import layout
+from tensor_dedup.remote.buckets import ObjectStatus
+from tensor_dedup.remote.conditions import check_remote, prepare
+from tensor_dedup.remote.errors import (
+    CorruptRemoteTensorError,
+    DamagedRemoteError,
+    MissingRemoteError,
+    RemoteNameTakenError,
+)
+from tensor_dedup.remote.pull import list_refs, open_pulled, read_content
+from tensor_dedup.remote.push import NameGuard, refer
+from tensor_dedup.remote.remote import Remote
+from tensor_dedup.remote.results import SilentTransfer
+from tensor_dedup.remote.urls import is_url
 from tensor_dedup.store.checkpoints.tier_notes import other_tier, tier_note
 from tensor_dedup.store.checkpoints.tiers import (
     OutdatedError,
@@ -34,20 +48,6 @@ from tensor_dedup.store.format.identity import TEXT_BYTES, TierNote, identity_in
 from tensor_dedup.store.format.manifests import Manifest
 from tensor_dedup.store.locks import draining, pulling
 from tensor_dedup.store.reading.reader import StoredCheckpoint
-from tensor_dedup.store.remote import layout
-from tensor_dedup.store.remote.buckets import ObjectStatus
-from tensor_dedup.store.remote.conditions import check_remote, prepare
-from tensor_dedup.store.remote.errors import (
-    CorruptRemoteTensorError,
-    DamagedRemoteError,
-    MissingRemoteError,
-    RemoteNameTakenError,
-)
-from tensor_dedup.store.remote.pull import list_refs, open_pulled, read_content
-from tensor_dedup.store.remote.push import NameGuard, refer
-from tensor_dedup.store.remote.remote import Remote
-from tensor_dedup.store.remote.results import SilentTransfer
-from tensor_dedup.store.remote.urls import is_url
 from tensor_dedup.store.steps.errors import (
     NotATrainingError,
     PinnedStepError,
