@@ -22,8 +22,8 @@ from tensor_dedup.analyze import analyze
 from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
 from tensor_dedup.formats.markers import KEY, content_digest
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
-from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.substitution import substitute
+from tensor_dedup.training import CheckpointStore
 
 BLOCKS = 4
 Weights = dict[str, torch.Tensor]

@@ -17,8 +17,8 @@ from tensor_dedup.cli import main
 from tensor_dedup.cli.tensorcas import main as tensorcas
 from tensor_dedup.remote import Remote
 from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.text_table import human
+from tensor_dedup.training import CheckpointStore
 
 
 class Runs:

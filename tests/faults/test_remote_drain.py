@@ -32,11 +32,11 @@ from stores import KIB, assert_same, handle, open_store, shares
 from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import Remote
 from tensor_dedup.remote.buckets import Bucket, FolderBucket
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints import drain as drain_module
-from tensor_dedup.store.checkpoints.drain import Drain
 from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.steps.runs import in_save_order
+from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.tiers import drain as drain_module
+from tensor_dedup.training.tiers.drain import Drain
 
 
 def deleted_before(run: CheckpointStore) -> None:

@@ -23,9 +23,9 @@ from tensor_dedup.errors import StoreError
 from tensor_dedup.integrations import datastates
 from tensor_dedup.integrations.datastates import DecoupledStoreEngine, newest_tag
 from tensor_dedup.integrations.deepspeed import TITLE, DamagedPointerError, Pointer
-from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.steps.errors import UnknownStepError
 from tensor_dedup.store.store import Store
+from tensor_dedup.training import CheckpointStore
 
 Start = Callable[..., DecoupledStoreEngine]
 MODEL = "mp_rank_00_model_states.pt"

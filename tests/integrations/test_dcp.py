@@ -19,13 +19,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import fresh
 from tensor_dedup.errors import StoreError
 from tensor_dedup.integrations.dcp import StoreReader, StoreWriter
-from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.errors import NameTakenError
 from tensor_dedup.store.steps.errors import (
     BadStepError,
     NamedTwiceError,
     UnsupportedArrayError,
 )
+from tensor_dedup.training import CheckpointStore
 
 # DCP says so whenever there is no process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

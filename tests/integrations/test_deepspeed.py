@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("deepspeed")
 
 import fresh
-from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.store import Store
+from tensor_dedup.training import CheckpointStore
 
 
 def train(root: str, stage: int, load: str | None, tags: list[str], count: int) -> list[float]:

@@ -21,10 +21,10 @@ from disk_faults import Faults, FaultyFiles  # noqa: E402
 from tensor_dedup.errors import UnsupportedError  # noqa: E402
 from tensor_dedup.integrations.lightning import StoreCallback, StoreIO  # noqa: E402
 from tensor_dedup.remote.errors import UnknownRemoteNameError  # noqa: E402
-from tensor_dedup.store.checkpoints import CheckpointStore  # noqa: E402
-from tensor_dedup.store.checkpoints.background import Saves  # noqa: E402
 from tensor_dedup.store.errors import NoSpaceError  # noqa: E402
 from tensor_dedup.store.store import Store  # noqa: E402
+from tensor_dedup.training import CheckpointStore  # noqa: E402
+from tensor_dedup.training.background import Saves  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:pytorch_lightning"),

@@ -8,7 +8,7 @@ import torch
 import engines
 import plain
 import tiny_checkpoints as checkpoints
-from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.training import CheckpointStore
 
 pytestmark = pytest.mark.vllm
 

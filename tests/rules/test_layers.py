@@ -16,7 +16,7 @@ GOOD = {
     "tensor_dedup.patches.vllm.loader": "import vllm, torch\nimport tensor_dedup.loader.report",
     "tensor_dedup": "from tensor_dedup.patches.vllm import hooks",
     "tensor_dedup.cli.analyze": "from tensor_dedup.analyze import analyze",
-    "tensorcas.store": "from tensor_dedup.store.checkpoints import TensorCasStore",
+    "tensorcas.store": "from tensor_dedup.training import TensorCasStore",
 }
 BAD = [
     ("tensor_dedup.types", "import tensor_dedup.loader"),
@@ -80,7 +80,7 @@ def test_a_circle_is_found() -> None:
 def test_what_a_store_has_for_its_own_modules_is_used_by_those_only() -> None:
     inner = re.compile(r"(?<!self)\._(?:objects|locked|translated)\b")
     users = {name for name, text in package_source.sources().items() if inner.search(text)}
-    assert any(name.startswith("tensor_dedup.store.checkpoints.") for name in users)
+    assert any(name.startswith("tensor_dedup.training.") for name in users)
     assert not [name for name in users if not name.startswith("tensor_dedup.store.")]
 
 

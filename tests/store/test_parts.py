@@ -28,7 +28,6 @@ from stores import Model, assert_same, handle, noise, open_store
 from tensor_dedup.digest import LEAF_BYTES, digest, leaf_digests
 from tensor_dedup.store import Store
 from tensor_dedup.store import index as index_module
-from tensor_dedup.store.checkpoints import CheckpointStore, policy
 from tensor_dedup.store.codecs.parts import codec_of, numbers_in, part_digest
 from tensor_dedup.store.errors import (
     CorruptTensorError,
@@ -40,6 +39,7 @@ from tensor_dedup.store.errors import (
 from tensor_dedup.store.format import tables
 from tensor_dedup.store.format.tables import Table
 from tensor_dedup.store.writing.deltas import EncodedWriter
+from tensor_dedup.training import CheckpointStore, policy
 
 
 @pytest.fixture(params=[None, "auto"])

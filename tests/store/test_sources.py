@@ -28,7 +28,6 @@ from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.formats.errors import CheckpointFault
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints.commit import StepSnapshot
 from tensor_dedup.store.errors import (
     BadNameError,
     ContradictoryManifestError,
@@ -41,6 +40,7 @@ from tensor_dedup.store.format.manifests import FileEntry
 from tensor_dedup.store.hashing import SilentListener
 from tensor_dedup.store.writing import sources
 from tensor_dedup.store.writing.transaction import OrderedTransaction
+from tensor_dedup.training.commit import StepSnapshot
 
 INDEX = "model.safetensors.index.json"
 A, B = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))

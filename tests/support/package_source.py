@@ -49,7 +49,7 @@ FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
         "tensor_dedup.loader",
         "tensor_dedup.patches",
         "tensor_dedup.integrations",
-        "tensor_dedup.store.checkpoints",
+        "tensor_dedup.training",
         "tensor_dedup.store.interchange",
         "tensor_dedup.store.reading.tensors",
         "tensor_dedup.memory_manager.client.state_dicts",

@@ -9,9 +9,9 @@ import numpy as np
 from stores import KIB, Model, assert_same, handle, noise
 from tensor_dedup.digest import LEAF_BYTES, digest
 from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.format.tables import Record, Table
 from tensor_dedup.store.objects import ContainerId
+from tensor_dedup.training import CheckpointStore
 
 LEAVES = 6
 TAIL = 100 * KIB  # of the last leaf

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from tensor_dedup.formats.safetensors import DTYPE_BITS
 from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore, HostPool
-from tensor_dedup.store.checkpoints.adapters.base import ModelAdapter
-from tensor_dedup.store.checkpoints.state import NamedValue, pieces, value
 from tensor_dedup.store.files import Files, Handle, RealFiles
+from tensor_dedup.training import CheckpointStore, HostPool
+from tensor_dedup.training.adapters.base import ModelAdapter
+from tensor_dedup.training.state import NamedValue, pieces, value
 
 MIB = 1 << 20
 KIB = 1 << 10

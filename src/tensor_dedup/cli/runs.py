@@ -37,7 +37,6 @@ from tensor_dedup.cli.store import (
 from tensor_dedup.errors import StoreError, TensorDedupError
 from tensor_dedup.natural import natural
 from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, NotAStoreError
 from tensor_dedup.store.format.manifests import STATE_MARK
 from tensor_dedup.store.steps.errors import PinnedStepError
@@ -48,6 +47,7 @@ from tensor_dedup.store.steps.runs import Step, parse_step_name, step_name
 from tensor_dedup.store.upkeep.run_sizes import RunCost, RunStats, TensorChanges
 from tensor_dedup.suggestions import perhaps
 from tensor_dedup.text_table import human
+from tensor_dedup.training import CheckpointStore
 
 _SHOWN_NAMES = 20
 _NO_COST = RunCost(0, 0, 0, 0, 0)

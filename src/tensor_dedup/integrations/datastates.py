@@ -55,10 +55,6 @@ from tensor_dedup.integrations.deepspeed import (
     register_types,
 )
 from tensor_dedup.seams import Seam, usable
-from tensor_dedup.store.checkpoints import CheckpointStore, HostPool, PendingSave, Saved
-from tensor_dedup.store.checkpoints.background import with_notes
-from tensor_dedup.store.checkpoints.capture import default_bytes
-from tensor_dedup.store.checkpoints.commit import StepSource
 from tensor_dedup.store.errors import os_errors
 from tensor_dedup.store.steps.errors import (
     BrokenSaveError,
@@ -68,6 +64,10 @@ from tensor_dedup.store.steps.errors import (
 )
 from tensor_dedup.store.steps.retention import Retention
 from tensor_dedup.store.store import Store
+from tensor_dedup.training import CheckpointStore, HostPool, PendingSave, Saved
+from tensor_dedup.training.background import with_notes
+from tensor_dedup.training.capture import default_bytes
+from tensor_dedup.training.commit import StepSource
 
 try:
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine

@@ -11,7 +11,7 @@
 makes saving the next one faster.
 
 Every rank stores what is new in its shards, and the coordinator merges the parts into one step
-(`tensor_dedup.store.checkpoints.sharded`). DCP's own metadata is stored in that step as a tensor of
+(`tensor_dedup.training.sharded`). DCP's own metadata is stored in that step as a tensor of
 JSON, not as a pickle.
 """
 
@@ -45,16 +45,6 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.sharded import (
-    PART_ADAPTER,
-    check_free,
-    forget_parts,
-    merge,
-    order_of,
-    part_run,
-)
-from tensor_dedup.store.checkpoints.state import NamedValue, dtype_names
 from tensor_dedup.store.format.manifests import STATE_MARK
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
 from tensor_dedup.store.steps.errors import (
@@ -65,6 +55,16 @@ from tensor_dedup.store.steps.errors import (
 )
 from tensor_dedup.store.steps.notes import Notes
 from tensor_dedup.store.steps.runs import StepOrder, check_run, step_name
+from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.sharded import (
+    PART_ADAPTER,
+    check_free,
+    forget_parts,
+    merge,
+    order_of,
+    part_run,
+)
+from tensor_dedup.training.state import NamedValue, dtype_names
 
 __all__ = ["StoreReader", "StoreWriter"]
 

@@ -27,12 +27,12 @@ import msgspec
 
 from tensor_dedup.errors import ConfigError, UnsupportedError
 from tensor_dedup.seams import Replacements, Seam, usable
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.adapters import StateProvider, register_provider
 from tensor_dedup.store.errors import AdvisedError
 from tensor_dedup.store.steps.errors import NotATrainingError, UnknownStepError
 from tensor_dedup.store.steps.runs import StepPlace, parse_step_name
 from tensor_dedup.store.store import Store
+from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.adapters import StateProvider, register_provider
 
 try:
     from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine

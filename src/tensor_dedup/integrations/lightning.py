@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
 from tensor_dedup.errors import NotInstalledError, UnsupportedError
 from tensor_dedup.integrations.freezing import Frozen, check_frozen, freeze
 from tensor_dedup.remote.on_demand import pull_missing, remote_url
-from tensor_dedup.store.checkpoints import CheckpointStore, HostPool, PendingSave
-from tensor_dedup.store.checkpoints.background import Hook
-from tensor_dedup.store.checkpoints.policy import Compress
 from tensor_dedup.store.steps.errors import BadStepError
 from tensor_dedup.store.steps.retention import Rules
 from tensor_dedup.store.steps.runs import StepName, parse_step_name, step_name
 from tensor_dedup.store.store import Store
+from tensor_dedup.training import CheckpointStore, HostPool, PendingSave
+from tensor_dedup.training.background import Hook
+from tensor_dedup.training.policy import Compress
 
 # Lightning is published under two names, and one does not accept the classes of the other.
 if TYPE_CHECKING or "lightning" not in sys.modules:

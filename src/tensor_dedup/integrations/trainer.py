@@ -28,15 +28,15 @@ from transformers.training_args import ParallelMode
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.integrations.freezing import Frozen, FrozenLayerError, check_frozen, freeze
-from tensor_dedup.store.checkpoints import CheckpointStore, HostPool
-from tensor_dedup.store.checkpoints.policy import Compress
 from tensor_dedup.store.steps.errors import UnknownStepError
 from tensor_dedup.store.steps.retention import Rules
 from tensor_dedup.store.steps.runs import step_name
 from tensor_dedup.store.store import Store
+from tensor_dedup.training import CheckpointStore, HostPool
+from tensor_dedup.training.policy import Compress
 
 if TYPE_CHECKING:
-    from tensor_dedup.store.checkpoints.background import Hook
+    from tensor_dedup.training.background import Hook
 
 __all__ = ["FreezeCallback", "StoreCallback"]
 

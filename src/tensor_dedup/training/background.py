@@ -26,21 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints.capture import (
-    CaptureContext,
-    CudaDevice,
-    HostPool,
-    SnapshotDevice,
-    StepCapture,
-)
-from tensor_dedup.store.checkpoints.commit import (
-    Saved,
-    SaveLock,
-    Saver,
-    StepSnapshot,
-    StepSource,
-)
-from tensor_dedup.store.checkpoints.state import StateChunk
 from tensor_dedup.store.steps.errors import (
     BrokenSaveError,
     ForkedSaveError,
@@ -49,6 +34,21 @@ from tensor_dedup.store.steps.errors import (
 from tensor_dedup.store.steps.notes import Notes
 from tensor_dedup.store.steps.runs import step_name
 from tensor_dedup.store.writing.containers import Want
+from tensor_dedup.training.capture import (
+    CaptureContext,
+    CudaDevice,
+    HostPool,
+    SnapshotDevice,
+    StepCapture,
+)
+from tensor_dedup.training.commit import (
+    Saved,
+    SaveLock,
+    Saver,
+    StepSnapshot,
+    StepSource,
+)
+from tensor_dedup.training.state import StateChunk
 
 if TYPE_CHECKING:
     import torch

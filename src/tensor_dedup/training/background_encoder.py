@@ -25,8 +25,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints.bases import FirstStep
-from tensor_dedup.store.checkpoints.policy import Deltas, LeftTensor
 from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
@@ -46,6 +44,8 @@ from tensor_dedup.store.writing.containers import ContainerWriter, NewPiece
 from tensor_dedup.store.writing.deltas import EncodedWriter, LeafSharing, Plan
 from tensor_dedup.store.writing.run_cache import LastStep, Places, Rewritten, RunCache
 from tensor_dedup.store.writing.transaction import BatchTransaction, SyncedFolders
+from tensor_dedup.training.bases import FirstStep
+from tensor_dedup.training.policy import Deltas, LeftTensor
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -39,19 +39,19 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from tensor_dedup.store.buffers import PAGE, allocate
-from tensor_dedup.store.checkpoints.commit import StepSnapshot
-from tensor_dedup.store.checkpoints.state import (
+from tensor_dedup.store.gathered import FlatBytes, copy_flat, flat_bytes, place_of
+from tensor_dedup.store.hashing import change_hash
+from tensor_dedup.store.steps.notes import Notes
+from tensor_dedup.store.writing.containers import PACK_BELOW, Want, changed_in_memory
+from tensor_dedup.store.writing.run_cache import StoredPiece
+from tensor_dedup.training.commit import StepSnapshot
+from tensor_dedup.training.state import (
     NamedValue,
     StateChunk,
     in_groups,
     is_tensor,
     tensor_fault,
 )
-from tensor_dedup.store.gathered import FlatBytes, copy_flat, flat_bytes, place_of
-from tensor_dedup.store.hashing import change_hash
-from tensor_dedup.store.steps.notes import Notes
-from tensor_dedup.store.writing.containers import PACK_BELOW, Want, changed_in_memory
-from tensor_dedup.store.writing.run_cache import StoredPiece
 
 if TYPE_CHECKING:
     from tensor_dedup.store.errors import ChangedModelError

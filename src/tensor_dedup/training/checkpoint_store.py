@@ -12,19 +12,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.buffers import BufferPool
-from tensor_dedup.store.checkpoints.adapters import ModelAdapter, adapter_for, by_name, chunks_of
-from tensor_dedup.store.checkpoints.background import (
-    ExtractedStep,
-    Hook,
-    PendingSave,
-    Saves,
-    with_notes,
-)
-from tensor_dedup.store.checkpoints.capture import HostPool, default_bytes
-from tensor_dedup.store.checkpoints.commit import Saved, Saver, StepSnapshot, StepSource
-from tensor_dedup.store.checkpoints.drain import Drain
-from tensor_dedup.store.checkpoints.policy import Compress
-from tensor_dedup.store.checkpoints.state import NUMPY_CODES, NamedValue, in_groups, value
 from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
@@ -67,12 +54,25 @@ from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS, GcPlan
 from tensor_dedup.store.upkeep.run_sizes import run_stats
 from tensor_dedup.store.writing.sources import small_files
 from tensor_dedup.suggestions import perhaps
+from tensor_dedup.training.adapters import ModelAdapter, adapter_for, by_name, chunks_of
+from tensor_dedup.training.background import (
+    ExtractedStep,
+    Hook,
+    PendingSave,
+    Saves,
+    with_notes,
+)
+from tensor_dedup.training.capture import HostPool, default_bytes
+from tensor_dedup.training.commit import Saved, Saver, StepSnapshot, StepSource
+from tensor_dedup.training.policy import Compress
+from tensor_dedup.training.state import NUMPY_CODES, NamedValue, in_groups, value
+from tensor_dedup.training.tiers.drain import Drain
 
 if TYPE_CHECKING:
     import torch
 
     from tensor_dedup.remote.remote import Remote
-    from tensor_dedup.store.checkpoints.state import Value
+    from tensor_dedup.training.state import Value
 
 _LOG = logging.getLogger("tensor_dedup")
 StrPath = str | PathLike[str]
@@ -207,7 +207,7 @@ class CheckpointStore:
         self._saves = Saves(self.commit, self._saver, pool, in_flight=in_flight, threads=workers)
         self._drain: Drain | None = None
         if drain is not None:
-            from tensor_dedup.store.remote.tier import second_tier
+            from tensor_dedup.training.tiers.remote_tier import second_tier
 
             tier = second_tier(drain, self.store, self._steps, lets_go=keep_fast is not None)
             self._drain = Drain(

@@ -18,11 +18,6 @@ from pathlib import Path, PurePath
 from typing import Protocol, Self, TypeAlias, TypeVar
 
 from tensor_dedup.digest import digest
-from tensor_dedup.store.checkpoints.background_encoder import BackgroundEncoder, EncodingJob
-from tensor_dedup.store.checkpoints.base_step import BaseStep, containers_there
-from tensor_dedup.store.checkpoints.bases import FirstStep
-from tensor_dedup.store.checkpoints.policy import Compress, Deltas, Encoding, checked_compress
-from tensor_dedup.store.checkpoints.state import NamedValue
 from tensor_dedup.store.errors import LostHitError, NoSpaceError, NotTextError, os_errors
 from tensor_dedup.store.format import manifests
 from tensor_dedup.store.format.manifests import (
@@ -70,6 +65,11 @@ from tensor_dedup.store.writing.run_cache import (
     packs_to_merge,
 )
 from tensor_dedup.store.writing.transaction import BatchTransaction, SyncedFolders
+from tensor_dedup.training.background_encoder import BackgroundEncoder, EncodingJob
+from tensor_dedup.training.base_step import BaseStep, containers_there
+from tensor_dedup.training.bases import FirstStep
+from tensor_dedup.training.policy import Compress, Deltas, Encoding, checked_compress
+from tensor_dedup.training.state import NamedValue
 
 _EMPTY = StoredPiece(bytes.fromhex(digest(b"")), 0, ())
 _FILE = "(small file)"

@@ -24,7 +24,6 @@ from functools import cache
 from typing import Literal, TypeAlias
 
 from tensor_dedup.digest import LEAF_BYTES
-from tensor_dedup.store.checkpoints.bases import Candidate, FirstStep
 from tensor_dedup.store.codecs.choice import CODECS, CodecChoice, Sample, choose
 from tensor_dedup.store.errors import CorruptTensorError, MissingObjectError
 from tensor_dedup.store.index import StoreIndex
@@ -48,6 +47,7 @@ from tensor_dedup.store.writing.encoder import (
     samples_by_leaf,
 )
 from tensor_dedup.store.writing.run_cache import AnchorMemory, KeptAnchor
+from tensor_dedup.training.bases import Candidate, FirstStep
 
 Compress: TypeAlias = Literal["auto", "always"] | None
 """When new tensors are encoded: while nobody waits for it, in each save, or never (None)."""

@@ -12,7 +12,7 @@ import xgboost as xgb
 from sklearn import ensemble
 
 from stores import frozen, thawed
-from tensor_dedup.store.checkpoints.adapters import (
+from tensor_dedup.training.adapters import (
     LightGBMAdapter,
     ModelAdapter,
     SklearnAdapter,

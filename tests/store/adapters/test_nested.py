@@ -16,18 +16,6 @@ from hypothesis.extra import numpy as hnp
 from numpy._core._rational_tests import rational  # type: ignore[import-not-found]
 
 from stores import frozen, thawed, there_and_back
-from tensor_dedup.store.checkpoints.adapters import (
-    NumpyAdapter,
-    PieceSeries,
-    PyTorchAdapter,
-    StateProvider,
-    adapter_for,
-    by_name,
-    plain,
-    register_provider,
-)
-from tensor_dedup.store.checkpoints.adapters.base import ModelAdapter, Providers
-from tensor_dedup.store.checkpoints.state import NamedValue
 from tensor_dedup.store.steps.errors import (
     BadOption,
     BadOptionError,
@@ -40,6 +28,18 @@ from tensor_dedup.store.steps.errors import (
     UnsupportedArrayError,
     UnsupportedValueError,
 )
+from tensor_dedup.training.adapters import (
+    NumpyAdapter,
+    PieceSeries,
+    PyTorchAdapter,
+    StateProvider,
+    adapter_for,
+    by_name,
+    plain,
+    register_provider,
+)
+from tensor_dedup.training.adapters.base import ModelAdapter, Providers
+from tensor_dedup.training.state import NamedValue
 
 NUMPY = NumpyAdapter()
 

@@ -37,14 +37,6 @@ from sklearn.base import BaseEstimator, TransformerMixin, clone
 from sklearn.exceptions import ConvergenceWarning, InconsistentVersionWarning
 
 from stores import Frozen, frozen, new_bytes, thawed, there_and_back, unchanged
-from tensor_dedup.store.checkpoints.adapters import (
-    SklearnAdapter,
-    adapter_for,
-    by_name,
-    sklearn_trees,
-)
-from tensor_dedup.store.checkpoints.adapters.sklearn import _class, _restore_function
-from tensor_dedup.store.checkpoints.state import NamedValue
 from tensor_dedup.store.gathered import flat_bytes
 from tensor_dedup.store.steps.errors import (
     DamagedStateError,
@@ -53,6 +45,9 @@ from tensor_dedup.store.steps.errors import (
     StateError,
     UnsupportedValueError,
 )
+from tensor_dedup.training.adapters import SklearnAdapter, adapter_for, by_name, sklearn_trees
+from tensor_dedup.training.adapters.sklearn import _class, _restore_function
+from tensor_dedup.training.state import NamedValue
 
 ADAPTER = SklearnAdapter()
 RNG = np.random.default_rng(0)

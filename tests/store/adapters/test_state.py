@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tensor_dedup.store.checkpoints.state import NUMPY_CODES, NamedValue, pieces, raw, value
 from tensor_dedup.store.gathered import flat_bytes
 from tensor_dedup.store.steps.errors import DamagedStateError, UnsupportedArrayError
+from tensor_dedup.training.state import NUMPY_CODES, NamedValue, pieces, raw, value
 
 TORCH = {
     "F64": torch.float64,
@@ -207,9 +207,9 @@ def test_too_few_bytes_are_damage() -> None:
 def test_no_framework_is_imported_for_it() -> None:
     code = (
         "import sys\n"
-        "import tensor_dedup.store.checkpoints.adapters as adapters\n"
-        "from tensor_dedup.store.checkpoints.state import NamedValue, pieces\n"
-        "from tensor_dedup.store.checkpoints.adapters import ModelAdapter, PyTorchAdapter\n"
+        "import tensor_dedup.training.adapters as adapters\n"
+        "from tensor_dedup.training.state import NamedValue, pieces\n"
+        "from tensor_dedup.training.adapters import ModelAdapter, PyTorchAdapter\n"
         "pieces({'a': NamedValue('a', 'U8', (1,), b'a')})\n"
         "adapters.adapter_for({'a': 1}).extract({'a': [1, 2, (3, None)]})\n"
         "names = 'torch', 'sklearn', 'scipy', 'xgboost', 'lightgbm'\n"

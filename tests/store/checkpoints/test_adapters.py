@@ -16,10 +16,10 @@ from sklearn.preprocessing import StandardScaler
 from torch import nn
 
 from stores import open_store
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.adapters import PyTorchAdapter
 from tensor_dedup.store.steps.errors import UnsupportedValueError
 from tensor_dedup.store.steps.runs import manifest_of
+from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.adapters import PyTorchAdapter
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(120, 6))

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from stores import Arrays, Model, assert_same, handle, network, shares, train
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.commit import PieceWriter
 from tensor_dedup.store.errors import NameTakenError
 from tensor_dedup.store.writing.run_cache import Places
+from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.commit import PieceWriter
 
 _FORK = multiprocessing.get_context("fork")
 _EACH = 6

@@ -15,8 +15,8 @@ from tensor_dedup.cli import main
 from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.loader.checkpoint_io.stub_folder import ENVIRONMENT, check_out
 from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints.state import NamedValue
 from tensor_dedup.store.format.manifests import STATE, WEIGHTS
+from tensor_dedup.training.state import NamedValue
 
 
 def model() -> dict[str, Any]:

@@ -12,20 +12,20 @@ import torch
 from torch import nn
 
 from stores import PageablePool, shares
-from tensor_dedup.store.checkpoints import CheckpointStore, state
-from tensor_dedup.store.checkpoints.capture import (
+from tensor_dedup.store.errors import ChangedModelError
+from tensor_dedup.store.gathered import Gathered
+from tensor_dedup.store.steps.errors import UnsupportedArrayError
+from tensor_dedup.store.steps.notes import Notes
+from tensor_dedup.training import CheckpointStore, state
+from tensor_dedup.training.capture import (
     CaptureContext,
     CudaDevice,
     HostPool,
     StepCapture,
     host_tensor,
 )
-from tensor_dedup.store.checkpoints.commit import StepSnapshot
-from tensor_dedup.store.checkpoints.state import StateChunk
-from tensor_dedup.store.errors import ChangedModelError
-from tensor_dedup.store.gathered import Gathered
-from tensor_dedup.store.steps.errors import UnsupportedArrayError
-from tensor_dedup.store.steps.notes import Notes
+from tensor_dedup.training.commit import StepSnapshot
+from tensor_dedup.training.state import StateChunk
 from trainings import Training
 
 NOTES = Notes("run", 0, "pytorch", {})

@@ -24,7 +24,7 @@ def killing(root: str, seconds: float) -> dict[str, Any]:
     import torch._dynamo  # noqa: F401 (what every optimizer imports when it is made)
 
     import trainings
-    from tensor_dedup.store.checkpoints import CheckpointStore
+    from tensor_dedup.training import CheckpointStore
 
     dice, end, kills, done = random.Random(4), time.monotonic() + seconds, 0, -1
     CheckpointStore(root, "run").close()
@@ -57,7 +57,7 @@ def killing(root: str, seconds: float) -> dict[str, Any]:
 
 def stream(seen: Path) -> None:
     """Have every step of this process streamed, piece by piece, and note that one was."""
-    from tensor_dedup.store.checkpoints import background, commit
+    from tensor_dedup.training import background, commit
 
     class Streamed(background.CapturedStep):
         def __init__(self, *given: Any) -> None:
@@ -73,7 +73,7 @@ def stream(seen: Path) -> None:
 
 
 def _is_further(root: str, step: int) -> bool:
-    from tensor_dedup.store.checkpoints import CheckpointStore
+    from tensor_dedup.training import CheckpointStore
 
     with CheckpointStore(root, "run") as run:
         return max(run.steps(), default=-1) > step

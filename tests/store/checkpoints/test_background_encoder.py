@@ -18,14 +18,14 @@ import pytest
 from disk_faults import CHANGES, Crash, Faults, FaultyFiles, Loss
 from stores import Model, assert_same
 from tensor_dedup.digest import LEAF_BYTES
-from tensor_dedup.store.checkpoints import CheckpointStore, background_encoder
-from tensor_dedup.store.checkpoints.background_encoder import BackgroundEncoder, EncodingJob
 from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.format.tables import PLAIN
 from tensor_dedup.store.locks import sweep
 from tensor_dedup.store.steps.errors import BadOptionError
 from tensor_dedup.store.store import Store
 from tensor_dedup.store.writing.run_cache import RunCache
+from tensor_dedup.training import CheckpointStore, background_encoder
+from tensor_dedup.training.background_encoder import BackgroundEncoder, EncodingJob
 
 ELEMENTS = 600_000
 MOVING = ("one", "two")

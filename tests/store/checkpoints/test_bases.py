@@ -9,9 +9,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from stores import Model, assert_same
-from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.errors import UnknownNameError
 from tensor_dedup.store.format.tables import PLAIN
+from tensor_dedup.training import CheckpointStore
 
 # What a save encodes itself, and what it leaves for later.
 SIZES = {"small": 300_000, "large": 1_500_000}

@@ -12,11 +12,11 @@ import pytest
 from disk_faults import CHANGES, Crash, Faults, FaultyFiles, Loss
 from stores import Model, assert_same
 from tensor_dedup.store.buffers import address
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.capture import HostPool
 from tensor_dedup.store.errors import ChangedModelError, NoSpaceError, StoreIOError
 from tensor_dedup.store.files import PAGE, Handle, Mode, RealFiles
 from tensor_dedup.store.store import Store
+from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.capture import HostPool
 
 # What begins or ends in the middle of a page, and what is too small to be written so.
 LESS: list[Loss] = ["bytes", "nothing"]

@@ -32,8 +32,6 @@ from stores import (
     write,
 )
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.tiers import StoreTier
 from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.steps.errors import (
     BadOption,
@@ -45,6 +43,8 @@ from tensor_dedup.store.steps.errors import (
     UnknownStepError,
 )
 from tensor_dedup.store.steps.runs import StepOrder, in_save_order
+from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.tiers.second_tier import StoreTier
 
 
 class Mount(RealFiles):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from stores import Model, assert_holds, assert_same, copied, handle, open_store, shares
-from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.writing.run_cache import AnchorMemory
+from tensor_dedup.training import CheckpointStore
 
 
 def weights(seed: int) -> Model:

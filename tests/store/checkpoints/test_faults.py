@@ -24,12 +24,12 @@ from disk_faults import CHANGES, NEEDS_SPACE, WRITES, Crash, Faults, FaultyFiles
 from stores import KIB, Model, assert_same, copied, forest, handle, network, shares, train
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints import CheckpointStore, HostPool, commit
-from tensor_dedup.store.checkpoints.background import CapturedStep
-from tensor_dedup.store.checkpoints.capture import CaptureContext, StepCapture
 from tensor_dedup.store.errors import NoSpaceError
 from tensor_dedup.store.steps.runs import in_save_order
 from tensor_dedup.store.writing import containers
+from tensor_dedup.training import CheckpointStore, HostPool, commit
+from tensor_dedup.training.background import CapturedStep
+from tensor_dedup.training.capture import CaptureContext, StepCapture
 
 LOSSES: list[Loss] = ["everything", "bytes", "nothing"]
 CONFIG = {"config.json": "{}"}

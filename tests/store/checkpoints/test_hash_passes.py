@@ -17,7 +17,7 @@ from xxhash import xxh3_128_digest
 from stores import shares
 from tensor_dedup import digest
 from tensor_dedup.store import hashing
-from tensor_dedup.store.checkpoints import CheckpointStore, background
+from tensor_dedup.training import CheckpointStore, background
 
 LEAF = digest.LEAF_BYTES
 LARGE = 3 * LEAF + 1000

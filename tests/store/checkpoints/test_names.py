@@ -11,8 +11,6 @@ from safetensors.numpy import load_file
 
 from stores import assert_same, content, handle, network, safetensors, shares, stored, u8, write
 from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.commit import StepSnapshot
 from tensor_dedup.store.errors import BadNameError, DamagedFileError, NameTakenError
 from tensor_dedup.store.format.manifests import STATE, WEIGHTS, free_path
 from tensor_dedup.store.steps.errors import (
@@ -23,6 +21,8 @@ from tensor_dedup.store.steps.errors import (
     TakenStepError,
 )
 from tensor_dedup.store.writing import import_ as import_module
+from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.commit import StepSnapshot
 
 
 @pytest.fixture

@@ -18,13 +18,13 @@ from clocks import JUMPS, ClockedFiles, SetClock
 from disk_faults import FaultyFiles
 from stores import Gate, Model, assert_same, gated, handle, network, shares, train
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.files import Handle, Mode, RealFiles
 from tensor_dedup.store.format import frames
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.steps.errors import PinnedStepError
 from tensor_dedup.store.steps.retention import Retention
 from tensor_dedup.store.steps.runs import StepOrder, in_save_order
+from tensor_dedup.training import CheckpointStore
 
 Earlier = Callable[[], AbstractContextManager[None]]
 _FORK = multiprocessing.get_context("fork")

@@ -16,12 +16,12 @@ import torch
 import fresh
 from stores import Gate, gated, handle
 from tensor_dedup.store.buffers import PAGE
-from tensor_dedup.store.checkpoints import CheckpointStore, state
-from tensor_dedup.store.checkpoints.adapters import StateChunk
-from tensor_dedup.store.checkpoints.capture import CaptureContext, HostPool, StepCapture
 from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.steps.notes import Notes
 from tensor_dedup.store.writing.containers import PACK_BELOW
+from tensor_dedup.training import CheckpointStore, state
+from tensor_dedup.training.adapters import StateChunk
+from tensor_dedup.training.capture import CaptureContext, HostPool, StepCapture
 
 MIB = 1 << 20
 TENSOR, COUNT = 16 * MIB, 8

@@ -14,10 +14,10 @@ import pytest
 
 from stores import Model, assert_same, forest, handle, network, shares, train
 from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.errors import StoreBusyError
 from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.steps.errors import UnknownStepError
+from tensor_dedup.training import CheckpointStore
 
 _FORK = multiprocessing.get_context("fork")
 

@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from stores import PageablePool
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.adapters import (
+from tensor_dedup.store.steps.errors import UnsupportedValueError
+from tensor_dedup.store.steps.notes import Notes
+from tensor_dedup.store.writing.containers import PACK_BELOW
+from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.adapters import (
     NumpyAdapter,
     PieceSeries,
     StateChunk,
@@ -19,16 +22,13 @@ from tensor_dedup.store.checkpoints.adapters import (
     chunks_of,
     register_provider,
 )
-from tensor_dedup.store.checkpoints.capture import (
+from tensor_dedup.training.capture import (
     CaptureContext,
     HostPool,
     StepCapture,
     host_tensor,
 )
-from tensor_dedup.store.checkpoints.state import NamedValue
-from tensor_dedup.store.steps.errors import UnsupportedValueError
-from tensor_dedup.store.steps.notes import Notes
-from tensor_dedup.store.writing.containers import PACK_BELOW
+from tensor_dedup.training.state import NamedValue
 
 NOTES = Notes("run", 0, "numpy", {})
 LARGE = 4 * PACK_BELOW

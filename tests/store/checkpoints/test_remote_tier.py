@@ -37,7 +37,6 @@ from tensor_dedup.remote.errors import (
     RemoteUnreachableError,
     RemoteUrlError,
 )
-from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.errors import BadNameError
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.steps.errors import (
@@ -48,6 +47,7 @@ from tensor_dedup.store.steps.errors import (
     UnknownStepError,
 )
 from tensor_dedup.store.steps.runs import in_save_order
+from tensor_dedup.training import CheckpointStore
 
 
 class Server(MemoryBucket):

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stores import assert_same, copied, handle, network, shares, train
-from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.steps.errors import (
     BadOption,
     BadOptionError,
@@ -20,6 +19,7 @@ from tensor_dedup.store.steps.errors import (
 )
 from tensor_dedup.store.steps.retention import Retention, goal, ranked
 from tensor_dedup.store.steps.runs import parse_step_name, step_name
+from tensor_dedup.training import CheckpointStore
 
 
 def metrics(*losses: float) -> dict[int, dict[str, float]]:

@@ -28,10 +28,6 @@ from stores import (
     size_on_disk,
     train,
 )
-from tensor_dedup.store.checkpoints import CheckpointStore, TensorCasStore
-from tensor_dedup.store.checkpoints.adapters import StateChunk
-from tensor_dedup.store.checkpoints.policy import Compress
-from tensor_dedup.store.checkpoints.state import NamedValue
 from tensor_dedup.store.errors import BadNameError
 from tensor_dedup.store.steps.errors import (
     BadMetricError,
@@ -44,6 +40,10 @@ from tensor_dedup.store.steps.errors import (
 )
 from tensor_dedup.store.steps.runs import describe_all, run_names
 from tensor_dedup.store.store import Store
+from tensor_dedup.training import CheckpointStore, TensorCasStore
+from tensor_dedup.training.adapters import StateChunk
+from tensor_dedup.training.policy import Compress
+from tensor_dedup.training.state import NamedValue
 
 WRONG = NamedValue("z", "F32", (7,), b"abc")
 TOO_SHORT: dict[str, Callable[[], tuple[Any, Any]]] = {

@@ -10,11 +10,11 @@ import pytest
 
 from stores import content, handle, network, noise, safetensors, train, u8, write
 from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.errors import UnfitForCollectionError
 from tensor_dedup.store.files import Handle, Mode, RealFiles
 from tensor_dedup.store.format.manifests import PAGE_ENTRIES
 from tensor_dedup.store.upkeep.run_sizes import RunCost
+from tensor_dedup.training import CheckpointStore
 
 _FOLDERS = ("containers", "manifests", "refs")
 

@@ -24,12 +24,12 @@ from stores import (
     train,
 )
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints import CheckpointStore, background, commit
-from tensor_dedup.store.checkpoints.capture import host_tensor
-from tensor_dedup.store.checkpoints.policy import Compress
 from tensor_dedup.store.errors import ChangedModelError, NoSpaceError
 from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.store import Store
+from tensor_dedup.training import CheckpointStore, background, commit
+from tensor_dedup.training.capture import host_tensor
+from tensor_dedup.training.policy import Compress
 
 ROWS = 1024
 

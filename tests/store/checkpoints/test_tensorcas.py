@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore, TensorCasStore, list_runs
-from tensor_dedup.store.checkpoints.adapters import (
+from tensor_dedup.store.errors import NotAStoreError
+from tensor_dedup.training import CheckpointStore, TensorCasStore, list_runs
+from tensor_dedup.training.adapters import (
     ModelAdapter,
     PyTorchAdapter,
     SklearnAdapter,
     XGBoostAdapter,
 )
-from tensor_dedup.store.errors import NotAStoreError
 
 # The example in tensorcas' README.md, to the letter.
 README = """\

@@ -15,12 +15,12 @@ from disk_faults import Crash, Faults, FaultyFiles
 from stores import Model, alone, assert_same, handle, moving, open_store
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store import locks
-from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.errors import NoSpaceError, NoStoreError
 from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.steps.errors import DrainError, OtherTierError
 from tensor_dedup.store.store import Store
+from tensor_dedup.training import CheckpointStore
 
 
 def save(run: CheckpointStore, *steps: int) -> None:

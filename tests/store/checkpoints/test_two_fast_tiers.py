@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from stores import alone, assert_same, handle, moving, open_store
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.tiers import StoreTier
 from tensor_dedup.store.errors import NoSpaceError
 from tensor_dedup.store.files import RealFiles
-from tensor_dedup.store.remote.tier import RemoteTier
 from tensor_dedup.store.steps.errors import (
     DivergedStepError,
     DivergedTierError,
     DrainError,
 )
+from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.tiers.remote_tier import RemoteTier
+from tensor_dedup.training.tiers.second_tier import StoreTier
 
 
 class Away(RealFiles):

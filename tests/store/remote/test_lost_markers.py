@@ -16,9 +16,9 @@ from tensor_dedup.remote.errors import (
     RemoteAccessError,
 )
 from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.errors import NewerFormatError
 from tensor_dedup.store.format import frames
+from tensor_dedup.training import CheckpointStore
 
 MARKER = frames.encode_text(layout.MARKER_LINES)
 

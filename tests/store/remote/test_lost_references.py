@@ -19,8 +19,8 @@ from tensor_dedup.remote.errors import (
     UncertainRemoteError,
 )
 from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.format import manifests
+from tensor_dedup.training import CheckpointStore
 
 HOUR = 3600.0
 

@@ -18,8 +18,8 @@ from tensor_dedup.remote.errors import (
 )
 from tensor_dedup.remote.on_demand import pull_missing
 from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.errors import BadNameError
+from tensor_dedup.training import CheckpointStore
 
 
 @pytest.fixture

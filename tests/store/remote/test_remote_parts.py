@@ -32,10 +32,10 @@ from tensor_dedup.remote.errors import (
 )
 from tensor_dedup.remote.inventory import take_inventory
 from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.errors import CorruptTensorError
 from tensor_dedup.store.format import frames, tables
 from tensor_dedup.store.format.tables import Record, Table
+from tensor_dedup.training import CheckpointStore
 
 
 @pytest.fixture(params=[None, "auto"])

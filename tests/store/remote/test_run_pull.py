@@ -34,9 +34,9 @@ from tensor_dedup.remote.errors import (
     MissingRemoteError,
 )
 from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.format import manifests
 from tensor_dedup.store.objects import ContainerId
+from tensor_dedup.training import CheckpointStore
 
 STEPS = 8
 SHARED, OWN = 1500 * KIB, 200 * KIB

@@ -23,7 +23,7 @@ from tensor_dedup.remote.errors import (
     UnknownRemoteNameError,
 )
 from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.training import CheckpointStore
 
 HOUR = 3600.0
 NAMES = ("base", "tune", "tiny")

@@ -13,7 +13,7 @@ from stores import KIB, MIB, content, noise, open_store, safetensors, stored, u8
 from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import Remote, layout, pull
 from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.training import CheckpointStore
 
 U16 = NDArray[np.uint16]
 

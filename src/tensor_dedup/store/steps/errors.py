@@ -295,9 +295,7 @@ class DamagedStateError(StateError):
 class UnknownProviderError(StateError):
     """The checkpoint needs a provider that this process does not have."""
 
-    advice = (
-        "register it (tensor_dedup.store.checkpoints.adapters.register_provider) and load again"
-    )
+    advice = "register it (tensor_dedup.training.adapters.register_provider) and load again"
 
 
 class ForbiddenClassError(StateError):

@@ -4,7 +4,7 @@ A plan says how a tensor is stored: by a codec, against an anchor, or both. Leav
 has at the same place are left out, whatever becomes of the others: they are encoded, stored as they
 are, or become pieces of their own. Their digests are compared, and neither the tensor nor the
 anchor is read for that. `tensor_dedup.store.writing.encoder` and
-`tensor_dedup.store.checkpoints.policy` make plans that need a codec, `LeafSharing` finds anchors
+`tensor_dedup.training.policy` make plans that need a codec, `LeafSharing` finds anchors
 that have leaves in common.
 """
 

@@ -12,7 +12,8 @@ no framework.
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from tensor_dedup.store.checkpoints.adapters.base import (
+from tensor_dedup.store.steps.errors import UnknownAdapterError, UnknownModelError
+from tensor_dedup.training.adapters.base import (
     ModelAdapter,
     PieceSeries,
     StateProvider,
@@ -20,14 +21,13 @@ from tensor_dedup.store.checkpoints.adapters.base import (
     providers,
     register_provider,
 )
-from tensor_dedup.store.checkpoints.adapters.lightgbm import LightGBMAdapter
-from tensor_dedup.store.checkpoints.adapters.numpy import NumpyAdapter
-from tensor_dedup.store.checkpoints.adapters.plain import CONTAINERS
-from tensor_dedup.store.checkpoints.adapters.pytorch import PyTorchAdapter
-from tensor_dedup.store.checkpoints.adapters.sklearn import SklearnAdapter
-from tensor_dedup.store.checkpoints.adapters.xgboost import XGBoostAdapter
-from tensor_dedup.store.checkpoints.state import NamedValue, StateChunk, of_its_size
-from tensor_dedup.store.steps.errors import UnknownAdapterError, UnknownModelError
+from tensor_dedup.training.adapters.lightgbm import LightGBMAdapter
+from tensor_dedup.training.adapters.numpy import NumpyAdapter
+from tensor_dedup.training.adapters.plain import CONTAINERS
+from tensor_dedup.training.adapters.pytorch import PyTorchAdapter
+from tensor_dedup.training.adapters.sklearn import SklearnAdapter
+from tensor_dedup.training.adapters.xgboost import XGBoostAdapter
+from tensor_dedup.training.state import NamedValue, StateChunk, of_its_size
 
 __all__ = [
     "LightGBMAdapter",

@@ -42,7 +42,7 @@ from tensor_dedup.store.steps.errors import (
 )
 
 if TYPE_CHECKING:
-    from tensor_dedup.store.checkpoints.state import Value
+    from tensor_dedup.training.state import Value
 
 
 @runtime_checkable

@@ -14,16 +14,23 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, Union
 
 import msgspec
 
-from tensor_dedup.store.checkpoints.adapters import arrays, plain
-from tensor_dedup.store.checkpoints.adapters.base import (
+from tensor_dedup.store.steps.errors import (
+    CyclicStateError,
+    DamagedStateError,
+    StateError,
+    UnsupportedArrayError,
+    UnsupportedValueError,
+)
+from tensor_dedup.training.adapters import arrays, plain
+from tensor_dedup.training.adapters.base import (
     PieceSeries,
     StateProvider,
     ValuePath,
     placed,
     providers,
 )
-from tensor_dedup.store.checkpoints.adapters.plain import Wire
-from tensor_dedup.store.checkpoints.state import (
+from tensor_dedup.training.adapters.plain import Wire
+from tensor_dedup.training.state import (
     LAST_GROUP,
     NamedValue,
     StateChunk,
@@ -34,16 +41,9 @@ from tensor_dedup.store.checkpoints.state import (
     raw,
     tensor_fault,
 )
-from tensor_dedup.store.steps.errors import (
-    CyclicStateError,
-    DamagedStateError,
-    StateError,
-    UnsupportedArrayError,
-    UnsupportedValueError,
-)
 
 if TYPE_CHECKING:
-    from tensor_dedup.store.checkpoints.state import Value
+    from tensor_dedup.training.state import Value
 
 
 STRUCTURE: Final = "#structure"

@@ -8,24 +8,30 @@ for it.
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tensor_dedup.store.checkpoints.adapters.nested import take_apart
+from tensor_dedup.training.adapters.nested import take_apart
 
 if TYPE_CHECKING:
-    from tensor_dedup.store.checkpoints.state import Value
+    from tensor_dedup.training.state import Value
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from tensor_dedup.store.checkpoints.adapters import arrays, nested, plain
-from tensor_dedup.store.checkpoints.adapters.base import (
+from tensor_dedup.store.gathered import flat_bytes
+from tensor_dedup.store.steps.errors import (
+    DamagedStateError,
+    MismatchedOriginalError,
+    UnknownProviderError,
+)
+from tensor_dedup.training.adapters import arrays, nested, plain
+from tensor_dedup.training.adapters.base import (
     PieceSeries,
     StateProvider,
     ValuePath,
     located,
     providers,
 )
-from tensor_dedup.store.checkpoints.state import (
+from tensor_dedup.training.state import (
     NamedValue,
     StateChunk,
     dtype_names,
@@ -36,15 +42,9 @@ from tensor_dedup.store.checkpoints.state import (
     raw,
     value,
 )
-from tensor_dedup.store.gathered import flat_bytes
-from tensor_dedup.store.steps.errors import (
-    DamagedStateError,
-    MismatchedOriginalError,
-    UnknownProviderError,
-)
 
 if TYPE_CHECKING:
-    from tensor_dedup.store.checkpoints.state import Value
+    from tensor_dedup.training.state import Value
 
 
 _NAMED = 5

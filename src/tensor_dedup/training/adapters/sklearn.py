@@ -11,22 +11,22 @@ from functools import partial
 from types import FunctionType
 from typing import Any, Final
 
-from tensor_dedup.store.checkpoints.adapters import sklearn_trees as trees
-from tensor_dedup.store.checkpoints.adapters.base import (
-    StateProvider,
-    full_name,
-    register_package,
-    register_provider,
-)
-from tensor_dedup.store.checkpoints.adapters.ensembles import GrowingAdapter
-from tensor_dedup.store.checkpoints.adapters.rebuild import mismatched
-from tensor_dedup.store.checkpoints.adapters.sklearn_trees import PREDICTOR, check_object
-from tensor_dedup.store.checkpoints.state import is_array
 from tensor_dedup.store.steps.errors import (
     DamagedStateError,
     ForbiddenClassError,
     UnsupportedValueError,
 )
+from tensor_dedup.training.adapters import sklearn_trees as trees
+from tensor_dedup.training.adapters.base import (
+    StateProvider,
+    full_name,
+    register_package,
+    register_provider,
+)
+from tensor_dedup.training.adapters.ensembles import GrowingAdapter
+from tensor_dedup.training.adapters.rebuild import mismatched
+from tensor_dedup.training.adapters.sklearn_trees import PREDICTOR, check_object
+from tensor_dedup.training.state import is_array
 
 _MODULE: Final = re.compile(r"sklearn(\.[a-z_][a-z0-9_]*)+", re.ASCII)
 # Nothing of an estimator is made of these.

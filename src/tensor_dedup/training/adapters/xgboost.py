@@ -20,15 +20,15 @@ from weakref import ref
 
 from xxhash import xxh3_128_digest
 
-from tensor_dedup.store.checkpoints.adapters import ensembles, ubjson
-from tensor_dedup.store.checkpoints.adapters.base import (
+from tensor_dedup.store.steps.errors import DamagedStateError, UnsupportedValueError
+from tensor_dedup.training.adapters import ensembles, ubjson
+from tensor_dedup.training.adapters.base import (
     PieceSeries,
     StateProvider,
     register_provider,
 )
-from tensor_dedup.store.checkpoints.adapters.ensembles import GrowingAdapter, estimator_provider
-from tensor_dedup.store.checkpoints.adapters.rebuild import mismatched
-from tensor_dedup.store.steps.errors import DamagedStateError, UnsupportedValueError
+from tensor_dedup.training.adapters.ensembles import GrowingAdapter, estimator_provider
+from tensor_dedup.training.adapters.rebuild import mismatched
 
 _TREES: Final = "trees"
 _TREE: Final = "tree"

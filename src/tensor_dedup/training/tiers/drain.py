@@ -1,7 +1,7 @@
 """Two tiers of a run: steps are committed on a fast one, and drained to a second one behind it.
 
 The second tier is a store or a remote like any other, and the one that lasts
-(`tensor_dedup.store.checkpoints.tiers`). A thread copies each step there in the order in which they
+(`tensor_dedup.training.tiers.second_tier`). A thread copies each step there in the order in which they
 were saved, with its manifest byte for byte, so its place in the order of saving, its metrics and
 its files are the same in both. Then the retention rules delete what they do not keep from both
 tiers, and the fast one lets go of what is drained and not among its last.
@@ -10,7 +10,7 @@ What is still to be drained follows from the two tiers alone: a step of the fast
 second one lacks, or has from an earlier place in the order, and a pin. No list of it can be lost,
 and whoever opens the run with both tiers next goes on. Of two states of a step the one with the
 later place counts, wherever it is, and only that one is ever drained, unless another fast tier has
-saved it without knowing of the other one: `tensor_dedup.store.checkpoints.tier_notes` tells that.
+saved it without knowing of the other one: `tensor_dedup.training.tiers.notes` tells that.
 
 Three things change both tiers: a drained step, a deleted one and an unpinned one. Each happens
 under the second tier's lock of names, and a removal is durable there before it happens on the fast
@@ -27,16 +27,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints.base_step import BaseStep
-from tensor_dedup.store.checkpoints.tier_notes import TierNotes, next_turn
-from tensor_dedup.store.checkpoints.tiers import (
-    OutdatedError,
-    SecondTier,
-    StoreTier,
-    TierContent,
-    ahead,
-    unlink,
-)
 from tensor_dedup.store.errors import (
     CorruptTensorError,
     DamagedFileError,
@@ -74,6 +64,16 @@ from tensor_dedup.store.steps.runs import (
     steps_text,
 )
 from tensor_dedup.store.store import Store
+from tensor_dedup.training.base_step import BaseStep
+from tensor_dedup.training.tiers.notes import TierNotes, next_turn
+from tensor_dedup.training.tiers.second_tier import (
+    OutdatedError,
+    SecondTier,
+    StoreTier,
+    TierContent,
+    ahead,
+    unlink,
+)
 
 _LOG = logging.getLogger("tensor_dedup")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0

@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Final
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints.tiers import SecondTier, TierContent, ahead, text_at
 from tensor_dedup.store.errors import StoreIOError
 from tensor_dedup.store.format.identity import (
     SeenPlaces,
@@ -47,6 +46,7 @@ from tensor_dedup.store.locks import draining
 from tensor_dedup.store.steps.errors import DivergedTierError, OtherTierError
 from tensor_dedup.store.steps.runs import StepPlace
 from tensor_dedup.store.store import Store
+from tensor_dedup.training.tiers.second_tier import SecondTier, TierContent, ahead, text_at
 
 # So many places are one fast tier's, from when it goes on from another one's last.
 _TURN: Final = 1 << 20

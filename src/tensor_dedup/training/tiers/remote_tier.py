@@ -29,13 +29,6 @@ from tensor_dedup.remote.push import NameGuard, refer
 from tensor_dedup.remote.remote import Remote
 from tensor_dedup.remote.results import SilentTransfer
 from tensor_dedup.remote.urls import is_url
-from tensor_dedup.store.checkpoints.tier_notes import other_tier, tier_note
-from tensor_dedup.store.checkpoints.tiers import (
-    OutdatedError,
-    SecondTier,
-    StoreTier,
-    TierContent,
-)
 from tensor_dedup.store.errors import (
     BadNameError,
     CorruptTensorError,
@@ -64,6 +57,13 @@ from tensor_dedup.store.steps.runs import (
     step_numbers,
 )
 from tensor_dedup.store.store import Store
+from tensor_dedup.training.tiers.notes import other_tier, tier_note
+from tensor_dedup.training.tiers.second_tier import (
+    OutdatedError,
+    SecondTier,
+    StoreTier,
+    TierContent,
+)
 
 _LOG = logging.getLogger("tensor_dedup")
 _UNREADABLE: Final = (DamagedRemoteError, MissingRemoteError, NewerFormatError)

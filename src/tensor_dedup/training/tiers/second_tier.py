@@ -1,7 +1,7 @@
 """What lasts behind a fast tier: the interface of a second tier, and a store as one.
 
-A remote is the other one (`tensor_dedup.store.remote.tier`). Which of two states of a step counts
-is the same for both: `tensor_dedup.store.checkpoints.tier_notes`.
+A remote is the other one (`tensor_dedup.training.tiers.remote_tier`). Which of two states of a step counts
+is the same for both: `tensor_dedup.training.tiers.notes`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
