@@ -22,7 +22,7 @@ from tensor_dedup.analyze import analyze
 from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
 from tensor_dedup.formats.markers import KEY, content_digest
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
-from tensor_dedup.substitution import substitute
+from tensor_dedup.planning.substitution import substitute
 from tensor_dedup.training import CheckpointStore
 
 BLOCKS = 4
@@ -484,7 +484,7 @@ def test_a_stale_hint_never_makes_a_wrong_file(
     base: Path, tune: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The digests are those of other bytes: the copy is read again, and compared."""
-    code: Any = sys.modules["tensor_dedup.substitution.substitute"]
+    code: Any = sys.modules["tensor_dedup.planning.substitution.substitute"]
     write_files = code.write_files
 
     def changing(*arguments: Any) -> Any:

@@ -8,7 +8,7 @@ import torch
 
 from tensor_dedup import UnsupportedError
 from tensor_dedup.analyze import analyze
-from tensor_dedup.substitution import substitute
+from tensor_dedup.planning.substitution import substitute
 
 Weights = dict[str, torch.Tensor]
 LAST = 448.0  # of float8_e4m3fn
@@ -58,7 +58,7 @@ def test_fp8_is_as_far_apart_as_what_it_stands_for(
     form: tuple[int, ...],
     leaf: str,
 ) -> None:
-    monkeypatch.setattr("tensor_dedup.substitution.distance._PIECE_BYTES", 7000)
+    monkeypatch.setattr("tensor_dedup.planning.substitution.distance._PIECE_BYTES", 7000)
     draw = torch.Generator().manual_seed(1)
     weight, noise = (torch.randn(shape, generator=draw) for _ in range(2))
     held: list[Weights] = []

@@ -27,7 +27,7 @@ from tensor_dedup.loader.checkpoint_io import stub_folder
 from tensor_dedup.loader.deferred.trace import UntraceableError
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.patches.vllm.run import LoadRun
-from tensor_dedup.substitution import substitute
+from tensor_dedup.planning.substitution import substitute
 
 pytestmark = pytest.mark.vllm
 LAYERS = "0-1"

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import package_source
 from bench import placement as bench
-from tensor_dedup.placement.exact import solve
-from tensor_dedup.placement.heuristic import best_fit, first_fit, improve, kin, place
-from tensor_dedup.placement.placement import Placement
-from tensor_dedup.placement.problem import Model, Node, PackingProblem
+from tensor_dedup.planning.placement.exact import solve
+from tensor_dedup.planning.placement.heuristic import best_fit, first_fit, improve, kin, place
+from tensor_dedup.planning.placement.placement import Placement
+from tensor_dedup.planning.placement.problem import Model, Node, PackingProblem
 
 
 @st.composite
@@ -133,7 +133,7 @@ def test_the_solver_finds_the_best_of_all(problem: PackingProblem) -> None:
 _INTERRUPTED = """
 import random, signal
 from ortools.sat.python.cp_model import CpSolver
-from tensor_dedup.placement import Model, Node, plan
+from tensor_dedup.planning.placement import Model, Node, plan
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
 solve = CpSolver.solve

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tensor_dedup.placement import DoesNotFitError, FleetPlan, Model, Node, plan
+from tensor_dedup.planning.placement import DoesNotFitError, FleetPlan, Model, Node, plan
 
 
 def family(name: str, members: int, shared: int, own: int, **more: int) -> list[Model]:

@@ -53,7 +53,7 @@ FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
         "tensor_dedup.store.interchange",
         "tensor_dedup.store.reading.tensors",
         "tensor_dedup.memory_manager.client.state_dicts",
-        "tensor_dedup.substitution",
+        "tensor_dedup.planning.substitution",
         "tensor_dedup.store.store",  # for type checkers: what `Store.load` returns
     ),
     "vllm": ("tensor_dedup.patches.vllm", "tensor_dedup.integrations.ray.engine"),
@@ -62,7 +62,7 @@ FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
     "transformers": (
         "tensor_dedup.patches.huggingface",
         "tensor_dedup.integrations",
-        "tensor_dedup.substitution.samples",
+        "tensor_dedup.planning.substitution.samples",
     ),
 }
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tensor_dedup.errors import ConfigError, NotInstalledError
-from tensor_dedup.placement import Node
+from tensor_dedup.planning.placement import Node
 from tensor_dedup.suggestions import install_hint
 
 # Of our actors, and of what is in Ray's key-value store.

@@ -27,7 +27,7 @@ from tensor_dedup.integrations.ray.specification import (
     ModelSpecification,
     measured,
 )
-from tensor_dedup.placement import DoesNotFitError, FleetPlan, Model, Node, plan
+from tensor_dedup.planning.placement import DoesNotFitError, FleetPlan, Model, Node, plan
 
 _EVERY_S: Final = 2.0
 _AGAIN_S: Final = 60.0  # after a plan for which there was no room, or engines that did not start

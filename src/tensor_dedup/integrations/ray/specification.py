@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from tensor_dedup.errors import ConfigError
-from tensor_dedup.placement import Model, Wanted, wanted
+from tensor_dedup.planning.placement import Model, Wanted, wanted
 from tensor_dedup.remote import Remote
 
 

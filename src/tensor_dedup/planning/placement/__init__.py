@@ -1,8 +1,8 @@
 """Where models go when a node holds each tensor once, whoever uses it."""
 
-from tensor_dedup.placement.fleet_file import Wanted, read_fleet, wanted
-from tensor_dedup.placement.plan import DoesNotFitError, FleetPlan, plan
-from tensor_dedup.placement.problem import Model, Node
+from tensor_dedup.planning.placement.fleet_file import Wanted, read_fleet, wanted
+from tensor_dedup.planning.placement.plan import DoesNotFitError, FleetPlan, plan
+from tensor_dedup.planning.placement.problem import Model, Node
 
 __all__ = [
     "DoesNotFitError",

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tensor_dedup.errors import NotInstalledError
-from tensor_dedup.placement.placement import Placement
-from tensor_dedup.placement.problem import PackingProblem
+from tensor_dedup.planning.placement.placement import Placement
+from tensor_dedup.planning.placement.problem import PackingProblem
 from tensor_dedup.suggestions import install_hint
 
 _POLL_S: Final = 0.1

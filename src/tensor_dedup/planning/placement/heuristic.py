@@ -16,8 +16,8 @@ from typing import Final
 
 import numpy as np
 
-from tensor_dedup.placement.placement import Placement
-from tensor_dedup.placement.problem import PackingProblem
+from tensor_dedup.planning.placement.placement import Placement
+from tensor_dedup.planning.placement.problem import PackingProblem
 
 # Models are of one family when one has this share of the other's bytes.
 _KINSHIP: Final = 0.05

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tensor_dedup.placement.problem import Bytes, PackingProblem
+from tensor_dedup.planning.placement.problem import Bytes, PackingProblem
 
 
 class Placement:

@@ -7,10 +7,10 @@ from typing import Any, Final
 import numpy as np
 
 from tensor_dedup.errors import WRONG_USE, TensorDedupError
-from tensor_dedup.placement.exact import solve
-from tensor_dedup.placement.heuristic import improve, kin, place
-from tensor_dedup.placement.placement import Placement
-from tensor_dedup.placement.problem import Model, Node, PackingProblem
+from tensor_dedup.planning.placement.exact import solve
+from tensor_dedup.planning.placement.heuristic import improve, kin, place
+from tensor_dedup.planning.placement.placement import Placement
+from tensor_dedup.planning.placement.problem import Model, Node, PackingProblem
 from tensor_dedup.text_table import human
 
 # Of the JSON document.

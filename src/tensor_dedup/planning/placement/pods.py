@@ -5,7 +5,7 @@ import re
 from typing import Final
 
 from tensor_dedup.errors import ConfigError
-from tensor_dedup.placement.plan import FleetPlan
+from tensor_dedup.planning.placement.plan import FleetPlan
 
 # https://kubernetes.io/docs/concepts/overview/working-with-objects/names/#dns-label-names, less
 # what the number of a replica takes.

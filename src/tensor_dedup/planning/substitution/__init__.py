@@ -16,6 +16,6 @@ except ModuleNotFoundError as error:
         f"comparing the numbers of tensors needs torch; {install_hint('torch')}", module="torch"
     ) from error
 
-from tensor_dedup.substitution.substitute import SubstitutedLayer, Substitution, substitute
+from tensor_dedup.planning.substitution.substitute import SubstitutedLayer, Substitution, substitute
 
 __all__ = ["SubstitutedLayer", "Substitution", "substitute"]

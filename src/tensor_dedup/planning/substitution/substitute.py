@@ -24,11 +24,11 @@ from tensor_dedup.formats.layers.layer_pairs import Layer, check_whole, chosen, 
 from tensor_dedup.formats.layers.quantisation import FILES, difference, settings, settings_in
 from tensor_dedup.formats.markers import KEY, Marker, content_digest
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
+from tensor_dedup.planning.substitution.distance import distance
+from tensor_dedup.planning.substitution.output import write_files
+from tensor_dedup.planning.substitution.samples import Movement, Samples
 from tensor_dedup.store import Store
 from tensor_dedup.store.hashing import ProgressListener
-from tensor_dedup.substitution.distance import distance
-from tensor_dedup.substitution.output import write_files
-from tensor_dedup.substitution.samples import Movement, Samples
 from tensor_dedup.text_table import human
 
 # Of the JSON document.
