@@ -7,8 +7,8 @@ import numpy
 import pytest
 from safetensors.numpy import save_file
 
+from tensor_dedup import Store
 from tensor_dedup.analyze.difference import diff, prefixes_of
-from tensor_dedup.store import Store
 
 Arrays = Mapping[str, numpy.ndarray]
 

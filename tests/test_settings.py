@@ -8,9 +8,7 @@ import pytest
 from tensor_dedup import ConfigError, Store
 from tensor_dedup.memory_manager.protocol.paths import socket_path
 from tensor_dedup.memory_manager.server.main import default_budget, own_budget
-from tensor_dedup.remote.on_demand import remote_url
-from tensor_dedup.settings import FILE
-from tensor_dedup.sizes import parse_size
+from tensor_dedup.settings import FILE, parse_size, remote_url
 from tensor_dedup.store.init import default_path, own_path
 
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import state_dict_saver as dcp_saver
 
 from bench.checkpoint_methods import sync
 from bench.datastates_engines import Training, seconds, serialise, sync_all
-from tensor_dedup.store import Store
+from tensor_dedup import Store
 from tensor_dedup.store.buffers import allocate
 from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.training import CheckpointStore

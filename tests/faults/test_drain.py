@@ -25,9 +25,9 @@ import pytest
 from disk_faults import CHANGES, NEEDS_SPACE, WRITES, Crash, Faults, FaultyFiles, Loss
 from drains import ACTS, OLD, Act, Steps, drain, held, model_of
 from stores import assert_same, handle, open_store, shares
-from tensor_dedup.store.steps.errors import DivergedTierError
 from tensor_dedup.store.steps.runs import in_save_order
 from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.errors import DivergedTierError
 from tensor_dedup.training.tiers import drain as drain_module
 from tensor_dedup.training.tiers.drain import Drain
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from stores import KIB, content, noise, open_store, safetensors, stored, u8, write
+from tensor_dedup import Store
 from tensor_dedup.remote import Remote
-from tensor_dedup.store import Store
 
 CODE = """
 import os, signal, sys, threading
 from pathlib import Path
-from tensor_dedup.store import Store
+from tensor_dedup import Store
 from tensor_dedup.store.files import RealFiles
 from tensor_dedup.remote import Remote, layout, push
 from tensor_dedup.remote.buckets import FolderBucket

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("deepspeed")
 
 import fresh
-from tensor_dedup.store.store import Store
+from tensor_dedup import Store
 from tensor_dedup.training import CheckpointStore
 
 
@@ -61,7 +61,7 @@ def test_training_resumes_to_the_same_losses(tmp_path: Path, stage: int) -> None
     root = str(tmp_path / "store")
     tags = ["global_step0", "global_step1", "middle"]
     losses = fresh.call(train, root, stage, None, tags, 5)
-    names = Store.open(root)._objects.names()
+    names = Store.open(root).handle.objects.names()
     files = {name.partition("@")[0] for name in names}
     assert len(names) == 3 * len(files)
     found = CheckpointStore(root, "run/mp_rank_00_model_states").stats()

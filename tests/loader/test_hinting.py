@@ -6,12 +6,12 @@ import pytest
 
 import hinted
 import stores
+from tensor_dedup import Store
 from tensor_dedup.digest import digest
 from tensor_dedup.formats.safetensors import read_header
 from tensor_dedup.loader.checkpoint_io.hints import QUIET_NS, FileIdentity, HintIndex, StoreHints
 from tensor_dedup.loader.checkpoint_io.write_back import keep
 from tensor_dedup.loader.report import ModelReport
-from tensor_dedup.store import Store
 from tensor_dedup.store.files import FileStatus
 
 FILE = "model.safetensors"

@@ -38,12 +38,11 @@ from leaf_tunes import (
     slab_pss,
     whole,
 )
-from tensor_dedup import shared_bytes, unshare, verify
+from tensor_dedup import Store, shared_bytes, unshare, verify
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import AuditError
 from tensor_dedup.loader.residents import leaves
 from tensor_dedup.loader.unsharing.lookup import is_mapped
-from tensor_dedup.store import Store
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,8 @@ import fleet
 import plain
 import remotes
 import tiny_checkpoints as checkpoints
+from tensor_dedup import Store
 from tensor_dedup.loader.report import REPORT_DIR_VARIABLE
-from tensor_dedup.store import Store
 
 COMMAND = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 SMALL = (

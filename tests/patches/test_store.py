@@ -15,11 +15,11 @@ import plain
 import reads
 import stores
 import tiny_checkpoints as checkpoints
+from tensor_dedup import Store
 from tensor_dedup.formats.safetensors import read_header
 from tensor_dedup.loader.checkpoint_io.hints import StoreHints
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.patches.vllm.loader import TensorDedupLoader
-from tensor_dedup.store import Store
 
 pytestmark = pytest.mark.vllm
 

@@ -14,6 +14,7 @@ import plain
 import remotes
 import tiny_checkpoints as checkpoints
 from remotes import Proxy
+from tensor_dedup import Store
 from tensor_dedup.loader.checkpoint_io import stub_folder
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.remote import Remote
@@ -22,7 +23,6 @@ from tensor_dedup.remote.errors import (
     RemoteUnreachableError,
     UnknownRemoteNameError,
 )
-from tensor_dedup.store import Store
 from tensor_dedup.store.errors import UnknownNameError
 
 pytestmark = pytest.mark.vllm

@@ -16,13 +16,13 @@ import plain
 import reads
 import stores
 import tiny_checkpoints as checkpoints
+from tensor_dedup import Store
 from tensor_dedup.errors import ChangedFileError, ConfigError, UnsupportedError
 from tensor_dedup.formats.safetensors import read_header
 from tensor_dedup.loader.checkpoint_io import stub_folder
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.patches.vllm.load_formats import KEY, LOAD_FORMAT
 from tensor_dedup.patches.vllm.loader import TensorDedupLoader
-from tensor_dedup.store import Store
 from tensor_dedup.store.errors import (
     ChangedExternalError,
     CorruptTensorError,

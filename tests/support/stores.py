@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tensor_dedup import Store
 from tensor_dedup.formats.safetensors import DTYPE_BITS
-from tensor_dedup.store import Store
+from tensor_dedup.store import LocalStore
 from tensor_dedup.store.files import Files, Handle, RealFiles
 from tensor_dedup.training import CheckpointStore, HostPool
 from tensor_dedup.training.adapters.base import ModelAdapter
@@ -91,7 +92,7 @@ def content(folder: Path) -> Content:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def stored(store: Store, name: str) -> Content:
+def stored(store: LocalStore, name: str) -> Content:
     """Every file of a stored checkpoint as an export would write it, read piece by piece."""
     with store.checkpoint(name) as checkpoint:
         return {

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensor_dedup.store import Store
+from tensor_dedup import Store
 from tensor_dedup.store.files import Files
 from tensor_dedup.training import CheckpointStore
 

@@ -12,6 +12,7 @@ from typing import Final
 
 import click
 
+from tensor_dedup.api import Store
 from tensor_dedup.cli import INTERRUPTED, Verbs, WrongUse, printable, remember_given
 from tensor_dedup.cli.output import (
     ByteBar,
@@ -37,7 +38,6 @@ from tensor_dedup.remote.oci.registry import ArtifactName, RegistryRepository
 from tensor_dedup.remote.remote import DEFAULT_LEASE_HOURS
 from tensor_dedup.remote.upkeep import owner
 from tensor_dedup.remote.urls import is_url
-from tensor_dedup.store import Store
 from tensor_dedup.store.errors import NoStoreError
 from tensor_dedup.store.format.names import check_name
 from tensor_dedup.store.steps.runs import PIN

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import click
 from rich.table import Table
 
+from tensor_dedup.api import Store
 from tensor_dedup.cli import Verbs, WrongUse, check_suffix, printable
 from tensor_dedup.cli.output import (
     Dotted,
@@ -35,8 +36,7 @@ from tensor_dedup.cli.store import (
     store_option,
 )
 from tensor_dedup.errors import StoreError, TensorDedupError
-from tensor_dedup.natural import natural
-from tensor_dedup.store import Store
+from tensor_dedup.formats.layers.layer_names import natural
 from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, NotAStoreError
 from tensor_dedup.store.format.manifests import STATE_MARK
 from tensor_dedup.store.steps.errors import PinnedStepError

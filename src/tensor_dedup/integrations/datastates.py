@@ -56,18 +56,14 @@ from tensor_dedup.integrations.deepspeed import (
 )
 from tensor_dedup.seams import Seam, usable
 from tensor_dedup.store.errors import os_errors
-from tensor_dedup.store.steps.errors import (
-    BrokenSaveError,
-    NotATrainingError,
-    PinnedStepError,
-    UnknownStepError,
-)
+from tensor_dedup.store.steps.errors import NotATrainingError, PinnedStepError, UnknownStepError
 from tensor_dedup.store.steps.retention import Retention
-from tensor_dedup.store.store import Store
+from tensor_dedup.store.store import LocalStore
 from tensor_dedup.training import CheckpointStore, HostPool, PendingSave, Saved
 from tensor_dedup.training.background import with_notes
 from tensor_dedup.training.capture import default_bytes
 from tensor_dedup.training.commit import StepSource
+from tensor_dedup.training.errors import BrokenSaveError
 
 try:
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
@@ -115,7 +111,7 @@ class _FileRun(CheckpointStore):
 
     def __init__(
         self,
-        store: Store,
+        store: LocalStore,
         run: str,
         keep_last: int | None,
         completed: Callable[[Path, str], None] | None = None,
@@ -262,7 +258,7 @@ class DecoupledStoreEngine:
             raise UnsupportedError(f"{_SEAM.target} is not what it was in {VERSIONS}")
         register_types()
         given = _settings(deepspeed_config)
-        self._store, self._run = Store.open(given.pop("store")), given.pop("run")
+        self._store, self._run = LocalStore.open(given.pop("store")), given.pop("run")
         self._keep_last = Retention(last=given.pop("keep_last", None)).last
         pool = given.pop("pool_bytes", None)
         self._options = {**given, "pool_bytes": HostPool(_share() if pool is None else pool)}
@@ -425,7 +421,7 @@ def newest_tag(
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         try:
             with os_errors(Path(folder)):
-                opened = Store.open(store)
+                opened = LocalStore.open(store)
                 open_run = partial(CheckpointStore, opened, drain=drain)
                 found = [_newest(Path(folder), open_run)]
         except Exception as error:  # noqa: BLE001  # whatever it is, the other ranks wait

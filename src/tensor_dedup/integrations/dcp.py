@@ -47,15 +47,11 @@ from torch.futures import Future
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.store.format.manifests import STATE_MARK
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
-from tensor_dedup.store.steps.errors import (
-    BadStepError,
-    DamagedStateError,
-    NamedTwiceError,
-    UnknownStepError,
-)
+from tensor_dedup.store.steps.errors import BadStepError, UnknownStepError
 from tensor_dedup.store.steps.notes import Notes
 from tensor_dedup.store.steps.runs import StepOrder, check_run, step_name
 from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.errors import DamagedStateError, NamedTwiceError
 from tensor_dedup.training.sharded import (
     PART_ADAPTER,
     check_free,

@@ -30,7 +30,7 @@ from tensor_dedup.seams import Replacements, Seam, usable
 from tensor_dedup.store.errors import AdvisedError
 from tensor_dedup.store.steps.errors import NotATrainingError, UnknownStepError
 from tensor_dedup.store.steps.runs import StepPlace, parse_step_name
-from tensor_dedup.store.store import Store
+from tensor_dedup.store.store import LocalStore
 from tensor_dedup.training import CheckpointStore
 from tensor_dedup.training.adapters import StateProvider, register_provider
 
@@ -140,7 +140,7 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
         """
         super().__init__(config_params)
         self.name = "StoreEngine"
-        self._store, self._run = Store.open(store), run
+        self._store, self._run = LocalStore.open(store), run
         self._runs: dict[str, CheckpointStore] = {}
         self._others = TorchCheckpointEngine(config_params)
 

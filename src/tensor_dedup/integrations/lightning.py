@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
 
 from tensor_dedup.errors import NotInstalledError, UnsupportedError
 from tensor_dedup.integrations.freezing import Frozen, check_frozen, freeze
-from tensor_dedup.remote.on_demand import pull_missing, remote_url
+from tensor_dedup.remote.on_demand import pull_missing
+from tensor_dedup.settings import remote_url
 from tensor_dedup.store.steps.errors import BadStepError
 from tensor_dedup.store.steps.retention import Rules
 from tensor_dedup.store.steps.runs import StepName, parse_step_name, step_name
-from tensor_dedup.store.store import Store
+from tensor_dedup.store.store import LocalStore
 from tensor_dedup.training import CheckpointStore, HostPool, PendingSave
 from tensor_dedup.training.background import Hook
 from tensor_dedup.training.policy import Compress
@@ -154,7 +155,7 @@ class StoreCallback(Callback):
 
     def __init__(
         self,
-        root: StrPath | Store,
+        root: StrPath | LocalStore,
         run_id: str,
         *,
         every: "int | Literal['epoch']" = "epoch",

@@ -31,7 +31,7 @@ from tensor_dedup.integrations.freezing import Frozen, FrozenLayerError, check_f
 from tensor_dedup.store.steps.errors import UnknownStepError
 from tensor_dedup.store.steps.retention import Rules
 from tensor_dedup.store.steps.runs import step_name
-from tensor_dedup.store.store import Store
+from tensor_dedup.store.store import LocalStore
 from tensor_dedup.training import CheckpointStore, HostPool
 from tensor_dedup.training.policy import Compress
 
@@ -70,7 +70,7 @@ class StoreCallback(TrainerCallback):
 
     def __init__(
         self,
-        root: StrPath | Store,
+        root: StrPath | LocalStore,
         run_id: str,
         *,
         every: "int | Literal['epoch']" = "epoch",

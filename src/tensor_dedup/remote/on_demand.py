@@ -1,38 +1,26 @@
 """Pulls that nobody asked for by hand: of what is loaded by name and is not in the store."""
 
 import logging
-import os
 import threading
 import time
-from os import PathLike
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from tensor_dedup.remote.errors import UnknownRemoteNameError
 from tensor_dedup.remote.remote import Remote
 from tensor_dedup.remote.results import TransferResult
-from tensor_dedup.settings import configured_remote
+from tensor_dedup.remote.transfer import pull
 from tensor_dedup.store.format.names import check_name
 from tensor_dedup.store.locks import pulling
+from tensor_dedup.store.store import LocalStore
 from tensor_dedup.text_table import human
 
-if TYPE_CHECKING:
-    from tensor_dedup.store.store import Store
-
-ENVIRONMENT: Final = "TENSOR_DEDUP_REMOTE"
 _EVERY_S: Final = 10.0
 _log = logging.getLogger(__name__)
 
 
-def remote_url(given: str | PathLike[str] | None = None) -> str | None:
-    """Return the remote to pull from: what is given, else what the environment names.
-
-    The environment variable is TENSOR_DEDUP_REMOTE; after it counts `remote` of a configuration
-    file. None if there is none of these.
-    """
-    return str(given) if given else os.environ.get(ENVIRONMENT) or configured_remote()
-
-
-def pull_missing(store: "Store", name: str, remote: Remote | str | None) -> TransferResult | None:
+def pull_missing(
+    store: LocalStore, name: str, remote: Remote | str | None
+) -> TransferResult | None:
     """Pull a checkpoint that the store does not have; return None if it has, or there is no remote.
 
     Nothing is asked of the remote where the store has the name, whatever the remote has under it.
@@ -45,8 +33,7 @@ def pull_missing(store: "Store", name: str, remote: Remote | str | None) -> Tran
     """
     if remote is None or store.manifest(check_name(name)) is not None:
         return None
-    # The other modules of this package use these, too.
-    files, layout = store._objects.files, store._objects.layout
+    files, layout = store.handle.files, store.handle.objects.layout
     with pulling(files, layout):
         if store.manifest(name) is not None:
             return None  # another process was first
@@ -54,7 +41,7 @@ def pull_missing(store: "Store", name: str, remote: Remote | str | None) -> Tran
         if not opened.has(name):
             raise UnknownRemoteNameError.at(opened.url, f"no checkpoint {name!r}", name=name)
         what = f"{name} is not in {layout.root}"
-        result = store.pull(opened, name, progress=_LoggedTransfer(what, opened.url))
+        result = pull(store, opened, name, progress=_LoggedTransfer(what, opened.url))
         _log.warning(
             "pulled %s: %s on the wire in %.1f s, %s saved",
             *(name, human(result.wire_bytes), result.seconds, human(result.saved_bytes)),

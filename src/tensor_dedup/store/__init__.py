@@ -1,8 +1,8 @@
 """A content-addressed store for checkpoints: every distinct tensor once on disk.
 
-    from tensor_dedup.store import Store
+    from tensor_dedup.store import LocalStore
 
-    with Store.open() as store:
+    with LocalStore.open() as store:
         store.import_("my-model")
         with store.checkpoint("my-model") as checkpoint:
             for tensor in checkpoint:
@@ -13,7 +13,7 @@ FORMAT.md defines what lies on disk and what is promised about it.
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces, StoredTensor
-from tensor_dedup.store.store import Store
+from tensor_dedup.store.store import LocalStore
 from tensor_dedup.store.upkeep.gc import GcPlan
 from tensor_dedup.store.upkeep.repair import RepairResult
 from tensor_dedup.store.upkeep.stats import Listed, Stats
@@ -25,9 +25,9 @@ __all__ = [
     "GcPlan",
     "ImportResult",
     "Listed",
+    "LocalStore",
     "RepairResult",
     "Stats",
-    "Store",
     "StoreError",
     "StoredCheckpoint",
     "StoredPieces",

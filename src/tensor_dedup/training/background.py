@@ -26,11 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.steps.errors import (
-    BrokenSaveError,
-    ForkedSaveError,
-    NestedSaveError,
-)
 from tensor_dedup.store.steps.notes import Notes
 from tensor_dedup.store.steps.runs import step_name
 from tensor_dedup.store.writing.containers import Want
@@ -48,6 +43,7 @@ from tensor_dedup.training.commit import (
     StepSnapshot,
     StepSource,
 )
+from tensor_dedup.training.errors import BrokenSaveError, ForkedSaveError, NestedSaveError
 from tensor_dedup.training.state import StateChunk
 
 if TYPE_CHECKING:

@@ -25,7 +25,6 @@ from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
 from tensor_dedup.store.steps.errors import (
     BadOption,
     BadOptionError,
-    DrainError,
     NotATrainingError,
     PinnedStepError,
     UnknownStepError,
@@ -49,7 +48,7 @@ from tensor_dedup.store.steps.runs import (
     step_name,
     step_numbers,
 )
-from tensor_dedup.store.store import Store
+from tensor_dedup.store.store import LocalStore
 from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS, GcPlan
 from tensor_dedup.store.upkeep.run_sizes import run_stats
 from tensor_dedup.store.writing.sources import small_files
@@ -64,6 +63,7 @@ from tensor_dedup.training.background import (
 )
 from tensor_dedup.training.capture import HostPool, default_bytes
 from tensor_dedup.training.commit import Saved, Saver, StepSnapshot, StepSource
+from tensor_dedup.training.errors import DrainError
 from tensor_dedup.training.policy import Compress
 from tensor_dedup.training.state import NUMPY_CODES, NamedValue, in_groups, value
 from tensor_dedup.training.tiers.drain import Drain
@@ -111,7 +111,7 @@ class CheckpointStore:
 
     def __init__(
         self,
-        root: "StrPath | Store",
+        root: "StrPath | LocalStore",
         run_id: str,
         adapter: ModelAdapter | None = None,
         *,
@@ -124,7 +124,7 @@ class CheckpointStore:
         weights: str = "",
         pool_bytes: "int | HostPool | None" = None,
         in_flight: int = 1,
-        drain: "StrPath | Store | Remote | None" = None,
+        drain: "StrPath | LocalStore | Remote | None" = None,
         keep_fast: int | None = 1,
         drain_backlog: int = 8,
     ) -> None:
@@ -193,13 +193,13 @@ class CheckpointStore:
         self.run_id = check_run(run_id)
         self._retention = Retention(keep_last, keep_every, keep_best)
         self._warned: set[str] = set()
-        self.store = root if isinstance(root, Store) else Store.open(root)
-        with self.store._translated():
-            check_no_step_s_name(self.store._objects, self.run_id)
+        self.store = root if isinstance(root, LocalStore) else LocalStore.open(root)
+        with self.store.handle.translated():
+            check_no_step_s_name(self.store.handle.objects, self.run_id)
         self._adapter = adapter
         self._config, self._weights = self._small_files(config), weights
-        self._steps = StepOrder(self.store._objects, self.run_id)
-        objects, workers = self.store._objects, self.store.worker_count
+        self._steps = StepOrder(self.store.handle.objects, self.run_id)
+        objects, workers = self.store.handle.objects, self.store.worker_count
         self._saver = Saver(objects, workers, self._steps, compress=compress, base=base)
         pool = pool_bytes
         if not isinstance(pool, HostPool):
@@ -221,13 +221,13 @@ class CheckpointStore:
             )
             weakref.finalize(self, self._drain.forsake)  # nobody waits for what fails any more
         if base is not None and not self._places():  # else nothing needs it any more
-            with self.store._locked():
-                self.store._objects.ref(check_name(base))  # raises if there is none
+            with self.store.handle.locked():
+                self.store.handle.objects.ref(check_name(base))  # raises if there is none
 
     def __repr__(self) -> str:
         count = "?"
-        with suppress(StoreError), self.store._translated():
-            count = str(len(step_numbers(self.store._objects, self.run_id)))
+        with suppress(StoreError), self.store.handle.translated():
+            count = str(len(step_numbers(self.store.handle.objects, self.run_id)))
         shown = f"{str(self.store.path)!r}, {self.run_id!r}, steps={count}"
         if self._drain is not None:
             shown += f", undrained={len(self._drain.undrained())}"
@@ -312,8 +312,8 @@ class CheckpointStore:
         """
         self._saves.wait()
         while True:
-            with self.store._locked():
-                there = {*step_numbers(self.store._objects, self.run_id)}
+            with self.store.handle.locked():
+                there = {*step_numbers(self.store.handle.objects, self.run_id)}
             if self._drain is not None:
                 there |= self._drain.numbers()
             extracted = self.snapshot(model, max(there, default=-1) + 1, metrics, files=files)
@@ -444,10 +444,12 @@ class CheckpointStore:
         try:
             opened = self.store.checkpoint(step_name(self.run_id, step))
         except UnknownNameError:
-            with self.store._locked():
-                manifest_of(self.store._objects, self.run_id, step)  # says which steps there are
+            with self.store.handle.locked():
+                manifest_of(
+                    self.store.handle.objects, self.run_id, step
+                )  # says which steps there are
             raise
-        with opened as checkpoint, self.store._translated():
+        with opened as checkpoint, self.store.handle.translated():
             adapter, values = self._read(checkpoint)
         return adapter.reconstruct(values, original)
 
@@ -470,8 +472,8 @@ class CheckpointStore:
         """
         if self._drain is not None:
             return self._drain.manifest(step)
-        with self.store._locked():
-            return manifest_of(self.store._objects, self.run_id, step)[0]
+        with self.store.handle.locked():
+            return manifest_of(self.store.handle.objects, self.run_id, step)[0]
 
     def steps(self) -> list[int]:
         """Return the steps of the run in order. Each is complete; imports are not included."""
@@ -480,7 +482,7 @@ class CheckpointStore:
     def _places(self) -> "Mapping[int, StepPlace]":
         if self._drain is not None:
             return self._drain.places()
-        with self.store._locked():
+        with self.store.handle.locked():
             return self._steps.places()
 
     def latest(self) -> int | None:
@@ -499,8 +501,8 @@ class CheckpointStore:
     def _described(self) -> list[Step]:
         if self._drain is not None:
             return self._drain.described()
-        with self.store._locked():
-            return describe_all(self.store._objects, self.run_id)
+        with self.store.handle.locked():
+            return describe_all(self.store.handle.objects, self.run_id)
 
     def best(self, metric: str, mode: Mode | None = None) -> int:
         """Return the step with the least metric (mode "min") or with the greatest ("max").
@@ -533,7 +535,7 @@ class CheckpointStore:
 
     def _delete(self, step: int, seen: object = None) -> None:
         """Delete a step; one that is not as it was `seen` has been saved again, and stays."""
-        objects, name = self.store._objects, step_name(self.run_id, step)
+        objects, name = self.store.handle.objects, step_name(self.run_id, step)
         with self._naming():
             if seen is not None and self._steps.status(step) != seen:
                 return
@@ -550,7 +552,7 @@ class CheckpointStore:
     @contextmanager
     def _naming(self) -> Iterator[None]:
         """Hold the lock under which names of the store change; hold it for a moment only."""
-        with self.store._locked(), self.store._objects.naming():
+        with self.store.handle.locked(), self.store.handle.objects.naming():
             yield
 
     def prune(self, *, dry_run: bool = False, among: Collection[int] | None = None) -> list[int]:
@@ -574,8 +576,8 @@ class CheckpointStore:
         if self._drain is not None:
             self._drain.pin(step)
             return
-        with self.store._locked():
-            pin_step(self.store._objects, self.run_id, step)
+        with self.store.handle.locked():
+            pin_step(self.store.handle.objects, self.run_id, step)
 
     def unpin(self, step: int) -> None:
         """Stop keeping a step whatever the rules say. Without effect when it is not pinned.
@@ -586,20 +588,20 @@ class CheckpointStore:
         if self._drain is not None:
             self._drain.unpin(step)
             return
-        objects, name = self.store._objects, step_name(self.run_id, step, kept=True)
+        objects, name = self.store.handle.objects, step_name(self.run_id, step, kept=True)
 
         def check() -> None:
             check_pin(objects, self.run_id, step)
 
-        with self.store._locked(), suppress(UnknownNameError):
+        with self.store.handle.locked(), suppress(UnknownNameError):
             objects.drop_ref(name, check_name=check)
 
     def pinned(self) -> set[int]:
         """Return the steps that are pinned."""
         if self._drain is not None:
             return self._drain.kept()
-        with self.store._locked():
-            return kept_steps(self.store._objects, self.run_id)
+        with self.store.handle.locked():
+            return kept_steps(self.store.handle.objects, self.run_id)
 
     def gc(self, grace_hours: float = DEFAULT_GRACE_HOURS) -> GcPlan:
         """Free the space of what no step of any run, and no checkpoint, uses, as Store.gc does.
@@ -639,8 +641,8 @@ class CheckpointStore:
         ones take on disk). With a second tier, they are of the fast one alone, and there are
         undrained (how many steps) and drain_error (the error of the last copy, or None).
         """
-        with self.store._locked():
-            found = run_stats(self.store._objects, [self.run_id], self.run_id).to_dict()
+        with self.store.handle.locked():
+            found = run_stats(self.store.handle.objects, [self.run_id], self.run_id).to_dict()
         if self._drain is not None:
             error = self._drain.error
             found |= {
@@ -674,7 +676,7 @@ class CheckpointStore:
         """
         if not self._retention.any:
             return []
-        with self.store._locked():
+        with self.store.handle.locked():
             places = self._steps.places(readable=True)
         order = in_save_order(places)
         if not order:
@@ -693,8 +695,8 @@ class CheckpointStore:
         return dropped
 
     def _check_replaceable(self, step: int) -> None:
-        with self.store._translated():
-            check_replaceable(self.store._objects, self.run_id, step)
+        with self.store.handle.translated():
+            check_replaceable(self.store.handle.objects, self.run_id, step)
         if self._drain is not None:
             self._drain.check_replaceable(step)
 
@@ -708,8 +710,8 @@ class CheckpointStore:
                 path: data.encode() if isinstance(data, str) else bytes(data)
                 for path, data in config.items()
             }
-        with self.store._translated():
-            return small_files(self.store._objects.files, Path(config))
+        with self.store.handle.translated():
+            return small_files(self.store.handle.objects.files, Path(config))
 
 
 def _check_limits(run: str, in_flight: int, pool_bytes: int | HostPool | None) -> None:
@@ -726,7 +728,7 @@ def _check_kinds(run: str, config: object, weights: object, drain: object) -> No
         raise BadOptionError.of(BadOption.FILES, where, f"config={config!r}")
     if not isinstance(weights, str):
         raise BadOptionError.of(BadOption.WEIGHTS, where, f"weights={weights!r}")
-    if isinstance(drain, str | PathLike | Store | None):
+    if isinstance(drain, str | PathLike | LocalStore | None):
         return
     from tensor_dedup.remote.remote import Remote
 
@@ -738,13 +740,13 @@ class TensorCasStore(CheckpointStore):
     """CheckpointStore under the name, and with the arguments, that tensorcas gives it."""
 
 
-def list_runs(root: "StrPath | Store") -> list[str]:
+def list_runs(root: "StrPath | LocalStore") -> list[str]:
     """Return the names of the runs that have steps in the store in the folder `root`, sorted.
 
     Raises:
         NotAStoreError: there is no store; none is made.
     """
-    store = root if isinstance(root, Store) else Store.open(root, create=False)
+    store = root if isinstance(root, LocalStore) else LocalStore.open(root, create=False)
     return store.runs()
 
 

@@ -32,7 +32,6 @@ from tensor_dedup.store.gathered import FlatBytes, flat_bytes
 from tensor_dedup.store.hashing import Hasher, change_hashes
 from tensor_dedup.store.index import PieceLocation, StoreIndex
 from tensor_dedup.store.objects import ContainerId, Objects
-from tensor_dedup.store.steps.errors import NamedTwiceError, NestedSaveError
 from tensor_dedup.store.steps.notes import Notes
 from tensor_dedup.store.steps.runs import (
     StepOrder,
@@ -68,6 +67,7 @@ from tensor_dedup.store.writing.transaction import BatchTransaction, SyncedFolde
 from tensor_dedup.training.background_encoder import BackgroundEncoder, EncodingJob
 from tensor_dedup.training.base_step import BaseStep, containers_there
 from tensor_dedup.training.bases import FirstStep
+from tensor_dedup.training.errors import NamedTwiceError, NestedSaveError
 from tensor_dedup.training.policy import Compress, Deltas, Encoding, checked_compress
 from tensor_dedup.training.state import NamedValue
 

@@ -25,11 +25,7 @@ from tensor_dedup.store.format.manifests import (
     encode_page,
 )
 from tensor_dedup.store.objects import Objects
-from tensor_dedup.store.steps.errors import (
-    NamedTwiceError,
-    NotATrainingError,
-    UnknownStepError,
-)
+from tensor_dedup.store.steps.errors import NotATrainingError, UnknownStepError
 from tensor_dedup.store.steps.notes import Notes
 from tensor_dedup.store.steps.runs import (
     StepOrder,
@@ -38,8 +34,9 @@ from tensor_dedup.store.steps.runs import (
     parse_step_name,
     step_name,
 )
-from tensor_dedup.store.store import Store
+from tensor_dedup.store.store import LocalStore
 from tensor_dedup.store.writing.transaction import OrderedTransaction
+from tensor_dedup.training.errors import NamedTwiceError
 
 # What the manifest of a part names as its adapter; a finished step's is another.
 PART_ADAPTER: Final = "dcp part"
@@ -56,12 +53,12 @@ def part_run(run: str, rank: int | str) -> str:
     return f"{run}/part-{rank}"
 
 
-def order_of(store: Store, run: str) -> StepOrder:
+def order_of(store: LocalStore, run: str) -> StepOrder:
     """Return what gives the steps of a run their places; whoever saves a whole run keeps it."""
-    return StepOrder(store._objects, run)
+    return StepOrder(store.handle.objects, run)
 
 
-def merge(store: Store, notes: Notes, ranks: Iterable[int | str], order: StepOrder) -> None:
+def merge(store: LocalStore, notes: Notes, ranks: Iterable[int | str], order: StepOrder) -> None:
     """Commit the step of these notes, with all parts of the ranks and the files of the first.
 
     `order` is that of the run.
@@ -72,12 +69,12 @@ def merge(store: Store, notes: Notes, ranks: Iterable[int | str], order: StepOrd
         PinnedStepError: the step exists and is pinned.
         NotATrainingError: an imported checkpoint has the step's name.
     """
-    objects, names = store._objects, [part_run(notes.run, rank) for rank in ranks]
+    objects, names = store.handle.objects, [part_run(notes.run, rank) for rank in ranks]
 
     def check_name() -> None:
         check_replaceable(objects, notes.run, notes.step)
 
-    with store._locked():
+    with store.handle.locked():
         check_name()  # before the work; it is looked at again after it
         parts = [objects.ref(step_name(name, notes.step)) for name in names]
         contents = [objects.manifest(part) for part in parts]
@@ -102,15 +99,15 @@ def merge(store: Store, notes: Notes, ranks: Iterable[int | str], order: StepOrd
             transaction.commit(name, manifest, check_name=check_name)
 
 
-def check_free(store: Store, part: str, step: int) -> None:
+def check_free(store: LocalStore, part: str, step: int) -> None:
     """Check that saving this part as this step replaces nothing of another run.
 
     Raises:
         TakenPartError: it would.
     """
-    with store._locked():
+    with store.handle.locked():
         try:
-            _, _, notes = manifest_of(store._objects, part, step)
+            _, _, notes = manifest_of(store.handle.objects, part, step)
         except UnknownStepError:
             return
         except NotATrainingError:
@@ -120,17 +117,17 @@ def check_free(store: Store, part: str, step: int) -> None:
         raise TakenPartError.at(store.path, f"{name!r} is no part of a step", name=name)
 
 
-def forget_parts(store: Store, run: str) -> None:
+def forget_parts(store: LocalStore, run: str) -> None:
     """Remove all parts of a run: those of a finished step, and those of unfinished ones."""
     called_so = re.compile(re.escape(part_run(run, "")) + r"(meta|0|[1-9][0-9]*)")
-    with store._locked():
-        for name in store._objects.names():
+    with store.handle.locked():
+        for name in store.handle.objects.names():
             step = parse_step_name(name)
             if step is None or step.kept or called_so.fullmatch(step.run) is None:
                 continue
-            if _is_part(store._objects, step.run, step.step):
+            if _is_part(store.handle.objects, step.run, step.step):
                 with suppress(UnknownNameError):
-                    store._objects.drop_ref(name)
+                    store.handle.objects.drop_ref(name)
 
 
 def _is_part(objects: Objects, run: str, step: int) -> bool:

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from tensor_dedup.dtypes import BITS
 from tensor_dedup.formats.pytorch.machine import DTYPES
 from tensor_dedup.store.gathered import Gathered, GatheredArray, flat_bytes, parts_in_order
-from tensor_dedup.store.steps.errors import DamagedStateError, UnsupportedArrayError
+from tensor_dedup.training.errors import DamagedStateError, UnsupportedArrayError
 
 if TYPE_CHECKING:
     import numpy as np

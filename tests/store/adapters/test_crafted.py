@@ -10,8 +10,8 @@ from sklearn.ensemble._hist_gradient_boosting.predictor import TreePredictor
 
 import fresh
 from stores import frozen, thawed, there_and_back
-from tensor_dedup.store.steps.errors import DamagedStateError
 from tensor_dedup.training.adapters import NumpyAdapter, SklearnAdapter
+from tensor_dedup.training.errors import DamagedStateError
 from tensor_dedup.training.state import NamedValue
 
 NUMPY, SKLEARN = NumpyAdapter(), SklearnAdapter()

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from stores import frozen, new_bytes, thawed, there_and_back, unchanged
-from tensor_dedup.store.steps.errors import (
+from tensor_dedup.training.adapters import LightGBMAdapter, adapter_for, by_name
+from tensor_dedup.training.adapters.lightgbm import _cut, _joined
+from tensor_dedup.training.errors import (
     DamagedStateError,
     MismatchedOriginalError,
     UnsupportedValueError,
 )
-from tensor_dedup.training.adapters import LightGBMAdapter, adapter_for, by_name
-from tensor_dedup.training.adapters.lightgbm import _cut, _joined
 from tensor_dedup.training.state import NamedValue
 
 ADAPTER = LightGBMAdapter()

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from stores import there_and_back
-from tensor_dedup.store.steps.errors import MismatchedOriginalError
 from tensor_dedup.training.adapters import NumpyAdapter, PyTorchAdapter
+from tensor_dedup.training.errors import MismatchedOriginalError
 
 ADAPTER, NUMPY = PyTorchAdapter(), NumpyAdapter()
 

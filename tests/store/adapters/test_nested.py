@@ -16,18 +16,7 @@ from hypothesis.extra import numpy as hnp
 from numpy._core._rational_tests import rational  # type: ignore[import-not-found]
 
 from stores import frozen, thawed, there_and_back
-from tensor_dedup.store.steps.errors import (
-    BadOption,
-    BadOptionError,
-    CyclicStateError,
-    DamagedStateError,
-    ProviderTakenError,
-    UnknownAdapterError,
-    UnknownModelError,
-    UnknownProviderError,
-    UnsupportedArrayError,
-    UnsupportedValueError,
-)
+from tensor_dedup.store.steps.errors import BadOption, BadOptionError
 from tensor_dedup.training.adapters import (
     NumpyAdapter,
     PieceSeries,
@@ -39,6 +28,16 @@ from tensor_dedup.training.adapters import (
     register_provider,
 )
 from tensor_dedup.training.adapters.base import ModelAdapter, Providers
+from tensor_dedup.training.errors import (
+    CyclicStateError,
+    DamagedStateError,
+    ProviderTakenError,
+    UnknownAdapterError,
+    UnknownModelError,
+    UnknownProviderError,
+    UnsupportedArrayError,
+    UnsupportedValueError,
+)
 from tensor_dedup.training.state import NamedValue
 
 NUMPY = NumpyAdapter()

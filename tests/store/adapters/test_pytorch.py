@@ -10,12 +10,12 @@ from torch import nn
 
 import fresh
 from stores import frozen, new_bytes, thawed, there_and_back, unchanged
-from tensor_dedup.store.steps.errors import (
+from tensor_dedup.training.adapters import PyTorchAdapter
+from tensor_dedup.training.errors import (
     MismatchedOriginalError,
     UnsupportedArrayError,
     UnsupportedValueError,
 )
-from tensor_dedup.training.adapters import PyTorchAdapter
 
 ADAPTER = PyTorchAdapter()
 

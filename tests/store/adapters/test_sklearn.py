@@ -38,15 +38,15 @@ from sklearn.exceptions import ConvergenceWarning, InconsistentVersionWarning
 
 from stores import Frozen, frozen, new_bytes, thawed, there_and_back, unchanged
 from tensor_dedup.store.gathered import flat_bytes
-from tensor_dedup.store.steps.errors import (
+from tensor_dedup.training.adapters import SklearnAdapter, adapter_for, by_name, sklearn_trees
+from tensor_dedup.training.adapters.sklearn import _class, _restore_function
+from tensor_dedup.training.errors import (
     DamagedStateError,
     ForbiddenClassError,
     MismatchedOriginalError,
     StateError,
     UnsupportedValueError,
 )
-from tensor_dedup.training.adapters import SklearnAdapter, adapter_for, by_name, sklearn_trees
-from tensor_dedup.training.adapters.sklearn import _class, _restore_function
 from tensor_dedup.training.state import NamedValue
 
 ADAPTER = SklearnAdapter()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tensor_dedup.store.gathered import flat_bytes
-from tensor_dedup.store.steps.errors import DamagedStateError, UnsupportedArrayError
+from tensor_dedup.training.errors import DamagedStateError, UnsupportedArrayError
 from tensor_dedup.training.state import NUMPY_CODES, NamedValue, pieces, raw, value
 
 TORCH = {

@@ -10,12 +10,12 @@ import pytest
 import xgboost as xgb
 
 from stores import frozen, new_bytes, thawed, there_and_back, unchanged
-from tensor_dedup.store.steps.errors import (
+from tensor_dedup.training.adapters import XGBoostAdapter, adapter_for, by_name, ubjson
+from tensor_dedup.training.errors import (
     DamagedStateError,
     MismatchedOriginalError,
     UnsupportedValueError,
 )
-from tensor_dedup.training.adapters import XGBoostAdapter, adapter_for, by_name, ubjson
 from tensor_dedup.training.state import NamedValue
 
 ADAPTER = XGBoostAdapter()

@@ -16,10 +16,10 @@ from sklearn.preprocessing import StandardScaler
 from torch import nn
 
 from stores import open_store
-from tensor_dedup.store.steps.errors import UnsupportedValueError
 from tensor_dedup.store.steps.runs import manifest_of
 from tensor_dedup.training import CheckpointStore
 from tensor_dedup.training.adapters import PyTorchAdapter
+from tensor_dedup.training.errors import UnsupportedValueError
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(120, 6))
@@ -84,7 +84,7 @@ def test_ensembles_cost_their_new_trees(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", GROWING)
 def test_a_step_of_an_ensemble_keeps_the_pages_of_the_one_before(name: str, tmp_path: Path) -> None:
     def pages(run: CheckpointStore, step: int) -> list[bytes]:
-        _, manifest, _ = manifest_of(run.store._objects, "run", step)
+        _, manifest, _ = manifest_of(run.store.handle.objects, "run", step)
         return list(manifest.pages)
 
     grow, model = GROWING[name][0], None

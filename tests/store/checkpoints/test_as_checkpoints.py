@@ -14,7 +14,7 @@ from stores import Model, assert_same, content, handle, network, shares, train
 from tensor_dedup.cli import main
 from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.loader.checkpoint_io.stub_folder import ENVIRONMENT, check_out
-from tensor_dedup.store import Store
+from tensor_dedup.store import LocalStore
 from tensor_dedup.store.format.manifests import STATE, WEIGHTS
 from tensor_dedup.training.state import NamedValue
 
@@ -30,7 +30,7 @@ def model() -> dict[str, Any]:
     return found
 
 
-def saved(root: Path) -> Store:
+def saved(root: Path) -> LocalStore:
     run, state = handle(root, config={"config.json": "{}"}), model()
     run.save(state, 1)
     state["layer0.bias"] = state["layer0.bias"] + 1
@@ -39,7 +39,7 @@ def saved(root: Path) -> Store:
     return run.store
 
 
-def verb(store: Store, *arguments: str) -> dict[str, Any]:
+def verb(store: LocalStore, *arguments: str) -> dict[str, Any]:
     command = [*arguments, "--json", "--store", str(store.path)]
     result = CliRunner().invoke(main, command)
     assert (result.exit_code, result.stderr) == (0, "")

@@ -29,17 +29,12 @@ from stores import (
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.buffers import PAGE
 from tensor_dedup.store.errors import LostHitError
-from tensor_dedup.store.steps.errors import (
-    BadOptionError,
-    BadStepError,
-    ForkedSaveError,
-    PinnedStepError,
-    UnsupportedArrayError,
-)
+from tensor_dedup.store.steps.errors import BadOptionError, BadStepError, PinnedStepError
 from tensor_dedup.store.writing.containers import PACK_BELOW
 from tensor_dedup.training import CheckpointStore, PendingSave
 from tensor_dedup.training.adapters import StateProvider, register_provider
 from tensor_dedup.training.capture import CaptureContext, HostPool, StepCapture
+from tensor_dedup.training.errors import ForkedSaveError, UnsupportedArrayError
 
 WEIGHT_BYTES = 160 * 200 * 4
 

@@ -30,9 +30,9 @@ from tensor_dedup.errors import StoreError
 from tensor_dedup.store.errors import ChangedModelError, NoSpaceError
 from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.gathered import FlatBytes, copy_flat
-from tensor_dedup.store.steps.errors import BrokenSaveError, NestedSaveError
 from tensor_dedup.training import CheckpointStore, PendingSave, background, capture
 from tensor_dedup.training.adapters import StateChunk
+from tensor_dedup.training.errors import BrokenSaveError, NestedSaveError
 
 FULL = Faults(full_from=0)
 

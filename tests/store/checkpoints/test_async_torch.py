@@ -14,7 +14,6 @@ from torch import nn
 from stores import PageablePool, shares
 from tensor_dedup.store.errors import ChangedModelError
 from tensor_dedup.store.gathered import Gathered
-from tensor_dedup.store.steps.errors import UnsupportedArrayError
 from tensor_dedup.store.steps.notes import Notes
 from tensor_dedup.training import CheckpointStore, state
 from tensor_dedup.training.capture import (
@@ -25,6 +24,7 @@ from tensor_dedup.training.capture import (
     host_tensor,
 )
 from tensor_dedup.training.commit import StepSnapshot
+from tensor_dedup.training.errors import UnsupportedArrayError
 from tensor_dedup.training.state import StateChunk
 from trainings import Training
 

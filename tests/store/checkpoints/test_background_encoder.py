@@ -17,12 +17,12 @@ import pytest
 
 from disk_faults import CHANGES, Crash, Faults, FaultyFiles, Loss
 from stores import Model, assert_same
+from tensor_dedup import Store
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.format.tables import PLAIN
 from tensor_dedup.store.locks import sweep
 from tensor_dedup.store.steps.errors import BadOptionError
-from tensor_dedup.store.store import Store
 from tensor_dedup.store.writing.run_cache import RunCache
 from tensor_dedup.training import CheckpointStore, background_encoder
 from tensor_dedup.training.background_encoder import BackgroundEncoder, EncodingJob
@@ -164,7 +164,7 @@ def test_a_container_that_cannot_go_goes_with_a_later_one(
 ) -> None:
     monkeypatch.setattr(background_encoder, "_LAST_WAIT_S", 0)
     run = run_on(tmp_path)
-    with run.store._locked():  # as an export does
+    with run.store.handle.locked():  # as an export does
         run.save(model_of(0), 0)
         run._saver.finish_encoding()
         kept = slabs(run)
@@ -263,7 +263,7 @@ def save_table(run: CheckpointStore, step: int) -> None:
                 assert list(record.parts) == [1]
                 # It is the tensor: it was not stored again.
                 [(container, _)] = opened.plain_places(record.parts[1])
-                assert len(own.store._objects.table(container).records) > 1
+                assert len(own.store.handle.objects.table(container).records) > 1
 
 
 @pytest.mark.parametrize("when", ["before", "while", "after"])
@@ -316,7 +316,7 @@ def test_nothing_is_stored_against_what_waits_to_be_removed(
 ) -> None:
     monkeypatch.setattr(background_encoder, "_LAST_WAIT_S", 0)
     run = run_on(tmp_path)
-    with run.store._locked():
+    with run.store.handle.locked():
         for step in range(3):
             run.save(model_of(step), step)
             run._saver.finish_encoding()
@@ -362,7 +362,7 @@ def test_a_container_that_cannot_go_goes_when_the_handle_is_closed(
 ) -> None:
     monkeypatch.setattr(background_encoder, "_LAST_WAIT_S", 0)
     run = run_on(tmp_path)
-    with run.store._locked():
+    with run.store.handle.locked():
         run.save(model_of(0), 0)
         run._saver.finish_encoding()
         assert len(slabs(run)) == 2
@@ -523,7 +523,10 @@ def test_the_gc_of_others_does_not_wait_for_a_thread_that_stands_still(
     monkeypatch.setattr(encoder_of(run), "_stand_still", noted)
     run.save(model_of(0), 0)
     assert began.wait(60)
-    with encoder_of(run).saving(), sweep(run.store._files, run.store._objects.layout, wait_s=60):
+    with (
+        encoder_of(run).saving(),
+        sweep(run.store.handle.files, run.store.handle.objects.layout, wait_s=60),
+    ):
         pass  # it was let in
     run.close()
     assert encoded(run, 0) >= {"frozen"}
@@ -634,7 +637,7 @@ class Scene:
         encoder, job = encoder_of(run), self.jobs[0]
         if not keep:
             self.jobs.clear()
-        with closing(RunCache(run.store._objects, 1)) as cache:
+        with closing(RunCache(run.store.handle.objects, 1)) as cache:
             encoder._do(cache, job)
 
     def play(self, name: str, faults: Faults) -> tuple[FaultyFiles, CheckpointStore]:

@@ -11,10 +11,10 @@ import pytest
 
 from disk_faults import CHANGES, Crash, Faults, FaultyFiles, Loss
 from stores import Model, assert_same
+from tensor_dedup import Store
 from tensor_dedup.store.buffers import address
 from tensor_dedup.store.errors import ChangedModelError, NoSpaceError, StoreIOError
 from tensor_dedup.store.files import PAGE, Handle, Mode, RealFiles
-from tensor_dedup.store.store import Store
 from tensor_dedup.training import CheckpointStore
 from tensor_dedup.training.capture import HostPool
 

@@ -36,14 +36,13 @@ from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.steps.errors import (
     BadOption,
     BadOptionError,
-    DivergedStepError,
-    DrainError,
     NotATrainingError,
     PinnedStepError,
     UnknownStepError,
 )
 from tensor_dedup.store.steps.runs import StepOrder, in_save_order
 from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.errors import DivergedStepError, DrainError
 from tensor_dedup.training.tiers.second_tier import StoreTier
 
 

@@ -10,12 +10,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from stores import assert_same, content, handle, network, safetensors, shares, stored, u8, write
-from tensor_dedup.store import Store
+from tensor_dedup.store import LocalStore
 from tensor_dedup.store.errors import BadNameError, DamagedFileError, NameTakenError
 from tensor_dedup.store.format.manifests import STATE, WEIGHTS, free_path
 from tensor_dedup.store.steps.errors import (
     BadOptionError,
-    NamedTwiceError,
     NotATrainingError,
     PinnedStepError,
     TakenStepError,
@@ -23,6 +22,7 @@ from tensor_dedup.store.steps.errors import (
 from tensor_dedup.store.writing import import_ as import_module
 from tensor_dedup.training import CheckpointStore
 from tensor_dedup.training.commit import StepSnapshot
+from tensor_dedup.training.errors import NamedTwiceError
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_no_save_replaces_what_was_imported(
     assert (run.steps(), run.latest()) == ([4], 4)
     assert run.append(network(1)).step == 6
     assert handle(run.store.path, keep_last=1).save(network(1), 7).step == 7
-    assert run.store._objects.names() == ["run@5", "run@7"]
+    assert run.store.handle.objects.names() == ["run@5", "run@7"]
     for act in (run.delete, run.pin, run.load):
         with pytest.raises(NotATrainingError):
             act(5)
@@ -161,9 +161,9 @@ def test_no_import_replaces_a_step_that_is_saved_meanwhile(
     assert list((run.store.path / "tmp").iterdir()) == []
 
 
-def point(store: Store, name: str, at: str) -> None:
+def point(store: LocalStore, name: str, at: str) -> None:
     """Let a name be another one of what is there, as an earlier version or a user may have done."""
-    objects = store._objects
+    objects = store.handle.objects
     objects.set_ref(name, objects.ref(at), replace=True)
 
 
@@ -193,12 +193,12 @@ def test_a_step_of_another_run_is_none_of_this_one(run: CheckpointStore) -> None
             with pytest.raises(NotATrainingError):
                 act(step)
     handle(run.store.path, keep_last=1).save(network(1), 9)
-    assert run.store._objects.names() == ["other@3", "run@7", "run@8", "run@9"]
+    assert run.store.handle.objects.names() == ["other@3", "run@7", "run@8", "run@9"]
 
 
 def test_a_damaged_step_may_be_saved_again(run: CheckpointStore) -> None:
     manifest = run.save(network(1), 5).manifest
-    run.store._objects.layout.manifest(manifest).write_bytes(b"damaged")
+    run.store.handle.objects.layout.manifest(manifest).write_bytes(b"damaged")
     with pytest.raises(DamagedFileError):
         run.load(5)
     handle(run.store.path).save(network(2), 5)

@@ -62,7 +62,7 @@ def test_what_was_imported_is_no_step_by_any_count(tmp_path: Path) -> None:
     run.store.delete("run@9")
     run.save(model, 9)  # in the place that an import had: from now on it is a step
     assert (run.steps(), run.latest()) == ([3, 9], 9)
-    assert {"run@7", "run@8"} <= set(run.store._objects.names())
+    assert {"run@7", "run@8"} <= set(run.store.handle.objects.names())
     assert shares(run)
 
 
@@ -265,9 +265,9 @@ def test_an_unreadable_step_keeps_its_place_by_its_date(tmp_path: Path) -> None:
         clock.hours += 1
         ruined[step] = run.save(model, step).manifest
     for step in (1, 3):
-        run.store._objects.layout.manifest(ruined[step]).write_bytes(b"ruined")
+        run.store.handle.objects.layout.manifest(ruined[step]).write_bytes(b"ruined")
     assert order(handle(tmp_path)) == [1, 2, 3, 4]
-    run.store._objects.layout.manifest(ruined[4]).write_bytes(b"ruined")
+    run.store.handle.objects.layout.manifest(ruined[4]).write_bytes(b"ruined")
     assert handle(tmp_path).latest() == 4  # who loads it learns of the damage
     clock.hours += 1
     run = handle(tmp_path, files=ClockedFiles(clock))
@@ -347,7 +347,7 @@ def test_a_damaged_step_fails_no_later_save(
 ) -> None:
     run, model = handle(tmp_path, **rules), network(1)
     damaged = run.save(model, 1, {"loss": 0.5}).manifest
-    run.store._objects.layout.manifest(damaged).write_bytes(b"damaged")
+    run.store.handle.objects.layout.manifest(damaged).write_bytes(b"damaged")
     run = handle(tmp_path, **rules)
     with caplog.at_level(logging.WARNING):
         for step in (2, 3):
@@ -386,10 +386,10 @@ def test_what_others_have_written_is_durable_before_it_is_referred_to(tmp_path: 
     run = handle(tmp_path, files=files)
     files.folders.clear()
     assert run.save(network(1), 2).new_tensors == 0
-    layout = run.store._objects.layout
-    name = run.store._objects.ref("run@2")
-    page = run.store._objects.manifest(name).pages[0].hex()
-    found = [layout.table(each.name, each.kind) for each in run.store._objects.containers()]
+    layout = run.store.handle.objects.layout
+    name = run.store.handle.objects.ref("run@2")
+    page = run.store.handle.objects.manifest(name).pages[0].hex()
+    found = [layout.table(each.name, each.kind) for each in run.store.handle.objects.containers()]
     for path in [layout.manifest(page), *found]:
         assert {path.parent, path.parent.parent} <= files.before
 

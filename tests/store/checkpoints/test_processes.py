@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from stores import Model, assert_same, forest, handle, network, shares, train
-from tensor_dedup.store import Store
+from tensor_dedup import Store
 from tensor_dedup.store.errors import StoreBusyError
 from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.steps.errors import UnknownStepError

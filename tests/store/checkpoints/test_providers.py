@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from stores import PageablePool
-from tensor_dedup.store.steps.errors import UnsupportedValueError
 from tensor_dedup.store.steps.notes import Notes
 from tensor_dedup.store.writing.containers import PACK_BELOW
 from tensor_dedup.training import CheckpointStore
@@ -28,6 +27,7 @@ from tensor_dedup.training.capture import (
     StepCapture,
     host_tensor,
 )
+from tensor_dedup.training.errors import UnsupportedValueError
 from tensor_dedup.training.state import NamedValue
 
 NOTES = Notes("run", 0, "numpy", {})

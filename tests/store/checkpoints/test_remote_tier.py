@@ -27,7 +27,7 @@ from stores import (
     write,
 )
 from tensor_dedup.cli import main
-from tensor_dedup.remote import Remote
+from tensor_dedup.remote import Remote, transfer
 from tensor_dedup.remote.errors import (
     NoConditionsError,
     NotARemoteError,
@@ -39,15 +39,10 @@ from tensor_dedup.remote.errors import (
 )
 from tensor_dedup.store.errors import BadNameError
 from tensor_dedup.store.format.names import file_of
-from tensor_dedup.store.steps.errors import (
-    DivergedStepError,
-    DrainError,
-    NotATrainingError,
-    PinnedStepError,
-    UnknownStepError,
-)
+from tensor_dedup.store.steps.errors import NotATrainingError, PinnedStepError, UnknownStepError
 from tensor_dedup.store.steps.runs import in_save_order
 from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.errors import DivergedStepError, DrainError
 
 
 class Server(MemoryBucket):
@@ -446,7 +441,7 @@ def test_damage_of_the_remote_is_said_and_mended(tmp_path: Path, server: Server)
         assert near(tmp_path).steps() == [0, 1]
         faults = Remote(server).verify().faults
         assert {name for each in faults for name in each.affected} == {"run@0"}
-        run.store.push(Remote(server), "run@0", replace=True)
+        transfer.push(run.store, Remote(server), "run@0", replace=True)
     assert Remote(server).verify(full=True).fine
     assert_same(elsewhere(tmp_path, server).load(1), model_of(1))
 
@@ -466,7 +461,7 @@ def test_a_damaged_reference_is_replaced_and_deleted(tmp_path: Path, server: Ser
         assert run.undrained() == []
         server.put(f"refs/{file_of('run@1')}", [memoryview(b"damaged again")])
         run.delete(1)
-        run.store.push(Remote(server), "run@2", replace=True)
+        transfer.push(run.store, Remote(server), "run@2", replace=True)
         assert run.steps() == [0, 2, 3]
     assert Remote(server).verify(full=True).fine
     assert_same(elsewhere(tmp_path, server).load(0), model_of(0))

@@ -28,20 +28,18 @@ from stores import (
     size_on_disk,
     train,
 )
+from tensor_dedup import Store
 from tensor_dedup.store.errors import BadNameError
 from tensor_dedup.store.steps.errors import (
     BadMetricError,
     BadStepError,
-    NamedTwiceError,
     NotATrainingError,
-    UnknownAdapterError,
     UnknownStepError,
-    UnsupportedArrayError,
 )
 from tensor_dedup.store.steps.runs import describe_all, run_names
-from tensor_dedup.store.store import Store
 from tensor_dedup.training import CheckpointStore, TensorCasStore
 from tensor_dedup.training.adapters import StateChunk
+from tensor_dedup.training.errors import NamedTwiceError, UnknownAdapterError, UnsupportedArrayError
 from tensor_dedup.training.policy import Compress
 from tensor_dedup.training.state import NamedValue
 
@@ -390,8 +388,8 @@ def test_an_imported_checkpoint_is_no_step(tmp_path: Path) -> None:
             act(2)
     assert handle(tmp_path / "store", keep_last=1).save(model, 3).new_tensors == 0
     assert run.steps() == [3]
-    assert [step.step for step in describe_all(run.store._objects, "run")] == [3]
-    assert run_names(run.store._objects) == ["run"]
+    assert [step.step for step in describe_all(run.store.handle.objects, "run")] == [3]
+    assert run_names(run.store.handle.objects) == ["run"]
     assert run.stats()["checkpoints"] == 1
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from stores import content, handle, network, noise, safetensors, train, u8, write
-from tensor_dedup.store import Store
+from tensor_dedup import Store
+from tensor_dedup.store import LocalStore
 from tensor_dedup.store.errors import UnfitForCollectionError
 from tensor_dedup.store.files import Handle, Mode, RealFiles
 from tensor_dedup.store.format.manifests import PAGE_ENTRIES
@@ -19,13 +20,13 @@ from tensor_dedup.training import CheckpointStore
 _FOLDERS = ("containers", "manifests", "refs")
 
 
-def disk_bytes(store: Store) -> int:
+def disk_bytes(store: LocalStore) -> int:
     """What all that `gc` decides about takes."""
     held = content(store.path)
     return sum(len(data) for path, data in held.items() if path.partition("/")[0] in _FOLDERS)
 
 
-def deleted(store: Store, run: str) -> int:
+def deleted(store: LocalStore, run: str) -> int:
     """Delete a run, and say how many bytes went."""
     before = disk_bytes(store)
     with CheckpointStore(store, run) as steps:
@@ -42,7 +43,7 @@ def many(seed: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> Store:
+def shared(tmp_path: Path) -> LocalStore:
     """Runs that share with each other and with an import, deltas and pinned steps among them."""
     one, two = handle(tmp_path / "store", "one"), handle(tmp_path / "store", "two")
     model = network(1)
@@ -63,7 +64,7 @@ def shared(tmp_path: Path) -> Store:
 
 
 @pytest.mark.parametrize("run", ["one", "two", "many"])
-def test_what_a_run_costs_is_what_goes_with_it(shared: Store, run: str) -> None:
+def test_what_a_run_costs_is_what_goes_with_it(shared: LocalStore, run: str) -> None:
     cost = shared.run_cost(run)
     before = shared.stats().dead_bytes
     assert cost.reclaimable_bytes > 0
@@ -73,7 +74,7 @@ def test_what_a_run_costs_is_what_goes_with_it(shared: Store, run: str) -> None:
     assert after == RunCost(0, 0, 0, 0, after.store_bytes)
 
 
-def test_what_others_have_too_is_shared(shared: Store) -> None:
+def test_what_others_have_too_is_shared(shared: LocalStore) -> None:
     alone = {run: shared.run_cost(run) for run in ("one", "two", "many")}
     assert alone["many"].shared_bytes == 0
     assert alone["one"].shared_bytes > alone["one"].reclaimable_bytes
@@ -87,7 +88,7 @@ def test_what_others_have_too_is_shared(shared: Store) -> None:
 
 
 @pytest.mark.parametrize("run", ["one", "two", "many"])
-def test_the_numbers_are_those_of_du(shared: Store, run: str) -> None:
+def test_the_numbers_are_those_of_du(shared: LocalStore, run: str) -> None:
     cost = shared.run_cost(run)
     used = {each.name: each for each in shared.usage().checkpoints}[run]
     assert (cost.unique_bytes, cost.shared_bytes) == (used.unique_bytes, used.shared_bytes)
@@ -96,7 +97,7 @@ def test_the_numbers_are_those_of_du(shared: Store, run: str) -> None:
     assert sum(each.stored_bytes for each in shared.run_growth(run)) == cost.disk_bytes
 
 
-def test_an_import_of_a_step_s_name_is_not_of_the_run(shared: Store, tmp_path: Path) -> None:
+def test_an_import_of_a_step_s_name_is_not_of_the_run(shared: LocalStore, tmp_path: Path) -> None:
     shared.export("many@0", tmp_path / "out")
     shared.import_(tmp_path / "out", "many@7")
     cost = shared.run_cost("many")
@@ -104,7 +105,7 @@ def test_an_import_of_a_step_s_name_is_not_of_the_run(shared: Store, tmp_path: P
     assert deleted(shared, "many") == cost.reclaimable_bytes
 
 
-def test_without_certainty_there_is_no_cost(shared: Store) -> None:
+def test_without_certainty_there_is_no_cost(shared: LocalStore) -> None:
     slabs = sorted((shared.path / "containers").rglob("*.pack"))
     for path in slabs:
         path.unlink()
@@ -162,7 +163,7 @@ def test_changes_of_tensors_are_counted(tmp_path: Path, seed: int) -> None:
     tensors = {each.name: [each.identical, each.changed] for each in found}
     assert {n: c for n, c in tensors.items() if not n.startswith("#")} == expected(steps)
     assert tensors["#values"] == [len(steps) - 1, 0]
-    manifests = [store._objects.manifest(step.manifest) for step in store.steps("run")]
+    manifests = [store.handle.objects.manifest(step.manifest) for step in store.steps("run")]
     pages = [page for manifest in manifests for page in manifest.pages]
     assert len(pages) > len({*pages}) + len(steps) // 3
     # Each manifest once, and each page once, but for those that come back.

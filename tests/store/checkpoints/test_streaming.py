@@ -23,10 +23,10 @@ from stores import (
     shares,
     train,
 )
+from tensor_dedup import Store
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.errors import ChangedModelError, NoSpaceError
 from tensor_dedup.store.files import Handle, RealFiles
-from tensor_dedup.store.store import Store
 from tensor_dedup.training import CheckpointStore, background, commit
 from tensor_dedup.training.capture import host_tensor
 from tensor_dedup.training.policy import Compress

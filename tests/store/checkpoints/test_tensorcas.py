@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tensor_dedup.store import Store
+from tensor_dedup import Store
 from tensor_dedup.store.errors import NotAStoreError
 from tensor_dedup.training import CheckpointStore, TensorCasStore, list_runs
 from tensor_dedup.training.adapters import (

@@ -13,14 +13,15 @@ import pytest
 
 from disk_faults import Crash, Faults, FaultyFiles
 from stores import Model, alone, assert_same, handle, moving, open_store
+from tensor_dedup import Store
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store import locks
 from tensor_dedup.store.errors import NoSpaceError, NoStoreError
 from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.objects import Objects
-from tensor_dedup.store.steps.errors import DrainError, OtherTierError
-from tensor_dedup.store.store import Store
+from tensor_dedup.store.upkeep.gc import sweep_now
 from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.errors import DrainError, OtherTierError
 
 
 def save(run: CheckpointStore, *steps: int) -> None:
@@ -313,7 +314,7 @@ def test_a_sweep_reads_before_anybody_has_to_wait(
     monkeypatch.setattr(Objects, "read", reading)
     monkeypatch.setattr(Objects, "_trailer", trailer)
     meanwhile(monkeypatch, lambda: other.save(noise(20), 20))
-    plan = run.store._sweep(10, lambda: before.append(len(read)))
+    plan = sweep_now(run.store.handle.objects, 10, lambda: before.append(len(read)))
     again = [path for path in read[before[0] :] if path.parent.name != "refs"]
     assert {*again} & {*read[: before[0]]} == set()
     assert len(again) == 3  # of the step that came since: manifest, page, container
@@ -338,8 +339,8 @@ def test_a_sweep_that_another_one_was_quicker_than_is_sure_of_what_is_left(
         run.delete(2)
 
     meanwhile(monkeypatch, collected)
-    run.store._sweep(10, lambda: None)
-    run.store._sweep(10, lambda: None)
+    sweep_now(run.store.handle.objects, 10, lambda: None)
+    sweep_now(run.store.handle.objects, 10, lambda: None)
     assert size_of(tmp_path) >> 20 == 2
     assert_same(run.load(1), {**noise(5), "first": noise(1)["weight"]})
     assert run.store.verify(full=True).fine

@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 
 from stores import alone, assert_same, handle, moving, open_store
+from tensor_dedup.remote import transfer
 from tensor_dedup.store.errors import NoSpaceError
 from tensor_dedup.store.files import RealFiles
-from tensor_dedup.store.steps.errors import (
-    DivergedStepError,
-    DivergedTierError,
-    DrainError,
-)
 from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.errors import DivergedStepError, DivergedTierError, DrainError
 from tensor_dedup.training.tiers.remote_tier import RemoteTier
 from tensor_dedup.training.tiers.second_tier import StoreTier
 
@@ -108,7 +105,7 @@ def test_what_the_error_says_ends_the_quarrel(tmp_path: Path, second: str) -> No
     left.delete(3)
     with pytest.raises(DivergedTierError, match="2 steps from 4 to 5 here"):
         two(tmp_path, second)
-    left.store.push(second, "run@5", replace=True)
+    transfer.push(left.store, second, "run@5", replace=True)
     left.delete(4)
     with two(tmp_path, second) as run:
         assert (run.undrained(), run.latest()) == ([], 5)

@@ -7,7 +7,7 @@ import pytest
 
 from s3_faults import Wire
 from stores import open_store, three
-from tensor_dedup.store import Store
+from tensor_dedup import Store
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from stores import (
     weights,
     write,
 )
+from tensor_dedup import Store
 from tensor_dedup.remote import Remote, catalog, layout
 from tensor_dedup.remote.catalog import (
     PREFIX_BYTES,
@@ -36,7 +37,6 @@ from tensor_dedup.remote.catalog import (
     with_more,
 )
 from tensor_dedup.remote.errors import CorruptRemoteTensorError, MissingRemoteError
-from tensor_dedup.store import Store
 
 HOUR = 3600.0
 

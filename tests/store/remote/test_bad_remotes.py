@@ -15,6 +15,7 @@ import remotes
 from remotes import MemoryBucket, Proxy
 from s3_faults import FaultyProxy, MemoryS3, Request, Response, client
 from stores import content, noise, open_store, safetensors, stored, three, u8, write
+from tensor_dedup import Store
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import NOBODY_THERE, WRONG_USE, StoreError, TensorDedupError
 from tensor_dedup.remote import Remote, environment, layout
@@ -32,7 +33,6 @@ from tensor_dedup.remote.errors import (
     RemoteUrlError,
     UnlistedRemoteError,
 )
-from tensor_dedup.store import Store
 from tensor_dedup.store.errors import EscapingPathError, NewerFormatError, NoSpaceError
 from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.format import frames, manifests

@@ -12,11 +12,11 @@ import pytest
 
 from remotes import Faulty, MemoryBucket
 from stores import content, noise, open_store, safetensors, stored, u8, write
+from tensor_dedup import Store
 from tensor_dedup.digest import digest
 from tensor_dedup.remote import Remote, catalog, layout
 from tensor_dedup.remote.catalog import PREFIX_BYTES, ListedContainer, read_catalog
 from tensor_dedup.remote.errors import DamagedRemoteError
-from tensor_dedup.store import Store
 from tensor_dedup.store.format import frames
 
 PIECES = 100

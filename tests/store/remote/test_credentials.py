@@ -11,6 +11,7 @@ import remotes
 from remotes import MemoryBucket
 from s3_faults import FaultyProxy, MemoryS3, Request, Response, client
 from stores import content, open_store, stored
+from tensor_dedup import Store
 from tensor_dedup.errors import NOBODY_THERE
 from tensor_dedup.remote import Remote
 from tensor_dedup.remote.buckets import scrubbed
@@ -20,7 +21,6 @@ from tensor_dedup.remote.errors import (
     RemoteAccessError,
     RemoteUnreachableError,
 )
-from tensor_dedup.store import Store
 
 HOUR = 3600.0
 _HEAD = '<?xml version="1.0" encoding="UTF-8"?>\n'

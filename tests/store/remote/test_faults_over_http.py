@@ -21,10 +21,10 @@ import real_servers
 from remotes import MemoryBucket
 from s3_faults import FAULTS, FaultyProxy, MemoryS3, RealS3, Request, Turns, client, possible
 from stores import content, open_store, stored, three
+from tensor_dedup import Store
 from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import Remote
 from tensor_dedup.remote.errors import RemoteNameTakenError, UnknownRemoteNameError
-from tensor_dedup.store import Store
 
 HOUR = 3600.0
 VERBS = ("first push", "push", "push over", "pull", "delete", "gc")

@@ -12,6 +12,7 @@ import pytest
 
 from remotes import Faulty, MemoryBucket
 from stores import KIB, content, noise, open_store, safetensors, stored, u8, write
+from tensor_dedup import Store
 from tensor_dedup.digest import digest
 from tensor_dedup.remote import Remote, catalog, holders, layout, upkeep
 from tensor_dedup.remote.buckets import ObjectStatus
@@ -23,7 +24,6 @@ from tensor_dedup.remote.errors import (
 )
 from tensor_dedup.remote.holders import read_holders
 from tensor_dedup.remote.inventory import RemoteInventory
-from tensor_dedup.store import Store
 from tensor_dedup.store.format import frames
 from tensor_dedup.store.format.tables import Record, Table
 from tensor_dedup.store.objects import ContainerId

@@ -16,6 +16,7 @@ import pytest
 
 from remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
 from stores import Content, content, handle, noise, open_store, stored, three
+from tensor_dedup import Store
 from tensor_dedup.digest import LEAF_BYTES, digest
 from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import Remote, layout
@@ -28,7 +29,6 @@ from tensor_dedup.remote.catalog import (
 )
 from tensor_dedup.remote.errors import RemoteBusyError
 from tensor_dedup.remote.inventory import take_inventory
-from tensor_dedup.store import Store
 from tensor_dedup.store.format import frames
 
 HOUR = 3600.0

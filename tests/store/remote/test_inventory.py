@@ -9,6 +9,7 @@ import pytest
 
 from remotes import Chunks, MemoryBucket
 from stores import noise, open_store, safetensors, stored, u8, write
+from tensor_dedup import Store
 from tensor_dedup.remote import Remote, layout
 from tensor_dedup.remote.buckets import Bucket
 from tensor_dedup.remote.catalog import (
@@ -25,7 +26,6 @@ from tensor_dedup.remote.errors import (
     RemoteAccessError,
     UncertainRemoteError,
 )
-from tensor_dedup.store import Store
 from tensor_dedup.store.format import tables
 from tensor_dedup.store.objects import ContainerId
 

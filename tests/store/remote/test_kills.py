@@ -21,6 +21,7 @@ import registries
 from remotes import MemoryBucket
 from s3_faults import FaultyProxy, MemoryS3, RealS3, Request, client
 from stores import KIB, content, noise, open_store, safetensors, stored, three, u8, write
+from tensor_dedup import Store
 from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import Remote
 from tensor_dedup.remote.buckets import ObjectStatus
@@ -29,7 +30,6 @@ from tensor_dedup.remote.errors import (
     RemoteUnreachableError,
     UnknownRemoteNameError,
 )
-from tensor_dedup.store import Store
 from tensor_dedup.store.errors import DamagedFileError
 from tensor_dedup.store.format.tables import TAIL_BYTES, table_start
 

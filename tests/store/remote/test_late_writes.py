@@ -10,11 +10,11 @@ import pytest
 
 from remotes import MemoryBucket
 from stores import KIB, content, noise, open_store, safetensors, stored, u8, write
+from tensor_dedup import Store
 from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import Remote, layout
 from tensor_dedup.remote.catalog import catalog_of, read_table
 from tensor_dedup.remote.errors import CorruptRemoteTensorError
-from tensor_dedup.store import Store
 from tensor_dedup.store.errors import NoSpaceError, StoreIOError
 from tensor_dedup.store.files import Handle, RealFiles
 

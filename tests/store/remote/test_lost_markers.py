@@ -8,6 +8,7 @@ import pytest
 
 from remotes import Chunks, MemoryBucket
 from stores import content, open_store, stored, three
+from tensor_dedup import Store
 from tensor_dedup.remote import Remote, layout
 from tensor_dedup.remote.buckets import Bucket
 from tensor_dedup.remote.errors import (
@@ -15,7 +16,6 @@ from tensor_dedup.remote.errors import (
     NotARemoteError,
     RemoteAccessError,
 )
-from tensor_dedup.store import Store
 from tensor_dedup.store.errors import NewerFormatError
 from tensor_dedup.store.format import frames
 from tensor_dedup.training import CheckpointStore

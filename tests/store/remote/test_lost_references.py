@@ -9,6 +9,7 @@ import pytest
 from remotes import MemoryBucket
 from s3_faults import FaultyProxy, MemoryS3, client
 from stores import content, noise, open_store, safetensors, stored, u8, write
+from tensor_dedup import Store
 from tensor_dedup.remote import Remote, catalog, layout
 from tensor_dedup.remote.buckets import ObjectStatus
 from tensor_dedup.remote.catalog import DAMAGED, condemned
@@ -18,7 +19,6 @@ from tensor_dedup.remote.errors import (
     RemoteNameTakenError,
     UncertainRemoteError,
 )
-from tensor_dedup.store import Store
 from tensor_dedup.store.format import manifests
 from tensor_dedup.training import CheckpointStore
 

@@ -35,6 +35,7 @@ from stores import (
     weights,
     write,
 )
+from tensor_dedup import Store
 from tensor_dedup.errors import StoreError, UnsupportedError
 from tensor_dedup.remote import Remote
 from tensor_dedup.remote.errors import (
@@ -48,7 +49,6 @@ from tensor_dedup.remote.errors import (
 )
 from tensor_dedup.remote.oci import modelpack as artifacts
 from tensor_dedup.remote.oci.registry import MANIFEST_BYTES, ArtifactName
-from tensor_dedup.store import Store
 from tensor_dedup.store.errors import NameTakenError, UnknownNameError
 from tensor_dedup.store.format.manifests import Piece
 from tensor_dedup.store.format.tables import Table

@@ -9,6 +9,7 @@ import pytest
 
 from remotes import MemoryBucket
 from stores import KIB, content, open_store, stored, three
+from tensor_dedup import Store
 from tensor_dedup.remote import Remote
 from tensor_dedup.remote.errors import (
     MissingRemoteError,
@@ -17,7 +18,6 @@ from tensor_dedup.remote.errors import (
     UnknownRemoteNameError,
 )
 from tensor_dedup.remote.on_demand import pull_missing
-from tensor_dedup.store import Store
 from tensor_dedup.store.errors import BadNameError
 from tensor_dedup.training import CheckpointStore
 

@@ -15,10 +15,10 @@ import pytest
 from remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
 from s3_faults import FaultyProxy, MemoryS3, client
 from stores import Content, content, open_store, stored, three
+from tensor_dedup import Store
 from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import Remote, layout
 from tensor_dedup.remote.errors import NoConditionsError, RemoteNameTakenError
-from tensor_dedup.store import Store
 
 HOUR = 3600.0
 ALL = (*FAULTS, *READ_FAULTS)

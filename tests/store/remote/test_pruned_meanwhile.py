@@ -9,8 +9,8 @@ import pytest
 
 from remotes import MemoryBucket
 from stores import open_store, safetensors, u8, write
+from tensor_dedup import Store
 from tensor_dedup.remote import Remote, TransferResult, layout, neighbour
-from tensor_dedup.store import Store
 from tensor_dedup.store.errors import MissingObjectError, UnknownNameError
 
 

@@ -25,10 +25,10 @@ from stores import (
     with_lora,
     write,
 )
+from tensor_dedup import Store
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.remote import Remote
 from tensor_dedup.remote.errors import RemoteNameTakenError
-from tensor_dedup.store import Store
 from tensor_dedup.store.codecs.interface import LEAVES
 from tensor_dedup.store.format.tables import PLAIN, Record
 from tensor_dedup.training import CheckpointStore

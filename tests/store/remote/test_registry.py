@@ -21,6 +21,7 @@ import pytest
 import registries
 from remotes import Proxy, answered
 from stores import KIB, content, noise, open_store, safetensors, stored, u8, write
+from tensor_dedup import Store
 from tensor_dedup.remote.errors import (
     DamagedRemoteError,
     RemoteAccessError,
@@ -28,7 +29,6 @@ from tensor_dedup.remote.errors import (
     RemoteUnreachableError,
 )
 from tensor_dedup.remote.oci.registry import ArtifactName, RegistryRepository, _origin
-from tensor_dedup.store import Store
 
 pytest.importorskip("oras")
 

@@ -11,12 +11,12 @@ import pytest
 import registries
 from remotes import Proxy, answered
 from stores import KIB, content, noise, open_store, safetensors, stored, u8, write
+from tensor_dedup import Store
 from tensor_dedup.remote.errors import RemoteNameTakenError, RemoteUnreachableError
 from tensor_dedup.remote.oci import modelpack as artifacts
 from tensor_dedup.remote.oci.artifact import Artifact, layers_folder
 from tensor_dedup.remote.oci.modelpack import TITLE
 from tensor_dedup.remote.oci.registry import ArtifactName, RegistryRepository
-from tensor_dedup.store import Store
 from tensor_dedup.store.files import RealFiles
 
 pytest.importorskip("oras")

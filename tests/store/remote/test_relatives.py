@@ -215,7 +215,7 @@ def test_what_the_remote_has_lost_of_the_base_is_sent(
     bucket = scene.bucket()
     read = Remote(bucket).read("base")
     pages = [layout.manifest_key(part) for part in read.blobs]
-    pages.sort(key=lambda key: key == layout.manifest_key(scene.full._objects.ref("base")))
+    pages.sort(key=lambda key: key == layout.manifest_key(scene.full.handle.objects.ref("base")))
     gone = {"a page": pages[:1], "a manifest": pages[-1:], "all pages": pages[:-1]}.get(lost)
     for key in gone or [key for key in bucket.objects if key.startswith("tables/")]:
         del bucket.objects[key]

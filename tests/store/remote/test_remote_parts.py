@@ -23,7 +23,7 @@ from stores import (
     write,
 )
 from tensor_dedup.digest import LEAF_BYTES, digest
-from tensor_dedup.remote import Remote, catalog, layout
+from tensor_dedup.remote import Remote, catalog, layout, transfer
 from tensor_dedup.remote.buckets import Bucket
 from tensor_dedup.remote.errors import (
     CorruptRemoteTensorError,
@@ -31,7 +31,7 @@ from tensor_dedup.remote.errors import (
     RemoteUnreachableError,
 )
 from tensor_dedup.remote.inventory import take_inventory
-from tensor_dedup.store import Store
+from tensor_dedup.store import LocalStore
 from tensor_dedup.store.errors import CorruptTensorError
 from tensor_dedup.store.format import frames, tables
 from tensor_dedup.store.format.tables import Record, Table
@@ -69,7 +69,7 @@ def test_a_remote_gets_each_leaf_once(run: CheckpointStore, tmp_path: Path, at_o
     costs = []
     for each in ["run"] if at_once else names:
         before = sent(there)
-        result = store.push(url, each)
+        result = transfer.push(store, url, each)
         assert result.moved_bytes <= sent(there) - before
         costs.append(sent(there) - before)
     if at_once:
@@ -103,7 +103,7 @@ def test_a_remote_keeps_what_the_last_step_needs_and_no_more(tmp_path: Path) -> 
     with handle(tmp_path / "store", compress=None) as run:
         for step in range(LEAVES):
             run.save(step_of(step), step)
-            run.store.push(there.as_uri(), f"run@{step}")
+            transfer.push(run.store, there.as_uri(), f"run@{step}")
     remote = Remote.open(there.as_uri())
     for step in range(LEAVES - 1):
         remote.delete(f"run@{step}")
@@ -142,7 +142,7 @@ def test_a_part_that_is_lost_there_is_named_and_sent_again(
 ) -> None:
     there, store, last = tmp_path / "remote", run.store, f"run@{LEAVES - 1}"
     for step in range(LEAVES):
-        store.push(there.as_uri(), f"run@{step}")
+        transfer.push(store, there.as_uri(), f"run@{step}")
     record = in_parts(store)[bytes.fromhex(digest(data_of(LEAVES - 1)))]
     [path] = containers_with(there, [record.parts[2]])
     if what == "gone":
@@ -161,7 +161,7 @@ def test_a_part_that_is_lost_there_is_named_and_sent_again(
     assert affected == {f"run@{step}" for step in range(2, LEAVES)}
     listed = {each.name for each in remote.checkpoints() if each.damage is not None}
     assert listed == affected
-    assert not store.push(there.as_uri(), last).unchanged
+    assert not transfer.push(store, there.as_uri(), last).unchanged
     other.pull(there.as_uri(), last)
     check(run, [LEAVES - 1], other.path)
     # What the others need of it is there again, too.
@@ -177,7 +177,7 @@ def test_what_has_a_part_that_is_damaged_here_is_sent_from_another_copy(
 ) -> None:
     store, last = run.store, f"run@{LEAVES - 1}"
     there = tmp_path / "remote"
-    store.push(there.as_uri(), "run@0")
+    transfer.push(store, there.as_uri(), "run@0")
     record = in_parts(store)[bytes.fromhex(digest(data_of(LEAVES - 1)))]
     [(container, place)] = [
         (container, r)
@@ -185,23 +185,23 @@ def test_what_has_a_part_that_is_damaged_here_is_sent_from_another_copy(
         for r in table.records
         if r.digest == record.parts[2]
     ]
-    path = store._objects.layout.container(container.name, container.kind)
+    path = store.handle.objects.layout.container(container.name, container.kind)
     blob = bytearray(path.read_bytes())
     blob[place.offset + place.stored // 2] ^= 1
     path.write_bytes(blob)
     with pytest.raises(CorruptTensorError):
-        store.push(there.as_uri(), last)
+        transfer.push(store, there.as_uri(), last)
     assert [each.name for each in Remote.open(there.as_uri()).checkpoints()] == ["run@0"]
     # The same tensor comes, whole, from another store.
     with handle(tmp_path / "whole", compress=None) as whole:
         whole.save({"embedding": model(LEAVES - 1)["embedding"]}, 0)
-        whole.store.push((tmp_path / "both").as_uri(), "run@0")
+        transfer.push(whole.store, (tmp_path / "both").as_uri(), "run@0")
     assert not store.verify(full=True).fine
-    assert store.pull((tmp_path / "both").as_uri(), "run@0", replace=True).moved_pieces
+    assert transfer.pull(store, (tmp_path / "both").as_uri(), "run@0", replace=True).moved_pieces
     if not noted:
-        store._objects.set_bad_offsets(container.name, ())
+        store.handle.objects.set_bad_offsets(container.name, ())
         store = open_store(store.path)
-    store.push(there.as_uri(), last)
+    transfer.push(store, there.as_uri(), last)
     assert parts_there(there) == {}
     other = open_store(tmp_path / "other")
     other.pull(there.as_uri(), last)
@@ -232,7 +232,7 @@ def test_each_step_costs_its_leaf_and_few_requests(tmp_path: Path) -> None:
     with handle(tmp_path / "store", compress=None) as run:
         for step in range(24):
             run.save({"embedding": wide(step)}, step)
-            result = run.store.push(Remote(bucket), f"run@{step}")
+            result = transfer.push(run.store, Remote(bucket), f"run@{step}")
             if step:
                 assert result.moved_bytes < LEAF_BYTES + 10_000
                 assert result.wire_bytes < 1.02 * result.moved_bytes + 65_536
@@ -253,13 +253,13 @@ def test_each_step_costs_its_leaf_and_few_requests(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> tuple[Store, MemoryBucket]:
+def two(tmp_path: Path) -> tuple[LocalStore, MemoryBucket]:
     """A run of two steps, the second of which has one part, and a remote with both."""
     bucket = MemoryBucket()
     with handle(tmp_path / "store", compress=None) as run:
         for step in range(2):
             run.save({"embedding": model(step)["embedding"]}, step)
-            run.store.push(Remote(bucket), f"run@{step}")
+            transfer.push(run.store, Remote(bucket), f"run@{step}")
     return run.store, bucket
 
 
@@ -272,7 +272,7 @@ def without(bucket: MemoryBucket, digest_: bytes) -> None:
             del bucket.objects[layout.table_key(container.name)]
 
 
-def test_a_catalog_lists_what_has_all_of_its_parts(two: tuple[Store, MemoryBucket]) -> None:
+def test_a_catalog_lists_what_has_all_of_its_parts(two: tuple[LocalStore, MemoryBucket]) -> None:
     _, bucket = two
     [(container, table, record)] = [
         (container, table, record)
@@ -292,7 +292,7 @@ def test_a_catalog_lists_what_has_all_of_its_parts(two: tuple[Store, MemoryBucke
     assert not catalog.rebuilt(bucket).holders(record.digest)
 
 
-def test_what_a_step_takes_there_has_its_parts(two: tuple[Store, MemoryBucket]) -> None:
+def test_what_a_step_takes_there_has_its_parts(two: tuple[LocalStore, MemoryBucket]) -> None:
     _, bucket = two
     before = {each.name: each.unique_bytes for each in Remote(bucket).usage().checkpoints}
     assert before["run@0"] == 0  # the anchor is both's
@@ -304,7 +304,7 @@ def test_what_a_step_takes_there_has_its_parts(two: tuple[Store, MemoryBucket]) 
 
 
 def test_what_has_lost_a_part_is_pulled_from_another_copy(
-    tmp_path: Path, two: tuple[Store, MemoryBucket]
+    tmp_path: Path, two: tuple[LocalStore, MemoryBucket]
 ) -> None:
     store, bucket = two
     [record] = in_parts(store).values()
@@ -313,7 +313,7 @@ def test_what_has_lost_a_part_is_pulled_from_another_copy(
     assert not Remote(bucket).verify().fine
     with handle(tmp_path / "whole", "other", compress=None) as whole:
         whole.save({"embedding": model(1)["embedding"]}, 0)
-        assert whole.store.push(Remote(bucket), "other@0").moved_pieces == 1
+        assert transfer.push(whole.store, Remote(bucket), "other@0").moved_pieces == 1
     tables_ = take_inventory(bucket).tables.values()
     assert len([r for table in tables_ for r in table.records if r.digest == record.digest]) == 2
     other = open_store(tmp_path / "other")
@@ -322,7 +322,7 @@ def test_what_has_lost_a_part_is_pulled_from_another_copy(
 
 
 def test_holders_that_are_mended_name_parts(
-    tmp_path: Path, two: tuple[Store, MemoryBucket]
+    tmp_path: Path, two: tuple[LocalStore, MemoryBucket]
 ) -> None:
     store, bucket = two
     key = layout.holders_key(Remote(bucket).read("run@1").manifest)
@@ -335,19 +335,19 @@ def test_holders_that_are_mended_name_parts(
     assert not [call for call in gate.calls if call.startswith("get catalog/")]
 
 
-def pushed_next(tmp_path: Path, store: Store, bucket: Bucket) -> None:
+def pushed_next(tmp_path: Path, store: LocalStore, bucket: Bucket) -> None:
     """Push a step that needs the part of the one before, and one more; pull it elsewhere."""
     with handle(store.path, compress=None) as run:
         run.save({"embedding": model(2)["embedding"]}, 2)
         assert sorted(len(record.parts) for record in in_parts(store).values()) == [1, 2]
-        run.store.push(Remote(bucket), "run@2")
+        transfer.push(run.store, Remote(bucket), "run@2")
     other = open_store(tmp_path / "other")
     other.pull(Remote(bucket), "run@2")
     assert stored(other, "run@2") == stored(store, "run@2")
 
 
 def test_a_part_that_is_relied_on_is_looked_for(
-    tmp_path: Path, two: tuple[Store, MemoryBucket]
+    tmp_path: Path, two: tuple[LocalStore, MemoryBucket]
 ) -> None:
     store, bucket = two
     [record] = in_parts(store).values()
@@ -356,7 +356,7 @@ def test_a_part_that_is_relied_on_is_looked_for(
 
 
 def test_a_part_that_is_relied_on_and_deleted_meanwhile_is_sent_again(
-    tmp_path: Path, two: tuple[Store, MemoryBucket]
+    tmp_path: Path, two: tuple[LocalStore, MemoryBucket]
 ) -> None:
     store, bucket = two
     [record] = in_parts(store).values()
@@ -398,10 +398,10 @@ def test_a_part_is_not_relied_on_by_a_short_prefix(
     path = write(tmp_path / "many", {"model.safetensors": safetensors(tensors)})
     with handle(tmp_path / "store", compress=None) as run:
         run.store.import_(path, "many")
-        run.store.push(Remote(bucket), "many")
+        transfer.push(run.store, Remote(bucket), "many")
         for step in range(2):
             run.save({"embedding": model(step)["embedding"]}, step)
-            run.store.push(Remote(bucket), f"run@{step}")
+            transfer.push(run.store, Remote(bucket), f"run@{step}")
         [record] = in_parts(run.store).values()
         read = catalog.read_catalog(bucket)
         assert read is not None
@@ -428,14 +428,14 @@ def test_a_part_that_is_a_piece_too_is_there_without_a_base(tmp_path: Path, befo
             path = write(tmp_path / name, {"model.safetensors": safetensors(tensors)})
             store.import_(path, name, compress="auto")
             if before or name == "base":
-                store.push(remote, name)
+                transfer.push(store, remote, name)
         run.save({"large": np.frombuffer(large, np.uint8)}, 0)
-        store.push(remote, "run@0")
+        transfer.push(store, remote, "run@0")
         run.save({n: np.frombuffer(d, np.uint8) for n, d in {"b": mixed, "a": leaf}.items()}, 1)
         assert [record.parts for record in in_parts(store).values()] == [{1: part}]
         records = [r for table in all_tables(store).values() for r in table.records]
         assert {bool(record.base) for record in records if record.digest == part} == {True, False}
-        store.push(remote, "run@1")
+        transfer.push(store, remote, "run@1")
         there = [r for t in take_inventory(bucket).tables.values() for r in t.records]
         assert [record.parts for record in there if record.parts] == [{1: part}]
         assert any(r.digest == part and r.base for r in there) == before
@@ -468,7 +468,7 @@ def test_a_record_of_references_that_was_hit_on_its_way_is_fetched_again(tmp_pat
     with handle(tmp_path / "store", compress=None) as run:
         for step in range(2):
             run.save({"embedding": model(step)["embedding"]}, step)
-            run.store.push(Remote(bucket), f"run@{step}")
+            transfer.push(run.store, Remote(bucket), f"run@{step}")
     other = open_store(tmp_path / "other")
     other.pull(Remote(bucket), "run@0")
     bucket.hits.update(key for key in bucket.objects if key.endswith(".delta"))

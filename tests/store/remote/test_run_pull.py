@@ -25,6 +25,7 @@ from stores import (
     weights,
     write,
 )
+from tensor_dedup import Store
 from tensor_dedup.remote import Remote, layout, pull
 from tensor_dedup.remote.catalog import read_table
 from tensor_dedup.remote.errors import (
@@ -33,7 +34,6 @@ from tensor_dedup.remote.errors import (
     LostRemotelyError,
     MissingRemoteError,
 )
-from tensor_dedup.store import Store
 from tensor_dedup.store.format import manifests
 from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.training import CheckpointStore

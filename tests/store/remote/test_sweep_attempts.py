@@ -10,13 +10,13 @@ import pytest
 from remotes import Faulty, MemoryBucket
 from s3_faults import Wire
 from stores import noise, open_store, safetensors, stored, u8, write
+from tensor_dedup import Store
 from tensor_dedup.remote import Remote, layout, sweep
 from tensor_dedup.remote.buckets import ObjectStatus
 from tensor_dedup.remote.catalog import catalog_of, condemned
 from tensor_dedup.remote.errors import RemoteBusyError, UncertainRemoteError
 from tensor_dedup.remote.inventory import take_inventory
 from tensor_dedup.remote.sweep import RemoteGcPlan
-from tensor_dedup.store import Store
 from tensor_dedup.store.format import manifests
 
 HOUR = 3600.0

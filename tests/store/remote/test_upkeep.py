@@ -10,6 +10,7 @@ import pytest
 from remotes import Chunks, Faulty, Killed, MemoryBucket
 from s3_faults import FaultyProxy, MemoryS3, Request, Response, client
 from stores import content, noise, open_store, stored, three
+from tensor_dedup import Store
 from tensor_dedup.remote import Remote, layout
 from tensor_dedup.remote.buckets import Bucket, ObjectStatus
 from tensor_dedup.remote.catalog import DAMAGED, catalog_of, read_catalog
@@ -22,7 +23,6 @@ from tensor_dedup.remote.errors import (
     UncertainRemoteError,
     UnknownRemoteNameError,
 )
-from tensor_dedup.store import Store
 from tensor_dedup.training import CheckpointStore
 
 HOUR = 3600.0

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
 from s3_faults import Wire
 from stores import KIB, MIB, content, noise, open_store, safetensors, stored, u8, weights, write
+from tensor_dedup import Store
 from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import Remote, layout, pull
-from tensor_dedup.store import Store
 from tensor_dedup.training import CheckpointStore
 
 U16 = NDArray[np.uint16]

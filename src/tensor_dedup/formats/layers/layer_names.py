@@ -15,9 +15,15 @@ _NUMBERS: Final = re.compile(r"(?:(?P<stack>.+)\.)?(?P<first>\d+)(?:-(?P<last>\d
 # What wraps the modules of one model and not of another with the same weights.
 _WRAPPER: Final = re.compile(r"^(?:(?:model|module|transformer)\.)+(?=.)")
 _SHOWN: Final = 4
+_DIGITS: Final = re.compile(r"(\d+)")
 
 # The names of tensors, by layer.
 Names = Mapping[str, Sequence[str]]
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Return the key that sorts a name in natural order: layer 10 comes after layer 9."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in _DIGITS.split(name)]
 
 
 def split(name: str) -> tuple[str, str]:

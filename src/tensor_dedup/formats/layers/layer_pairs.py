@@ -7,7 +7,7 @@ from itertools import chain, product
 from typing import Final, Generic, Protocol, TypeVar
 
 from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.formats.layers.layer_names import meant, split, unwrapped
+from tensor_dedup.formats.layers.layer_names import meant, natural, split, unwrapped
 from tensor_dedup.formats.layers.quantisation import (
     CodedTensor,
     decodes,
@@ -15,7 +15,6 @@ from tensor_dedup.formats.layers.quantisation import (
     is_quantised,
     module_of,
 )
-from tensor_dedup.natural import natural
 
 _SHOWN: Final = 4
 
@@ -90,7 +89,7 @@ def layers_of(
 ) -> dict[str, Layer[_T]]:
     """Return the layers of a fine-tune by name, in natural order.
 
-    `quantised_otherwise` is what `tensor_dedup.formats.layers.quantisation.difference` says of the two models.
+    `quantised_otherwise` is what `quantisation.difference` says of the two models.
 
     Tensors belong together by name. Where the whole of one model stands in a module that the other
     does not have, or calls otherwise (`module.`, `bert.`), so do those whose names differ in that.

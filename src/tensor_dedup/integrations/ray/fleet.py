@@ -9,7 +9,7 @@ from tensor_dedup.integrations.ray.cluster import NAMESPACE, import_ray
 from tensor_dedup.integrations.ray.front import Front
 from tensor_dedup.integrations.ray.keeper import FleetStatus, ensure_keeper, keeper_name
 from tensor_dedup.integrations.ray.specification import FleetSpecification, model_of
-from tensor_dedup.sizes import parse_size
+from tensor_dedup.settings import parse_size
 from tensor_dedup.suggestions import perhaps
 
 _POLL_S: Final = 0.5

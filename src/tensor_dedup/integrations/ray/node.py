@@ -13,7 +13,7 @@ from tensor_dedup.memory_manager.client.client import start_manager
 from tensor_dedup.memory_manager.protocol import paths
 from tensor_dedup.memory_manager.protocol.tables import Totals
 from tensor_dedup.remote.on_demand import pull_missing
-from tensor_dedup.store import Store
+from tensor_dedup.store import LocalStore
 
 _WATCH_S: Final = 2.0
 _log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class NodeActor:
         node = import_ray().get_runtime_context().get_node_id()
         self._socket = paths.socket_path(socket.format(node=node) if socket else None)
         folder = store.format(node=node) if store else None
-        self._store = Store.open(folder)
+        self._store = LocalStore.open(folder)
         self._budget = budget
         self._started = f"manager {node}"  # what its pid is remembered by
         self._pulled: dict[str, int] = {}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tensor_dedup.errors import ConfigError
-from tensor_dedup.sizes import parse_size
+from tensor_dedup.settings import parse_size
 from tensor_dedup.suggestions import perhaps
 
 _DEFAULTS: Final = ("room", "host", "replicas")

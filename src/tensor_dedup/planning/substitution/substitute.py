@@ -27,7 +27,7 @@ from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.planning.substitution.distance import distance
 from tensor_dedup.planning.substitution.output import write_files
 from tensor_dedup.planning.substitution.samples import Movement, Samples
-from tensor_dedup.store import Store
+from tensor_dedup.store import LocalStore
 from tensor_dedup.store.hashing import ProgressListener
 from tensor_dedup.text_table import human
 
@@ -187,7 +187,7 @@ def _files(found: Path | str, store: StrPath | None, target: Path) -> Iterator[P
         yield found
         return
     with TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
-        opened = Store.open(store, create=False)
+        opened = LocalStore.open(store, create=False)
         opened.export(full_name(opened, found), folder)
         yield Path(folder)
 
@@ -208,7 +208,7 @@ def _check_target(target: Path, sources: Sequence[Path]) -> None:
 def _settings(found: Path | str, store: StrPath | None) -> dict[str, Any] | None:
     if isinstance(found, Path):
         return settings_in(found if found.is_dir() else found.parent)
-    opened = Store.open(store, create=False)
+    opened = LocalStore.open(store, create=False)
     with opened.checkpoint(full_name(opened, found)) as held:
         files = {file.path: file.pieces for file in held.files if file.path in FILES}
         return settings(

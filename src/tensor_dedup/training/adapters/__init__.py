@@ -12,7 +12,6 @@ no framework.
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from tensor_dedup.store.steps.errors import UnknownAdapterError, UnknownModelError
 from tensor_dedup.training.adapters.base import (
     ModelAdapter,
     PieceSeries,
@@ -27,6 +26,7 @@ from tensor_dedup.training.adapters.plain import CONTAINERS
 from tensor_dedup.training.adapters.pytorch import PyTorchAdapter
 from tensor_dedup.training.adapters.sklearn import SklearnAdapter
 from tensor_dedup.training.adapters.xgboost import XGBoostAdapter
+from tensor_dedup.training.errors import UnknownAdapterError, UnknownModelError
 from tensor_dedup.training.state import NamedValue, StateChunk, of_its_size
 
 __all__ = [

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from tensor_dedup.store.gathered import GatheredArray
-from tensor_dedup.store.steps.errors import DamagedStateError, UnsupportedArrayError
 from tensor_dedup.training.adapters.plain import Wire, dtype_of, dtype_wire
+from tensor_dedup.training.errors import DamagedStateError, UnsupportedArrayError
 from tensor_dedup.training.state import NUMPY_CODES, NamedValue
 
 if TYPE_CHECKING:

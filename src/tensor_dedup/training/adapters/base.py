@@ -34,12 +34,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
-from tensor_dedup.store.steps.errors import (
-    BadOption,
-    BadOptionError,
-    ProviderTakenError,
-    StateError,
-)
+from tensor_dedup.store.steps.errors import BadOption, BadOptionError
+from tensor_dedup.training.errors import ProviderTakenError, StateError
 
 if TYPE_CHECKING:
     from tensor_dedup.training.state import Value

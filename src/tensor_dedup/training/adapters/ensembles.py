@@ -15,9 +15,9 @@ from contextvars import ContextVar
 from operator import is_
 from typing import Any, NamedTuple, TypeVar
 
-from tensor_dedup.store.steps.errors import DamagedStateError, UnsupportedValueError
 from tensor_dedup.training.adapters.base import StateProvider
 from tensor_dedup.training.adapters.rebuild import StructureAdapter, mismatched
+from tensor_dedup.training.errors import DamagedStateError, UnsupportedValueError
 from tensor_dedup.training.state import StateChunk
 
 _LOG = logging.getLogger("tensor_dedup")

@@ -12,7 +12,6 @@ from weakref import ref
 
 from xxhash import xxh3_128_digest
 
-from tensor_dedup.store.steps.errors import DamagedStateError
 from tensor_dedup.training.adapters import ensembles
 from tensor_dedup.training.adapters.base import (
     PieceSeries,
@@ -21,6 +20,7 @@ from tensor_dedup.training.adapters.base import (
 )
 from tensor_dedup.training.adapters.ensembles import GrowingAdapter, estimator_provider
 from tensor_dedup.training.adapters.rebuild import mismatched
+from tensor_dedup.training.errors import DamagedStateError
 
 _SIZES: Final = b"\ntree_sizes="
 _AFTER_SIZES: Final = b"\n\n"

@@ -14,13 +14,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, Union
 
 import msgspec
 
-from tensor_dedup.store.steps.errors import (
-    CyclicStateError,
-    DamagedStateError,
-    StateError,
-    UnsupportedArrayError,
-    UnsupportedValueError,
-)
 from tensor_dedup.training.adapters import arrays, plain
 from tensor_dedup.training.adapters.base import (
     PieceSeries,
@@ -30,6 +23,13 @@ from tensor_dedup.training.adapters.base import (
     providers,
 )
 from tensor_dedup.training.adapters.plain import Wire
+from tensor_dedup.training.errors import (
+    CyclicStateError,
+    DamagedStateError,
+    StateError,
+    UnsupportedArrayError,
+    UnsupportedValueError,
+)
 from tensor_dedup.training.state import (
     LAST_GROUP,
     NamedValue,

@@ -3,9 +3,9 @@
 import random
 from typing import Any, Final
 
-from tensor_dedup.store.steps.errors import DamagedStateError, UnsupportedValueError
 from tensor_dedup.training.adapters.base import StateProvider, register_provider
 from tensor_dedup.training.adapters.rebuild import StructureAdapter, mismatched
+from tensor_dedup.training.errors import DamagedStateError, UnsupportedValueError
 
 _BIT_GENERATORS: Final = frozenset({"MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"})
 # Where they stand in numbers they have made: numpy reads there without looking.

@@ -12,11 +12,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from tensor_dedup.store.steps.errors import (
-    CyclicStateError,
-    DamagedStateError,
-    UnsupportedValueError,
-)
+from tensor_dedup.training.errors import CyclicStateError, DamagedStateError, UnsupportedValueError
 
 # What msgpack can say; Any, since it holds itself.
 Wire: TypeAlias = Any

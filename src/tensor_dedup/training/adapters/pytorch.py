@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
-from tensor_dedup.store.steps.errors import DamagedStateError, MismatchedOriginalError
 from tensor_dedup.training.adapters.base import StateProvider, register_provider
 from tensor_dedup.training.adapters.rebuild import StructureAdapter, mismatched
+from tensor_dedup.training.errors import DamagedStateError, MismatchedOriginalError
 
 _STATE: Final = "state"
 _METADATA: Final = "metadata"

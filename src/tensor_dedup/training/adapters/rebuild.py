@@ -18,11 +18,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tensor_dedup.store.gathered import flat_bytes
-from tensor_dedup.store.steps.errors import (
-    DamagedStateError,
-    MismatchedOriginalError,
-    UnknownProviderError,
-)
 from tensor_dedup.training.adapters import arrays, nested, plain
 from tensor_dedup.training.adapters.base import (
     PieceSeries,
@@ -30,6 +25,11 @@ from tensor_dedup.training.adapters.base import (
     ValuePath,
     located,
     providers,
+)
+from tensor_dedup.training.errors import (
+    DamagedStateError,
+    MismatchedOriginalError,
+    UnknownProviderError,
 )
 from tensor_dedup.training.state import (
     NamedValue,

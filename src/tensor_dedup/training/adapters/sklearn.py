@@ -11,11 +11,6 @@ from functools import partial
 from types import FunctionType
 from typing import Any, Final
 
-from tensor_dedup.store.steps.errors import (
-    DamagedStateError,
-    ForbiddenClassError,
-    UnsupportedValueError,
-)
 from tensor_dedup.training.adapters import sklearn_trees as trees
 from tensor_dedup.training.adapters.base import (
     StateProvider,
@@ -26,6 +21,11 @@ from tensor_dedup.training.adapters.base import (
 from tensor_dedup.training.adapters.ensembles import GrowingAdapter
 from tensor_dedup.training.adapters.rebuild import mismatched
 from tensor_dedup.training.adapters.sklearn_trees import PREDICTOR, check_object
+from tensor_dedup.training.errors import (
+    DamagedStateError,
+    ForbiddenClassError,
+    UnsupportedValueError,
+)
 from tensor_dedup.training.state import is_array
 
 _MODULE: Final = re.compile(r"sklearn(\.[a-z_][a-z0-9_]*)+", re.ASCII)

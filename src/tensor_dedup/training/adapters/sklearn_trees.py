@@ -18,11 +18,11 @@ from typing import Any, Final
 
 import msgspec
 
-from tensor_dedup.store.steps.errors import DamagedStateError
 from tensor_dedup.training.adapters import plain
 from tensor_dedup.training.adapters.arrays import blank_gaps
 from tensor_dedup.training.adapters.base import PieceSeries, full_name
 from tensor_dedup.training.adapters.ensembles import read_columns
+from tensor_dedup.training.errors import DamagedStateError
 from tensor_dedup.training.state import is_array
 
 PREDICTOR: Final = "sklearn.ensemble._hist_gradient_boosting.predictor.TreePredictor"

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Generator
 from typing import Final
 
-from tensor_dedup.store.steps.errors import UnsupportedValueError
+from tensor_dedup.training.errors import UnsupportedValueError
 
 _SIZES: Final = {"i": 1, "U": 1, "I": 2, "l": 4, "L": 8, "d": 4, "D": 8, "C": 1}
 _EMPTY: Final = "ZTFN"

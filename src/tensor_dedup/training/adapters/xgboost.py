@@ -20,7 +20,6 @@ from weakref import ref
 
 from xxhash import xxh3_128_digest
 
-from tensor_dedup.store.steps.errors import DamagedStateError, UnsupportedValueError
 from tensor_dedup.training.adapters import ensembles, ubjson
 from tensor_dedup.training.adapters.base import (
     PieceSeries,
@@ -29,6 +28,7 @@ from tensor_dedup.training.adapters.base import (
 )
 from tensor_dedup.training.adapters.ensembles import GrowingAdapter, estimator_provider
 from tensor_dedup.training.adapters.rebuild import mismatched
+from tensor_dedup.training.errors import DamagedStateError, UnsupportedValueError
 
 _TREES: Final = "trees"
 _TREE: Final = "tree"

@@ -1,9 +1,9 @@
 """Two tiers of a run: steps are committed on a fast one, and drained to a second one behind it.
 
-The second tier is a store or a remote like any other, and the one that lasts
-(`tensor_dedup.training.tiers.second_tier`). A thread copies each step there in the order in which they
-were saved, with its manifest byte for byte, so its place in the order of saving, its metrics and
-its files are the same in both. Then the retention rules delete what they do not keep from both
+The second tier is a store or a remote like any other, and the one that lasts (`second_tier`). A
+thread copies each step there in the order in which they were saved, with its manifest byte for
+byte, so its place in the order of saving, its metrics and its files are the same in both. Then the
+retention rules delete what they do not keep from both
 tiers, and the fast one lets go of what is drained and not among its last.
 
 What is still to be drained follows from the two tiers alone: a step of the fast tier that the
@@ -41,9 +41,6 @@ from tensor_dedup.store.reading.reader import StoredCheckpoint
 from tensor_dedup.store.steps.errors import (
     BadOption,
     BadOptionError,
-    DivergedStepError,
-    DivergedTierError,
-    DrainError,
     NotATrainingError,
     PinnedStepError,
     UnknownStepError,
@@ -63,8 +60,10 @@ from tensor_dedup.store.steps.runs import (
     step_name,
     steps_text,
 )
-from tensor_dedup.store.store import Store
+from tensor_dedup.store.store import LocalStore
+from tensor_dedup.store.upkeep.gc import GcPlan, sweep_now
 from tensor_dedup.training.base_step import BaseStep
+from tensor_dedup.training.errors import DivergedStepError, DivergedTierError, DrainError
 from tensor_dedup.training.tiers.notes import TierNotes, next_turn
 from tensor_dedup.training.tiers.second_tier import (
     OutdatedError,
@@ -105,7 +104,7 @@ class Drain:
 
     def __init__(
         self,
-        fast: Store,
+        fast: LocalStore,
         second: SecondTier,
         order: StepOrder,
         retention: Retention,
@@ -124,7 +123,7 @@ class Drain:
             DivergedTierError: it has gone on without steps that are still to be drained.
             StoreError: a tier cannot be read.
         """
-        with fast._translated():
+        with fast.handle.translated():
             _check_options(fast, second, keep_fast, backlog)
         self.second = second
         self._fast, self._run, self._order = fast, order.run, order
@@ -137,7 +136,7 @@ class Drain:
         self._meet(self._seen)
         with suppress(StoreError), second.session():  # whoever drained them may have died then
             self._note_drained(self._seen)
-        with fast._locked():
+        with fast.handle.locked():
             self._count_on()
         self._begin()
         _ALL.add(self)
@@ -161,7 +160,7 @@ class Drain:
         Raises:
             DivergedTierError: it has gone on without steps that are still to be drained.
         """
-        with self._fast._locked():
+        with self._fast.handle.locked():
             near = self._order.places()
         self._notes.meet(near, there)
 
@@ -202,7 +201,7 @@ class Drain:
 
         While the second tier cannot be read, what is known of it counts.
         """
-        with self._fast._locked():
+        with self._fast.handle.locked():
             near = self._order.places()
         found = dict(self._look().places)
         for step, place in near.items():
@@ -219,7 +218,7 @@ class Drain:
         self._notes.check()
         there = self.second.content().places
         found = {each.step: each for each in self.second.described()}
-        with self._fast._locked():
+        with self._fast.handle.locked():
             for each in describe_all(self._objects, self._run):
                 if self._notes.counts(self._order.place(each.step), there.get(each.step)):
                     found[each.step] = each
@@ -244,7 +243,7 @@ class Drain:
         errors of `read`, and UnknownStepError.
         """
         place = self._place(step)
-        with self._fast._locked():
+        with self._fast.handle.locked():
             near = self._order.place(step)
         try:
             if near is not None and place.reference == near.reference:
@@ -257,7 +256,7 @@ class Drain:
     def _read_near(self, step: int, near: StepPlace, read: Callable[[StoredCheckpoint], _T]) -> _T:
         try:
             name = step_name(self._run, step)
-            with self._fast.checkpoint(name) as checkpoint, self._fast._translated():
+            with self._fast.checkpoint(name) as checkpoint, self._fast.handle.translated():
                 return read(checkpoint)
         except _OF_THE_STEP as error:
             there = None
@@ -281,7 +280,7 @@ class Drain:
 
     @property
     def _objects(self) -> Objects:
-        return self._fast._objects
+        return self._fast.handle.objects
 
     # What changes both
 
@@ -305,7 +304,7 @@ class Drain:
         with self.second.session(), self._naming():
             self.second.check_deletable(step)
             there = self.second.place(step)
-            with self._fast._locked():
+            with self._fast.handle.locked():
                 if there is None and self._order.status(step) is None:
                     raise UnknownStepError.of(self._fast.path, self._run, step)
                 check_not_kept(self._objects, self._run, step)
@@ -326,7 +325,7 @@ class Drain:
         # The second one first: were it the last, a crash in between would leave an earlier state.
         removed = self.second.remove(step)
         self._seen.places.pop(step, None)
-        with self._fast._locked(), self._objects.naming():
+        with self._fast.handle.locked(), self._objects.naming():
             if near is None or self._order.status(step) == near.reference:
                 gone = unlink(self._objects, [file_of(step_name(self._run, step))])
                 self._released += gone
@@ -348,14 +347,14 @@ class Drain:
 
     def kept(self) -> set[int]:
         """Return the steps that are pinned on either tier."""
-        with self._fast._locked():
+        with self._fast.handle.locked():
             near = kept_steps(self._objects, self._run)
         return near | self._look().kept
 
     def pin(self, step: int) -> None:
         """Pin a step where it is; a pin on the fast tier is drained too."""
         there = self._look().places.get(step)
-        with suppress(UnknownStepError), self._fast._locked():
+        with suppress(UnknownStepError), self._fast.handle.locked():
             if self._notes.counts(self._order.place(step), there):
                 pin_step(self._objects, self._run, step)
                 self.add(step, saved=False)
@@ -367,11 +366,11 @@ class Drain:
         """Unpin a step on both tiers. Raises if the second one cannot be reached."""
         with self.second.session(), self._naming():
             self.second.check_pin(step)
-            with self._fast._locked():
+            with self._fast.handle.locked():
                 check_pin(self._objects, self._run, step)
             self.second.unpin(step)
             self._seen.kept.discard(step)
-            with self._fast._locked(), self._objects.naming():
+            with self._fast.handle.locked(), self._objects.naming():
                 unlink(self._objects, [file_of(step_name(self._run, step, kept=True))])
 
     # The work
@@ -473,7 +472,7 @@ class Drain:
 
     def _find_undrained(self) -> list[int]:
         seen = self._look()
-        with self._fast._locked():
+        with self._fast.handle.locked():
             near, kept = self._order.places(), kept_steps(self._objects, self._run)
         return [
             step
@@ -574,7 +573,7 @@ class Drain:
             there = self._seen = self.second.content()
             self._meet(there)
             try:
-                with self._fast._locked():
+                with self._fast.handle.locked():
                     manifest, _, _ = manifest_of(self._objects, self._run, step)
                     near = self._order.place(step)
             except (UnknownStepError, NotATrainingError):
@@ -597,7 +596,7 @@ class Drain:
                     self._notes.copied(place.sequence)
                 self._notes.bind()
                 there.places[step] = place
-                with self._fast._locked():
+                with self._fast.handle.locked():
                     self._order.at_least(place.sequence)
             if self.second.copy_pin(step, manifest):
                 there.kept.add(step)
@@ -624,7 +623,7 @@ class Drain:
 
     def _drained_up_to(self, there: TierContent) -> int:
         """The place up to which every step of the fast tier is drained; later ones may be, too."""
-        with self._fast._locked():
+        with self._fast.handle.locked():
             near = self._order.places()
         drained = self._notes.drained
         for step in in_save_order(near):
@@ -642,7 +641,7 @@ class Drain:
         metrics: Mapping[int, Mapping[str, float]] = {step: {} for step in order}
         if self._retention.best is not None:
             metrics = {each.step: each.metrics for each in self.second.described()}
-        with self._fast._locked():
+        with self._fast.handle.locked():
             kept = there.kept | kept_steps(self._objects, self._run)
         dropped = self._retention.dropped(metrics, kept, order[-1], order)
         return [s for s in dropped if s in places and not self._is_base(s)]
@@ -655,7 +654,7 @@ class Drain:
                 return
             with suppress(PinnedStepError):
                 self.second.check_deletable(step)
-                with self._fast._locked():
+                with self._fast.handle.locked():
                     check_not_kept(self._objects, self._run, step)
                     near = self._order.place(step)
                 if not self._notes.undrained(near, place):
@@ -670,7 +669,7 @@ class Drain:
         """The drained steps on the fast tier that are not among its last."""
         if self._keep_fast is None:
             return []
-        with self._fast._locked():
+        with self._fast.handle.locked():
             near = self._order.places()
         drained = [s for s in in_save_order(near) if self._is_drained(near[s], there.places.get(s))]
         return [s for s in drained[: -self._keep_fast] if not self._is_base(s)]
@@ -679,7 +678,7 @@ class Drain:
         files = [file_of(step_name(self._run, step))]
         with self._naming():
             there, kept = self.second.place(step), self.second.is_kept(step)
-            with self._fast._locked(), self._objects.naming():
+            with self._fast.handle.locked(), self._objects.naming():
                 if step in kept_steps(self._objects, self._run):
                     if not kept:
                         return  # the pin is still to be drained
@@ -731,13 +730,17 @@ class Drain:
         on, that comes after the next step.
         """
         try:
-            self._freed += self._fast._sweep(wait_s, self._check_bases).freed_bytes
+            self._freed += self._sweep_now(wait_s).freed_bytes
             self._released = 0
         except StoreBusyError:
             pass
         except StoreError as error:
             what = "%s: the space of what was let go of is not freed: %s"
             _LOG.warning(what, self._fast.path, error)
+
+    def _sweep_now(self, wait_s: float) -> GcPlan:
+        with self._fast.handle.translated():
+            return sweep_now(self._objects, wait_s, self._check_bases)
 
     def _check_bases(self) -> None:
         """Check that every step is there that saves in flight count on: it keeps what they need.
@@ -751,10 +754,12 @@ class Drain:
                 raise StoreBusyError.at(self._fast.path, what)
 
 
-def _check_options(fast: Store, second: SecondTier, keep_fast: int | None, backlog: int) -> None:
+def _check_options(
+    fast: LocalStore, second: SecondTier, keep_fast: int | None, backlog: int
+) -> None:
     where = f"drain {second.where}"
     if isinstance(second, StoreTier):
-        one, two = (fast._objects.files.status(path) for path in (fast.path, second.path))
+        one, two = (fast.handle.objects.files.status(path) for path in (fast.path, second.path))
         ids = [(each.device, each.inode) for each in (one, two) if each is not None]
         if len(ids) == 2 and ids[0] == ids[1]:
             raise BadOptionError.of(BadOption.DRAIN, where, "that is the store itself")

@@ -43,9 +43,9 @@ from tensor_dedup.store.format.identity import (
 )
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.locks import draining
-from tensor_dedup.store.steps.errors import DivergedTierError, OtherTierError
 from tensor_dedup.store.steps.runs import StepPlace
-from tensor_dedup.store.store import Store
+from tensor_dedup.store.store import LocalStore
+from tensor_dedup.training.errors import DivergedTierError, OtherTierError
 from tensor_dedup.training.tiers.second_tier import SecondTier, TierContent, ahead, text_at
 
 # So many places are one fast tier's, from when it goes on from another one's last.
@@ -60,7 +60,7 @@ _SENT: Final = 16  # copies go one by one, so few are under way or have failed
 class TierNotes:
     """The notes of one handle about the second tier of its run. Any thread."""
 
-    def __init__(self, fast: Store, second: SecondTier, run: str, *, lets_go: bool) -> None:
+    def __init__(self, fast: LocalStore, second: SecondTier, run: str, *, lets_go: bool) -> None:
         """Read the notes; `lets_go` says whether what is drained may leave the fast tier.
 
         Raises:
@@ -174,7 +174,7 @@ class TierNotes:
 
     def _recorded(self) -> SeenPlaces | None:
         """Read what was seen of this second tier; None where nothing is noted."""
-        with self._fast._translated():
+        with self._fast.handle.translated():
             found = _seen_of(self._fast, self._run).get(self._identity or "")
         note = tier_note(self._fast, self._run)
         if note is None or note.identity != self._identity or not note.drained:
@@ -190,14 +190,14 @@ class TierNotes:
         """
         if self._identity is None or self._seen == self._recorded():
             return
-        objects = self._fast._objects
+        objects = self._fast.handle.objects
         # No save takes that lock: it would wait for the disk here. Who changes a name on a remote
         # holds it until that answers; what is not recorded then is found by content.
         with (
             suppress(StoreError),
-            self._fast._translated(),
+            self._fast.handle.translated(),
             draining(objects.files, objects.layout, wait_s=_RECORD_WAIT_S),
-            self._fast._locked(),
+            self._fast.handle.locked(),
         ):
             found = _seen_of(self._fast, self._run)
             self._seen = _merged(self._seen, found.pop(self._identity, SeenPlaces()))
@@ -259,36 +259,36 @@ def _has(seen: SeenPlaces, place: int) -> bool:
     return len(last) == _TURNS and place < last[0]  # of those nothing is noted any more
 
 
-def tier_note(fast: Store, run: str) -> TierNote | None:
+def tier_note(fast: LocalStore, run: str) -> TierNote | None:
     """Return the fast tier's note of the second tier that it has drained a run to.
 
     None if it has drained nothing yet, or by an earlier version.
     """
-    with fast._translated():
-        text = text_at(fast._objects, note_path(fast, run))
+    with fast.handle.translated():
+        text = text_at(fast.handle.objects, note_path(fast, run))
     return None if text is None else note_in(text, run)
 
 
-def note_path(fast: Store, run: str) -> Path:
+def note_path(fast: LocalStore, run: str) -> Path:
     """Return the path of a run's note."""
-    return fast._objects.layout.tiers / file_of(run)
+    return fast.handle.objects.layout.tiers / file_of(run)
 
 
-def other_tier(fast: Store, run: str, note: TierNote, where: str) -> OtherTierError:
+def other_tier(fast: LocalStore, run: str, note: TierNote, where: str) -> OtherTierError:
     """Return the error about a second tier that is not the one of the note."""
     return OtherTierError.of(fast.path, run, note.where, where, note_path(fast, run))
 
 
-def _seen_path(fast: Store, run: str) -> Path:
-    return fast._objects.layout.drains / file_of(run)
+def _seen_path(fast: LocalStore, run: str) -> Path:
+    return fast.handle.objects.layout.drains / file_of(run)
 
 
-def _seen_of(fast: Store, run: str) -> dict[str, SeenPlaces]:
+def _seen_of(fast: LocalStore, run: str) -> dict[str, SeenPlaces]:
     """Read what was seen on each second tier of a run."""
-    text = text_at(fast._objects, _seen_path(fast, run))
+    text = text_at(fast.handle.objects, _seen_path(fast, run))
     return {} if text is None else seen_in(text, run)
 
 
-def _publish(fast: Store, text: bytes, path: Path) -> None:
-    with fast._locked(), fast._objects.naming():
-        fast._objects.publish(text, path)
+def _publish(fast: LocalStore, text: bytes, path: Path) -> None:
+    with fast.handle.locked(), fast.handle.objects.naming():
+        fast.handle.objects.publish(text, path)

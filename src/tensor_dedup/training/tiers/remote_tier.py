@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.remote import layout
+from tensor_dedup.remote import layout, transfer
 from tensor_dedup.remote.buckets import ObjectStatus
 from tensor_dedup.remote.conditions import check_remote, prepare
 from tensor_dedup.remote.errors import (
@@ -56,7 +56,7 @@ from tensor_dedup.store.steps.runs import (
     step_name,
     step_numbers,
 )
-from tensor_dedup.store.store import Store
+from tensor_dedup.store.store import LocalStore
 from tensor_dedup.training.tiers.notes import other_tier, tier_note
 from tensor_dedup.training.tiers.second_tier import (
     OutdatedError,
@@ -109,7 +109,7 @@ class RemoteTier:
     )
 
     def __init__(
-        self, remote: Remote, fast: Store, order: StepOrder, note: TierNote | None = None
+        self, remote: Remote, fast: LocalStore, order: StepOrder, note: TierNote | None = None
     ) -> None:
         """See that the remote can be written to, and make one where nothing is.
 
@@ -149,8 +149,8 @@ class RemoteTier:
     @contextmanager
     def naming(self) -> Iterator[None]:
         # docstring inherited; outside of a session of the fast store, so that it stops no gc
-        objects = self._fast._objects
-        with self._fast._translated(), draining(objects.files, objects.layout):
+        objects = self._fast.handle.objects
+        with self._fast.handle.translated(), draining(objects.files, objects.layout):
             yield
 
     # What is there
@@ -272,11 +272,11 @@ class RemoteTier:
 
     def read(self, step: int, read: Callable[[StoredCheckpoint], _T], *, afresh: bool) -> _T:
         # docstring inherited; a name on the fast tier could come back after it was deleted there
-        objects, name = self._fast._objects, step_name(self._run, step)
-        with self._fast._translated():
+        objects, name = self._fast.handle.objects, step_name(self._run, step)
+        with self._fast.handle.translated():
             with (
                 pulling(objects.files, objects.layout),
-                self._fast._session() as (index, hasher),
+                self._fast.handle.session() as (index, hasher),
             ):
                 here = objects, index, hasher
                 opened = open_pulled(self._bucket, name, here, SilentTransfer(), afresh=afresh)
@@ -289,9 +289,9 @@ class RemoteTier:
         # docstring inherited
         fast, name = self._fast, step_name(self._run, step)
         try:
-            with fast._locked():
-                outgoing = fast._outgoing(name)
-                content = fast._objects.manifest(outgoing.manifest)
+            with fast.handle.locked():
+                outgoing = transfer.outgoing(fast, name)
+                content = fast.handle.objects.manifest(outgoing.manifest)
         except UnknownNameError as error:
             raise OutdatedError from error
         if outgoing.manifest != manifest:
@@ -299,8 +299,10 @@ class RemoteTier:
         guard = _StepGuard(self, step, manifest, place)
         try:
             # One that cannot be read there may be the same: then what is gone of it is sent again.
-            fast._push_to(
-                self._bucket, [outgoing], SilentTransfer(), replace=place is not None, guard=guard
+            transfer.push_to(
+                *(fast, self._bucket, [outgoing], SilentTransfer()),
+                replace=place is not None,
+                guard=guard,
             )
         except RemoteNameTakenError as error:
             raise OutdatedError from error
@@ -324,8 +326,8 @@ class RemoteTier:
             return True
 
     def _is_kept_near(self, step: int) -> bool:
-        with self._fast._locked():
-            return step in kept_steps(self._fast._objects, self._run)
+        with self._fast.handle.locked():
+            return step in kept_steps(self._fast.handle.objects, self._run)
 
     def pin(self, step: int) -> None:
         # docstring inherited
@@ -404,8 +406,8 @@ class _StepGuard(NameGuard):
         """Check that the fast tier has the step as it was when the push began."""
         fast = self._tier._fast
         try:
-            with fast._locked():
-                now = fast._objects.ref(step_name(self._tier._run, self._step))
+            with fast.handle.locked():
+                now = fast.handle.objects.ref(step_name(self._tier._run, self._step))
         except UnknownNameError as error:
             raise OutdatedError from error
         if now != self._manifest:
@@ -413,7 +415,11 @@ class _StepGuard(NameGuard):
 
 
 def second_tier(
-    drain: str | PathLike[str] | Store | Remote, fast: Store, order: StepOrder, *, lets_go: bool
+    drain: str | PathLike[str] | LocalStore | Remote,
+    fast: LocalStore,
+    order: StepOrder,
+    *,
+    lets_go: bool,
 ) -> SecondTier:
     """Open the second tier of a run, behind a fast one that `lets_go` of what is drained.
 
@@ -421,7 +427,7 @@ def second_tier(
         OtherTierError: it is not the one that the run was drained to.
         StoreError: it cannot be opened.
     """
-    if isinstance(drain, Store):
+    if isinstance(drain, LocalStore):
         return StoreTier(drain, fast, order)
     # What lets go of nothing may be drained anywhere, as to a second copy.
     note = tier_note(fast, order.run) if lets_go else None
@@ -430,26 +436,26 @@ def second_tier(
     remote = drain if isinstance(drain, Remote) else Remote.open(drain)
     folder = remote.store_folder()
     if folder is not None:
-        return StoreTier(Store.open(folder, create=False), fast, order)
+        return StoreTier(LocalStore.open(folder, create=False), fast, order)
     return RemoteTier(remote, fast, order, note)
 
 
 def _second_store(
-    folder: str | PathLike[str], fast: Store, order: StepOrder, note: TierNote | None
-) -> Store:
+    folder: str | PathLike[str], fast: LocalStore, order: StepOrder, note: TierNote | None
+) -> LocalStore:
     """Open the store of a second tier, or make it, which for a run that has steps is said.
 
     Raises:
         OtherTierError: the run was drained, as the `note` says, and nothing is there now.
     """
     try:
-        return Store.open(folder, create=False)
+        return LocalStore.open(folder, create=False)
     except NoStoreError as error:
         if note is not None:
             raise other_tier(fast, order.run, note, str(Path(folder))) from error
-        made = Store.open(folder)
-    with fast._translated():
-        if step_numbers(fast._objects, order.run):
+        made = LocalStore.open(folder)
+    with fast.handle.translated():
+        if step_numbers(fast.handle.objects, order.run):
             what = "%s: the run %r has steps here, and a new store is made in %s; if they had been "
             what += "drained there before, end this, and mount that disk"
             _LOG.warning(what, fast.path, order.run, made.path)

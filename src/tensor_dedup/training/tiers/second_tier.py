@@ -1,7 +1,7 @@
 """What lasts behind a fast tier: the interface of a second tier, and a store as one.
 
-A remote is the other one (`tensor_dedup.training.tiers.remote_tier`). Which of two states of a step counts
-is the same for both: `tensor_dedup.training.tiers.notes`.
+A remote is the other one (`remote_tier`). Which of two states of a step counts is the same for
+both: `notes`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -45,7 +45,7 @@ from tensor_dedup.store.steps.runs import (
     step_name,
     step_numbers,
 )
-from tensor_dedup.store.store import Store
+from tensor_dedup.store.store import LocalStore
 from tensor_dedup.store.writing.transfer import Transfer
 
 _T = TypeVar("_T")
@@ -140,11 +140,11 @@ class StoreTier:
 
     own_damage: tuple[type[StoreError], ...] = ()
 
-    def __init__(self, second: Store, fast: Store, order: StepOrder) -> None:
+    def __init__(self, second: LocalStore, fast: LocalStore, order: StepOrder) -> None:
         self.where = str(second.path)
         self._second, self._fast, self._order = second, fast, order
         self._run = order.run
-        self._there = StepOrder(second._objects, order.run)
+        self._there = StepOrder(second.handle.objects, order.run)
         self._settled = set[ContainerId]()
 
     @property
@@ -154,18 +154,18 @@ class StoreTier:
 
     @property
     def _objects(self) -> Objects:
-        return self._second._objects
+        return self._second.handle.objects
 
     def identity(self, *, make: bool = False) -> str | None:
         # docstring inherited
-        with self._second._translated():
+        with self._second.handle.translated():
             found = self._identity()
         return self._make_identity() if found is None and make else found
 
     def _make_identity(self) -> str | None:
         objects = self._objects
-        Store.open(self.path, create=False, files=objects.files)  # raises if it is gone
-        with self._second._locked():
+        LocalStore.open(self.path, create=False, files=objects.files)  # raises if it is gone
+        with self._second.handle.locked():
             new = objects.tmp_path()
             objects.publish(new_text(), new)  # not in the lock, which others wait for
             with objects.naming():
@@ -181,36 +181,36 @@ class StoreTier:
 
     def session(self) -> AbstractContextManager[None]:
         # docstring inherited
-        return self._second._locked()
+        return self._second.handle.locked()
 
     @contextmanager
     def naming(self) -> Iterator[None]:
         # docstring inherited
-        with self._second._locked(), self._objects.naming():
+        with self._second.handle.locked(), self._objects.naming():
             yield
 
     def content(self) -> TierContent:
         # docstring inherited
-        with self._second._locked():
+        with self._second.handle.locked():
             places = self._there.places()
             taken = {*step_numbers(self._objects, self._run)} - places.keys()
             return TierContent(places, kept_steps(self._objects, self._run), taken)
 
     def place(self, step: int) -> StepPlace | None:
         # docstring inherited
-        with self._second._locked():
+        with self._second.handle.locked():
             return self._there.place(step)
 
     def described(self) -> list[Step]:
         # docstring inherited
-        with self._second._locked():
+        with self._second.handle.locked():
             return describe_all(self._objects, self._run)
 
     def read(self, step: int, read: Callable[[StoredCheckpoint], _T], *, afresh: bool) -> _T:
         # docstring inherited; nothing of it is on the fast tier
         with (
             self._second.checkpoint(step_name(self._run, step)) as checkpoint,
-            self._second._translated(),
+            self._second.handle.translated(),
         ):
             return read(checkpoint)
 
@@ -222,7 +222,7 @@ class StoreTier:
 
     def is_kept(self, step: int) -> bool:
         # docstring inherited
-        with self._second._locked():
+        with self._second.handle.locked():
             return step in kept_steps(self._objects, self._run)
 
     def remove(self, step: int) -> bool:
@@ -232,7 +232,7 @@ class StoreTier:
     def copy(self, step: int, manifest: str, place: StepPlace | None) -> None:
         # docstring inherited
         check = partial(self._check_copy, step, manifest, place)
-        with self._second._session() as (index, hasher):
+        with self._second.handle.session() as (index, hasher):
             self._copy(step, manifest, check, index, hasher)
 
     def _copy(
@@ -243,9 +243,9 @@ class StoreTier:
         index: StoreIndex,
         hasher: Hasher,
     ) -> None:
-        objects, name = self._fast._objects, step_name(self._run, step)
+        objects, name = self._fast.handle.objects, step_name(self._run, step)
         with Transfer(self._objects, index, hasher, self._settled) as transfer:
-            with self._fast._session(update=False) as (near, _):
+            with self._fast.handle.session(update=False) as (near, _):
                 try:
                     now, content, _ = manifest_of(objects, self._run, step)
                 except (UnknownStepError, NotATrainingError) as error:
@@ -268,7 +268,7 @@ class StoreTier:
         What it replaces is what was looked at: somebody may have saved the step here since.
         """
         try:
-            now = self._fast._objects.ref(step_name(self._run, step))
+            now = self._fast.handle.objects.ref(step_name(self._run, step))
         except UnknownNameError as error:
             raise OutdatedError from error
         there = self._there.place(step)
@@ -278,7 +278,7 @@ class StoreTier:
 
     def copy_pin(self, step: int, manifest: str) -> bool:
         # docstring inherited
-        near, name = self._fast._objects, step_name(self._run, step)
+        near, name = self._fast.handle.objects, step_name(self._run, step)
 
         def is_to_be() -> bool:
             held = None
@@ -291,7 +291,7 @@ class StoreTier:
             if not is_to_be():
                 raise OutdatedError
 
-        with self._second._locked():
+        with self._second.handle.locked():
             if not is_to_be():
                 return False
             check_pin(self._objects, self._run, step)
@@ -301,7 +301,7 @@ class StoreTier:
 
     def pin(self, step: int) -> None:
         # docstring inherited
-        with self._second._locked():
+        with self._second.handle.locked():
             pin_step(self._objects, self._run, step)
 
     def check_pin(self, step: int) -> None:
@@ -314,7 +314,7 @@ class StoreTier:
 
     def settle(self) -> None:
         # docstring inherited
-        with self._second._locked():
+        with self._second.handle.locked():
             self._objects.files.sync_folder(self._objects.layout.refs)
 
 
