@@ -1,4 +1,4 @@
-"""The one door to the disk: no other module of the store touches files.
+"""The one interface to the disk: no other module of the store touches files.
 
 `Files` is the interface, `RealFiles` the disk. A test stops, tears or fails any single operation by
 wrapping it (`.py`), so whatever a crash can do to a store can be tried.

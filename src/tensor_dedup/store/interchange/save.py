@@ -318,9 +318,9 @@ def save_dict(
     _check(held.graph, entries, fields, views or {})
     if views and not verification:
         raise ConfigError("a view is a verification file; leave out views, or verification=False")
-    target, door = Path(path).absolute(), files or RealFiles()
-    with os_errors(target), new_folder(door, target) as folder:
-        data = DataFiles(door, folder, max_file_bytes)
+    target, disk = Path(path).absolute(), files or RealFiles()
+    with os_errors(target), new_folder(disk, target) as folder:
+        data = DataFiles(disk, folder, max_file_bytes)
         total = max((e.offset + e.size for e in entries), default=0)
         hashes = DataHashes(total) if verification else None
         _write_data(held, Stream(data, hashes, config, total))
@@ -338,7 +338,7 @@ def save_dict(
         for view, names in (views or {}).items():
             blobs[verification_name(view)] = _verify_view(held, view, names)
         for name, blob in blobs.items():
-            write_file(door, folder / name, blob)
+            write_file(disk, folder / name, blob)
     return descriptor
 
 

@@ -133,10 +133,10 @@ class BulkReader:
         self._pool = pool
         self._verify = verify
         self._mapped = mapped
-        spare = spare_handles(pieces.door)
-        self._direct = HandleCache(pieces.door, self._open_direct, spare)
+        spare = spare_handles(pieces.disk)
+        self._direct = HandleCache(pieces.disk, self._open_direct, spare)
         # Python's mmap keeps a descriptor for as long as the mapping is there.
-        self._mappings = pieces.door.free_handles() * 2 // 3
+        self._mappings = pieces.disk.free_handles() * 2 // 3
         self._bypasses: dict[ContainerId, bool] = {}
         self._undo = ExitStack()
         self._undo.callback(self._direct.close)
@@ -232,7 +232,7 @@ class BulkReader:
             nbytes = _end(span.records[-1]) - span.start
             # Cut short, or on a file system that maps nothing: read it.
             with suppress(OSError), self._pieces.container(span.container) as handle:
-                memory = self._pieces.door.map(handle, span.start, nbytes)
+                memory = self._pieces.disk.map(handle, span.start, nbytes)
                 self._mappings -= 1
                 return memory
         return None
@@ -248,7 +248,7 @@ class BulkReader:
         return self._bypasses[container]
 
     def _open_direct(self, container: ContainerId) -> Handle:
-        files, path = self._pieces.door, self._pieces.path(container)
+        files, path = self._pieces.disk, self._pieces.path(container)
         handle = files.open(path, "direct")
         try:
             with self._pieces.container(container) as same:
@@ -312,20 +312,20 @@ class _Work:
         return False
 
     def _read(self, block: _Block) -> bool:
-        span, door = self._span, self._pieces.door
+        span, disk = self._span, self._pieces.disk
         needed = min(block.stop, _end(span.records[-1])) - block.start
         with (
             self._memory[block.start - span.start : block.stop - span.start] as view,
             suppress(OSError),  # what failed once is read again
             self._pieces.container(span.container) as handle,
         ):
-            if self._direct is not None and not _is_cached(door, handle, block):
+            if self._direct is not None and not _is_cached(disk, handle, block):
                 # It can after all not read past the cache.
                 with suppress(OSError), self._direct.using(span.container) as direct:
-                    if door.pread(direct, view, block.start) >= needed:
+                    if disk.pread(direct, view, block.start) >= needed:
                         return True
             with view[:needed] as part:
-                return door.pread(handle, part, block.start) == needed
+                return disk.pread(handle, part, block.start) == needed
         return False
 
     def _compare(self, leaves: Sequence[_Leaf]) -> None:

@@ -262,7 +262,7 @@ class StoredPieces:
         return any(map(_may_be_base, spots))
 
     @property
-    def door(self) -> Files:
+    def disk(self) -> Files:
         """The file system interface that the containers were opened through."""
         return self._objects.files
 
@@ -290,7 +290,7 @@ class StoredPieces:
         """
         try:
             with self.container(container) as handle:
-                return self.door.pread(handle, view, offset) == view.nbytes
+                return self.disk.pread(handle, view, offset) == view.nbytes
         except OSError as error:
             if not is_unreadable(error):
                 raise
@@ -302,7 +302,7 @@ class StoredPieces:
             return bytearray()
 
         def read(spot: _Spot, handle: Handle) -> bytearray | None:
-            return read_range(self.door, handle, spot.record, start, stop, self._base(spot))
+            return read_range(self.disk, handle, spot.record, start, stop, self._base(spot))
 
         self._check_wanted(digest, nbytes)
         return self._from_any(digest, nbytes, read)
@@ -319,7 +319,7 @@ class StoredPieces:
 
         def anchored(start: int, view: memoryview, at: _Spot, handle: Handle) -> bytes | None:
             # No delta: it has no base of its own.
-            right = fill_leaves(self.door, handle, at.record, start, view, base)
+            right = fill_leaves(self.disk, handle, at.record, start, view, base)
             return leaves_of(at.record, start, view.nbytes) if right else None
 
         base = base_of(spot.record, read_leaf)
@@ -362,9 +362,9 @@ class StoredPieces:
         def read(spot: _Spot, handle: Handle) -> bytes | None:
             base = self._base(spot)
             if whole_leaves:
-                right = fill_leaves(self.door, handle, spot.record, start, view, base)
+                right = fill_leaves(self.disk, handle, spot.record, start, view, base)
                 return leaves_of(spot.record, start, view.nbytes) if right else None
-            data = read_range(self.door, handle, spot.record, start, stop, base)
+            data = read_range(self.disk, handle, spot.record, start, stop, base)
             if data is not None:
                 view[:] = data
             return b"" if data is not None else None

@@ -230,12 +230,12 @@ class HubSnapshot:
 
 def snapshots(root: Path, files: Files | None = None) -> Iterator[HubSnapshot]:
     """Yield every snapshot of every model in a cache, by name; data sets and spaces are skipped."""
-    door = files or RealFiles()
-    for folder in door.listdir(root):
+    disk = files or RealFiles()
+    for folder in disk.listdir(root):
         if not folder.startswith(MODELS):
             continue
-        for revision in door.listdir(root / folder / SNAPSHOTS):
+        for revision in disk.listdir(root / folder / SNAPSHOTS):
             path = root / folder / SNAPSHOTS / revision
-            status = door.status(path)
+            status = disk.status(path)
             if not revision.startswith(HIDDEN) and status is not None and status.kind == "folder":
                 yield HubSnapshot(path, shortened(name_of(path), f"@{revision}"))
