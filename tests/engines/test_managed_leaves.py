@@ -1,7 +1,7 @@
 """vLLM engines of one process that have leaves of each other's tensors, from a memory manager too.
 
 A base, and a fine-tune of it with more rows in its vocabulary or with one block of one fp8 weight
-changed. tests/patches/test_leaves.py has the other changes, and pairs of two processes.
+changed. tests/engines/test_leaves.py has the other changes, and pairs of two processes.
 """
 
 import gc

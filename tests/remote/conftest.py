@@ -7,6 +7,7 @@ import pytest
 
 from s3_faults import Wire
 from stores import open_store, three
+from stores import tmp_path as tmp_path
 from tensor_dedup import Store
 
 

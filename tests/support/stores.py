@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from tensor_dedup import Store
@@ -178,6 +179,13 @@ def memory_folder() -> Iterator[Path]:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A folder in memory, for the conftest of tests that write many small files."""
+    with memory_folder() as path:
+        yield path
 
 
 Model = dict[str, NDArray[Any]]
