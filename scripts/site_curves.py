@@ -16,16 +16,15 @@ import site_charts
 SECTION: Final = "substitution"
 # By the titles of the section's tables.
 CURVES: Final = {
-    f"substitution-{task}-{scope}": f"**{task}, {scope}**"
-    for task in ("sections", "docstrings")
-    for scope in ("everything", "encoder")
+    f"substitution-{task}": f"**{task}, everything**" for task in ("sections", "docstrings")
 }
-_FORM, _SIZE, _SCORE, _BEST = 0, 3, 5, 8
+_FORM, _SIZE, _SCORE, _BEST = 0, 1, 2, 3
 _WIDTH, _HEIGHT = 480, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 16, 12, 40
 _TICKS: Final = (1, 2, 5, 10, 20)
 _MOST_TICKS: Final = 6
-_INTERVAL: Final = re.compile(r"([\d.]+) \[([\d.]+), ([\d.]+)\]")
+_POINTS: Final = r"([+-]?[\d.]+)"
+_INTERVAL: Final = re.compile(rf"{_POINTS} \[{_POINTS}, {_POINTS}\]")
 _INT: Final = re.compile(r"INT\d")
 
 
