@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from bench import checkpoint_models as models
 from bench.checkpoint_methods import SKLEARN, TORCH, XGBOOST, Kind, emptied, size_of
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.adapters import adapter_for
-from tensor_dedup.store.checkpoints.state import pieces
 from tensor_dedup.store.gathered import flat_bytes
+from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.adapters import adapter_for
+from tensor_dedup.training.state import pieces
 
 _CHUNK: Final = 256 << 10  # the article's ratios late in training are at this size
 Bytes = dict[str, bytes]

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint import state_dict_loader as dcp_loader
 from torch.distributed.checkpoint import state_dict_saver as dcp_saver
 
 from bench import tensorcas_method as tensorcas
-from tensor_dedup.store.checkpoints import CheckpointStore, PendingSave
-from tensor_dedup.store.checkpoints.adapters import ModelAdapter
+from tensor_dedup.training import CheckpointStore, PendingSave
+from tensor_dedup.training.adapters import ModelAdapter
 
 OURS: Final = "tensor-dedup"
 RAW: Final = "tensor-dedup, compress=None"

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from bench.checkpoint_models import ResNet18, images
 from bench.stats import Estimate, Section, estimate, verdict
-from tensor_dedup.store.checkpoints import CheckpointStore, PendingSave
+from tensor_dedup.training import CheckpointStore, PendingSave
 
 NOTHING: Final = "no saves"
 LAZY: Final = "ours, save_async, lazy"

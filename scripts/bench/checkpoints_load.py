@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.stats import Section, estimate
-from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.training import CheckpointStore
 
 Model = dict[str, NDArray[Any]]
 _TREES = 100

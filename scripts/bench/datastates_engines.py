@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from bench.checkpoint_methods import sync
-from tensor_dedup.store.checkpoints import CheckpointStore, PendingSave
-from tensor_dedup.store.checkpoints.capture import HostPool
+from tensor_dedup.training import CheckpointStore, PendingSave
+from tensor_dedup.training.capture import HostPool
 
 NOTHING: Final = "no saves"
 TORCH: Final = "torch.save"

@@ -26,7 +26,7 @@ from bench.datastates_engines import (
     made,
     tensors,
 )
-from tensor_dedup.store.checkpoints.capture import HostPool
+from tensor_dedup.training.capture import HostPool
 
 _STUCK = timedelta(minutes=5)
 

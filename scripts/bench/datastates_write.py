@@ -18,11 +18,11 @@ from torch.distributed.checkpoint import state_dict_saver as dcp_saver
 
 from bench.checkpoint_methods import sync
 from bench.datastates_engines import Training, seconds, serialise, sync_all
-from tensor_dedup.store import Store
+from tensor_dedup import Store
 from tensor_dedup.store.buffers import allocate
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.capture import HostPool
 from tensor_dedup.store.files import Handle, RealFiles
+from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.capture import HostPool
 
 OURS: Final = "ours, save, compress=None"
 BUFFERED: Final = "as many threads, page cache and fsync"

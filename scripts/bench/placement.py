@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 
 import click
 
-from tensor_dedup.placement.exact import solve
-from tensor_dedup.placement.heuristic import best_fit, first_fit, place
-from tensor_dedup.placement.placement import Placement
-from tensor_dedup.placement.problem import Model, Node, PackingProblem
+from tensor_dedup.planning.placement.exact import solve
+from tensor_dedup.planning.placement.heuristic import best_fit, first_fit, place
+from tensor_dedup.planning.placement.placement import Placement
+from tensor_dedup.planning.placement.problem import Model, Node, PackingProblem
 
 MIB, GIB = 1 << 20, 1 << 30
 # Tensors of a layer, by their share of a layer's bytes in per mille (Llama's proportions).

@@ -34,7 +34,7 @@ from obstore.store import from_url
 from safetensors.numpy import save_file
 
 from bench.stats import estimate
-from tensor_dedup.store import Store
+from tensor_dedup import Store
 
 # Those of a pull.
 RANGE_BYTES, AT_ONCE = 32 << 20, 4

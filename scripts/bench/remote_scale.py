@@ -30,17 +30,17 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from remotes import MemoryBucket
+from tensor_dedup import Store
 from tensor_dedup.digest import LEAF_BYTES, combine
-from tensor_dedup.store import Store
+from tensor_dedup.remote import Remote, catalog, holders, layout, loads, pieces, pull
+from tensor_dedup.remote import sweep as remote_sweep
+from tensor_dedup.remote.buckets import Bucket, ObjectStatus
+from tensor_dedup.remote.catalog import Catalog, ListedContainer, unheld
+from tensor_dedup.remote.relatives import lost
 from tensor_dedup.store.format import frames, manifests
 from tensor_dedup.store.format.manifests import Piece
 from tensor_dedup.store.format.tables import PLAIN, Record
 from tensor_dedup.store.objects import ContainerId
-from tensor_dedup.store.remote import Remote, catalog, holders, layout, loads, pieces, pull
-from tensor_dedup.store.remote import sweep as remote_sweep
-from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus
-from tensor_dedup.store.remote.catalog import Catalog, ListedContainer, unheld
-from tensor_dedup.store.remote.relatives import lost
 
 HIDDEN, INNER, WORDS, LAYERS = 4096, 11008, 32000, 32
 PER_LAYER: Final = (*(2 * HIDDEN * HIDDEN,) * 4, *(2 * HIDDEN * INNER,) * 3, *(2 * HIDDEN,) * 2)

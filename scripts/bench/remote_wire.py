@@ -29,9 +29,9 @@ from safetensors.numpy import save_file
 from bench import tuning
 from remotes import MemoryBucket, Proxy
 from s3_faults import FaultyProxy, MemoryS3
-from tensor_dedup.store import Store
-from tensor_dedup.store.remote import Remote
-from tensor_dedup.store.remote.buckets import ServerBucket
+from tensor_dedup import Store
+from tensor_dedup.remote import Remote
+from tensor_dedup.remote.buckets import ServerBucket
 
 PER_LAYER: Final = 16
 CONTAINER: Final = 64 << 20

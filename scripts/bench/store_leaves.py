@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup import Store
+from tensor_dedup.training import CheckpointStore
 
 COLUMNS, ROWS = 896, (64 << 20) // 4 // 896
 Array = NDArray[np.float32]

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 import torch.utils.dlpack
 
-from tensor_dedup.store import Store
+from tensor_dedup import Store
 from tensor_dedup.store.buffers import BufferPool, allocate
 from tensor_dedup.store.reading.tensors import load_tensors
 

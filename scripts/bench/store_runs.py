@@ -12,7 +12,7 @@ from bench.process_memory import drop_pages, read_pages, settle
 from bench.results import Row
 from bench.stats import Estimate, estimate, verdict
 from bench.store_methods import OURS, Method, Tensorfs, touch
-from tensor_dedup.store import Store
+from tensor_dedup import Store
 
 TENSORFS_LEAST = 2.0
 Seconds = dict[str, list[float]]

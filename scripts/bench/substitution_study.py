@@ -60,7 +60,7 @@ from tensor_dedup.analyze import analyze
 from tensor_dedup.analyze.contributions import contributions
 from tensor_dedup.digest import digest
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
-from tensor_dedup.substitution import substitute
+from tensor_dedup.planning.substitution import substitute
 
 RAW: Final = DOCUMENT.with_name("substitution.json")
 SECTION: Final = "substitution"

@@ -168,5 +168,5 @@ def test_the_configuration_file_of_the_page_is_read(
         (tmp_path / settings.FILE).write_text(each.text)
         monkeypatch.chdir(tmp_path)
         assert settings.configured_path("store") == Path("/data/store")
-        assert settings.configured_remote() == "s3://bucket/models"
+        assert settings.remote_url() == "s3://bucket/models"
         assert settings.configured_budget() == 32 << 30

@@ -17,7 +17,7 @@ from bench import substitution_study as study
 from bench import substitution_texts as texts_of
 from bench.substitution_tunes import HEAD, quantised, rounded
 from tensor_dedup import ConfigError
-from tensor_dedup.substitution import substitute
+from tensor_dedup.planning.substitution import substitute
 
 sys.path.append(str(package_source.ROOT / "scripts"))
 import site_charts
