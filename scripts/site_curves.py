@@ -109,7 +109,7 @@ def svg(name: str) -> str:
         parts += [_point(each, number, x(each.size), y) for each in some]
         keys.append(f'<span><i class="c{number}"></i>{html.escape(title)}</span>')
     parts.append(
-        f'<text class="unit" x="{_LEFT}" y="{_HEIGHT - 6}">{html.escape(unit)}, against MB that a '
+        f'<text class="unit" x="{_LEFT}" y="{_HEIGHT - 6}">{html.escape(unit)}, by MB that a '
         "variant adds</text>"
     )
     told = "; ".join(each.said for each in forms)
