@@ -26,7 +26,6 @@ NOT_HERE = {
     "decisions.md": "reasons",
     "releasing.md": "for who releases",
     "seeds.md": "tests/test_seeds.py runs its examples",
-    "test-ids.md": "a table",
 }
 PAGES = {
     str(path.relative_to(ROOT)): snippets.snippets(path.read_text())

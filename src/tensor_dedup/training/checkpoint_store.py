@@ -181,9 +181,10 @@ class CheckpointStore:
             DivergedTierError: another `root` has drained to it, without what this one has not yet.
             StoreIOError, StoreAccessError: the second store cannot be read.
             RemoteUrlError: a URL names no remote.
-            RemoteUnreachableError, RemoteAccessError, NotARemoteError, ReadOnlyRemoteError,
-            NoConditionsError: the remote does not answer, refuses, is something else, or could
-                lose steps.
+            RemoteUnreachableError: the remote does not answer.
+            RemoteAccessError, ReadOnlyRemoteError: it refuses, or cannot be written to.
+            NotARemoteError: it holds something else.
+            NoConditionsError: its server knows no conditional writes, so steps could be lost.
         """
         _check_limits(run_id, in_flight, pool_bytes)
         _check_kinds(run_id, config, weights, drain)
