@@ -48,7 +48,8 @@ from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.locks import draining
 from tensor_dedup.store.store import Store
 
-# So many places are one fast tier's, from when it goes on from another one's last.
+# So many places are one fast tier's, from when it goes on from another one's last. How many steps
+# that one has not drained is unknown, and they must not get the later places.
 _TURN: Final = 1 << 20
 # Of so many turns the last places are noted. Steps of earlier versions, whose places are times,
 # have one each.
