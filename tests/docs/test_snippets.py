@@ -24,8 +24,8 @@ NOT_HERE = {
     "compatibility.md": "a log of what was tried",
     "benchmarks/tables.md": "written by the benchmarks",
     "decisions.md": "reasons",
+    "published-figures.md": "tests/test_published_figures.py runs its examples",
     "releasing.md": "for who releases",
-    "seeds.md": "tests/test_seeds.py runs its examples",
     "test-ids.md": "a table",
 }
 PAGES = {
