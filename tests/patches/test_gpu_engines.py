@@ -1,4 +1,4 @@
-"""vLLM engines whose weights are a GPU's shared memory, over the fake driver: no GPU ran this.
+"""vLLM engines whose weights are a GPU's shared memory, over the fake driver.
 
 The fake's memory is host memory, so vLLM's CPU engine computes with it; every mapping is read-only,
 and a write to one would end this process.

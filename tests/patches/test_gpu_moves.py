@@ -1,4 +1,4 @@
-"""Models that go to a GPU share read-only memory there, over the fake driver: no GPU ran this.
+"""Models that go to a GPU share read-only memory there, over the fake driver.
 
 The device is one of torch's own, `fakegpu`, which the CPU computes for (`torch_gpu`). It stays for
 a whole process, so each test is a process; what each of them asserts, it asserts there.

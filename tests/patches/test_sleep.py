@@ -1,6 +1,6 @@
 """vLLM's own `sleep` and `wake_up` of a GPU's worker, with shared weights over the fake driver.
 
-No GPU ran this, and no engine: a worker without a runner has a model of three parameters. torch's
+No GPU is needed, and no engine: a worker without a runner has a model of three parameters. torch's
 accelerator and vLLM's allocator for GPUs are stood in for.
 """
 
