@@ -5,8 +5,8 @@
 By the size of a step, by how often one is saved, by ranks; what a save consists of; what a write
 costs by a tensor's size; when each of the largest tensors is written. `--out` gets the raw results,
 `--write` puts the section into docs/benchmarks/tables.md, the raw results beside it, the headlines
-into docs/published-figures.md. torchsnapshot and DeepSpeed take part where they are installed. For
-at least 50 steps of each size it needs 50 minutes of a machine that does nothing else.
+into docs/seeds.md. torchsnapshot and DeepSpeed take part where they are installed. For at least 50
+steps of each size it needs 50 minutes of a machine that does nothing else.
 """
 
 import sys
@@ -50,7 +50,7 @@ from bench.stats import DOCUMENT, Estimate, Section, estimate, machine, verdict,
 
 PACKAGES: Final = ("torch", "torchsnapshot", "deepspeed", "numpy", "xxhash", "blake3")
 RAW: Final = DOCUMENT.with_name("datastates.json")
-FIGURES: Final = DOCUMENT.parents[1] / "published-figures.md"
+SEEDS: Final = DOCUMENT.parents[1] / "seeds.md"
 ALL: Final = (
     NOTHING,
     TORCH,
@@ -278,7 +278,7 @@ def _tables(raw: dict[str, Any]) -> Iterator[str]:
 
 
 def headlines(raw: dict[str, Any]) -> Iterator[str]:
-    """The paper's figures beside ours, for docs/published-figures.md."""
+    """The paper's figures beside ours, for docs/seeds.md."""
     setups = {found["setup"]["name"]: found for found in raw["setups"]}
     yield "| | the paper | here |"
     yield "| --- | --- | --- |"
@@ -363,7 +363,7 @@ def main(minutes: float, quick: bool, work: Path | None, out: Path | None, write
     how = f"{minutes:g} minutes at most" if not quick else "quick"
     section.finish("datastates", how, list(_tables(raw)), _NOTES, write=write)
     if write:
-        write_section("datastates", "\n".join(headlines(raw)), FIGURES)
+        write_section("datastates", "\n".join(headlines(raw)), SEEDS)
 
 
 if __name__ == "__main__":
