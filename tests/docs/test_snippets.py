@@ -25,7 +25,7 @@ NOT_HERE = {
     "benchmarks/tables.md": "written by the benchmarks",
     "decisions.md": "reasons",
     "releasing.md": "for who releases",
-    "seeds.md": "tests/test_seeds.py runs its examples",
+    "published-figures.md": "tests/test_published_figures.py runs its examples",
 }
 PAGES = {
     str(path.relative_to(ROOT)): snippets.snippets(path.read_text())

@@ -437,7 +437,8 @@ def unchanged(
 ) -> ImportResult | None:
     """Return the result of importing what a name holds already; None if not all of it is there.
 
-    Only what has as many files and bytes is read and hashed.
+    Only what has as many files and bytes is read and hashed. That is done before anything is
+    written: another checkpoint of the same sizes would be stored whole for a name that is taken.
 
     Raises:
         NameTakenError: the name holds something else.

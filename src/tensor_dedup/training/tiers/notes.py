@@ -48,7 +48,8 @@ from tensor_dedup.store.store import LocalStore
 from tensor_dedup.training.errors import DivergedTierError, OtherTierError
 from tensor_dedup.training.tiers.second_tier import SecondTier, TierContent, ahead, text_at
 
-# So many places are one fast tier's, from when it goes on from another one's last.
+# So many places are one fast tier's, from when it goes on from another one's last. How many steps
+# that one has not drained is unknown, and they must not get the later places.
 _TURN: Final = 1 << 20
 # Of so many turns the last places are noted. Steps of earlier versions, whose places are times,
 # have one each.

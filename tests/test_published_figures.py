@@ -1,4 +1,4 @@
-"""What docs/seeds.md says of other systems and of this one: examples run, figures are measured."""
+"""What docs/published-figures.md says of other systems: examples run, figures are measured."""
 
 import os
 import re
@@ -9,7 +9,7 @@ import pytest
 import fresh
 import package_source
 
-DOCUMENT = package_source.ROOT / "docs" / "seeds.md"
+DOCUMENT = package_source.ROOT / "docs" / "published-figures.md"
 LINKS = {
     "https://github.com/olamyy/tensorcas",
     "https://github.com/DataStates/datastates-llm",
