@@ -199,7 +199,7 @@ def _pipelines(inputs: Path, measure: Callable[[Callable[[], None]], float]) -> 
     return found
 
 
-def _seconds(work: Callable[[], None]) -> float:
+def _seconds(work: Callable[[], object]) -> float:
     # A full collection takes as long as such a load, and would come in one or the other.
     gc.collect()
     began = time.perf_counter()
