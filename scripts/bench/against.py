@@ -7,9 +7,11 @@
 *attach*: vLLM loads a model that another engine has put into a memory manager. *pipelines*:
 Diffusers loads two pipelines (multiples of a plain load in that process); *calls*: the calls, of
 Python and of C, that it makes for them. *checkpoints*: a run saves steps of which all, a tenth and
-nothing changed, and loads one. Each process measures its part once, with modules compiled before.
-Both trees alternate (A B, B A, ...), and ratios are of one pair. Prints a section of Markdown;
-`--write` puts it into docs/benchmarks/tables.md.
+nothing changed, and loads one. *remote*: a base and a fine-tune are pushed to SeaweedFS (moto where
+`weed` is not installed) at the loopback address, and pulled; its start is not timed. Each process
+measures its part once, with modules compiled before. Both trees alternate (A B, B A, ...), and
+ratios are of one pair. Prints a section of Markdown; `--write` puts it into
+docs/benchmarks/tables.md.
 """
 
 import sys

@@ -5,6 +5,9 @@ journeys.py make PART INPUTS        journeys.py PART INPUTS SCRATCH -> what each
 
 import gc
 import json
+import os
+import shutil
+import statistics
 import subprocess
 import sys
 import threading
@@ -16,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-PARTS: Final = ("load", "attach", "pipelines", "calls", "checkpoints")
+PARTS: Final = ("load", "attach", "pipelines", "calls", "checkpoints", "remote")
 _SHAPES: Final[dict[str, Any]] = {
     "hidden_size": 896,
     "intermediate_size": 4864,
@@ -29,6 +32,10 @@ _SHAPES: Final[dict[str, Any]] = {
 }
 _SAVES: Final = 4
 _LOADS: Final = 5
+# A checkpoint of 64 MiB: 16 layers of four tensors.
+_LAYERS: Final = 16
+_TENSOR_BYTES: Final = 1 << 20
+_TRANSFERS: Final = 3
 
 
 def make_load(inputs: Path) -> None:
@@ -54,6 +61,23 @@ def make_pipelines(inputs: Path) -> None:
 
     for name in pictures.missing(inputs):
         pictures.make(name, inputs, tiny=True)
+
+
+def make_remote(inputs: Path) -> None:
+    """A checkpoint of random weights, and a fine-tune with one changed layer."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    if (inputs / "remote" / "fine-tune" / "model.safetensors").exists():
+        return
+    random = np.random.default_rng(0)
+    names = [f"model.layers.{n}.{part}.weight" for n in range(_LAYERS) for part in "qkvo"]
+    state = {name: random.standard_normal(_TENSOR_BYTES // 4).astype("f4") for name in names}
+    for model, changed in (("base", ()), ("fine-tune", names[20:24])):
+        for name in changed:
+            state[name] = random.standard_normal(_TENSOR_BYTES // 4).astype("f4")
+        (inputs / "remote" / model).mkdir(parents=True)
+        save_file(state, inputs / "remote" / model / "model.safetensors")
 
 
 def _engine(path: Path, config: Any) -> tuple[Any, float]:
@@ -175,7 +199,7 @@ def _pipelines(inputs: Path, measure: Callable[[Callable[[], None]], float]) -> 
     return found
 
 
-def _seconds(work: Callable[[], None]) -> float:
+def _seconds(work: Callable[[], object]) -> float:
     # A full collection takes as long as such a load, and would come in one or the other.
     gc.collect()
     began = time.perf_counter()
@@ -205,7 +229,7 @@ def checkpoints(inputs: Path, scratch: Path) -> dict[str, float]:
     """Steps of 64 tensors of 1 MiB; medians of several saves of each kind."""
     import numpy as np
 
-    from tensor_dedup.training import CheckpointStore
+    from tensor_dedup import CheckpointStore
 
     random = np.random.default_rng(0)
     state = {f"t{n}": random.standard_normal(1 << 18).astype("f4") for n in range(64)}
@@ -227,6 +251,46 @@ def checkpoints(inputs: Path, scratch: Path) -> dict[str, float]:
     return found
 
 
+def remote(inputs: Path, scratch: Path) -> dict[str, float]:
+    """A base and a fine-tune to a server of S3's protocol and back; medians of several rounds.
+
+    Each round has a place of its own on the server, and stores of its own to pull into. Neither the
+    server's start nor the import of both into the store that is pushed from is timed.
+    """
+    # Of the tests' helpers, only what imports nothing of the package, whose commit is another's.
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
+    import real_servers
+    from tensor_dedup import Store
+
+    store = Store.open(scratch / "pushed")
+    for name in ("base", "fine-tune"):
+        store.import_(inputs / "remote" / name, name)
+    rounds: list[dict[str, float]] = []
+    with real_servers.s3(scratch / "server"):
+        for number in range(_TRANSFERS + 1):
+            url, path = f"s3://bucket/round-{number}", scratch / f"pulled-{number}"
+            pulled = Store.open(path)
+            os.sync()  # so that no round pays for what the one before it left
+            first = _seconds(partial(store.push, url, "base"))
+            tuned = _seconds(partial(store.push, url, "fine-tune"))
+            nothing = _seconds(partial(store.push, url, "fine-tune"))
+            os.sync()
+            base = _seconds(partial(pulled.pull, url, "base"))
+            tune = _seconds(partial(pulled.pull, url, "fine-tune"))
+            shutil.rmtree(path)
+            rounds.append(
+                {
+                    "first push": first,
+                    "push of a fine-tune": tuned,
+                    "push of nothing new": nothing,
+                    "pull of both": base + tune,
+                    "pull of the fine-tune alone": tune,
+                }
+            )
+    # The first round imports what a transfer needs.
+    return {step: statistics.median(each[step] for each in rounds[1:]) for step in rounds[0]}
+
+
 def main() -> None:
     """Make inputs, or run one journey and print its seconds as JSON."""
     if sys.argv[1] == "make":
@@ -235,6 +299,8 @@ def main() -> None:
             make_load(inputs)
         elif part in ("pipelines", "calls"):
             make_pipelines(inputs)
+        elif part == "remote":
+            make_remote(inputs)
         return
     journeys: dict[str, Callable[[Path, Path], dict[str, float]]] = {
         "load": load,
@@ -243,6 +309,7 @@ def main() -> None:
         "pipelines": pipelines,
         "calls": calls,
         "checkpoints": checkpoints,
+        "remote": remote,
     }
     found = journeys[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))
     sys.stdout.write(json.dumps(found) + "\n")

@@ -1,7 +1,7 @@
 """Servers of object storage that others have written, on the loopback address.
 
-SeaweedFS (`weed`) and rclone speak S3's protocol, Azurite speaks Azure's. A program is looked for
-beside the interpreter and on the path; where it is missing, a test skips and names the command
+SeaweedFS (`weed`), rclone and moto speak S3's protocol, Azurite speaks Azure's. A program is looked
+for beside the interpreter and on the path; where it is missing, a test skips and names the command
 that installs it.
 """
 
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from email.utils import formatdate
 from pathlib import Path
 
@@ -38,10 +38,15 @@ _AZURE = (
 )
 
 
+def path_of(program: str) -> str | None:
+    """The program's path, where it is installed."""
+    places = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    return shutil.which(program, path=os.pathsep.join(places))
+
+
 def needs(program: str) -> str:
     """The program's path; skips the test where it is not installed."""
-    places = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
-    found = shutil.which(program, path=os.pathsep.join(places))
+    found = path_of(program)
     if found is None:
         pytest.skip(f"needs {program}: {_INSTALLED_BY[program]}")
     return found
@@ -150,6 +155,26 @@ def weed(root: Path) -> Iterator[Server]:
             yield server
     finally:
         server.kill()  # it would take its time
+
+
+@contextmanager
+def moto(root: Path) -> Iterator[Server]:
+    """Moto with a bucket `bucket`; the environment leads to it. It keeps all objects in memory."""
+    (port,) = free_ports(1)
+    root.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = Server(command, port, root / "log")
+    try:
+        _made(port, "/bucket")
+        with environment(s3_environment(port)):
+            yield server
+    finally:
+        server.stop()
+
+
+def s3(root: Path) -> AbstractContextManager[Server]:
+    """SeaweedFS, or moto where that is not installed, with a bucket `bucket`."""
+    return weed(root) if path_of("weed") else moto(root)
 
 
 @contextmanager
