@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 import torch.utils.dlpack
 
-from tensor_dedup.store import Store
+from tensor_dedup import Store
 from tensor_dedup.store.buffers import BufferPool, allocate
 from tensor_dedup.store.reading.tensors import load_tensors
 
@@ -285,16 +285,6 @@ PACKAGES = (
     "tensorizer",
     "blake3",
 )
-
-
-def touch(tensors: Tensors) -> int:
-    """Look at every page: a load that maps files has read nothing before somebody does."""
-    total = 0
-    for tensor in tensors.values():
-        flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-        start = tensor.storage_offset() * tensor.element_size()
-        total += int(flat[start : start + tensor.nbytes : 4096].sum())
-    return total
 
 
 def usable(work: Path, source: Path) -> Iterator[Method | tuple[str, str]]:
