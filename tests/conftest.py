@@ -83,7 +83,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A file's tests run in one process; all that start engines do, so that one imports vLLM."""
     for item in items:
         engine = item.get_closest_marker("vllm") is not None
-        item.add_marker(pytest.mark.xdist_group("engines" if engine else item.nodeid.split("::")[0]))
+        item.add_marker(
+            pytest.mark.xdist_group("engines" if engine else item.nodeid.split("::")[0])
+        )
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """How fast a process gets at a model that is resident in a memory manager, and what that costs.
 
-    scripts/bench/attach.py [--size MB] [--tensors N] [--repeats N] [--pairs N] [--only PART]
-                            [--work DIR] [--write]
+    scripts/bench/attach.py [--size MB] [--tensors N] [--repeats N] [--pairs N | --quick]
+                            [--only PART] [--work DIR] [--write]
 
 *attach*: from connecting to the first and to the last page of every tensor, beside
 `safetensors.torch.load_file` of a cached and of a cold file, and its copy into private memory.
@@ -21,7 +21,6 @@ if __name__ == "__main__":
 
 import mmap
 import multiprocessing
-import os
 import subprocess
 import tempfile
 import time
@@ -34,9 +33,11 @@ import click
 import torch
 from safetensors.torch import load_file, save_file
 
+from bench import options
+from bench.fresh_start import own_hints
 from bench.process_memory import drop_pages, read_pages
-from bench.results import HEAD
-from bench.stats import ENVIRONMENT, Estimate, Section, estimate, verdict
+from bench.results import table
+from bench.stats import Estimate, Section, estimate, verdict
 from demonstration import models
 from tensor_dedup.memory_manager.client import Client, connect
 from tensor_dedup.memory_manager.errors import ManagerGoneError
@@ -251,8 +252,7 @@ def resident(folder: Path, size: int, count: int, repeats: int, parts: Sequence[
 
 def decoding_plainly(work: Path, pairs: int) -> list[str]:
     """Tokens a second with all weights plain."""
-    with tempfile.TemporaryDirectory(dir=work, prefix=".hints-") as hints:
-        os.environ.update(ENVIRONMENT, TENSOR_DEDUP_HINTS=str(Path(hints) / "hints.sqlite"))
+    with own_hints(work):
         # They load vllm, which reads the environment then.
         from bench import decoding
         from bench.fine_tunes import made
@@ -260,31 +260,29 @@ def decoding_plainly(work: Path, pairs: int) -> list[str]:
 
         base = made(work)[models.BASE]
         prepare_process(base)
-        return ["", HEAD, *(row.text() for row in decoding.plain_weights(base, pairs))]
+        return ["", *table(decoding.plain_weights(base, pairs))]
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(context_settings=options.CONTEXT)
 @click.option("--size", default=1000, show_default=True, help="MB of the resident model.")
 @click.option("--tensors", default=300, show_default=True, type=click.IntRange(min=LAYERS))
 @click.option("--repeats", default=12, show_default=True, type=click.IntRange(min=1))
-@click.option("--pairs", default=10, show_default=True, type=click.IntRange(min=1), help="Engines.")
-@click.option("--only", multiple=True, type=click.Choice(PARTS), help="Repeat for several.")
-@click.option(
-    "--work",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder for the checkpoints [default: in the user's cache directory].",
-)
-@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks/tables.md.")
+@options.repeats("--pairs", 10)
+@options.only(PARTS)
+@options.work("the checkpoints")
+@options.write
 def main(
     size: int,
     tensors: int,
     repeats: int,
     pairs: int,
+    quick: bool,
     only: tuple[str, ...],
     work: Path | None,
     write: bool,
 ) -> None:
     """Measure attaching to a resident model, and decoding with weights that can be shared."""
+    repeats, pairs = (options.QUICK,) * 2 if quick else (repeats, pairs)
     parts, section = only or PARTS, Section("attach.py", "Attaching to a resident model")
     folder = work or models.default_folder()
     folder.mkdir(parents=True, exist_ok=True)

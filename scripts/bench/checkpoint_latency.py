@@ -1,12 +1,10 @@
 """How long saves and loads take: every method in turns, on the same model in the same state."""
 
 import random
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,24 +15,21 @@ from bench.checkpoint_methods import (
     TENSORCAS,
     TORCH,
     XGBOOST,
-    Behind,
     Chunks,
     Distributed,
-    Dvc,
     Files,
     Kind,
     Method,
     Ours,
-    Snapshots,
     emptied,
 )
-from bench.results import estimate_scaled
+from bench.results import Figures, estimate_scaled
 from bench.stats import Estimate, estimate, verdict
+from bench.turns import say, timed
 from tensor_dedup.training.adapters import SklearnAdapter, XGBoostAdapter
 
 HEAD: Final = "| what | method | ms | ours to it | aim | | the article, ms |\n" + "| --- " * 7 + "|"
 _MS: Final = 1e-3
-Say = Callable[[str], None]
 Times = dict[str, list[float]]
 
 
@@ -73,7 +68,6 @@ def _more(folder: Path) -> list[Method]:
         Files("torch.save", folder / "synced", TORCH, synced=True),
         Distributed(folder / "dcp", behind=False),
         Distributed(folder / "dcp-async", behind=True),
-        *([Snapshots(folder / "snapshots")] if find_spec("torchsnapshot") else []),
     ]
 
 
@@ -111,84 +105,41 @@ CASES: Final = (
     ),
 )
 QUICK: Final = ("ResNet-18, frozen", "500 trees, 10 new", "500 rounds, 10 new")
-
-_README: Final[Sequence[tuple[str, Kind, Callable[[], Any], str]]] = (
-    ("GBM, 50 trees", SKLEARN, lambda: models.Forest(50).model, "38 / 9 / 1.4"),
-    ("booster, 50 rounds", XGBOOST, lambda: models.Rounds(50).model, "29 / 5 / 1.9"),
-    ("perceptron 256 x 2", TORCH, lambda: models.perceptron(256, 2), "7 / 1 / 0.5"),
-    ("perceptron 1024 x 4", TORCH, lambda: models.perceptron(1024, 4), "36 / 16 / -"),
-)
+STATED: Final = ("ResNet-18, all changes", "ResNet-18, frozen")
 
 
-def saves(work: Path, rounds: int, quick: bool, dvc: Path | None, say: Say) -> list[str]:
-    """Saves of models that were saved before, in one store each: the article's tables."""
-    lines = [HEAD]
+def saves(work: Path, rounds: int, figures: Figures, *, quick: bool, stated: bool) -> list[str]:
+    """Saves of models that were saved before, in one store each: the article's tables.
+
+    Their seconds are entered in `figures`. `stated`: only what docs/results.md has.
+    """
+    lines, wanted = [HEAD], STATED if stated else QUICK
     for case in CASES:
-        if quick and case.name not in QUICK:
+        if (quick or stated) and case.name not in wanted:
             continue
         say(f"latency: {case.name}")
-        with _methods(case, emptied(work / "latency"), dvc) as methods:
+        with _methods(case, emptied(work / "latency")) as methods:
             times = _in_turns(case, methods, rounds)
         lines += _rows(case, times)
+        for name, seconds in times.items():
+            figures[f"save: {case.name}, {name}"] = seconds, times[OURS]
     emptied(work / "latency")
     return lines
 
 
-def readme(work: Path, rounds: int, say: Say) -> list[str]:
-    """Save to an empty store, load, and save again unchanged: the table of the readme."""
-    head = "| model | method | save, ms | load, ms | save again, ms | the readme |\n"
-    lines = [head + "| --- " * 6 + "|"]
-    for name, kind, make, article in _README:
-        say(f"latency: {name}")
-        model = make()
-        times = [_cold(kind, model, emptied(work / "cold")) for _ in range(rounds + 1)][1:]
-        for method in times[0]:
-            found = [estimate([each[method][at] for each in times]) for at in range(3)]
-            cells = [name, method, *(_ms(each) for each in found), article]
-            lines.append(f"| {' | '.join(cells)} |")
-            article = ""
-    emptied(work / "cold")
-    return lines
-
-
-def history(work: Path, rounds: int, quick: bool, say: Say) -> list[str]:
-    """What steps that are there already cost: loads and saves of ours with more and more."""
-    lines = ["| steps in the store | load, ms | save, ms |\n| --- | --- | --- |"]
-    method = Ours(emptied(work / "history"))
-    model, head = models.half_frozen()
-
-    def save(step: int) -> float:
-        next(models.shaken(head, 1))
-        return _timed(lambda: method.save(model, step))
-
-    with closing(method):
-        there = 0
-        for count in (1, 10) if quick else (1, 100, 1000):
-            say(f"latency: {count} steps")
-            for step in range(there, count):
-                save(step)
-            there, last = count, count - 1
-            loads = estimate([_timed(partial(method.load, last, model)) for _ in range(rounds)])
-            again = estimate([save(last) for _ in range(rounds)])
-            lines.append(f"| {count:,} | {_ms(loads)} | {_ms(again)} |")
-    emptied(work / "history")
-    return lines
-
-
 @contextmanager
-def _methods(case: Case, folder: Path, dvc: Path | None) -> Iterator[list[Method]]:
+def _methods(case: Case, folder: Path) -> Iterator[list[Method]]:
+    files = [Files(name, folder / name, case.kind) for name in case.kind.files]
     with ExitStack() as stack:
-        methods = [Ours(folder / "ours"), *_peers(case.kind, folder), *case.others(folder)]
-        if dvc and case.faster:
-            methods.append(Dvc(folder / "dvc", case.kind, dvc))
+        methods: list[Method] = [
+            Ours(folder / "ours"),
+            Chunks(folder / "chunks", case.kind),
+            *files,
+            *case.others(folder),
+        ]
         for method in methods:
             stack.enter_context(closing(method))
         yield methods
-
-
-def _peers(kind: Kind, folder: Path) -> list[Method]:
-    files = [Files(name, folder / name, kind) for name in kind.files]
-    return [Chunks(folder / "chunks", kind), *files]
 
 
 def _in_turns(case: Case, methods: list[Method], rounds: int) -> Times:
@@ -199,23 +150,9 @@ def _in_turns(case: Case, methods: list[Method], rounds: int) -> Times:
     for step in range(rounds + 1):
         change()
         for method in dice.sample(methods, len(methods)):
-            times[method.name].append(_timed(partial(method.save, model, step)))
+            times[method.name].append(timed(partial(method.save, model, step)))
             method.settle()
     return {name: seconds[1:] for name, seconds in times.items()}
-
-
-def _cold(kind: Kind, model: Any, folder: Path) -> dict[str, tuple[float, float, float]]:
-    methods: list[Method] = [Ours(folder / "ours"), Behind(folder / "behind")]
-    methods += _peers(kind, folder)
-    found = {}
-    for method in random.Random(time.monotonic_ns()).sample(methods, len(methods)):
-        with closing(method):
-            first = _timed(partial(method.save, model, 1))
-            method.settle()
-            load = _timed(partial(method.load, 1, model))
-            found[method.name] = first, load, _timed(partial(method.save, model, 2))
-            method.settle()
-    return {method.name: found[method.name] for method in methods}
 
 
 def _rows(case: Case, times: Times) -> list[str]:
@@ -246,12 +183,6 @@ def _against(
     if case.faster == name:
         return f"{ratio.text(2)} x", "≤ 1 x", verdict(ratio, most=1)
     return f"{ratio.text(2)} x", "", ""
-
-
-def _timed(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 def _ms(found: Estimate) -> str:

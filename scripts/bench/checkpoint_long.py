@@ -3,9 +3,9 @@
 import random
 import shutil
 import sysconfig
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from bench.checkpoint_methods import TORCH, Chunks, Files, Method, Ours, emptied
+from bench.results import Figures
 from bench.stats import estimate
+from bench.turns import say, timed
 
 NOTES: Final = """\
 - GPT-2's architecture (124 million parameters) with random weights, for no released ones are at
@@ -26,11 +28,13 @@ NOTES: Final = """\
 _STEPS: Final = 8
 _BLOCK: Final = 64
 _BATCH: Final = 2
-Say = Callable[[str], None]
 
 
-def gpt2(work: Path, quick: bool, say: Say) -> tuple[int, list[str]]:
-    """Weights after each step of two fine-tunes: only the last block, and all weights."""
+def gpt2(work: Path, figures: Figures, *, quick: bool, stated: bool) -> tuple[int, list[str]]:
+    """Weights after each step of two fine-tunes: only the last block, and all weights.
+
+    Their bytes are entered in `figures`. `stated`: only ours and plain files.
+    """
     steps = 2 if quick else _STEPS
     lines = [
         "| trained | checkpoints | method | MB, apparent | save, s | the first save, s |",
@@ -38,19 +42,21 @@ def gpt2(work: Path, quick: bool, say: Say) -> tuple[int, list[str]]:
     ]
     for frozen in (True, False):
         say(f"GPT-2: {'last block' if frozen else 'all'}")
-        lines += _rows(emptied(work / "gpt2"), frozen, steps)
+        lines += _rows(emptied(work / "gpt2"), figures, frozen, steps, stated)
     shutil.rmtree(work / "gpt2")
     return steps, lines
 
 
-def _rows(folder: Path, frozen: bool, steps: int) -> Iterator[str]:
-    methods: list[Method] = [
-        Ours(folder / "ours"),
-        Ours(folder / "raw", raw=True),
-        Chunks(folder / "chunks", TORCH),
-        Files("torch.save", folder / "files", TORCH),
-        Files("torch.save", folder / "synced", TORCH, synced=True),
-    ]
+def _rows(folder: Path, figures: Figures, frozen: bool, steps: int, stated: bool) -> Iterator[str]:
+    ours, files = Ours(folder / "ours"), Files("torch.save", folder / "files", TORCH)
+    methods: list[Method] = [ours, files]
+    if not stated:
+        methods += [
+            Ours(folder / "raw", raw=True),
+            Chunks(folder / "chunks", TORCH),
+            Files("torch.save", folder / "synced", TORCH, synced=True),
+        ]
+    part = "the last block" if frozen else "all weights"
     times: dict[str, list[float]] = {method.name: [] for method in methods}
     dice = random.Random(1)
     with ExitStack() as stack:
@@ -58,14 +64,12 @@ def _rows(folder: Path, frozen: bool, steps: int) -> Iterator[str]:
             stack.enter_context(closing(method))
         for step, model in enumerate(_trained(frozen, steps)):
             for method in dice.sample(methods, len(methods)):
-                began = time.perf_counter()
-                method.save(model, step)
-                times[method.name].append(time.perf_counter() - began)
+                times[method.name].append(timed(partial(method.save, model, step)))
     for method in methods:
         size, (first, *later) = method.size().apparent / 1e6, times[method.name]
-        part = "the last block" if frozen else "all weights"
         cells = (part, str(steps + 1), method.name, f"{size:,.1f}", estimate(later).text(2))
         yield f"| {' | '.join(cells)} | {first:.2f} |"
+    figures[f"bytes: GPT-2's size, {part}"] = [files.size().apparent], [ours.size().apparent]
 
 
 def _trained(frozen: bool, steps: int) -> Iterator[Any]:

@@ -4,10 +4,8 @@ import hashlib
 import os
 import pickle
 import shutil
-import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,13 +15,12 @@ from torch.distributed.checkpoint import state_dict_loader as dcp_loader
 from torch.distributed.checkpoint import state_dict_saver as dcp_saver
 
 from bench import tensorcas_method as tensorcas
-from tensor_dedup.training import CheckpointStore, PendingSave
+from tensor_dedup import CheckpointStore
 from tensor_dedup.training.adapters import ModelAdapter
 
 OURS: Final = "tensor-dedup"
 RAW: Final = "tensor-dedup, compress=None"
 TENSORCAS: Final = "TensorCAS's method"
-DVC: Final = "DVC"
 DVC_FILES: Final = "DVC, whole files by MD5"
 Writer = Callable[[Any, Path], object]
 Reader = Callable[[Path, Any], Any]
@@ -85,23 +82,6 @@ class Ours(Method):
 
     def close(self) -> None:
         self.store.close()
-
-
-class Behind(Ours):
-    """The same, saving in the background: `save` returns when the model may be changed."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.name = f"{OURS}, save_async, blocking"
-        self._pending: PendingSave | None = None
-
-    def save(self, model: Any, step: int) -> None:
-        self._pending = self.store.save_async(model, step)
-
-    def settle(self) -> None:
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
 
 
 @dataclass(frozen=True)
@@ -177,27 +157,6 @@ class WholeFiles(Files):
         return sum(self._kept.values(), Size(0, 0))
 
 
-class Dvc(Files):
-    """DVC itself: the file is written, then added. `size` is that of its cache."""
-
-    def __init__(self, folder: Path, kind: Kind, program: Path) -> None:
-        super().__init__(kind.plain, folder, kind)
-        self.name, self._program = DVC, program
-        self._run("init", "--no-scm", "--quiet")
-        self._run("config", "core.analytics", "false")
-
-    def save(self, model: Any, step: int) -> None:
-        super().save(model, step)
-        self._run("add", "--quiet", self._path.name)
-
-    def size(self) -> Size:
-        return size_of(self.folder / ".dvc" / "cache" / "files")
-
-    def _run(self, *arguments: str) -> None:
-        environment = {**os.environ, "DVC_NO_ANALYTICS": "1"}
-        subprocess.run([self._program, *arguments], cwd=self.folder, env=environment, check=True)
-
-
 class Distributed(Method):
     """PyTorch Distributed Checkpoint on one rank; `async_save` blocks while it copies."""
 
@@ -222,21 +181,6 @@ class Distributed(Method):
         state = original.state_dict()
         dcp_loader.load(state, checkpoint_id=str(self.folder / str(step % 2)))
         original.load_state_dict(state)
-        return original
-
-
-class Snapshots(Method):
-    """torchsnapshot on one rank, where it is installed; not synced."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__("torchsnapshot take", folder)
-        self._library: Any = import_module("torchsnapshot")
-
-    def save(self, model: Any, step: int) -> None:
-        self._library.Snapshot.take(str(self.folder / str(step % 2)), {"model": model})
-
-    def load(self, step: int, original: Any) -> Any:
-        self._library.Snapshot(str(self.folder / str(step % 2))).restore({"model": original})
         return original
 
 

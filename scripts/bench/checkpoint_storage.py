@@ -17,7 +17,6 @@ from bench.checkpoint_methods import (
     TORCH,
     XGBOOST,
     Chunks,
-    Dvc,
     Files,
     Kind,
     Method,
@@ -26,6 +25,8 @@ from bench.checkpoint_methods import (
     WholeFiles,
     emptied,
 )
+from bench.results import Figures
+from bench.turns import say
 
 _MB: Final = 1e6
 HEAD: Final = (
@@ -33,7 +34,6 @@ HEAD: Final = (
     " tensor-dedup | ours / TensorCAS | aim | the article |\n"
     f"{'| --- ' * 10}|"
 )
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -100,16 +100,21 @@ EXPERIMENTS: Final = (
 )
 
 
-def storage(work: Path, quick: bool, dvc: Path | None, say: Say) -> list[str]:
-    """The table, and what DVC itself stored of the first and the last experiments."""
+def storage(work: Path, figures: Figures, *, quick: bool, stated: bool) -> list[str]:
+    """The table, whose bytes are entered in `figures`, and what takes those of the ensembles.
+
+    `stated`: only the experiment that docs/results.md has.
+    """
     lines, parts = [HEAD], []
-    for experiment in EXPERIMENTS:
+    for experiment in EXPERIMENTS[: 1 if stated else None]:
         say(f"storage: {experiment.name}")
         count, sizes, folders = measure(experiment, emptied(work / "storage"), quick)
         lines.append(_row(experiment, count, sizes))
+        plain, ours = sizes[experiment.kind.plain], sizes[OURS]
+        figures[f"bytes: {experiment.name}"] = [plain.apparent], [ours.apparent]
         if experiment.kind in (SKLEARN, XGBOOST):
             parts += [_parts_line(experiment, name, held) for name, held in folders.items()]
-    return [*lines, "", *parts, *_dvc_lines(work, quick, dvc, say)]
+    return [*lines, "", *parts]
 
 
 def measure(
@@ -173,31 +178,3 @@ def _both(size: Size) -> str:
     """Megabytes: of the files, and allocated for them."""
     digits = 1 if size.apparent > 50 * _MB else 3
     return f"{size.apparent / _MB:,.{digits}f} / {size.allocated / _MB:,.{digits}f}"
-
-
-def _dvc_lines(work: Path, quick: bool, program: Path | None, say: Say) -> list[str]:
-    if program is None:
-        return ["- DVC itself: not installed (`--dvc PROGRAM` names one)."]
-    lines = []
-    for experiment in (EXPERIMENTS[-1], EXPERIMENTS[3]):
-        say(f"storage: DVC itself, {experiment.name}")
-        folder = emptied(work / "storage")
-        real, files = _real(experiment, folder, quick, program)
-        lines.append(
-            f"- DVC itself, *{experiment.name}*: {_both(real)} MB in its cache, beside "
-            f"{_both(files)} MB counted by MD5."
-        )
-        emptied(folder)
-    return lines
-
-
-def _real(experiment: Experiment, folder: Path, quick: bool, program: Path) -> tuple[Size, Size]:
-    methods = (
-        Dvc(folder / "real", experiment.kind, program),
-        WholeFiles(folder / "files", experiment.kind),
-    )
-    for step, model in enumerate(experiment.steps(quick)):
-        if step < 4:  # a run of it takes seconds
-            for method in methods:
-                method.save(model, step)
-    return methods[0].size(), methods[1].size()

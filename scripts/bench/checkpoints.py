@@ -1,14 +1,14 @@
-"""Training checkpoints: ours against TensorCAS's method, whole files, DVC, and DCP.
+"""Training checkpoints: ours against TensorCAS's method, whole files, and DCP.
 
-    python scripts/bench/checkpoints.py [--rounds N | --quick] [--only PART] [--dvc PROGRAM]
-                                        [--long] [--work DIR] [--write]
+    python scripts/bench/checkpoints.py [--rounds N | --quick] [--only PART] [--stated] [--work DIR]
+                                        [--json FILE] [--write]
 
 One process, one run, the same models for all; in every round each method saves once, in an order
 drawn anew. TensorCAS's method is a small implementation of what its article describes
-(tensorcas_method.py), not their program. DVC runs when `--dvc` names its program, from an
-environment of its own. Prints a section of Markdown; `--write` puts it into
-docs/benchmarks/tables.md.
-What `--long` adds is a section of its own: `--only gpt2 --write` leaves the other as it is.
+(tensorcas_method.py), not their program. Prints a section of Markdown, and one of its own for
+`--only gpt2`, a network of GPT-2's size, which takes minutes and 15 GB; `--json` writes the values,
+`--write` puts each section into docs/benchmarks/tables.md instead of the one there. `--stated`
+measures only what docs/results.md states.
 """
 
 import sys
@@ -19,19 +19,18 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 
-from collections.abc import Callable
 from typing import Final
 
 import click
 
-from bench import checkpoint_changes, checkpoint_latency, checkpoint_long
+from bench import checkpoint_latency, checkpoint_long, options
 from bench.checkpoint_storage import storage
+from bench.results import Figures, write_figures
 from bench.stats import Section
 from demonstration import models
 
-PARTS: Final = ("storage", "changes", "deltas", "saves", "readme", "history")
+PARTS: Final = ("storage", "saves")
 LONG: Final = "gpt2"
-QUICK_ROUNDS: Final = 3
 _PACKAGES: Final = (
     *("torch", "scikit-learn", "xgboost-cpu", "xgboost", "safetensors"),
     *("blake3", "zstandard"),
@@ -42,85 +41,56 @@ _NOTES: Final = """\
 - *TensorCAS's method*: chunks of 1 MiB, BLAKE3, zstd, manifests in JSON, a registry in SQLite, as
   the article gives it. Trees that were saved once are not looked at again there, which its cache
   does for all arrays, and which is right for trees only. It does not sync what it writes; nor do
-  `torch.save`, safetensors, pickle and DVC. DCP syncs its files. Ours is on the disk when `save`
+  `torch.save`, safetensors and pickle. DCP syncs its files. Ours is on the disk when `save`
   returns, and looks at every byte of every tensor in every save.
 - Bytes are *apparent / allocated*, in MB (10^6), all files of a store and what folders take. Of
-  plain files and DVC they are the sum of all the files that were written. *The article* has MB for
+  plain files they are the sum of all that were written, and of *DVC* the sum of those that differ,
+  for it keeps whole files by their MD5. *The article* has MB for
   `torch.save`, DVC, TensorCAS on weights and data of its own; its times are from another machine.
 - Ratios and differences are taken round by round; an interval is of the median, 95 %, from order
   statistics.
 """
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--rounds", default=15, show_default=True, type=click.IntRange(min=1))
-@click.option("--quick", is_flag=True, help="Few rounds, short experiments: shows that it runs.")
-@click.option("--only", multiple=True, type=click.Choice((*PARTS, LONG)), help="Repeatable.")
-@click.option(
-    "--dvc",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False, resolve_path=True),
-    help="DVC's program, such as ENVIRONMENT/bin/dvc.",
-)
-@click.option("--long", "is_long", is_flag=True, help="Also fine-tune a network of GPT-2's size.")
-@click.option(
-    "--work",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder for 3 GB, 15 with --long [default: in the user's cache directory].",
-)
-@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks/tables.md.")
+@click.command(context_settings=options.CONTEXT)
+@options.repeats("--rounds", 15)
+@options.only((*PARTS, LONG))
+@click.option("--stated", is_flag=True, help="Only what docs/results.md states.")
+@options.work("3 GB, 15 with gpt2")
+@options.json_file("bytes, and the seconds of all rounds")
+@options.write
 def main(
     rounds: int,
     quick: bool,
     only: tuple[str, ...],
-    dvc: Path | None,
-    is_long: bool,
+    stated: bool,
     work: Path | None,
+    json_file: Path | None,
     write: bool,
 ) -> None:
-    """Measure saves, loads and sizes of training checkpoints."""
+    """Measure saves and sizes of training checkpoints."""
     folder = (work or models.default_folder()) / "checkpoints-bench"
     folder.mkdir(parents=True, exist_ok=True)
-    rounds = QUICK_ROUNDS if quick else rounds
-    if parts := _parts(folder, rounds, quick, dvc, only or PARTS):
+    rounds = options.QUICK if quick else rounds
+    parts, figures = only or PARTS, Figures()
+    if set(parts) & set(PARTS):
         section = Section("checkpoints.py", "Training checkpoints", _PACKAGES)
         body: list[str] = []
-        for title, part in parts.items():
-            body += [f"### {title}", "", *part(), ""]
+        if "storage" in parts:
+            lines = storage(folder, figures, quick=quick, stated=stated)
+            body += ["### Bytes, MB", "", *lines, ""]
+        if "saves" in parts:
+            lines = checkpoint_latency.saves(folder, rounds, figures, quick=quick, stated=stated)
+            body += ["### Saves into a store that has steps", "", *lines, ""]
         section.finish("checkpoints", f"{rounds} rounds", body, _NOTES, write=write)
-    if is_long or LONG in only:
+    if LONG in parts:
         title = "Training checkpoints of a network of GPT-2's size"
-        section = Section("checkpoints.py --long", title, (*_PACKAGES, "transformers"))
-        steps, body = checkpoint_long.gpt2(folder, quick, _say)
+        section = Section(f"checkpoints.py --only {LONG}", title, (*_PACKAGES, "transformers"))
+        steps, body = checkpoint_long.gpt2(folder, figures, quick=quick, stated=stated)
         how = f"{steps} steps of each training"
         section.finish("checkpoints-long", how, body, checkpoint_long.NOTES, write=write)
-
-
-def _parts(
-    work: Path, rounds: int, quick: bool, dvc: Path | None, only: tuple[str, ...]
-) -> dict[str, Callable[[], list[str]]]:
-    parts: dict[str, tuple[str, Callable[[], list[str]]]] = {
-        "storage": ("Bytes, MB", lambda: storage(work, quick, dvc, _say)),
-        "changes": ("What stays the same", lambda: checkpoint_changes.unchanged(quick)),
-        "deltas": ("Differences", lambda: checkpoint_changes.deltas(work, quick)),
-        "saves": (
-            "Saves into a store that has steps",
-            lambda: checkpoint_latency.saves(work, rounds, quick, dvc, _say),
-        ),
-        "readme": (
-            "Save, load, and save again",
-            lambda: checkpoint_latency.readme(work, rounds, _say),
-        ),
-        "history": (
-            "With more and more steps in the store",
-            lambda: checkpoint_latency.history(work, rounds, quick, _say),
-        ),
-    }
-    return dict(parts[name] for name in PARTS if name in only)
-
-
-def _say(text: str) -> None:
-    """Progress, beside the result on stdout."""
-    sys.stderr.write(f"{text}\n")
+    if json_file is not None:
+        write_figures(json_file, figures)
 
 
 if __name__ == "__main__":

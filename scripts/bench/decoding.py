@@ -7,12 +7,13 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
-from bench.loading import engine, let_go, make_known, require_nothing_resident, say
+from bench.fresh_start import require_nothing_resident
+from bench.loading import engine, let_go, make_known
 from bench.process_memory import settle
 from bench.results import Row
 from bench.stats import estimate, verdict
-from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.report import report
+from bench.turns import say
+from tensor_dedup import UnsupportedError, report
 
 NEW_TOKENS = 32
 BATCHES = (1, 4)
@@ -36,7 +37,8 @@ def decode(base: Path, fine_tuned: Path, pairs: int) -> list[Row]:
     for number in range(pairs):
         share = _pair(base, fine_tuned, rates, plain_first=number % 2 == 1)
         say(f"decode: {number + 1} of {pairs}")
-    return [_row(size, share, *rates[size]) for size in BATCHES]
+    more = f", {share:.0%} of the weights shared"
+    return [_row(f"decode, batch {size}", rates[size], more) for size in BATCHES]
 
 
 def _pair(base: Path, fine_tuned: Path, rates: Rates, *, plain_first: bool) -> float:
@@ -94,30 +96,20 @@ def plain_weights(path: Path, pairs: int) -> list[Row]:
         del plain, ours
         _end(engines)
         say(f"plain weights: {number + 1} of {pairs}")
-    return [_plain_row(size, *rates[size]) for size in BATCHES]
+    return [_row(f"decode, batch {size}, all weights plain", rates[size]) for size in BATCHES]
 
 
-def _plain_row(size: int, packed: list[float], plain: list[float]) -> Row:
-    ratio = estimate([ours / theirs for theirs, ours in zip(packed, plain, strict=True)])
+def _row(name: str, rates: list[list[float]], more: str = "") -> Row:
+    plain, ours = rates
+    ratio = estimate([b / a for a, b in zip(plain, ours, strict=True)])
     return Row(
-        f"decode, batch {size}, all weights plain",
-        f"{estimate(packed).text(1)} tokens/s",
+        name,
         f"{estimate(plain).text(1)} tokens/s",
-        f"{ratio.text()} x",
-        "",
-        "",
-    )
-
-
-def _row(size: int, share: float, plain: list[float], sharing: list[float]) -> Row:
-    ratio = estimate([ours / theirs for theirs, ours in zip(plain, sharing, strict=True)])
-    return Row(
-        f"decode, batch {size}, {share:.0%} of the weights shared",
-        f"{estimate(plain).text(1)} tokens/s",
-        f"{estimate(sharing).text(1)} tokens/s",
-        f"{ratio.text()} x",
-        f"1.00 ± {WITHIN}",
-        verdict(ratio, least=1 - WITHIN, most=1 + WITHIN),
+        f"{estimate(ours).text(1)} tokens/s",
+        f"{ratio.text()} x{more}",
+        f"1.00 ± {WITHIN}" if more else "",
+        verdict(ratio, least=1 - WITHIN, most=1 + WITHIN) if more else "",
+        rates,
     )
 
 

@@ -1,9 +1,11 @@
 """Loading, memory and decoding against plain vLLM, on checkpoints of Qwen2-0.5B shapes.
 
-    python scripts/bench/load.py [--pairs N | --quick] [--only NAME] [--work DIR] [--write]
+    python scripts/bench/load.py [--pairs N | --quick] [--only NAME] [--work DIR] [--json FILE]
+                                 [--write]
 
 One process, one run. Both sides alternate (A B, B A, A B, ...) after the same preparation. Prints
-a section of Markdown; `--write` puts it into docs/benchmarks/tables.md instead of the one there.
+a section of Markdown; `--json` writes the values of all pairs, `--write` puts the section into
+docs/benchmarks/tables.md instead of the one there.
 """
 
 import sys
@@ -14,16 +16,15 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 
-import os
-import tempfile
-
 import click
 
-from bench.stats import ENVIRONMENT, Section
+from bench import options
+from bench.fresh_start import own_hints
+from bench.results import table, write_figures
+from bench.stats import Section
 from demonstration import models
 
-PARTS = ("unknown", "again", "known", "residency", "decode", "tracing")
-QUICK_PAIRS = 3
+PARTS = ("unknown", "again", "known", "residency", "decode")
 _NOTES = """\
 - *Seconds* are of `load_model` of vLLM's model loader for one model, with the engine's process
   groups there already. Plain vLLM calls `gc.collect` twice in a load, whatever is loaded (0.4 s
@@ -46,37 +47,39 @@ _NOTES = """\
   the two ways first alternates) and compares the fine-tune's two. Engines loaded the same way
   differ by 5 to 10 % here, by where in memory they come to lie, so pairs on one set of engines
   would give a narrow interval around an accident.
-- *Recording* is processor time of the thread; *plain* is vLLM's own loading code over parameters
-  and sources without data.
 - An aim is *met* where the whole interval lies inside it, *missed* where none of it does, and
   otherwise *not shown*. Intervals are of medians, 95 %, from order statistics; ratios and
   differences are taken pair by pair.
 """
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--pairs", default=20, show_default=True, type=click.IntRange(min=1))
-@click.option("--quick", is_flag=True, help=f"{QUICK_PAIRS} pairs: shows that it runs.")
-@click.option("--only", multiple=True, type=click.Choice(PARTS), help="Repeat for several.")
-@click.option(
-    "--work",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder for the checkpoints, 4 GB [default: in the user's cache directory].",
-)
-@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks/tables.md.")
-def main(pairs: int, quick: bool, only: tuple[str, ...], work: Path | None, write: bool) -> None:
+@click.command(context_settings=options.CONTEXT)
+@options.repeats("--pairs", 20)
+@options.only(PARTS)
+@options.work("the checkpoints, 4 GB")
+@options.json_file("the values of all pairs")
+@options.write
+def main(
+    pairs: int,
+    quick: bool,
+    only: tuple[str, ...],
+    work: Path | None,
+    json_file: Path | None,
+    write: bool,
+) -> None:
     """Measure loads against plain vLLM."""
-    pairs = QUICK_PAIRS if quick else pairs
+    pairs = options.QUICK if quick else pairs
     folder = work or models.default_folder()
     folder.mkdir(parents=True, exist_ok=True)
     section = Section("load.py", "Loading against plain vLLM")
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".hints-") as hints:
-        os.environ.update(ENVIRONMENT, TENSOR_DEDUP_HINTS=str(Path(hints) / "hints.sqlite"))
+    with own_hints(folder):
         from bench import suite  # it loads vllm, which reads the environment then
 
-        table = suite.run(folder, pairs, only or PARTS)
+        rows, more = suite.run(folder, pairs, only or PARTS)
+    if json_file is not None:
+        write_figures(json_file, {row.name: row.sides for row in rows})
     how = f"{pairs} pairs. Checkpoints of Qwen2-0.5B shapes, random weights, bfloat16, 988 MB each"
-    section.finish("load", how, [table], _NOTES, write=write)
+    section.finish("load", how, [*table(rows), *more], _NOTES, write=write)
 
 
 if __name__ == "__main__":

@@ -5,17 +5,14 @@ Import it only after the environment is set: it loads vllm.
 
 import functools
 import gc
-import os
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from unittest.mock import patch
 
-import torch
 from torch import nn
 from vllm import LLM
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -24,12 +21,9 @@ from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from bench.process_memory import settle, trim
-from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.checkpoint_io.hints import ENVIRONMENT
-from tensor_dedup.loader.report import ModelReport, report
-from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup import UnsupportedError, report
+from tensor_dedup.loader.report import ModelReport
 
-T = TypeVar("T")
 KV_CACHE_BYTES = 64 << 20
 _ENGINE: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -112,13 +106,6 @@ def load_and_drop(path: Path, *, dedup: bool) -> Load:
     return found
 
 
-def forget_hints() -> None:
-    """Make every checkpoint unknown."""
-    index = Path(os.environ[ENVIRONMENT])
-    for path in index.parent.glob(f"{index.name}*"):
-        path.unlink()
-
-
 def make_known(path: Path) -> None:
     """Load a checkpoint until its digests are remembered. UnsupportedError if they never are."""
     # A file is remembered only when it was not written in the two seconds before.
@@ -129,36 +116,6 @@ def make_known(path: Path) -> None:
             return
         time.sleep(2)
     raise UnsupportedError(f"{path}: no hints are kept for its file system; name another --work")
-
-
-def require_nothing_resident() -> None:
-    """UnsupportedError when a model that was dropped is still there: what follows would share."""
-    settle()
-    if registry.residents() or registry.records():
-        raise UnsupportedError("models of an earlier measurement are still resident")
-
-
-def touch(model: nn.Module) -> None:
-    """Read every page of every parameter: the kernel counts only pages that were used."""
-    for parameter in model.parameters():
-        flat = torch.empty(0, dtype=torch.uint8).set_(parameter.untyped_storage())
-        flat[::4096].sum()
-
-
-def in_pairs(count: int, what: str, plain: Callable[[], T], ours: Callable[[], T]) -> list[list[T]]:
-    """`count` results of both, taken alternately, the order swapped every other pair."""
-    found: list[list[T]] = [[], []]
-    for number in range(count):
-        order = [(0, plain), (1, ours)]
-        for side, run in order[:: -1 if number % 2 else 1]:
-            found[side].append(run())
-        say(f"{what}: {number + 1} of {count}")
-    return found
-
-
-def say(text: str) -> None:
-    """Progress, beside the result on stdout."""
-    sys.stderr.write(f"{text}\n")
 
 
 @dataclass

@@ -1,8 +1,6 @@
 """The measurements of pipelines.py. Import it only after the environment is set."""
 
 import gc
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,15 +12,14 @@ import torch
 import transformers
 from torch import nn
 
-from bench.process_memory import drop_pages, pss, read_pages, settle
-from bench.results import MIB, Row, mib, ratio_row
+from bench.fresh_start import forget_hints, require_nothing_resident
+from bench.process_memory import drop_pages, pss, read_pages, settle, touch
+from bench.results import MIB, Row, mib, ratio_row, table
 from bench.stats import estimate, verdict
+from bench.turns import in_pairs
 from tensor_dedup import report
-from tensor_dedup.errors import UnsupportedError
-from tensor_dedup.loader.checkpoint_io.hints import ENVIRONMENT, QUIET_NS
-from tensor_dedup.loader.residents.registry import registry
+from tensor_dedup.loader.checkpoint_io.hints import QUIET_NS
 
-HEAD = f"| measurement | plain | tensor-dedup | compared | aim | |\n{'| --- ' * 6}|"
 # What a second pipeline may cost beyond what differs.
 _ALLOWED_SHARE, _ALLOWED_BYTES = 0.02, 16 * MIB
 _COLD_MOST = 1.02
@@ -44,7 +41,7 @@ class Load:
 Both = tuple[Load, Load]
 
 
-def run(paths: Sequence[Path], pairs: int, store: Path | None = None) -> str:
+def run(paths: Sequence[Path], pairs: int, store: Path | None = None) -> list[str]:
     """All rows, as a Markdown table. With a store, ours loads `store://NAME` from it."""
     for each in (diffusers.utils.logging, transformers.utils.logging):
         logging: Any = each
@@ -60,7 +57,7 @@ def run(paths: Sequence[Path], pairs: int, store: Path | None = None) -> str:
         for known in ((False, True) if store is None else (True,))
         for row in _rows(paths, pairs, differs, cold=cold, known=known, store=store)
     ]
-    return "\n".join([HEAD, *(row.text() for row in rows)])
+    return table(rows, "plain")
 
 
 def _rows(
@@ -78,7 +75,7 @@ def _rows(
     def side(dedup: bool) -> Callable[[], Both]:
         return lambda: _both(paths, dedup=dedup, cold=cold, known=known, store=store)
 
-    plain, ours = _in_pairs(pairs, state, side(False), side(True))
+    plain, ours = in_pairs(pairs, state, side(False), side(True))
     for index, which in enumerate(("first", "second")):
         sides = [[both[index].seconds for both in found] for found in (plain, ours)]
         yield ratio_row(f"{which} pipeline, {state}: seconds to load", sides)
@@ -112,11 +109,9 @@ def _both(
     paths: Sequence[Path], *, dedup: bool, cold: bool, known: bool, store: Path | None
 ) -> Both:
     """Load one after the other into one process, then let both go."""
-    settle()
-    if registry.residents():
-        raise UnsupportedError("pipelines of an earlier measurement are still resident")
+    require_nothing_resident()
     if dedup and not known:
-        _forget_hints()
+        forget_hints()
     for path in paths if store is None or not dedup else [store]:
         for file in (each for each in path.rglob("*") if each.is_file() and each.stat().st_size):
             (drop_pages if cold else read_pages)(file)
@@ -137,20 +132,13 @@ def _load(path: Path, dedup: bool, kept: list[Any], store: Path | None) -> Load:
     began = time.perf_counter()
     pipeline = kind.from_pretrained(given, dtype=torch.float16, local_files_only=True, **options)
     loaded = time.perf_counter()
-    for parameter in _parameters(pipeline).values():
-        flat = torch.empty(0, dtype=torch.uint8)
-        flat.set_(parameter.untyped_storage(), _start(parameter), (parameter.nbytes,), (1,))
-        flat[:: 1 << 12].sum()
+    touch(_parameters(pipeline).values())
     used = time.perf_counter()
     kept.append(pipeline)
     gc.collect()
     settle()
     read = report().models[-1].bytes_read if dedup else 0
     return Load(loaded - began, used - began, pss() - before, read)
-
-
-def _start(parameter: nn.Parameter) -> int:
-    return int(parameter.storage_offset()) * parameter.itemsize
 
 
 def _parameters(pipeline: Any) -> dict[str, nn.Parameter]:
@@ -173,22 +161,3 @@ def _wait_until_quiet(paths: Sequence[Path]) -> None:
     """Hints are kept only of files that nobody has written just before."""
     newest = max(file.stat().st_ctime_ns for path in paths for file in path.rglob("*.safetensors"))
     time.sleep(max(0.0, (newest + QUIET_NS - time.time_ns()) / 1e9 + 0.1))
-
-
-def _forget_hints() -> None:
-    index = Path(os.environ[ENVIRONMENT])
-    for path in index.parent.glob(f"{index.name}*"):
-        path.unlink()
-
-
-def _in_pairs(
-    count: int, what: str, plain: Callable[[], Both], ours: Callable[[], Both]
-) -> list[list[Both]]:
-    """`count` results of both, taken alternately, the order swapped every other pair."""
-    found: list[list[Both]] = [[], []]
-    for number in range(count):
-        order = [(0, plain), (1, ours)]
-        for index, measure in order[:: -1 if number % 2 else 1]:
-            found[index].append(measure())
-        sys.stderr.write(f"{what}: {number + 1} of {count}\n")
-    return found

@@ -18,23 +18,17 @@ if __name__ == "__main__":
 
 
 import os
-import tempfile
 
 import click
 
+from bench import options
+from bench.fresh_start import own_hints
 from bench.stats import Section
 from demonstration import models, pictures
 from tensor_dedup import Store
 from tensor_dedup.loader.checkpoint_io.stub_folder import ENVIRONMENT as CACHE
 
-DEFAULT_PAIRS = 12
-QUICK_PAIRS = 3
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "safetensors", "blake3")
-_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 _NOTES = """\
 - *Seconds to load* are of `DiffusionPipeline.from_pretrained`. Plain loading maps files and reads
   next to nothing until a weight is used; *until all was read* adds one byte of every page of every
@@ -53,40 +47,34 @@ _NOTES = """\
 """
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--pairs", default=DEFAULT_PAIRS, show_default=True, type=click.IntRange(min=1))
-@click.option("--quick", is_flag=True, help=f"{QUICK_PAIRS} pairs: shows that it runs.")
+@click.command(context_settings=options.CONTEXT)
+@options.repeats("--pairs", 12)
 @click.option("--stored", is_flag=True, help="Load from a store, which takes as much disk again.")
 @click.option("--tiny", is_flag=True, help="Tiny models: for tests, no measurement.")
-@click.option(
-    "--work",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder for the pipelines, 0.9 GB [default: in the user's cache directory].",
-)
-@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks/tables.md.")
+@options.work("the pipelines, 0.9 GB")
+@options.write
 def main(pairs: int, quick: bool, stored: bool, tiny: bool, work: Path | None, write: bool) -> None:
     """Measure two pipelines that have most of their weights in common."""
-    pairs = QUICK_PAIRS if quick else pairs
+    pairs = options.QUICK if quick else pairs
     folder = (work or models.default_folder()) / ("tiny-halves" if tiny else "halves")
     folder.mkdir(parents=True, exist_ok=True)
     title = "Two image pipelines, from a store" if stored else "Two image pipelines"
     section = Section("pipelines.py", title, PACKAGES)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".hints-") as hints:
-        os.environ.update(_ENVIRONMENT, TENSOR_DEDUP_HINTS=str(Path(hints) / "hints.sqlite"))
-        os.environ[CACHE] = str(Path(hints) / "cache")
+    with own_hints(folder) as scratch:
+        os.environ[CACHE] = str(scratch / "cache")
         from bench import pipeline_runs  # it loads the libraries, which read the environment then
 
         for name in pictures.missing(folder):
             pictures.make(name, folder, tiny=tiny, dtype="float16")
         paths = [folder / name for name in pictures.NAMES]
-        store = Path(hints) / "store" if stored else None
+        store = scratch / "store" if stored else None
         if store is not None:
             with Store.open(store) as made:
                 for path in paths:
                     made.import_(path, path.name)
-        table = pipeline_runs.run(paths, pairs, store)
+        lines = pipeline_runs.run(paths, pairs, store)
     name = "pipelines-stored" if stored else "pipelines"
-    section.finish(name, f"{pairs} pairs", [table], _NOTES, write=write)
+    section.finish(name, f"{pairs} pairs", lines, _NOTES, write=write)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,15 @@ import ctypes
 import gc
 import mmap
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from tensor_dedup.errors import UnsupportedError
+import torch
+
+from tensor_dedup import UnsupportedError
 
 _libc: Final = ctypes.CDLL("libc.so.6", use_errno=True)
-
-
 _FIRST = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")
 
 
@@ -63,6 +64,15 @@ def _slab_bytes() -> int:
         except FileNotFoundError:  # the descriptor of this very listing
             continue
     return total
+
+
+def touch(tensors: Iterable[torch.Tensor]) -> None:
+    """Read a byte of every page of tensors: what is mapped has read nothing before."""
+    for tensor in tensors:
+        start = tensor.storage_offset() * tensor.element_size()
+        flat = torch.empty(0, dtype=torch.uint8)
+        flat.set_(tensor.untyped_storage(), start, (tensor.nbytes,), (1,))
+        flat[:: mmap.PAGESIZE].sum()
 
 
 def drop_pages(path: Path) -> None:

@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -33,7 +32,9 @@ import obstore
 from obstore.store import from_url
 from safetensors.numpy import save_file
 
+from bench import options
 from bench.stats import estimate
+from bench.turns import timed
 from tensor_dedup import Store
 
 # Those of a pull.
@@ -146,13 +147,6 @@ def plain_upload(remote: Path, target: Path) -> None:
         list(pool.map(send, containers_of(remote)))
 
 
-def timed(work: Callable[[], object]) -> float:
-    """The seconds that something takes."""
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
 def paired(
     pairs: int, root: Path, ours: Callable[[int], object], theirs: Callable[[int], object]
 ) -> tuple[list[float], list[float]]:
@@ -171,7 +165,7 @@ def paired(
     return took[1:], plain[1:]
 
 
-@click.command()
+@click.command(context_settings=options.CONTEXT)
 @click.option("--mb", default=100, show_default=True, help="Size of the checkpoint, in 10^6 bytes.")
 @click.option("--tensors", default=300, show_default=True)
 @click.option("--pairs", default=7, show_default=True)

@@ -6,10 +6,12 @@ from pathlib import Path
 import psutil
 
 from bench.fine_tunes import Content, contents, fine_tune
-from bench.loading import load, require_nothing_resident, say, touch
-from bench.process_memory import pss, settle
+from bench.fresh_start import require_nothing_resident
+from bench.loading import load
+from bench.process_memory import pss, settle, touch
 from bench.results import MIB, Row
 from bench.stats import slope
+from bench.turns import say
 from demonstration.models import LAYERS
 
 SIZES = (1, 2, 4, 8)
@@ -28,14 +30,16 @@ def several(base: Path, work: Path) -> tuple[list[Row], str]:
     """Rows with both slopes, and the points as a Markdown table."""
     ours = _grow(base, work, dedup=True, most=max(SIZES))
     plain = _grow(base, work, dedup=False, most=PLAIN_MOST)
+    slopes = [[slope(points)] if len(points) > 1 else [] for points in (plain, ours)]
     rows = [
         Row(
             f"PSS of 1 to {max(SIZES)} fine-tunes, slope over unique bytes",
-            f"{slope(plain):.1f}" if len(plain) > 1 else "not run: too little memory",
-            f"{slope(ours):.3f}",
+            f"{slopes[0][0]:.1f}" if slopes[0] else "not run: too little memory",
+            f"{slopes[1][0]:.3f}",
             "bytes a byte, least squares",
             "",
             "",
+            slopes,
         )
     ]
     return rows, _table(plain, ours)
@@ -58,7 +62,7 @@ def _grow(base: Path, work: Path, *, dedup: bool, most: int) -> Points:
         fine_tune(base, path, range(number * CHANGED, (number + 1) * CHANGED))
         unique.update(contents(path))
         model, _ = load(path, dedup=dedup)
-        touch(model)
+        touch(model.parameters())
         resident.append(model)
         settle()
         if number + 1 in SIZES:

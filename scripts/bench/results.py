@@ -1,12 +1,15 @@
-"""One line of the table of results."""
+"""What benchmarks measure: the values of both sides, and the line of a table that says them."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from bench.stats import Estimate, estimate, verdict
 
 MIB = 1 << 20
-Sides = Sequence[Sequence[float]]  # plain, ours
+Sides = Sequence[Sequence[float]]  # plain, ours: a value a pair
+Figures = dict[str, Sides]
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,7 @@ class Row:
     compared: str
     aim: str
     verdict: str
+    sides: Sides = ((), ())
 
     def text(self) -> str:
         """As a line of a Markdown table."""
@@ -26,7 +30,15 @@ class Row:
         return f"| {' | '.join(cells)} |"
 
 
-HEAD = f"| measurement | plain vLLM | tensor-dedup | compared | aim | |\n{'| --- ' * 6}|"
+def write_figures(path: Path, figures: Mapping[str, Sides]) -> None:
+    """Write the values of both sides by what they are of, as JSON."""
+    path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+def table(rows: Sequence[Row], plain: str = "plain vLLM") -> list[str]:
+    """Rows as a Markdown table; `plain` names the other side."""
+    head = f"| measurement | {plain} | tensor-dedup | compared | aim | |"
+    return [head, "| --- " * 6 + "|", *(row.text() for row in rows)]
 
 
 def ratio_row(name: str, seconds: Sides, most: float | None = None) -> Row:
@@ -40,6 +52,7 @@ def ratio_row(name: str, seconds: Sides, most: float | None = None) -> Row:
         f"{ratio.text()} x",
         "" if most is None else f"≤ {most} x",
         "" if most is None else verdict(ratio, most=most),
+        seconds,
     )
 
 
@@ -54,6 +67,7 @@ def extra_row(name: str, seconds: Sides, most: float) -> Row:
         f"{extra.text()} s more",
         f"≤ {most:.3f} s more",
         verdict(extra, most=most),
+        seconds,
     )
 
 

@@ -25,6 +25,7 @@ ENVIRONMENT: Final = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
 
@@ -63,6 +64,12 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(
         statistics.median(ordered), low, high, spread=(ordered[0], ordered[-1]), count=count
     )
+
+
+def exact(values: Sequence[float]) -> Estimate:
+    """What is counted, and no sample: the interval is the median itself."""
+    middle = statistics.median(values)
+    return Estimate(middle, middle, middle, spread=(min(values), max(values)), count=len(values))
 
 
 def _rank(count: int) -> int:

@@ -19,14 +19,15 @@ if __name__ == "__main__":
 
 import click
 
-from bench.results import HEAD
+from bench import options
+from bench.results import table
 from bench.stats import Section
 from bench.store_methods import PACKAGES, Method, usable
 from bench.store_runs import Seconds, comparisons, imports, make_source, rates, rounds
+from bench.turns import say
 from demonstration import models
 
 PARTS = ("cold", "warm", "imports")
-QUICK_PAIRS = 3
 _NOTES = """\
 - *Seconds* are from a path (or a name in a store) to all tensors by name, with one byte of every
   page of every tensor read: a load that maps files has read nothing before.
@@ -45,22 +46,17 @@ _NOTES = """\
 """
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--pairs", default=12, show_default=True, type=click.IntRange(min=1), help="Rounds.")
-@click.option("--quick", is_flag=True, help=f"{QUICK_PAIRS} rounds: shows that it runs.")
-@click.option("--only", multiple=True, type=click.Choice(PARTS), help="Repeat for several.")
+@click.command(context_settings=options.CONTEXT)
+@options.repeats("--pairs", 12)
+@options.only(PARTS)
 @click.option("--gb", default=1.0, show_default=True, help="Size of the checkpoint.")
-@click.option(
-    "--work",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder for six times the checkpoint [default: in the user's cache directory].",
-)
-@click.option("--write", is_flag=True, help="Put the section into docs/benchmarks/tables.md.")
+@options.work("six times the checkpoint")
+@options.write
 def main(
     pairs: int, quick: bool, only: tuple[str, ...], gb: float, work: Path | None, write: bool
 ) -> None:
     """Measure loads from a store, and imports."""
-    pairs = QUICK_PAIRS if quick else pairs
+    pairs = options.QUICK if quick else pairs
     folder = (work or models.default_folder()) / "store-bench"
     section = Section("store.py", "Loading from a store", PACKAGES)
     source = make_source(folder, gb)
@@ -78,12 +74,12 @@ def _measure(
     states = [part for part in ("cold", "warm") if part in parts]
     if states:
         methods, skipped = _methods(work, source)
-        found: dict[str, Seconds] = {state: rounds(methods, state, pairs, _say) for state in states}
-        rows = [row.text() for row in comparisons(found, "method")]
-        body += [rates(found, nbytes), "", HEAD.replace("plain vLLM", "other"), *rows, ""]
+        found: dict[str, Seconds] = {state: rounds(methods, state, pairs) for state in states}
+        rows = comparisons(found, "method")
+        body += [rates(found, nbytes), "", *table(rows, "other"), ""]
         body += [f"- left out: {name}, {reason}" for name, reason in skipped]
     if "imports" in parts:
-        body += ["", *imports(work, source, nbytes, pairs, _say)]
+        body += ["", *imports(work, source, nbytes, pairs)]
     return body
 
 
@@ -94,13 +90,8 @@ def _methods(work: Path, source: Path) -> tuple[list[Method], list[tuple[str, st
             methods.append(found)
         else:
             skipped.append(found)
-            _say(f"left out: {found[0]}, {found[1]}")
+            say(f"left out: {found[0]}, {found[1]}")
     return methods, skipped
-
-
-def _say(text: str) -> None:
-    """Progress, beside the result on stdout."""
-    sys.stderr.write(f"{text}\n")
 
 
 if __name__ == "__main__":

@@ -287,16 +287,6 @@ PACKAGES = (
 )
 
 
-def touch(tensors: Tensors) -> int:
-    """Look at every page: a load that maps files has read nothing before somebody does."""
-    total = 0
-    for tensor in tensors.values():
-        flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-        start = tensor.storage_offset() * tensor.element_size()
-        total += int(flat[start : start + tensor.nbytes : 4096].sum())
-    return total
-
-
 def usable(work: Path, source: Path) -> Iterator[Method | tuple[str, str]]:
     """Every method that gives the right tensors here, prepared; else its name and the reason."""
     expected = Safetensors(work, source).load()

@@ -4,14 +4,16 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from bench.process_memory import drop_pages, read_pages, settle
+from bench.process_memory import drop_pages, read_pages, settle, touch
 from bench.results import Row
 from bench.stats import Estimate, estimate, verdict
-from bench.store_methods import OURS, Method, Tensorfs, touch
+from bench.store_methods import OURS, Method, Tensorfs
+from bench.turns import say, timed
 from tensor_dedup import Store
 
 TENSORFS_LEAST = 2.0
@@ -21,9 +23,7 @@ STATES: Mapping[str, State] = {"cold": drop_pages, "warm": read_pages}
 GB = 1e9
 
 
-def rounds(
-    methods: Sequence[Method], state: str, count: int, say: Callable[[str], None]
-) -> Seconds:
+def rounds(methods: Sequence[Method], state: str, count: int) -> Seconds:
     """`count` loads by each method, one after the other in an order drawn for each round."""
     order = random.Random(0)
     found: Seconds = {method.name: [] for method in methods}
@@ -34,7 +34,7 @@ def rounds(
                 STATES[state](path)
             began = time.perf_counter()
             tensors = method.load()
-            touch(tensors)
+            touch(tensors.values())
             found[method.name].append(time.perf_counter() - began)
             del tensors
             method.release()
@@ -100,9 +100,7 @@ def _ratio(first: Sequence[float], second: Sequence[float]) -> Estimate:
     return estimate([a / b for a, b in zip(first, second, strict=True)])
 
 
-def imports(
-    work: Path, source: Path, nbytes: int, count: int, say: Callable[[str], None]
-) -> list[str]:
+def imports(work: Path, source: Path, nbytes: int, count: int) -> list[str]:
     """How fast a checkpoint is taken in: new, then all of it known; bytes durable both times."""
     folder = work / "imported"
     found: Seconds = {}
@@ -113,9 +111,8 @@ def imports(
             for what in ("new", "known"):
                 for path in source.iterdir():
                     prepare(path)
-                began = time.perf_counter()
-                store.import_(source, "model", replace=True)
-                found.setdefault(f"{what}, {state}", []).append(time.perf_counter() - began)
+                took = timed(partial(store.import_, source, "model", replace=True))
+                found.setdefault(f"{what}, {state}", []).append(took)
         say(f"imports: {number + 1} of {count}")
     shutil.rmtree(folder, ignore_errors=True)
     lines = ["| import | s | GB/s |", "| --- | --- | --- |"]

@@ -3,15 +3,15 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench import decoding, recording, residency, timings
+from bench import decoding, residency, timings
 from bench.fine_tunes import HALF, made
 from bench.loading import prepare_process
-from bench.results import HEAD, Row
+from bench.results import Row
 from demonstration import models
 
 
-def run(work: Path, pairs: int, parts: Sequence[str]) -> str:
-    """Run these parts; the tables of their results as Markdown."""
+def run(work: Path, pairs: int, parts: Sequence[str]) -> tuple[list[Row], list[str]]:
+    """Run these parts; the rows of their results, and what follows these as Markdown."""
     paths = made(work)
     base, one, half = paths[models.BASE], paths["one-layer"], paths[HALF]
     prepare_process(base)
@@ -31,7 +31,6 @@ def run(work: Path, pairs: int, parts: Sequence[str]) -> str:
         ],
         "residency": several,
         "decode": lambda: decoding.decode(base, one, pairs),
-        "tracing": lambda: recording.tracing(base, pairs),
     }
     rows = [row for part in measurements if part in parts for row in measurements[part]()]
-    return "\n".join([HEAD, *(row.text() for row in rows), *more])
+    return rows, more

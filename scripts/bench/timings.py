@@ -6,20 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.fine_tunes import WEIGHTS, differing_bytes
-from bench.loading import (
-    Load,
-    forget_hints,
-    in_pairs,
-    load,
-    load_and_drop,
-    make_known,
-    require_nothing_resident,
-    touch,
-)
-from bench.process_memory import allocated, drop_pages, pss, read_pages, settle
+from bench.fresh_start import forget_hints, require_nothing_resident
+from bench.loading import Load, load, load_and_drop, make_known
+from bench.process_memory import allocated, drop_pages, pss, read_pages, settle, touch
 from bench.results import MIB, Row, extra_row, mib, ratio_row
 from bench.stats import estimate, verdict
-from tensor_dedup.errors import UnsupportedError
+from bench.turns import in_pairs
+from tensor_dedup import UnsupportedError
 
 COLD_MOST = 1.02
 AGAIN_MOST = 0.05
@@ -37,10 +30,10 @@ def unknown(base: Path, pairs: int) -> list[Row]:
     allowed = file.stat().st_size / (HASH_BYTES_A_SECOND * cores)
     return [
         ratio_row("unknown checkpoint, file cold", _net(cold), COLD_MOST),
-        ratio_row("the same, with collections", _totals(cold)),
+        ratio_row("unknown checkpoint, file cold, with collections", _totals(cold)),
         extra_row("unknown checkpoint, file cached", _net(warm), allowed),
-        ratio_row("the same, as a ratio", _net(warm)),
-        ratio_row("the same, with collections", _totals(warm)),
+        ratio_row("unknown checkpoint, file cached, as a ratio", _net(warm)),
+        ratio_row("unknown checkpoint, file cached, with collections", _totals(warm)),
     ]
 
 
@@ -102,7 +95,7 @@ def known(base: Path, fine_tuned: Path, name: str, pairs: int) -> list[Row]:
     make_known(fine_tuned)
     differ = differing_bytes(base, fine_tuned)
     resident, _ = load(base, dedup=True)
-    touch(resident)
+    touch(resident.parameters())
     again: list[_Sized] = []
 
     def ours() -> _Sized:
@@ -126,7 +119,7 @@ def _sized(path: Path) -> _Sized:
     settle()
     before = allocated(), pss()
     model, found = load(path, dedup=True)
-    touch(model)
+    touch(model.parameters())
     settle()
     after = allocated(), pss()
     del model
@@ -138,7 +131,8 @@ def _memory(name: str, differ: int, mine: list[_Sized], again: list[_Sized]) -> 
     made = {each.load.report.bytes_materialised for each in mine if each.load.report is not None}
     both = list(zip(mine, again, strict=True))
     malloc = estimate([own.allocated - other.allocated - differ for own, other in both])
-    resident = estimate([own.pss - other.pss - differ for own, other in both])
+    grown = [float(own.pss - other.pss - differ) for own, other in both]
+    resident = estimate(grown)
     size = f"{differ / MIB:.2f} MiB differ"
     return [
         Row(
@@ -157,6 +151,7 @@ def _memory(name: str, differ: int, mine: list[_Sized], again: list[_Sized]) -> 
             size,
             "within ± 32 MiB",
             verdict(resident, least=-PSS_MOST, most=PSS_MOST),
+            ((), grown),
         ),
     ]
 

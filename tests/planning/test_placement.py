@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import package_source
-from bench import placement as bench
+import synthetic_fleets
 from tensor_dedup.planning.placement.exact import solve
 from tensor_dedup.planning.placement.heuristic import best_fit, first_fit, improve, kin, place
 from tensor_dedup.planning.placement.placement import Placement
@@ -246,28 +245,17 @@ def test_the_same_again() -> None:
     ]
 
 
-def optima() -> dict[str, tuple[str, float]]:
-    """What the published table says of each fleet: our GiB, and the solver's optimum or bound."""
-    text = (package_source.ROOT / "docs" / "benchmarks" / "tables.md").read_text()
-    rows = text.partition("<!-- placement: begin -->")[2].partition("<!-- placement: end -->")[0]
-    found = {}
-    for line in rows.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) > 8 and cells[0] in {fleet.name for fleet in bench.FLEETS}:
-            found[cells[0]] = (cells[2], float(cells[7].removesuffix(" (bound)")))
-    return found
-
-
 def test_fleets_of_the_table_are_near_the_optimum_and_far_from_best_fit() -> None:
-    far, told = 0, optima()
-    for fleet in bench.FLEETS:
-        problem = PackingProblem(bench.models_of(fleet), bench.nodes_of(fleet))
+    far = 0
+    for fleet in synthetic_fleets.FLEETS:
+        models, nodes = synthetic_fleets.models_of(fleet), synthetic_fleets.nodes_of(fleet)
+        problem = PackingProblem(models, nodes)
         ours, theirs = place(problem), best_fit(problem)
         assert ours.is_sound()
         assert not ours.missing()
-        published, optimum = told[fleet.name]
-        assert f"{ours.total / bench.GIB:.1f}" == published
-        assert ours.total / bench.GIB <= 1.05 * optimum
+        placed = ours.total / synthetic_fleets.GIB
+        assert round(placed, 1) == fleet.placed_gib
+        assert placed <= 1.05 * fleet.optimum_gib
         if theirs.missing():
             continue
         assert ours.total <= theirs.total

@@ -1,0 +1,253 @@
+"""Which rows README.md and docs/results.md state, what measures each, and its aim."""
+
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from bench.results import Sides
+from bench.stats import Estimate
+
+SCRIPTS: Final = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process measures: a script, its arguments, and its option for repeats.
+
+    `times`: how many repeats there are for each pair, as what takes milliseconds can have more.
+    """
+
+    name: str
+    script: str
+    arguments: tuple[str, ...] = ()
+    repeats: str = ""
+    times: int = 1
+
+    def command(self, pairs: int, work: Path, target: Path, *, quick: bool) -> list[str]:
+        """What to run; the figures go to `target`."""
+        script = str(SCRIPTS / self.script)
+        command = [sys.executable, script, *self.arguments, "--work", str(work)]
+        if self.repeats:
+            command += ["--quick"] if quick else [self.repeats, str(self.times * pairs)]
+        return [*command, "--json", str(target)]
+
+
+DEMO: Final = Part("demo", "demonstration")
+UNKNOWN, AGAIN, KNOWN, RESIDENCY, DECODE = (
+    Part(f"load {name}", "bench/load.py", ("--only", name), "--pairs")
+    for name in ("unknown", "again", "known", "residency", "decode")
+)
+SAVES: Final = Part("checkpoints", "bench/checkpoints.py", ("--stated",), "--rounds", 3)
+GPT2: Final = Part(
+    "checkpoints gpt2", "bench/checkpoints.py", ("--stated", "--only", "gpt2"), "--rounds"
+)
+
+
+@dataclass(frozen=True)
+class StatedRow:
+    """A row: where it is stated, what measures it, and what is held to which aim.
+
+    `results` and `readme` are the first cells of its rows in the two documents. A *ratio* is ours
+    to the other side, *more* is what ours has beyond that; either is taken pair by pair. What is
+    *counted* is the same in every run, so that one shows it.
+    """
+
+    name: str
+    results: str
+    part: Part
+    figure: str
+    compared: Literal["ratio", "more", "ours"] = "ratio"
+    most: float = 1.0  # no slower, and no larger
+    least: float = -math.inf
+    unit: str = "s"
+    scale: float = 1.0
+    counted: bool = False
+    readme: str = ""
+
+    def values(self, sides: Sides) -> list[float]:
+        """What is held to the aim, of every pair."""
+        plain, ours = sides
+        match self.compared:
+            case "ratio":
+                return [b / a for a, b in zip(plain, ours, strict=True)]
+            case "more":
+                return [(b - a) / self.scale for a, b in zip(plain, ours, strict=True)]
+            case "ours":
+                return [value / self.scale for value in ours]
+
+    @property
+    def measure(self) -> str:
+        """The unit of the aim."""
+        return {"ratio": "x", "more": f"{self.unit} more", "ours": self.unit}[self.compared]
+
+    @property
+    def aim(self) -> str:
+        """As it is printed."""
+        most = f"{self.most:g} {self.measure}"
+        return f"≤ {most}" if self.least == -math.inf else f"{self.least:g} to {most}"
+
+    def text(self, found: Estimate, unit: str) -> str:
+        """A figure with its interval; what is counted has none."""
+        if self.counted:
+            return f"{found.median:,.3f} {unit}"
+        return f"{found.text()} {unit}"
+
+
+def counted(
+    name: str,
+    results: str,
+    part: Part,
+    figure: str,
+    stated: tuple[float, str, float],
+    readme: str = "",
+) -> StatedRow:
+    """Return a row of memory or bytes, of which one run shows what there is.
+
+    They may be 3 % more than is stated (number, unit, scale), as that is rounded.
+    """
+    number, unit, scale = stated
+    return StatedRow(
+        name,
+        results,
+        part,
+        figure,
+        compared="ours",
+        most=round(1.03 * number, 3),
+        unit=unit,
+        scale=scale,
+        counted=True,
+        readme=readme,
+    )
+
+
+# Where docs/results.md states no aim, times are to be no longer than without.
+ROWS: Final = (
+    counted(
+        "four-models",
+        "memory of four models (a base, three fine-tunes; `scripts/demo`, PSS with KV caches of "
+        "64 MiB each)",
+        DEMO,
+        "memory",
+        (3.1, "GiB", 1 << 30),
+    ),
+    StatedRow(
+        "one-layer-memory",
+        "a known fine-tune with one changed layer: memory it adds (PSS), less the 28.44 MiB that "
+        "differ",
+        KNOWN,
+        "known, one layer changed, PSS growth less what differs",
+        compared="ours",
+        most=32,
+        least=-32,
+        unit="MiB",
+        scale=1 << 20,
+    ),
+    counted(
+        "new-byte",
+        "one to eight such models: memory for a byte that is new",
+        RESIDENCY,
+        "PSS of 1 to 8 fine-tunes, slope over unique bytes",
+        (1.017, "bytes", 1),
+    ),
+    StatedRow(
+        "again",
+        "the same model again: its weights",
+        AGAIN,
+        "same model again, weight phase",
+        most=0.05,
+    ),
+    StatedRow(
+        "one-layer",
+        "a known fine-tune with one changed layer: whole load",
+        KNOWN,
+        "known, one layer changed, whole load",
+    ),
+    StatedRow(
+        "half-layers",
+        "a known fine-tune with half the layers changed: whole load",
+        KNOWN,
+        "known, half the layers changed, whole load",
+    ),
+    StatedRow(
+        "first-cached",
+        "a checkpoint never seen, file cached",
+        UNKNOWN,
+        "unknown checkpoint, file cached",
+        compared="more",
+        most=0.124,
+        readme="first load, file in the page cache",
+    ),
+    StatedRow(
+        "first-cold",
+        "a checkpoint never seen, file cold",
+        UNKNOWN,
+        "unknown checkpoint, file cold",
+        most=1.02,
+    ),
+    StatedRow(
+        "first-cached-as-seen",
+        "cached, with vLLM's two garbage collections, as users see it",
+        UNKNOWN,
+        "unknown checkpoint, file cached, with collections",
+    ),
+    StatedRow(
+        "first-cold-as-seen",
+        "cold, with vLLM's two garbage collections, as users see it",
+        UNKNOWN,
+        "unknown checkpoint, file cold, with collections",
+    ),
+    *(
+        StatedRow(
+            f"decode-{size}",
+            f"decoding, 98 % shared, batch {size}",
+            DECODE,
+            f"decode, batch {size}",
+            most=1.02,
+            least=0.98,
+            unit="tokens/s",
+        )
+        for size in (1, 4)
+    ),
+    counted(
+        "frozen-bytes",
+        "20 checkpoints of ResNet-18 with a frozen backbone",
+        SAVES,
+        "bytes: ResNet-18, frozen",
+        (38, "MB", 1e6),
+        "20 checkpoints of a frozen ResNet-18",
+    ),
+    counted(
+        "last-block-bytes",
+        "9 checkpoints of GPT-2's size, the last block trained",
+        GPT2,
+        "bytes: GPT-2's size, the last block",
+        (560, "MB", 1e6),
+        "9 checkpoints of GPT-2's size, last block trained",
+    ),
+    counted(
+        "all-weights-bytes",
+        "9 checkpoints of GPT-2's size, all weights trained",
+        GPT2,
+        "bytes: GPT-2's size, all weights",
+        (2900, "MB", 1e6),
+    ),
+    StatedRow(
+        "frozen-save",
+        "save, ResNet-18 with a frozen backbone",
+        SAVES,
+        "save: ResNet-18, frozen, torch.save",
+        unit="ms",
+        scale=1e-3,
+    ),
+    StatedRow(
+        "full-save",
+        "save, all of ResNet-18 changed",
+        SAVES,
+        "save: ResNet-18, all changes, torch.save + fsync",
+        unit="ms",
+        scale=1e-3,
+        readme="saving ResNet-18 all of it changed (`torch.save` with fsync)",
+    ),
+)
