@@ -11,6 +11,8 @@ from torch import nn
 
 from tensor_dedup.loader.deferred.recipe import initial_bytes, sources_of
 from tensor_dedup.loader.deferred.trace import UntraceableError
+from tensor_dedup.loader.torch_dtypes import dtype_name
+from tensor_dedup.types import ResidentKey
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.checkpoint_io.sources import SourceTensor
@@ -37,6 +39,22 @@ class DeferredParameter:
     def nbytes(self) -> int:
         """The size of the parameter's elements in bytes."""
         return self.parameter.numel() * self.parameter.element_size()
+
+    @property
+    def geometry(self) -> ResidentKey:
+        """The key of its residents, without the digest. Its dtype must have a name."""
+        shape, stride = tuple(self.parameter.shape), tuple(self.parameter.stride())
+        return ResidentKey(dtype_name(self.parameter.dtype), shape, stride, "")
+
+    @property
+    def known(self) -> bool:
+        """Whether every digest that the recipe needs is known."""
+        return all(source.digest is not None for source in self.sources)
+
+    def require_view(self) -> View:
+        """Return `view` of a parameter that was deferred."""
+        assert self.view is not None, f"{self.name} was not deferred"
+        return self.view
 
 
 def defer(model: nn.Module, tracer: Tracer) -> dict[int, DeferredParameter]:

@@ -67,7 +67,7 @@ class PreprocessedLayer(KeyedLayer):
     def reuse(self, record: LayerRecord, form: Any, made: dict[str, ScratchTensor]) -> None:
         """Map the residents of another layer, compared first where an audit asks for it."""
         layer = ProcessedLayer(self.context, self.layer, self.deferred)
-        if self.context.session.sampled():
+        if self.context.session.checks.sampled():
             layer.materialise(made)
             layer.process(self.original)
             layer.audit(record)
@@ -92,7 +92,7 @@ class PreprocessedLayer(KeyedLayer):
         layer.share(record)
         if record is not None and layer.complete(record):
             registry.register_record(key.digest, record)
-            self.context.session.own.add(record)
+            self.context.session.memory.own.add(record)
             setattr(self.layer, RECORD, record)
 
 
@@ -128,7 +128,7 @@ class LayerProcessor:
     def _private(self, layer: nn.Module, parameters: Deferred) -> tuple[str, str] | None:
         """Return a parameter that no layer key can cover, and the reason, or None."""
         for each in parameters.values():
-            if (reason := self.session.reason(each)) is not None:
+            if (reason := self.session.plan.reason(each)) is not None:
                 return each.name, reason
         strangers = [
             n for n, p in layer._parameters.items() if p is not None and n not in parameters

@@ -51,7 +51,7 @@ class PackedGemm(KeyedLayer):
 
     def process(self) -> None:
         """Reuse a handler packed from the same weight, or have vLLM pack it, and publish it."""
-        reason = self.context.session.reason(self.weight)
+        reason = self.context.session.plan.reason(self.weight)
         if reason is not None:
             self._pack_privately(reason)
         else:
@@ -60,7 +60,7 @@ class PackedGemm(KeyedLayer):
     def compute_unknown(self) -> dict[str, ScratchTensor]:
         """Compute the weight; a large one that is kept is read directly into shared memory."""
         session, weight = self.context.session, self.weight
-        if weight.installed or session.known(weight):
+        if weight.installed or weight.known:
             return {}
         if self.keeps_weight and session.is_streamed(weight):
             session.share([weight])
@@ -78,7 +78,7 @@ class PackedGemm(KeyedLayer):
     def reuse(self, record: LayerRecord, form: Any, made: dict[str, ScratchTensor]) -> None:
         """Give the layer the function of another one, audited where that is asked for."""
         here = made.get("weight")
-        if self.context.session.sampled():
+        if self.context.session.checks.sampled():
             self._audit(record, here)
         self._use(record, form, here)
 
@@ -150,8 +150,8 @@ class PackedGemm(KeyedLayer):
         alias.structure, alias.origins = structure_of([self.weight])
         first.aliases.append(alias)
         registry.register_record(key.digest, alias)
-        if first in session.own:
-            session.own.add(alias)
+        if first in session.memory.own:
+            session.memory.own.add(alias)
         return True
 
     def _publish(self, key: LayerKey, content: LayerKey, plain: str) -> None:
@@ -175,7 +175,7 @@ class PackedGemm(KeyedLayer):
         record.structure, record.origins = structure_of([weight])
         registry.register_record(key.digest, record)
         registry.register_record(content.digest, record)
-        session.own.add(record)
+        session.memory.own.add(record)
         setattr(linear, RECORD, record)
 
     def _process_borrowed(self, here: ScratchTensor) -> None:
@@ -206,7 +206,7 @@ class PackedGemm(KeyedLayer):
 
     def _enter(self, nbytes: int, record: LayerRecord | None = None) -> None:
         """Account for the packed form: of a record that was found, or made now."""
-        self.context.session.enter(
+        self.context.session.memory.enter(
             self.weight.name, nbytes, record, made=record is None, sources=self.weight.sources
         )
 
@@ -243,7 +243,7 @@ class ScaledGemm(KeyedLayer):
         """Give the layer the handler and the scales of another one."""
         session, weight = self.context.session, self._weight
         layer = ProcessedLayer(self.context, self.layer, self.deferred)
-        if session.sampled():
+        if session.checks.sampled():
             layer.materialise(made)
             self._audit(record)
             layer.process(self.original)
@@ -252,7 +252,9 @@ class ScaledGemm(KeyedLayer):
         self.layer.register_parameter("weight", None)  # what vLLM leaves of it
         kernel: Any = linear_kernel(self.layer)
         kernel.dnnl_handler, kernel.linear_method = form, kernel._apply_weights_onednn
-        session.enter(weight.name, record.opaque_bytes, record, made=False, sources=weight.sources)
+        session.memory.enter(
+            weight.name, record.opaque_bytes, record, made=False, sources=weight.sources
+        )
 
     def _audit(self, record: LayerRecord) -> None:
         """Compare what the weight was packed from, because a packed weight cannot be compared."""
@@ -275,11 +277,11 @@ class ScaledGemm(KeyedLayer):
         layer.share(None if handler is None else record)
         if handler is None:  # another way of this kernel, which leaves ordinary parameters
             return
-        session.enter(weight.name, nbytes, None, made=True, sources=weight.sources)
+        session.memory.enter(weight.name, nbytes, None, made=True, sources=weight.sources)
         if self.context.updated:
             session.ledger.skip(weight.name, NotShared.SCALES_WRITTEN)
         if record is not None and layer.complete(record):
             record.opaque, record.opaque_bytes = weakref.ref(handler), nbytes
             registry.register_record(record.key, record)
-            session.own.add(record)
+            session.memory.own.add(record)
             setattr(handler, RECORD, record)

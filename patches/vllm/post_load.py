@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor import model_loader
 
+from tensor_dedup.loader.deferred.computed_tensors import share_by_content, slabs
 from tensor_dedup.loader.deferred.parameters import replace_data
-from tensor_dedup.loader.deferred.session import share_by_content, slabs
 from tensor_dedup.loader.deferred.trace import UntraceableError
 from tensor_dedup.loader.ledger import NotShared
 from tensor_dedup.loader.residents.resident import sharable
@@ -125,7 +125,7 @@ def _share(session: LoadSession, finals: list[tuple[str, nn.Parameter]]) -> None
         except (UntraceableError, SharedMemoryError) as error:
             _enter_private(session, label, parameter, str(error))
         else:
-            session.enter(label, nbytes, resident, made=made)
+            session.memory.enter(label, nbytes, resident, made=made)
 
 
 def _reason(parameter: nn.Parameter, least: int) -> str | None:

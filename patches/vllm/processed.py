@@ -15,6 +15,7 @@ import torch
 import vllm
 from torch import nn
 
+from tensor_dedup.loader.deferred.computed_tensors import share_by_content, slabs
 from tensor_dedup.loader.deferred.layer_key import LayerKey, attributes, class_name, process_text
 from tensor_dedup.loader.deferred.layer_records import (
     RECORD,
@@ -25,7 +26,6 @@ from tensor_dedup.loader.deferred.layer_records import (
     structure_of,
 )
 from tensor_dedup.loader.deferred.parameters import DeferredParameter, replace_data
-from tensor_dedup.loader.deferred.session import share_by_content, slabs
 from tensor_dedup.loader.ledger import NotShared
 from tensor_dedup.loader.residents.compare import raise_audit, same_bytes
 from tensor_dedup.loader.residents.registry import registry
@@ -174,7 +174,7 @@ class KeyedLayer(ABC):
     def compute_unknown(self) -> dict[str, ScratchTensor]:
         """Compute the layer's tensors if a digest that its key needs is not known yet."""
         session = self.context.session
-        if all(session.known(each) for each in self.deferred.values()):
+        if all(each.known for each in self.deferred.values()):
             return {}
         return {name: session.make(each) for name, each in self.deferred.items()}
 
@@ -217,9 +217,11 @@ class ProcessedLayer:
         """
         session = self.context.session
         for name, each in self.deferred.items():
-            reason = session.reason(each)
+            reason = session.plan.reason(each)
             if reason is NotShared.SHARED_STORAGE:
-                session.keep_private(each, reason, made.get(name))
+                shared = made.get(name)
+                content = None if shared is None else shared.tensor
+                session.memory.keep_private(each, reason, content)
                 continue
             tensor = torch.empty_strided(
                 each.parameter.shape, each.parameter.stride(), dtype=each.parameter.dtype
@@ -270,7 +272,7 @@ class ProcessedLayer:
                 session.ledger.skip(label, str(error))
                 continue
             replace_data(parameter, tensor)
-            session.enter(label, parameter.nbytes, resident, made=made, sources=sources)
+            session.memory.enter(label, parameter.nbytes, resident, made=made, sources=sources)
             if record is not None and isinstance(resident, Resident):
                 record.residents[name] = (resident, type(parameter))
 
@@ -316,7 +318,7 @@ class ProcessedLayer:
             sources = each.sources if each is not None else ()
             label = each.name if each is not None else f"{self._path}.{name}"
             used = record if reason is None else None
-            session.enter(label, tensor.nbytes, used, made=False, sources=sources)
+            session.memory.enter(label, tensor.nbytes, used, made=False, sources=sources)
             if reason is not None:
                 session.ledger.skip(label, reason)
         for each in self.deferred.values():
@@ -351,7 +353,7 @@ class ProcessedLayer:
         A parameter that processing created may follow from any that the layer had.
         """
         of = self.deferred.values() if each is None else (each,)
-        reason = next((r for one in of if (r := self.context.session.reason(one))), None)
+        reason = next((r for one in of if (r := self.context.session.plan.reason(one))), None)
         if reason is None:
             reason = self.context.session.provider.reason(label)
         if reason is None and not sharable_anywhere(parameter.detach()):

@@ -276,8 +276,8 @@ class LoadRun:
                 each.private = NotShared.EPLB
         parameters = list(self._deferred.values())
         session.expect(parameters)
-        shareable = [p for p in parameters if p.sources and session.reason(p) is None]
-        self._known = bool(shareable) and all(session.known(p) for p in shareable)
+        shareable = [p for p in parameters if p.sources and session.plan.reason(p) is None]
+        self._known = bool(shareable) and all(p.known for p in shareable)
         self._packed = self._config.cpu_weights != "plain" and not session.provider.plain
         on_gpu = self._gpu is not None
         self._processor = LayerProcessor(
@@ -326,7 +326,7 @@ class LoadRun:
         parameters = self._outside_layers(model)
         if not self._packed:
             parameters += self._of_constant_layers(model)
-        self.session.find(parameters)
+        self.session.lookup.find(parameters)
 
     def share_outside_layers(self, model: nn.Module) -> None:
         """Share the parameters of modules without a quantisation method, such as norms."""
@@ -412,7 +412,7 @@ class LoadRun:
         if a.view is None or b.view is None:
             return False
         session = self.session
-        if session.reason(a) is not None or session.reason(b) is not None:
+        if session.plan.reason(a) is not None or session.plan.reason(b) is not None:
             return self._equal_values(a.view, b.view)
         session.evaluator.digest_sources(a.view)
         session.evaluator.digest_sources(b.view)

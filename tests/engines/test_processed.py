@@ -16,11 +16,12 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
 
 from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.loader.checkpoint_io.sources import SourceReader
-from tensor_dedup.loader.deferred import session
+from tensor_dedup.loader.deferred import computed_tensors
 from tensor_dedup.loader.deferred.evaluate import Evaluator, Scratch
 from tensor_dedup.loader.deferred.layer_records import LayerRecord
 from tensor_dedup.loader.deferred.parameters import DeferredParameter
 from tensor_dedup.loader.deferred.session import LoadSession, ScratchTensor
+from tensor_dedup.loader.deferred.sharing_plan import SharingPlan
 from tensor_dedup.loader.deferred.storage import ExpressionKind, View, VirtualStorage
 from tensor_dedup.loader.residents.provider import HostProvider
 from tensor_dedup.loader.residents.resident import pack
@@ -35,7 +36,7 @@ SIZE = 1 << 20
 @pytest.fixture
 def context(monkeypatch: pytest.MonkeyPatch) -> LayerContext:
     """A load in which everything may be shared."""
-    monkeypatch.setattr(LoadSession, "reason", lambda *_: None)
+    monkeypatch.setattr(SharingPlan, "reason", lambda *_: None)
     reader, scratch = SourceReader("blake3"), Scratch()
     session = LoadSession(TensorDedupConfig(), reader, scratch, Evaluator(reader, scratch))
     return LayerContext(session, {}, packed=True, model_dtype=torch.bfloat16)
@@ -52,7 +53,7 @@ def deferred(parameter: nn.Parameter, name: str) -> DeferredParameter:
 def test_a_large_layer_is_never_there_twice(
     context: LayerContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "_OWN_SLAB_BYTES", SIZE)
+    monkeypatch.setattr(computed_tensors, "_OWN_SLAB_BYTES", SIZE)
     layer, scratch = nn.Module(), context.session.scratch
     made = {}
     for number, name in enumerate(("w13", "w2")):

@@ -7,8 +7,9 @@ import torch
 
 from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.loader.checkpoint_io.sources import SourceReader
+from tensor_dedup.loader.deferred.computed_tensors import Found, share_by_content, slabs
 from tensor_dedup.loader.deferred.evaluate import Evaluator, Scratch
-from tensor_dedup.loader.deferred.session import Found, LoadSession, share_by_content, slabs
+from tensor_dedup.loader.deferred.session import LoadSession
 from tensor_dedup.loader.residents.resident import Resident
 
 SHAPE = torch.tensor([4096, 4096])  # as a quantised layer has it beside its weight

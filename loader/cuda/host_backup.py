@@ -1,0 +1,135 @@
+"""Copies of what sleeps, in the memory manager of host memory: one of each tensor for all sleepers.
+
+The manager hashes what it got, after which it cannot be written: bytes that are not those of the
+digest are refused, so what comes back is what slept.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.loader.cuda.sleeping_slabs import key_asleep
+from tensor_dedup.loader.cuda.tensors import CUDA
+from tensor_dedup.loader.cuda.upload import Uploader
+from tensor_dedup.loader.residents.lent import LentResident
+from tensor_dedup.memory_manager.client import NewLayer, NewTensor
+from tensor_dedup.memory_manager.cuda.driver import Access
+from tensor_dedup.memory_manager.errors import BackendError
+from tensor_dedup.types import ResidentKey
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tensor_dedup.loader.cuda.openers import MappedExtent, Opener
+    from tensor_dedup.loader.cuda.shared import SharedGpu
+    from tensor_dedup.loader.cuda.sleeping_slabs import SleepingSlab
+    from tensor_dedup.memory_manager.client import Client, Fill, Put, TensorSlot
+
+_CHUNK_BYTES: Final = 8 * LEAF_BYTES
+
+
+class HostBackup:
+    """The copies that a sleeping model has in host memory. For one thread at a time.
+
+    `copied` counts the bytes that were written there, and not those that another sleeper had
+    written. Buffers are kept from one slab to the next until `free`.
+    """
+
+    def __init__(self, gpu: SharedGpu, host: Client, checkpoint: str) -> None:
+        """`host` is the manager of host memory that all sleepers share.
+
+        Raises:
+            UnsupportedError: The manager lends other memory than that.
+        """
+        if not host.welcome.hashes_itself or host.welcome.device:
+            raise UnsupportedError(
+                f"a manager of {host.welcome.device} cannot keep what sleeps; give one of host "
+                "memory",
+                device=host.welcome.device,
+            )
+        self.copied = 0
+        self._gpu: Final = gpu
+        self._host: Final = host
+        self._checkpoint: Final = checkpoint
+        self._buffer: torch.Tensor | None = None  # of what goes there
+        self._uploader: Uploader | None = None  # of what comes back
+
+    def keep(self, slab: SleepingSlab) -> None:
+        """Have the tensors of a slab, which is held on the GPU, in host memory, too.
+
+        Raises:
+            MemoryManagerError: The manager has no room, or refuses the bytes, or does not answer.
+        """
+        sizes = slab.sizes()
+        leases = self._host.lease(list(sizes), self._checkpoint)
+        found = {name: lease for name, lease in zip(sizes, leases, strict=True) if lease}
+        missing = {
+            key_asleep(name): NewLayer(b"", (NewTensor(nbytes, name),))
+            for name, nbytes in sizes.items()
+            if name not in found
+        }
+        if missing:
+            result = self._host.put(missing, self._checkpoint, fill=self._reader(slab))
+            for name in sizes:
+                if name not in found and key_asleep(name) in result.layers:
+                    [found[name]] = result.layers[key_asleep(name)].leases
+                    self.copied += sizes[name]
+            if len(found) < len(sizes):
+                # Bytes that were not those of the digest are among the errors.
+                raise result.error or BackendError("another process has been copying them for long")
+        for name, lease in found.items():
+            if (lease.digest, lease.nbytes) != (name, sizes[name]):
+                raise BackendError(f"{lease.nbytes} bytes are kept for {name} of {sizes[name]}")
+        slab.backup = found
+
+    def _reader(self, slab: SleepingSlab) -> Fill:
+        places = {key_asleep(each.digest): each for each in slab.tensors}
+        gpu, memory = self._gpu.gpu, slab.held[0].slabs[0]
+
+        def fill(put: Put, slots: Sequence[TensorSlot]) -> Sequence[str]:
+            if self._buffer is None:  # page-locked memory is slow to allocate
+                pinned = self._gpu.kind == CUDA
+                self._buffer = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+            buffer = self._buffer
+            view = buffer.numpy().data
+            with gpu.entered():
+                address = memory.opener.open([memory.extent], Access.READ)
+                try:
+                    for index, (key, _) in enumerate(slots):
+                        each = places[key]
+                        for at in range(0, each.nbytes, _CHUNK_BYTES):
+                            size = min(_CHUNK_BYTES, each.nbytes - at)
+                            source = address + each.offset + at
+                            gpu.driver.copy_out(buffer.data_ptr(), source, size)
+                            put.write(index, view[:size], at)
+                            put.progress()
+                finally:
+                    memory.opener.close(address, [memory.extent])
+            return ()
+
+        return fill
+
+    def restore(self, slab: SleepingSlab, extent: MappedExtent, opener: Opener) -> None:
+        """Write the tensors of a slab to their places in new memory of the GPU."""
+        if self._uploader is None:
+            self._uploader = Uploader(self._gpu.gpu.device.ordinal, self._gpu.kind)
+        uploader = self._uploader
+
+        def write(address: int) -> None:
+            for offset, name, nbytes in slab.places():
+                key = ResidentKey("U8", (nbytes,), (1,), name)
+                kept = LentResident(key, slab.backup[name]).map(writable=False)
+                uploader.sender(kept)(address + offset)
+
+        self._gpu.gpu.fill(extent, opener, write)
+
+    def free(self) -> None:
+        """Free the buffers."""
+        self._buffer = None
+        uploader, self._uploader = self._uploader, None
+        if uploader is not None:
+            uploader.close()

@@ -1,0 +1,97 @@
+"""The memory that a load gives to its model: of residents, or the model's own; and its account."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+import torch
+
+from tensor_dedup.loader.cuda.residents import DeviceResident
+from tensor_dedup.loader.deferred.parameters import replace_data
+from tensor_dedup.loader.deferred.storage import as_view
+from tensor_dedup.loader.residents.resident import Resident
+from tensor_dedup.loader.residents.slab import SharedMemoryError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tensor_dedup.loader.checkpoint_io.sources import SourceTensor
+    from tensor_dedup.loader.deferred.evaluate import Evaluator
+    from tensor_dedup.loader.deferred.parameters import DeferredParameter
+    from tensor_dedup.loader.ledger import LoadLedger
+    from tensor_dedup.loader.residents.provider import AnyResident, ResidentProvider
+
+
+@dataclass(slots=True)
+class ModelMemory:
+    """The memory of one load's final tensors, each of which is entered in a ledger.
+
+    What a second tensor of the model shares with the first is not shared with others: `own` has the
+    residents and records that this load has made. For one thread.
+    """
+
+    evaluator: Evaluator
+    provider: ResidentProvider
+    ledger: LoadLedger
+    own: WeakSet[object] = field(default_factory=WeakSet)
+    _flat: dict[int, torch.Tensor] = field(default_factory=dict)  # private, by id of the storage
+
+    def install(
+        self, each: DeferredParameter, resident: AnyResident, *, made: bool = False
+    ) -> None:
+        """Map a resident into the model, which keeps the tensor private where that fails.
+
+        `made` tells that this load has built the resident for it.
+        """
+        try:
+            tensor = self.provider.map(resident)
+        except SharedMemoryError as error:
+            self.keep_private(each, str(error))
+            return
+        if made:
+            self.own.add(resident)
+        self._place(each, tensor)
+        self.enter(each.name, each.nbytes, resident, made=made, sources=each.sources)
+
+    def keep_private(
+        self, each: DeferredParameter, reason: str, content: torch.Tensor | None = None
+    ) -> None:
+        """Give the parameter memory of its own, with the content plain loading would give it.
+
+        `content` is that content where it has been computed.
+        """
+        view = each.require_view()
+        key = id(view.storage)
+        if key not in self._flat:
+            flat = torch.empty(view.storage.nbytes, dtype=torch.uint8)
+            if content is not None:
+                as_view(flat, view).copy_(content)
+            else:
+                self.evaluator.fill(view, flat)
+            self._flat[key] = self.provider.private(flat)
+        self._place(each, as_view(self._flat[key], view))
+        self.ledger.add(each.name, each.nbytes, shared=False, sources=each.sources)
+        self.ledger.skip(each.name, reason)
+
+    def enter(
+        self,
+        name: str,
+        nbytes: int,
+        used: object,
+        *,
+        made: bool,
+        sources: Iterable[SourceTensor] = (),
+    ) -> None:
+        """Account for a final tensor that is, or is part of, `used`, a resident or a record."""
+        shared = not made and used is not None and used not in self.own
+        self.ledger.add(name, nbytes, shared=shared, made=made, sources=sources)
+        if made and isinstance(used, Resident | DeviceResident):
+            self.ledger.note_leaves(used.leaf_shared_bytes)
+
+    def _place(self, each: DeferredParameter, tensor: torch.Tensor) -> None:
+        replace_data(each.parameter, tensor)
+        each.installed = True
+        if each.view is not None:
+            self.evaluator.release(each.view)

@@ -1,0 +1,83 @@
+"""Residents found by recipes, before a byte of a checkpoint is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from tensor_dedup.loader.deferred.layer_key import process_state
+from tensor_dedup.loader.deferred.recipe import whole_source
+from tensor_dedup.loader.residents.manager import ResidentQuery
+from tensor_dedup.loader.torch_dtypes import has_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from tensor_dedup.loader.deferred.parameters import DeferredParameter
+    from tensor_dedup.loader.deferred.recipe import RecipeBook
+    from tensor_dedup.loader.deferred.sharing_plan import SharingPlan
+    from tensor_dedup.loader.residents.provider import AnyResident, ResidentProvider
+
+
+@dataclass(slots=True)
+class RecipeLookup:
+    """The residents that the recipes of one load lead to, held until they are taken.
+
+    For one thread.
+    """
+
+    plan: SharingPlan
+    provider: ResidentProvider
+    book: RecipeBook
+    _state: str = field(default_factory=process_state)
+    _hits: dict[int, AnyResident] = field(default_factory=dict)  # by id of the parameter
+
+    def key(self, each: DeferredParameter) -> str:
+        """Return the name of a final tensor by its recipe. All its digests must be known."""
+        recipe = self.book.digest(each.require_view())
+        return f"recipe:{self.plan.config.hash_algorithm}:{self._state}:{recipe}"
+
+    def find(self, parameters: Iterable[DeferredParameter]) -> None:
+        """Look up, in one batch, the residents that the recipes of these parameters lead to.
+
+        What is found is held until `take` returns it. Parameters whose digests are not known yet,
+        or that stay private, are skipped. Call it with the parameters of a whole plan, so that a
+        memory manager is asked a few times per load and not once per layer.
+        """
+        wanted = [
+            (each, query)
+            for each in parameters
+            if id(each) not in self._hits and (query := self._query(each)) is not None
+        ]
+        found = self.provider.find([query for _, query in wanted])
+        for (each, _), resident in zip(wanted, found, strict=True):
+            if resident is not None:
+                self._hits[id(each)] = resident
+
+    def take(self, each: DeferredParameter) -> AnyResident | None:
+        """Return what was found, or built here for an equal parameter since; None if nothing."""
+        return self._hits.pop(id(each), None) or self._made_meanwhile(each)
+
+    def _made_meanwhile(self, each: DeferredParameter) -> AnyResident | None:
+        query = self._query(each)
+        if query is None:
+            return None
+        return self.provider.find([query], ask_manager=False)[0]
+
+    def _query(self, each: DeferredParameter) -> ResidentQuery | None:
+        """Return what to look for, or None if it is not known yet or not shared."""
+        if each.installed or self.plan.reason(each) is not None:
+            return None
+        if not has_name(each.parameter.dtype) or not each.known:
+            return None
+        source = whole_source(each.require_view())
+        content = source.digest if source is not None else None
+        return ResidentQuery(self.key(each), replace(each.geometry, digest=content or ""))
+
+    def note(self, each: DeferredParameter, resident: AnyResident) -> None:
+        """Remember which resident the recipe leads to, while the resident lives."""
+        self.provider.note(self.key(each), resident)
+
+    def close(self) -> None:
+        """Release what was found and not taken."""
+        self._hits.clear()
