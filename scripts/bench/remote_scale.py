@@ -37,10 +37,10 @@ from tensor_dedup.remote import sweep as remote_sweep
 from tensor_dedup.remote.buckets import Bucket, ObjectStatus
 from tensor_dedup.remote.catalog import Catalog, ListedContainer, unheld
 from tensor_dedup.remote.relatives import lost
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.format import frames, manifests
 from tensor_dedup.store.format.manifests import Piece
 from tensor_dedup.store.format.tables import PLAIN, Record
-from tensor_dedup.store.objects import ContainerId
 
 HIDDEN, INNER, WORDS, LAYERS = 4096, 11008, 32000, 32
 PER_LAYER: Final = (*(2 * HIDDEN * HIDDEN,) * 4, *(2 * HIDDEN * INNER,) * 3, *(2 * HIDDEN,) * 2)

@@ -176,8 +176,8 @@ def test_a_delta_whose_anchor_is_lost_is_stored_again(tmp_path: Path, again: boo
     with run.store.checkpoint("run@0") as opened:
         anchor = opened["embedding"].digest
     assert bases(run, 1)["embedding"] == anchor
-    for container in run.store.handle.objects.containers():
-        table = run.store.handle.objects.table(container)
+    for container in run.store.handle.objects.containers:
+        table = run.store.handle.objects.containers.table(container)
         if anchor in {record.digest.hex() for record in table.records}:
             run.store.handle.objects.layout.container(container.name, container.kind).unlink()
     run = handle(tmp_path) if again else run

@@ -20,6 +20,7 @@ from tensor_dedup.store.errors import (
     os_errors,
 )
 from tensor_dedup.store.files import Files, RealFiles
+from tensor_dedup.store.folders import StoreFolder
 from tensor_dedup.store.format.layout import StoreLayout
 from tensor_dedup.store.format.names import check_name, name_of
 from tensor_dedup.store.handle import StoreHandle
@@ -27,7 +28,6 @@ from tensor_dedup.store.hashing import ProgressListener, SilentListener
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.init import default_path, initialise, workers
 from tensor_dedup.store.locks import SWEEP_WAIT_S, sweep
-from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading.export import export
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces
 from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS, GcPlan, execute, plan_gc
@@ -104,7 +104,7 @@ class LocalStore:
         root = (Path(path) if path is not None else default_path()).absolute()
         interface = files or RealFiles()
         with os_errors(root):
-            initialise(Objects(interface, StoreLayout(root)), create=create, mend=mend)
+            initialise(StoreFolder(interface, StoreLayout(root)), create=create, mend=mend)
         return cls(root, interface, worker_count or workers())
 
     @property

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from tensor_dedup.store.errors import ExportTargetError
 from tensor_dedup.store.files import Files, Handle
+from tensor_dedup.store.folders import make_folders
 from tensor_dedup.store.hashing import ProgressListener
-from tensor_dedup.store.objects import make_folders
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredFile
 
 # Whole leaves, so that verifying a piece reads nothing twice.

@@ -11,6 +11,7 @@ from typing import Self, TypeVar
 
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.codecs.parts import leaf_bytes
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import (
     BadRangeError,
     ChangedExternalError,
@@ -40,7 +41,7 @@ from tensor_dedup.store.format.manifests import (
 from tensor_dedup.store.format.tables import PLAIN, Record, Table
 from tensor_dedup.store.index import PieceLocation, StoreIndex
 from tensor_dedup.store.locks import session
-from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading.decoding import (
     Base,
     are_leaves,
@@ -147,7 +148,7 @@ class StoredPieces:
         return self._searched
 
     def _open_data(self, container: ContainerId) -> Handle:
-        return self._objects.open_origin(container, self._origins[container])
+        return self._objects.containers.open_origin(container, self._origins[container])
 
     def _open_containers(self, index: StoreIndex, wanted: set[bytes]) -> None:
         self._open_known(index, wanted)
@@ -185,7 +186,7 @@ class StoredPieces:
                 MissingObjectError, DamagedFileError, NewerFormatError, FileNotFoundError
             ):
                 table, bad = self._handles.with_room(partial(self._looked_up, container))
-                self._origins[container] = self._objects.origin(container, table)
+                self._origins[container] = self._objects.containers.origin(container, table)
                 try:
                     with unreadable_as_damage(self.path(container)), self.container(container):
                         pass  # it is there, and open
@@ -196,7 +197,7 @@ class StoredPieces:
         return found
 
     def _looked_up(self, container: ContainerId) -> tuple[Table, frozenset[int]]:
-        return self._objects.table(container), self._objects.bad_offsets(container.name)
+        return self._objects.containers.table(container), self._objects.bad_offsets(container.name)
 
     def __enter__(self) -> Self:
         return self
@@ -447,12 +448,12 @@ class StoredPieces:
     def _find_all(self, wanted: set[bytes]) -> set[bytes]:
         """Add every good record of these pieces; return all that deltas are against."""
         bases = set[bytes]()
-        for container in sorted(self._objects.containers(), key=lambda c: c.kind, reverse=True):
+        for container in sorted(self._objects.containers, key=lambda c: c.kind, reverse=True):
             with suppress(StoreError, FileNotFoundError):  # it is for verify to say so
                 table, bad = self._handles.with_room(partial(self._looked_up, container))
                 held = [r for r in table.records if r.digest in wanted and r.offset not in bad]
                 if held and container not in self._origins:
-                    self._origins[container] = self._objects.origin(container, table)
+                    self._origins[container] = self._objects.containers.origin(container, table)
                 bases |= {base for record in held for base in record.bases}
                 with self._lock:
                     for record in held:
@@ -486,7 +487,7 @@ class StoredPieces:
         return None, failure
 
     def _missing(self, digest: bytes, nbytes: int) -> MissingObjectError:
-        changed = self._objects.changed_holding(digest)
+        changed = self._objects.containers.changed_holding(digest)
         if changed is not None:
             return ChangedExternalError.at(
                 changed, f"it changed since it was indexed in place for {self.name!r}"

@@ -17,6 +17,7 @@ from tensor_dedup.digest import digests_by_place
 from tensor_dedup.errors import StoreError
 from tensor_dedup.formats.checkpoint import check_text
 from tensor_dedup.formats.weights import read_header
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import LostHitError, NameTakenError
 from tensor_dedup.store.files import Files, FileStatus, Handle
 from tensor_dedup.store.format import manifests
@@ -29,7 +30,7 @@ from tensor_dedup.store.hashing import (
     changed,
 )
 from tensor_dedup.store.index import StoreIndex
-from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.writing.containers import (
     ContainerWriter,
     Copied,
