@@ -28,8 +28,9 @@ from tensor_dedup.store.hashing import ProgressListener, SilentListener
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.init import default_path, initialise, workers
 from tensor_dedup.store.locks import SWEEP_WAIT_S, sweep
+from tensor_dedup.store.reading.checkpoint import StoredCheckpoint
 from tensor_dedup.store.reading.export import export
-from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces
+from tensor_dedup.store.reading.reader import StoredPieces
 from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS, GcPlan, execute, plan_gc
 from tensor_dedup.store.upkeep.repair import Repair, RepairResult
 from tensor_dedup.store.upkeep.stats import Listed, Stats, listed, stats

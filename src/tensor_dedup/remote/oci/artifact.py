@@ -80,7 +80,7 @@ from tensor_dedup.store.format import frames
 from tensor_dedup.store.format.manifests import Piece
 from tensor_dedup.store.format.tables import KIND, Table
 from tensor_dedup.store.locks import lock_of
-from tensor_dedup.store.reading.reader import StoredCheckpoint
+from tensor_dedup.store.reading.checkpoint import StoredCheckpoint
 
 _log = logging.getLogger(__name__)
 # Whole leaves, so that verifying a piece reads nothing twice.

@@ -27,7 +27,8 @@ from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.hashing import Hasher
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import Objects
-from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces
+from tensor_dedup.store.reading.checkpoint import StoredCheckpoint
+from tensor_dedup.store.reading.reader import StoredPieces
 from tensor_dedup.store.steps.errors import (
     NotATrainingError,
     UnknownStepError,
