@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from tensor_dedup.config import TensorDedupConfig
     from tensor_dedup.loader.checkpoint_io.sources import Read, Reread
     from tensor_dedup.loader.checkpoint_io.stub_folder import Checkout
-    from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces
-    from tensor_dedup.store.reading.reader import StoredFile as Stored
+    from tensor_dedup.store.reading.checkpoint import StoredCheckpoint
+    from tensor_dedup.store.reading.checkpoint import StoredFile as Stored
+    from tensor_dedup.store.reading.reader import StoredPieces
     from tensor_dedup.types import TensorSpec
 
 _log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ import platformdirs
 
 from tensor_dedup.errors import ConfigError, UnsupportedError
 from tensor_dedup.settings import remote_url
-from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredFile
+from tensor_dedup.store.reading.checkpoint import StoredCheckpoint, StoredFile
 from tensor_dedup.store.store import LocalStore
 
 SCHEME = "store://"

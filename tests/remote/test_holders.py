@@ -24,9 +24,9 @@ from tensor_dedup.remote.errors import (
 )
 from tensor_dedup.remote.holders import read_holders
 from tensor_dedup.remote.inventory import RemoteInventory
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.format import frames
 from tensor_dedup.store.format.tables import Record, Table
-from tensor_dedup.store.objects import ContainerId
 
 HOUR = 3600.0
 NAMES = ("base", "tune", "tiny")

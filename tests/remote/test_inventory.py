@@ -26,8 +26,8 @@ from tensor_dedup.remote.errors import (
     RemoteAccessError,
     UncertainRemoteError,
 )
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.format import tables
-from tensor_dedup.store.objects import ContainerId
 
 HOUR = 3600.0
 

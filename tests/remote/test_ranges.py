@@ -13,8 +13,8 @@ from tensor_dedup.remote import Remote, layout
 from tensor_dedup.remote.buckets import ServerBucket
 from tensor_dedup.remote.errors import DamagedRemoteError
 from tensor_dedup.remote.pieces import RemotePieces
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.format.tables import PLAIN, Record
-from tensor_dedup.store.objects import ContainerId
 
 CONTAINER = ContainerId("00" * 32, "pack")
 COUNT = 10

@@ -34,8 +34,8 @@ from tensor_dedup.remote.errors import (
     LostRemotelyError,
     MissingRemoteError,
 )
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.format import manifests
-from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.training import CheckpointStore
 
 STEPS = 8

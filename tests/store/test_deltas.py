@@ -258,7 +258,7 @@ def expected(store: Store, base: Path, tune: Path) -> dict[str, Content]:
 def delta(store: Store) -> tuple[Path, Table]:
     (path,) = store.path.glob("containers/*/*.delta")
     objects = Objects(RealFiles(), StoreLayout(store.path))
-    (table,) = [objects.table(c) for c in objects.containers() if c.kind == "delta"]
+    (table,) = [objects.containers.table(c) for c in objects.containers if c.kind == "delta"]
     return path, table
 
 

@@ -180,7 +180,7 @@ def test_a_link_out_of_an_imported_folder_is_refused(
     with refused(CheckpointFault.LINK_OUTSIDE, match=f"{folder / link}: a link to {target}, ") as e:
         store.import_(folder, **how)
     assert (e.value.facts["link"], e.value.facts["target"]) == (str(folder / link), str(target))
-    assert list(store.handle.objects.containers()) == []
+    assert list(store.handle.objects.containers) == []
     store.import_(folder, follow_links=True, **how)
     store.export("m", tmp_path / "out")
     assert SECRET in content(tmp_path / "out").values()
@@ -259,7 +259,7 @@ def test_repair_follows_links(store: Store, tmp_path: Path) -> None:
     (folder / "model.safetensors").symlink_to(tmp_path / "elsewhere")
     store.import_(folder, follow_links=True)
     before = content(tmp_path / "m")
-    for container in list(store.handle.objects.containers()):
+    for container in list(store.handle.objects.containers):
         store.handle.objects.layout.container(container.name, container.kind).unlink()
     assert store.repair([folder]).whole
     assert_clean(store, {"m": before})
@@ -298,7 +298,7 @@ def test_names_that_are_not_utf_8_are_refused(
     with refused(CheckpointFault.NAME_ENCODING, match=r"\\udcff\\udcfe.*rename it") as found:
         store.import_(folder, external=external)
     str(found.value).encode()
-    assert list(store.handle.objects.containers()) == []
+    assert list(store.handle.objects.containers) == []
 
 
 def test_names_that_are_not_utf_8_and_not_read_do_no_harm(store: Store, tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ def test_a_name_that_no_file_can_have_is_refused_before_anything_is_stored(
     for name in (TOO_LONG, "a/" * 99 + "a"):
         with pytest.raises(BadNameError, match=r"256 bytes|397 bytes"):
             store.import_(folder, name)
-    assert list(store.handle.objects.containers()) == []
+    assert list(store.handle.objects.containers) == []
 
 
 def test_a_step_whose_name_no_file_can_have_is_refused_before_anything_is_stored(
@@ -365,7 +365,7 @@ def test_a_step_whose_name_no_file_can_have_is_refused_before_anything_is_stored
             steps.pin(1)
         assert steps.steps() == [1]
         assert steps.load(1, None)["t"].tolist() == [0] * 100
-        assert len(list(steps.store.handle.objects.containers())) == 1
+        assert len(list(steps.store.handle.objects.containers)) == 1
 
 
 def test_a_default_name_is_cut_to_what_a_file_can_have(store: Store, tmp_path: Path) -> None:

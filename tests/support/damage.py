@@ -32,8 +32,8 @@ def padding(root: Path) -> tuple[Path, int]:
     objects = Objects(RealFiles(), StoreLayout(root))
     gaps = [
         (objects.layout.container(container.name, container.kind), start)
-        for container in objects.containers()
-        for start, _ in tables.gaps(objects.table(container))
+        for container in objects.containers
+        for start, _ in tables.gaps(objects.containers.table(container))
     ]
     return min(gaps)
 

@@ -9,8 +9,8 @@ import numpy as np
 from stores import KIB, Model, assert_same, handle, noise
 from tensor_dedup.digest import LEAF_BYTES, digest
 from tensor_dedup.store import LocalStore
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.format.tables import Record, Table
-from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.training import CheckpointStore
 
 LEAVES = 6
@@ -39,7 +39,10 @@ def model(step: int) -> Model:
 
 
 def all_tables(store: LocalStore) -> dict[ContainerId, Table]:
-    return {each: store.handle.objects.table(each) for each in store.handle.objects.containers()}
+    return {
+        each: store.handle.objects.containers.table(each)
+        for each in store.handle.objects.containers
+    }
 
 
 def in_parts(store: LocalStore) -> dict[bytes, Record]:

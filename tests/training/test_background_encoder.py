@@ -263,7 +263,7 @@ def save_table(run: CheckpointStore, step: int) -> None:
                 assert list(record.parts) == [1]
                 # It is the tensor: it was not stored again.
                 [(container, _)] = opened.plain_places(record.parts[1])
-                assert len(own.store.handle.objects.table(container).records) > 1
+                assert len(own.store.handle.objects.containers.table(container).records) > 1
 
 
 @pytest.mark.parametrize("when", ["before", "while", "after"])

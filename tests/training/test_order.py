@@ -389,7 +389,7 @@ def test_what_others_have_written_is_durable_before_it_is_referred_to(tmp_path: 
     layout = run.store.handle.objects.layout
     name = run.store.handle.objects.ref("run@2")
     page = run.store.handle.objects.manifest(name).pages[0].hex()
-    found = [layout.table(each.name, each.kind) for each in run.store.handle.objects.containers()]
+    found = [layout.table(each.name, each.kind) for each in run.store.handle.objects.containers]
     for path in [layout.manifest(page), *found]:
         assert {path.parent, path.parent.parent} <= files.before
 

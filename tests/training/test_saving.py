@@ -237,7 +237,7 @@ def test_a_long_run_does_not_lie_in_ever_more_files(tmp_path: Path) -> None:
         run.save(forest(2 * step + 2), step)
     assert shares(run)
     with run.store.checkpoint("run@79") as opened:
-        assert len(opened._handles) < 40
+        assert len(opened._copies._handles) < 40
     assert_same(run.load(79), forest(160))
     run.store.gc(0)
     assert run.store.verify(full=True).fine

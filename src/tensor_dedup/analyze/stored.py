@@ -16,7 +16,7 @@ from tensor_dedup.store import LocalStore
 from tensor_dedup.store.errors import NoStoreError, UnknownNameError
 from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.init import default_path
-from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
+from tensor_dedup.store.reading.checkpoint import StoredCheckpoint, StoredTensor
 from tensor_dedup.types import Fingerprint
 
 SCHEME = "store://"

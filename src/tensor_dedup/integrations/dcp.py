@@ -46,7 +46,7 @@ from torch.futures import Future
 
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.store.format.manifests import STATE_MARK
-from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
+from tensor_dedup.store.reading.checkpoint import StoredCheckpoint, StoredTensor
 from tensor_dedup.store.steps.errors import BadStepError, UnknownStepError
 from tensor_dedup.store.steps.notes import Notes
 from tensor_dedup.store.steps.runs import StepOrder, check_run, step_name

@@ -59,7 +59,7 @@ from tensor_dedup.remote.layout import (
 from tensor_dedup.remote.traffic import Traffic as Traffic
 from tensor_dedup.store.errors import os_errors
 from tensor_dedup.store.files import Files
-from tensor_dedup.store.objects import make_folders
+from tensor_dedup.store.folders import make_folders
 from tensor_dedup.suggestions import install_hint
 
 if TYPE_CHECKING:

@@ -34,10 +34,10 @@ from tensor_dedup.remote.errors import (
     RemoteBusyError,
     remote_damage,
 )
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import NewerFormatError
 from tensor_dedup.store.format import frames, tables
 from tensor_dedup.store.format.tables import DIGEST_BYTES, TAIL_BYTES, Table
-from tensor_dedup.store.objects import ContainerId
 
 PREFIX_BYTES: Final = 16
 # A container with more pieces has shorter prefixes in a segment, where the catalog has too many of

@@ -25,9 +25,9 @@ from tensor_dedup.remote.catalog import (
 )
 from tensor_dedup.remote.errors import DamagedRemoteError, RemoteAccessError
 from tensor_dedup.remote.loads import LEAST_SAVED
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.format.manifests import Piece
 from tensor_dedup.store.format.tables import PLAIN
-from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.reading.reader import StoredPieces
 
 # What holders may have for each that they name. It takes 70 in a container of its own.

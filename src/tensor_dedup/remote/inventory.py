@@ -22,9 +22,9 @@ from tensor_dedup.remote.pull import (
     RemoteManifest,
     read_manifest,
 )
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import NewerFormatError
 from tensor_dedup.store.format.tables import Record, Table
-from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.upkeep.gc import Held
 
 # What says nothing of an object: the server cannot be asked.

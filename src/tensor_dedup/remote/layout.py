@@ -7,10 +7,11 @@ import re
 from typing import Final
 
 from tensor_dedup.remote.errors import DamagedRemoteError, remote_damage
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import DamagedFileError
 from tensor_dedup.store.format import frames
 from tensor_dedup.store.format.names import file_of, name_in
-from tensor_dedup.store.objects import ContainerId, ref_text
+from tensor_dedup.store.objects import ref_text
 
 MARKER: Final = "FORMAT"
 MARKER_LINES: Final = ["tensor-dedup remote", "version 1"]

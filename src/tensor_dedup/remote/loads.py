@@ -16,6 +16,7 @@ from tensor_dedup.remote import layout
 from tensor_dedup.remote.catalog import Catalog
 from tensor_dedup.store.codecs.parts import leaf_bytes
 from tensor_dedup.store.codecs.records import chunks, head_bytes
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import CorruptFrameError, CorruptTensorError, MissingObjectError
 from tensor_dedup.store.format import tables
 from tensor_dedup.store.format.tables import (
@@ -27,7 +28,6 @@ from tensor_dedup.store.format.tables import (
     Record,
     Table,
 )
-from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.reading.reader import StoredPieces
 
 _BLOCK_BYTES: Final = 4 * LEAF_BYTES

@@ -22,9 +22,9 @@ from tensor_dedup.remote.errors import (
     MissingRemoteError,
 )
 from tensor_dedup.store.codecs.records import chunks, head_bytes
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import CorruptFrameError
 from tensor_dedup.store.format.tables import PLAIN, Record
-from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.reading.decoding import base_of, decode_leaf, leaves_of
 from tensor_dedup.store.reading.reader import StoredPieces
 

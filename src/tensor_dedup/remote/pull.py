@@ -39,6 +39,7 @@ from tensor_dedup.remote.holders import FEW_SMALL, SMALL_BYTES, read_holders, st
 from tensor_dedup.remote.pieces import LostPieces, RemotePieces, name_of, waste_of
 from tensor_dedup.remote.results import TransferListener, TransferResult
 from tensor_dedup.store.codecs.parts import leaf_bytes
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
@@ -52,8 +53,9 @@ from tensor_dedup.store.format.names import check_name
 from tensor_dedup.store.format.tables import Record, Table
 from tensor_dedup.store.hashing import Hasher
 from tensor_dedup.store.index import StoreIndex
-from tensor_dedup.store.objects import ContainerId, Objects
-from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces
+from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.reading.checkpoint import StoredCheckpoint
+from tensor_dedup.store.reading.reader import StoredPieces
 from tensor_dedup.store.steps.runs import (
     check_replaceable,
     parse_step_name,

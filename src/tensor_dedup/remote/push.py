@@ -50,10 +50,10 @@ from tensor_dedup.remote.lease import LEASE_S, boottime
 from tensor_dedup.remote.loads import DamagedRecordError, Load, Planner, content, fill
 from tensor_dedup.remote.relatives import Relative, first_there, lost, pages_there
 from tensor_dedup.remote.results import TransferListener, TransferResult
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import (
     NewerFormatError,
 )
-from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.reading.reader import StoredPieces
 from tensor_dedup.store.steps.runs import is_pin_among
 

@@ -16,10 +16,11 @@ from tensor_dedup.remote import layout
 from tensor_dedup.remote.buckets import Bucket
 from tensor_dedup.remote.catalog import Catalog
 from tensor_dedup.remote.errors import DamagedRemoteError, RemoteAccessError
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import NewerFormatError
 from tensor_dedup.store.format import manifests
 from tensor_dedup.store.format.names import file_of
-from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.objects import Objects
 
 # To ask for a reference may be two requests, and a page is one.
 _FEWEST_PAGES: Final = 3

@@ -54,10 +54,10 @@ from tensor_dedup.remote.pull import (
     read_ref,
 )
 from tensor_dedup.store.codecs.records import chunks, head_bytes
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import AdvisedError, NewerFormatError, UnfitForCollectionError
 from tensor_dedup.store.format import tables
 from tensor_dedup.store.format.tables import PLAIN, Record, Table
-from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.steps.runs import PIN, is_pin_among, parse_step_name
 from tensor_dedup.store.upkeep.gc import needed
 

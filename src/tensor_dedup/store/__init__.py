@@ -12,7 +12,8 @@ FORMAT.md defines what lies on disk and what is promised about it.
 """
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces, StoredTensor
+from tensor_dedup.store.reading.checkpoint import StoredCheckpoint, StoredTensor
+from tensor_dedup.store.reading.reader import StoredPieces
 from tensor_dedup.store.store import LocalStore
 from tensor_dedup.store.upkeep.gc import GcPlan
 from tensor_dedup.store.upkeep.repair import RepairResult

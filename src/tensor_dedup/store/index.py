@@ -19,6 +19,7 @@ from blake3 import blake3
 
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.sqlite import transaction
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
@@ -27,7 +28,7 @@ from tensor_dedup.store.errors import (
 )
 from tensor_dedup.store.format.external import EXTERNAL, ExternalFile
 from tensor_dedup.store.format.tables import DIGEST_BYTES, Record, Table
-from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.objects import Objects
 
 if TYPE_CHECKING:
     from tensor_dedup.store.files import Handle
@@ -163,7 +164,7 @@ class StoreIndex:
         known = {_container(name, kind): str(state) for name, kind, state in rows}
         bad = set(self._objects.bad_containers())
         there = set()
-        for container in self._objects.containers():
+        for container in self._objects.containers:
             state = self._state(container, bad, known.get(container))
             if state is not None:
                 there.add(container)
@@ -340,7 +341,9 @@ class StoreIndex:
             texts = msgspec.json.decode((known or "").split(" ", 2)[2], type=list[str])
             return ExternalFile.from_texts(texts, int(texts[1]), _MEMORY)
         with contextlib.suppress(DamagedFileError, NewerFormatError, MissingObjectError):
-            return self._objects.origin(container, self._objects.table(container))
+            return self._objects.containers.origin(
+                container, self._objects.containers.table(container)
+            )
         return None
 
     def _own_state(self, container: ContainerId, bad: set[str]) -> str | None:
@@ -360,7 +363,7 @@ class StoreIndex:
 
     def _take(self, container: ContainerId, state: str) -> None:
         try:
-            table = self._objects.table(container)
+            table = self._objects.containers.table(container)
             bad = self._objects.bad_offsets(container.name)
         except (DamagedFileError, NewerFormatError, MissingObjectError):
             table = None  # verify names it; here it is a miss
@@ -369,7 +372,7 @@ class StoreIndex:
             self._delete([container])
             if table is None:
                 return
-            if self._objects.data_is_whole(container, table):
+            if self._objects.containers.data_is_whole(container, table):
                 self._insert(container, table, state, bad)
             elif container.kind == EXTERNAL:
                 # Noted, so that its table is not read in every session; and nothing in it is there.

@@ -13,9 +13,9 @@ from tensor_dedup.store.errors import (
     NoStoreError,
     NotAStoreError,
 )
+from tensor_dedup.store.folders import StoreFolder, make_folders
 from tensor_dedup.store.format import frames
 from tensor_dedup.store.format.layout import FOLDERS, KNOWN, MARKER_LINES
-from tensor_dedup.store.objects import Objects, make_folders
 
 ENVIRONMENT = "TENSOR_DEDUP_STORE"
 _MARKER_BYTES = 1 << 12
@@ -40,7 +40,7 @@ def workers() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def initialise(objects: Objects, *, create: bool, mend: bool) -> None:
+def initialise(store: StoreFolder, *, create: bool, mend: bool) -> None:
     """Check that the folder holds a store of this version; make one if it is empty.
 
     Raises:
@@ -50,34 +50,34 @@ def initialise(objects: Objects, *, create: bool, mend: bool) -> None:
         DamagedFileError: its marker is gone or damaged, and `mend` is off or it may have been that
             of a later version.
     """
-    files, layout = objects.files, objects.layout
+    files, layout = store.files, store.layout
     names = set(files.listdir(layout.root))
     if layout.marker.name in names:
-        _check_marker(objects, mend=mend)
+        _check_marker(store, mend=mend)
         return
     # The beginnings of a store are no foreign files: another process is making it, or died while it
     # did. Its marker may have been in `tmp` by then.
     filled = (folder for folder in FOLDERS if folder != layout.tmp.name)
-    begun = not names - KNOWN and all(_is_empty(objects, folder) for folder in filled)
+    begun = not names - KNOWN and all(_is_empty(store, folder) for folder in filled)
     if begun and create:
-        _create(objects)
+        _create(store)
         return
     if begun and not mend:
         raise NoStoreError.at(layout.root, "there is no store yet")
     # Whoever makes a store fills it after the marker is there: by now it may be.
-    if _is_plainly_a_store(objects) and files.status(layout.marker) is None:
-        _mend_marker(objects, "it is gone", mend=mend)
+    if _is_plainly_a_store(store) and files.status(layout.marker) is None:
+        _mend_marker(store, "it is gone", mend=mend)
         return
     if files.status(layout.marker) is not None:
-        _check_marker(objects, mend=mend)
+        _check_marker(store, mend=mend)
         return
     if not names:  # nor is there anything to mend
         raise NoStoreError.at(layout.root, "there is no store yet")
     raise NotAStoreError.at(layout.root, "it holds other files, and no store")
 
 
-def _create(objects: Objects) -> None:
-    files, layout = objects.files, objects.layout
+def _create(store: StoreFolder) -> None:
+    files, layout = store.files, store.layout
     make_folders(files, layout.root)
     for folder in FOLDERS:
         files.mkdir(layout.root / folder)
@@ -85,14 +85,14 @@ def _create(objects: Objects) -> None:
         files.close(files.open(lock, "lock"))
     files.sync_folder(layout.root)
     # Last: with the marker, and not before, it is a store.
-    objects.publish(frames.encode_text(MARKER_LINES), layout.marker)
+    store.publish(frames.encode_text(MARKER_LINES), layout.marker)
 
 
-def _check_marker(objects: Objects, *, mend: bool) -> None:
-    path = objects.layout.marker
+def _check_marker(store: StoreFolder, *, mend: bool) -> None:
+    path = store.layout.marker
     right, blob = frames.encode_text(MARKER_LINES), b""
     try:
-        blob = objects.read(path, _MARKER_BYTES)
+        blob = store.read(path, _MARKER_BYTES)
         if blob == right:
             return
         lines = frames.decode_text(blob, path)
@@ -103,37 +103,37 @@ def _check_marker(objects: Objects, *, mend: bool) -> None:
             raise
         lost = isinstance(error.__cause__, OSError)
         what = "the disk cannot read it" if lost else f"{len(blob)} bytes that are not its own"
-        _mend_marker(objects, what, mend=mend)
+        _mend_marker(store, what, mend=mend)
         return
     if lines[:1] == MARKER_LINES[:1]:
         raise NewerFormatError.at(path, f"{', '.join(lines[1:])}, this program knows version 1")
     raise NotAStoreError.at(path, "this is the marker of something else")
 
 
-def _mend_marker(objects: Objects, what: str, *, mend: bool) -> None:
+def _mend_marker(store: StoreFolder, what: str, *, mend: bool) -> None:
     """Write the marker anew: all stores of a version have the same.
 
     Raises:
         DamagedFileError: `mend` is off, or nothing but the marker says that this is a store.
     """
-    path = objects.layout.marker
-    if not _is_plainly_a_store(objects):
+    path = store.layout.marker
+    if not _is_plainly_a_store(store):
         raise DamagedFileError.at(path, f"{what}, and beside it there is not all that a store has")
     if not mend:
         raise DamagedFileError(
             f"{path}: {what}; run `tensor-dedup repair`, which writes it anew", path=str(path)
         )
-    objects.publish(frames.encode_text(MARKER_LINES), path)
+    store.publish(frames.encode_text(MARKER_LINES), path)
 
 
-def _is_empty(objects: Objects, folder: str) -> bool:
-    path = objects.layout.root / folder
-    status = objects.files.status(path)
-    return status is None or (status.kind == "folder" and not objects.files.listdir(path))
+def _is_empty(store: StoreFolder, folder: str) -> bool:
+    path = store.layout.root / folder
+    status = store.files.status(path)
+    return status is None or (status.kind == "folder" and not store.files.listdir(path))
 
 
-def _is_plainly_a_store(objects: Objects) -> bool:
+def _is_plainly_a_store(store: StoreFolder) -> bool:
     """Whether the folder has all folders that a store has: nobody else's has."""
-    root = objects.layout.root
-    kinds = [objects.files.status(root / folder) for folder in FOLDERS]
+    root = store.layout.root
+    kinds = [store.files.status(root / folder) for folder in FOLDERS]
     return all(status is not None and status.kind == "folder" for status in kinds)

@@ -5,31 +5,29 @@ index where it needs one, and calls a module of `writing`, `reading` or `upkeep`
 `tensor_dedup.Store`, which adds push and pull.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
-from tensor_dedup.formats.markers import in_files
 from tensor_dedup.store.errors import (
     BadRangeError,
-    NameTakenError,
     UnknownNameError,
     os_errors,
 )
 from tensor_dedup.store.files import Files, RealFiles
+from tensor_dedup.store.folders import StoreFolder
 from tensor_dedup.store.format.layout import StoreLayout
 from tensor_dedup.store.format.names import check_name, name_of
 from tensor_dedup.store.handle import StoreHandle
 from tensor_dedup.store.hashing import ProgressListener, SilentListener
-from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.init import default_path, initialise, workers
 from tensor_dedup.store.locks import SWEEP_WAIT_S, sweep
-from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.reading.checkpoint import StoredCheckpoint
 from tensor_dedup.store.reading.export import export
-from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces
+from tensor_dedup.store.reading.reader import StoredPieces
 from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS, GcPlan, execute, plan_gc
 from tensor_dedup.store.upkeep.repair import Repair, RepairResult
 from tensor_dedup.store.upkeep.stats import Listed, Stats, listed, stats
@@ -41,9 +39,8 @@ from tensor_dedup.store.writing.import_ import (
     NullListener,
     expected_manifest,
     import_source,
-    unchanged,
 )
-from tensor_dedup.store.writing.sources import ImportSource, read_source
+from tensor_dedup.store.writing.sources import read_source
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +49,6 @@ if TYPE_CHECKING:
     from tensor_dedup.store.steps.runs import Difference, Step
     from tensor_dedup.store.upkeep.run_sizes import Growth, RunCost, RunStats, TensorChanges
     from tensor_dedup.store.upkeep.usage import StoreUsage
-    from tensor_dedup.store.writing.encoder import Encoder
 
 StrPath = str | PathLike[str]
 
@@ -104,7 +100,7 @@ class LocalStore:
         root = (Path(path) if path is not None else default_path()).absolute()
         interface = files or RealFiles()
         with os_errors(root):
-            initialise(Objects(interface, StoreLayout(root)), create=create, mend=mend)
+            initialise(StoreFolder(interface, StoreLayout(root)), create=create, mend=mend)
         return cls(root, interface, worker_count or workers())
 
     @property
@@ -167,20 +163,6 @@ class LocalStore:
         with self.handle.session() as (index, hasher):
             check()  # before the work; it is looked at again after it
             source = read_source(self.handle.files, source_path, follow_links=follow_links)
-            if not replace and wanted in self.handle.objects.names():
-                same = unchanged(
-                    self.handle.objects, index, hasher, source, wanted, in_place=external
-                )
-                if same is not None:
-                    return same
-                # By the same: what of it is damaged or gone is stored again.
-                replace, check = (
-                    True,
-                    partial(self._check_still, wanted, check, self.handle.objects.ref(wanted)),
-                )
-            encoder = None
-            if compress is not None or base is not None:
-                encoder = self._encoder(index, source, base)
             return import_source(
                 self.handle.objects,
                 index,
@@ -190,25 +172,11 @@ class LocalStore:
                 replace=replace,
                 progress=progress or SilentListener(),
                 hints=hints or NullListener(),
-                encoder=encoder,
+                compress=compress is not None or base is not None,
+                base=base,
                 in_place=external,
                 check_name=check,
             )
-
-    def _check_still(self, name: str, check: Callable[[], None], manifest: str) -> None:
-        check()
-        if self.handle.objects.ref(name) != manifest:
-            raise NameTakenError.at(self.path, f"{name!r} is there already", name=name)
-
-    def _encoder(self, index: StoreIndex, source: ImportSource, base: str | None) -> "Encoder":
-        from tensor_dedup.store.writing.encoder import Encoder  # and with it numpy
-
-        encoder = Encoder(self.handle.objects, index)
-        if base is not None:
-            encoder.open_base(check_name(base))
-        else:
-            encoder.find_base(source, in_files(file.path for file in source.files))
-        return encoder
 
     def expected_manifest(self, path: StrPath, known: KnownDigests) -> str:
         """Return the name of the manifest that an import of `path` would make; write nothing.

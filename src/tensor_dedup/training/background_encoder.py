@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from tensor_dedup.errors import StoreError
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
@@ -38,7 +39,7 @@ from tensor_dedup.store.format.tables import ENCODED, Record
 from tensor_dedup.store.hashing import Hashed, Hasher
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.locks import sweep
-from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading.reader import StoredPieces
 from tensor_dedup.store.writing.containers import ContainerWriter, NewPiece
 from tensor_dedup.store.writing.deltas import EncodedWriter, LeafSharing, Plan
@@ -260,7 +261,9 @@ class BackgroundEncoder:
             if not self._in_use(job) or job.container.name in objects.bad_containers():
                 return None
             path = objects.layout.container(job.container.name, job.container.kind)
-            records = {record.digest: record for record in objects.table(job.container).records}
+            records = {
+                record.digest: record for record in objects.containers.table(job.container).records
+            }
             status = objects.files.status(path)
             room = 0 if status is None else 2 * status.size
             if objects.files.free_bytes(objects.layout.root) < room or not self._can_remove():
@@ -328,7 +331,9 @@ class BackgroundEncoder:
                 status = objects.files.status(file)
                 if status is None or status.size != size or each.name in bad:
                     return False
-                tables[each] = {record.digest: record for record in objects.table(each).records}
+                tables[each] = {
+                    record.digest: record for record in objects.containers.table(each).records
+                }
         except (MissingObjectError, DamagedFileError, NewerFormatError):
             return False
         for digest, (own, *under) in change.places.items():
@@ -354,11 +359,11 @@ class BackgroundEncoder:
 
         A container never changes, so each is read once.
         """
-        there = {each for each in self._objects.containers() if each.kind == ENCODED}
+        there = {each for each in self._objects.containers if each.kind == ENCODED}
         self._bases = {each: held for each, held in self._bases.items() if each in there}
         try:
             for each in there - self._bases.keys():
-                records = self._objects.table(each).records
+                records = self._objects.containers.table(each).records
                 self._bases[each] = frozenset(base for each in records for base in each.bases)
         except (MissingObjectError, DamagedFileError, NewerFormatError):
             return False
@@ -500,7 +505,7 @@ class _Rewriting:
                 if place.container in gone:
                     continue
                 with suppress(MissingObjectError, DamagedFileError, NewerFormatError):
-                    records = self.objects.table(place.container).records
+                    records = self.objects.containers.table(place.container).records
                     if any(each.digest == digest and each.base is None for each in records):
                         self.anchors[digest] = place.container
                         break

@@ -6,7 +6,8 @@ from contextlib import suppress
 from typing import ClassVar
 
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.containers import ContainerId
+from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.writing.containers import PACK_BELOW
 from tensor_dedup.store.writing.run_cache import LastStep, StoredPiece
 

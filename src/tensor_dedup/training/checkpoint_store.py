@@ -21,7 +21,7 @@ from tensor_dedup.store.errors import (
 )
 from tensor_dedup.store.format.names import check_name, file_of
 from tensor_dedup.store.reading.bulk_reader import BulkReader, plan
-from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
+from tensor_dedup.store.reading.checkpoint import StoredCheckpoint, StoredTensor
 from tensor_dedup.store.steps.errors import (
     BadOption,
     BadOptionError,

@@ -18,6 +18,7 @@ from pathlib import Path, PurePath
 from typing import Protocol, Self, TypeAlias, TypeVar
 
 from tensor_dedup.digest import digest
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import LostHitError, NoSpaceError, NotTextError, os_errors
 from tensor_dedup.store.format import manifests
 from tensor_dedup.store.format.manifests import (
@@ -31,7 +32,7 @@ from tensor_dedup.store.format.names import check_path
 from tensor_dedup.store.gathered import FlatBytes, flat_bytes
 from tensor_dedup.store.hashing import Hasher, change_hashes
 from tensor_dedup.store.index import PieceLocation, StoreIndex
-from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.steps.notes import Notes
 from tensor_dedup.store.steps.runs import (
     StepOrder,

@@ -52,7 +52,7 @@ from tensor_dedup.remote.oci.registry import MANIFEST_BYTES, ArtifactName
 from tensor_dedup.store.errors import NameTakenError, UnknownNameError
 from tensor_dedup.store.format.manifests import Piece
 from tensor_dedup.store.format.tables import Table
-from tensor_dedup.store.reading.reader import StoredFile
+from tensor_dedup.store.reading.checkpoint import StoredFile
 from tensor_dedup.training import CheckpointStore
 
 pytest.importorskip("oras")

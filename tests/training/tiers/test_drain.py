@@ -643,7 +643,7 @@ def test_an_ensemble_of_many_steps_stays_in_few_containers(tmp_path: Path) -> No
             run.drain()
     second = alone(tmp_path)
     with second.store.checkpoint("run@69") as checkpoint:
-        assert len(checkpoint._origins) < 64
+        assert len(checkpoint._copies._origins) < 64
     assert_same(second.load(69), forest(70))
 
 

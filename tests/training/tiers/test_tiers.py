@@ -16,9 +16,10 @@ from stores import Model, alone, assert_same, handle, moving, open_store
 from tensor_dedup import Store
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store import locks
+from tensor_dedup.store.containers import Containers
 from tensor_dedup.store.errors import NoSpaceError, NoStoreError
 from tensor_dedup.store.files import Handle, RealFiles
-from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.folders import StoreFolder
 from tensor_dedup.store.upkeep.gc import sweep_now
 from tensor_dedup.training import CheckpointStore
 from tensor_dedup.training.errors import DrainError, OtherTierError
@@ -301,18 +302,18 @@ def test_a_sweep_reads_before_anybody_has_to_wait(
         other.save(noise(10 + step), step)
     run.delete(1)
     read, before = list[Path](), list[int]()
-    whole, ending = Objects.read, Objects._trailer
+    whole, ending = StoreFolder.read, Containers._trailer
 
-    def reading(self: Objects, path: Path, limit: int = 1 << 30) -> bytes:
+    def reading(self: StoreFolder, path: Path, limit: int = 1 << 30) -> bytes:
         read.append(path)
         return whole(self, path, limit)
 
-    def trailer(self: Objects, path: Path) -> bytes:
+    def trailer(self: Containers, path: Path) -> bytes:
         read.append(path)
         return ending(self, path)
 
-    monkeypatch.setattr(Objects, "read", reading)
-    monkeypatch.setattr(Objects, "_trailer", trailer)
+    monkeypatch.setattr(StoreFolder, "read", reading)
+    monkeypatch.setattr(Containers, "_trailer", trailer)
     meanwhile(monkeypatch, lambda: other.save(noise(20), 20))
     plan = sweep_now(run.store.handle.objects, 10, lambda: before.append(len(read)))
     again = [path for path in read[before[0] :] if path.parent.name != "refs"]

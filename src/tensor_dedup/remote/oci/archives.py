@@ -17,8 +17,8 @@ import zstandard
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.remote.errors import DamagedRemoteError, remote_damage
 from tensor_dedup.store.files import Files, Handle
+from tensor_dedup.store.folders import make_folders
 from tensor_dedup.store.format.names import check_path
-from tensor_dedup.store.objects import make_folders
 
 _END: Final = tarfile.EOFHeaderError  # type: ignore[attr-defined]  # which typeshed lacks
 _READ_ERROR: Final = tarfile.ReadError

@@ -67,6 +67,7 @@ from tensor_dedup.remote.oci.registry import (
     is_digest,
 )
 from tensor_dedup.remote.results import TransferListener, TransferResult
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import (
     DamagedFileError,
     NameTakenError,
@@ -74,12 +75,12 @@ from tensor_dedup.store.errors import (
     os_errors,
 )
 from tensor_dedup.store.files import Files, Handle
+from tensor_dedup.store.folders import files_below, make_folders, remove_folder
 from tensor_dedup.store.format import frames
 from tensor_dedup.store.format.manifests import Piece
 from tensor_dedup.store.format.tables import KIND, Table
 from tensor_dedup.store.locks import lock_of
-from tensor_dedup.store.objects import ContainerId, files_below, make_folders, remove_folder
-from tensor_dedup.store.reading.reader import StoredCheckpoint
+from tensor_dedup.store.reading.checkpoint import StoredCheckpoint
 
 _log = logging.getLogger(__name__)
 # Whole leaves, so that verifying a piece reads nothing twice.

@@ -20,7 +20,7 @@ from tensor_dedup.remote.oci.registry import INDEX, MANIFEST
 from tensor_dedup.store.format import frames, tables
 from tensor_dedup.store.format.manifests import Piece
 from tensor_dedup.store.format.tables import PLAIN, Record, Table
-from tensor_dedup.store.reading.reader import StoredFile
+from tensor_dedup.store.reading.checkpoint import StoredFile
 
 MODEL: Final = "application/vnd.cncf.model.manifest.v1+json"
 MODEL_CONFIG: Final = "application/vnd.cncf.model.config.v1+json"

@@ -25,6 +25,12 @@ MARKER_LINES = ["tensor-dedup store", "version 1"]
 READABLE_KINDS = frozenset({"raw", "slab", "pack", "delta", "external"})
 TABLE_SUFFIX = ".raw.table"
 BAD_SUFFIX = ".bad"
+_HEX = frozenset("0123456789abcdef")
+
+
+def is_digest(text: str) -> bool:
+    """Return whether a text is that of a digest, as the names of containers and manifests are."""
+    return len(text) == 64 and _HEX.issuperset(text)
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ from tensor_dedup.store.format.manifests import Piece
 from tensor_dedup.store.init import workers
 from tensor_dedup.store.interchange.save import DATA_NAME
 from tensor_dedup.store.interchange.storages import TORCH_DTYPES
-from tensor_dedup.store.reading.reader import StoredCheckpoint
+from tensor_dedup.store.reading.checkpoint import StoredCheckpoint
 
 _DATA = re.compile(re.escape(DATA_NAME) + r"(0|[1-9][0-9]{0,5})")
 

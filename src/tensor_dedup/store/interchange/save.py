@@ -41,9 +41,9 @@ from tensor_dedup.store.buffers import PAGE, allocate
 from tensor_dedup.store.direct import DIRECT_BYTES, DirectFile
 from tensor_dedup.store.errors import ExportTargetError, os_errors
 from tensor_dedup.store.files import Files, Handle, RealFiles
+from tensor_dedup.store.folders import make_folders
 from tensor_dedup.store.init import workers
 from tensor_dedup.store.interchange.storages import HeldStorages, copy_into, hold
-from tensor_dedup.store.objects import make_folders
 
 DATA_NAME = "tensor.data_"
 _LEAST_BYTES = 1 << 20

@@ -22,10 +22,10 @@ from blake3 import blake3
 
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.store.buffers import BufferPool, bring_in
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import os_errors
 from tensor_dedup.store.files import PAGE, Files, Handle
 from tensor_dedup.store.format.tables import Record
-from tensor_dedup.store.objects import ContainerId
 from tensor_dedup.store.reading.handle_cache import HandleCache, spare_handles
 from tensor_dedup.store.reading.reader import StoredPieces
 

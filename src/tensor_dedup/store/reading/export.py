@@ -4,9 +4,9 @@ from pathlib import Path
 
 from tensor_dedup.store.errors import ExportTargetError
 from tensor_dedup.store.files import Files, Handle
+from tensor_dedup.store.folders import make_folders
 from tensor_dedup.store.hashing import ProgressListener
-from tensor_dedup.store.objects import make_folders
-from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredFile
+from tensor_dedup.store.reading.checkpoint import StoredCheckpoint, StoredFile
 
 # Whole leaves, so that verifying a piece reads nothing twice.
 _STEP = 32 << 20

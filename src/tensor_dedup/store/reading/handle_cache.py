@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from tensor_dedup.store.containers import NO_ROOM
 from tensor_dedup.store.files import Files, Handle
-from tensor_dedup.store.objects import NO_ROOM
 
 # Of what is free when a reader begins: other readers and the rest of the program need some too.
 _SHARE = 4

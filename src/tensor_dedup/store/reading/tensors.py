@@ -23,7 +23,7 @@ from tensor_dedup.formats.weights import parse_pickled
 from tensor_dedup.store.buffers import BufferPool
 from tensor_dedup.store.init import workers
 from tensor_dedup.store.reading.bulk_reader import BulkReader, Filled, plan
-from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredFile, StoredTensor
+from tensor_dedup.store.reading.checkpoint import StoredCheckpoint, StoredFile, StoredTensor
 from tensor_dedup.suggestions import install_hint
 
 try:

@@ -46,6 +46,7 @@ from tensor_dedup.store.steps.errors import (
 )
 from tensor_dedup.store.steps.notes import Notes, content_name, shown
 from tensor_dedup.store.steps.retention import Goals
+from tensor_dedup.store.steps.sequence import next_sequence
 
 _LOG = logging.getLogger("tensor_dedup")
 # Eighteen digits fit everywhere; nobody counts further.
@@ -561,7 +562,7 @@ class StepOrder:
         with self._lock:
             if self._last is None:
                 self._last = self._greatest()
-            self._last = self._objects.next_sequence(self._last, self._greatest)
+            self._last = next_sequence(self._objects, self._last, self._greatest)
             return self._last
 
     def at_least(self, sequence: int) -> None:

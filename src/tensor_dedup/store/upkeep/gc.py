@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import UnfitForCollectionError
+from tensor_dedup.store.folders import files_below, remove_folder
 from tensor_dedup.store.format.external import EXTERNAL
 from tensor_dedup.store.format.tables import Record
 from tensor_dedup.store.index import open_index
 from tensor_dedup.store.locks import session, sweep
-from tensor_dedup.store.objects import ContainerId, Objects, files_below, remove_folder
+from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.upkeep.inventory import Inventory, catch_up, take_inventory
 
 _LOG = logging.getLogger("tensor_dedup")
@@ -193,7 +195,7 @@ def plan_gc(objects: Objects, grace_hours: float, found: Inventory | None = None
         for container in sorted(found.tables.keys() - keep)
         for path in _files_of(objects, container)
     ]
-    trash += objects.orphans()
+    trash += objects.containers.orphans()
     trash += [layout.manifest(n) for n in objects.manifest_names() if n not in found.objects]
     # Without a grace nothing is too young, not even what a clock that was set back dates ahead.
     before = now - grace_hours * _HOUR_S if grace_hours > 0 else math.inf
@@ -256,7 +258,7 @@ def _settle(objects: Objects) -> None:
     was kept for what is in two.
     """
     files, layout = objects.files, objects.layout
-    for folder in sorted({layout.container(c.name, c.kind).parent for c in objects.containers()}):
+    for folder in sorted({layout.container(c.name, c.kind).parent for c in objects.containers}):
         files.sync_folder(folder)
     files.sync_folder(layout.containers)
     files.sync_folder(layout.refs)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tensor_dedup.errors import StoreError
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import (
     ChangedExternalError,
     DamagedFileError,
@@ -18,7 +19,7 @@ from tensor_dedup.store.errors import (
 from tensor_dedup.store.format.external import EXTERNAL
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.format.tables import Record, Table
-from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.objects import Objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ def _with_containers(
     for path in objects.aliens():
         error = ForeignFileError.at(path, "nothing in a store has such a name")
         found.problems.append(Problem("alien", path, error))
-    for container in objects.containers():
+    for container in objects.containers:
         if known is not None and container in known:
             found.tables[container], found.bad[container] = known[container], frozenset()
         else:
@@ -229,7 +230,7 @@ def _absent(
 def _container(objects: Objects, found: Inventory, container: ContainerId) -> None:
     path = objects.layout.container(container.name, container.kind)
     try:
-        table = objects.table(container)
+        table = objects.containers.table(container)
     except StoreError as error:
         table_path = objects.layout.table(container.name, container.kind)
         found.problems.append(Problem("table", table_path, error))
@@ -239,10 +240,10 @@ def _container(objects: Objects, found: Inventory, container: ContainerId) -> No
     except StoreError as error:
         found.problems.append(Problem("list", objects.layout.bad(container.name), error))
         return
-    whole = objects.data_is_whole(container, table)
+    whole = objects.containers.data_is_whole(container, table)
     if not whole and container.kind == EXTERNAL:
         # No fault of the store: while nobody needs what is in it, all is well.
-        found.changed[container] = objects.data_path(container, table)
+        found.changed[container] = objects.containers.data_path(container, table)
         bad = frozenset(record.offset for record in table.records)
     elif not whole:
         gone = DamagedFileError.at(path, f"its {table.data_bytes} bytes are not there")

@@ -12,6 +12,7 @@ from pathlib import Path
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import CheckpointError, StoreError, UnsupportedError
 from tensor_dedup.store.codecs.parts import leaf_bytes, part_digest
+from tensor_dedup.store.containers import ContainerId, container_in
 from tensor_dedup.store.errors import is_unreadable
 from tensor_dedup.store.format import frames, manifests, tables
 from tensor_dedup.store.format.external import EXTERNAL
@@ -25,7 +26,7 @@ from tensor_dedup.store.hashing import (
     SilentListener,
 )
 from tensor_dedup.store.index import StoreIndex
-from tensor_dedup.store.objects import ContainerId, Objects, container_in, ref_text
+from tensor_dedup.store.objects import Objects, ref_text
 from tensor_dedup.store.upkeep.inventory import Inventory, take_inventory
 from tensor_dedup.store.upkeep.verify import Level, verify
 from tensor_dedup.store.writing.containers import ContainerWriter, NewPiece, kind_for
@@ -184,7 +185,7 @@ class Repair:
                 found = take_inventory(self._objects)
                 wanted = found.lost().keys() | found.lost_anchors()
                 with suppress(StoreError):
-                    table = self._objects.table(container, at=paths[-1])
+                    table = self._objects.containers.table(container, at=paths[-1])
                     held = any(record.digest in wanted for record in table.records)
                     if held and self._is_complete(container, table, paths[0]):
                         self._bring_back(container, paths)
@@ -232,7 +233,7 @@ class Repair:
         exposed = found.exposed()
         for container, table in found.tables.items() if exposed else ():
             if container.kind == EXTERNAL and any(r.digest in exposed for r in table.records):
-                path = self._objects.data_path(container, table)
+                path = self._objects.containers.data_path(container, table)
                 with suppress(CheckpointError, UnsupportedError), _tolerating_lost_pages():
                     yield read_source(self._objects.files, path)
         if not found.lost():

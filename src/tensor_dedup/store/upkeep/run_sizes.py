@@ -9,12 +9,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import MissingObjectError, UnknownNameError
 from tensor_dedup.store.format.external import EXTERNAL
 from tensor_dedup.store.format.manifests import Manifest, Piece
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.format.tables import Record, Table
-from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.steps.notes import Notes
 from tensor_dedup.store.steps.runs import manifests_of_run, parse_step_name, tensors_of
 from tensor_dedup.store.upkeep.gc import Held, file_bytes, held_in, needed, refuse_unless_certain
@@ -158,9 +159,9 @@ def _least(tables: Iterable[Table], wanted: Collection[bytes]) -> dict[bytes, Re
 
 def _tables(objects: Objects) -> Iterator[Table]:
     """The tables of all containers that are there."""
-    for container in objects.containers():
+    for container in objects.containers:
         with suppress(MissingObjectError):
-            yield objects.table(container)
+            yield objects.containers.table(container)
 
 
 def growth(objects: Objects, run: str) -> list[Growth]:
@@ -178,9 +179,9 @@ def growth(objects: Objects, run: str) -> list[Growth]:
         ratio = len(known) / total if total else 1.0
         found.append((step, len(tensors), new, content.nbytes, ratio))
     held: dict[ContainerId, dict[bytes, Record]] = {}
-    for container in objects.containers():
+    for container in objects.containers:
         with suppress(MissingObjectError):
-            table = objects.table(container)
+            table = objects.containers.table(container)
             held[container] = {record.digest: record for record in table.records}
     records = _own_records(held, held.keys())
     grown = []

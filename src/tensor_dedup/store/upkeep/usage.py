@@ -9,12 +9,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from tensor_dedup.errors import StoreError
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import UnknownNameError
 from tensor_dedup.store.format.external import EXTERNAL
 from tensor_dedup.store.format.manifests import Manifest
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.format.tables import Record
-from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.steps.notes import Notes
 from tensor_dedup.store.steps.runs import parse_step_name
 from tensor_dedup.store.upkeep.gc import Held, file_bytes, needed

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import (
     CorruptFrameError,
     CorruptTensorError,
@@ -26,7 +27,7 @@ from tensor_dedup.store.format.layout import TABLE_SUFFIX
 from tensor_dedup.store.format.tables import ENCODED, Record, Table
 from tensor_dedup.store.hashing import Hasher, ProgressListener, Range
 from tensor_dedup.store.index import Entry, StoreIndex, entry_of
-from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading.decoding import base_of, fill_leaves, read_chunk, read_head
 from tensor_dedup.store.reading.reader import StoredPieces
 from tensor_dedup.store.upkeep.inventory import Inventory, Problem, take_inventory
@@ -280,9 +281,9 @@ class _Check:
     def check(self, container: ContainerId, records: Sequence[Record], *, padding: bool) -> None:
         """Compare records with their digests, and the padding with zeros."""
         table, before = self._found.tables[container], self._found.bad[container]
-        path = self._objects.data_path(container, table)
+        path = self._objects.containers.data_path(container, table)
         try:
-            handle = self._objects.open_data(container, table)
+            handle = self._objects.containers.open_data(container, table)
         except OSError as error:
             if not is_unreadable(error):
                 raise

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests
 from tensor_dedup.store.buffers import PAGE, address, allocate, copy
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.direct import DIRECT_BYTES, DirectFile
 from tensor_dedup.store.errors import ChangedModelError, NoSpaceError
 from tensor_dedup.store.files import FileStatus, Handle
@@ -33,7 +34,7 @@ from tensor_dedup.store.hashing import (
     changed,
     settle,
 )
-from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.writing.sources import ImportFile, Segment
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from tensor_dedup.store.files import Handle
 from tensor_dedup.store.format.tables import DIGEST_BYTES, ENCODED, Record, part_of
 from tensor_dedup.store.hashing import Hashed, Hasher, changed
 from tensor_dedup.store.index import PieceAlike, StoreIndex
-from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading.decoding import are_leaves
 from tensor_dedup.store.reading.reader import StoredPieces
 from tensor_dedup.store.writing.containers import (
@@ -42,6 +42,7 @@ from tensor_dedup.store.writing.containers import (
 if TYPE_CHECKING:
     from tensor_dedup.store.codecs.choice import CodecChoice
     from tensor_dedup.store.codecs.interface import Codec
+    from tensor_dedup.store.containers import ContainerId
 
 _LEAF_HEAD = len(wrap(AS_IT_IS, b""))
 # Steps that each change another leaf repeat what all before them have changed. With this share of a
@@ -281,7 +282,7 @@ class LeafSharing:
         if place.container not in self._records:
             self._records[place.container] = {}
             with suppress(MissingObjectError, DamagedFileError, NewerFormatError):
-                table = self._objects.table(place.container)
+                table = self._objects.containers.table(place.container)
                 self._records[place.container] = {each.offset: each for each in table.records}
         return self._records[place.container].get(place.offset)
 

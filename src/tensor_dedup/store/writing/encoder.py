@@ -17,7 +17,7 @@ from tensor_dedup.store.files import Handle
 from tensor_dedup.store.hashing import Hashed
 from tensor_dedup.store.index import StoreIndex
 from tensor_dedup.store.objects import Objects
-from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
+from tensor_dedup.store.reading.checkpoint import StoredCheckpoint, StoredTensor
 from tensor_dedup.store.writing.containers import PACK_BELOW
 from tensor_dedup.store.writing.deltas import Anchor, Plan, anchor_of, plan_of
 from tensor_dedup.store.writing.sources import ImportFile, ImportSource, Segment

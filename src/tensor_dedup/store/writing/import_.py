@@ -10,17 +10,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from tensor_dedup.digest import digests_by_place
 from tensor_dedup.errors import StoreError
 from tensor_dedup.formats.checkpoint import check_text
+from tensor_dedup.formats.markers import in_files
 from tensor_dedup.formats.weights import read_header
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import LostHitError, NameTakenError
 from tensor_dedup.store.files import Files, FileStatus, Handle
 from tensor_dedup.store.format import manifests
 from tensor_dedup.store.format.manifests import FileEntry, Piece
+from tensor_dedup.store.format.names import check_name
 from tensor_dedup.store.hashing import (
     Hashed,
     Hasher,
@@ -29,7 +33,7 @@ from tensor_dedup.store.hashing import (
     changed,
 )
 from tensor_dedup.store.index import StoreIndex
-from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.writing.containers import (
     ContainerWriter,
     Copied,
@@ -375,17 +379,30 @@ def import_source(
     replace: bool,
     progress: ProgressListener,
     hints: ImportListener,
-    encoder: "Encoder | None" = None,
-    in_place: bool = False,
+    compress: bool,
+    base: str | None,
+    in_place: bool,
     check_name: Callable[[], None],
 ) -> ImportResult:
     """Store a checkpoint and commit it under a name, in a session. Atomic with respect to the name.
 
     `check_name` runs under the lock of names, just before the name changes, and may raise.
     With `in_place` its weights stay where they are and are indexed there; small files are stored.
-    With an `encoder`, whose base is already chosen, tensors are stored encoded where that saves
-    space; the encoder is closed.
+    With `compress`, tensors are stored encoded where that saves space, against the checkpoint
+    `base` or the most similar one.
+
+    Raises:
+        NameTakenError: the name exists, it holds something else, and `replace` is off.
+        UnknownNameError: no checkpoint is called `base`.
     """
+    if not replace and name in objects.names():
+        same = _unchanged(objects, index, hasher, source, name, in_place=in_place)
+        if same is not None:
+            return same
+        # By the same: what of it is damaged or gone is stored again.
+        check_name = partial(_check_still, objects, name, objects.ref(name), check_name)
+        replace = True
+    encoder = _encoder(objects, index, source, base) if compress else None
     for file in source.files if in_place else ():
         # Where the weights are is written down, as text that is not of this locale.
         text = os.fsencode(file.path.absolute()).decode("utf-8", "surrogateescape")
@@ -426,7 +443,7 @@ def import_source(
     )
 
 
-def unchanged(
+def _unchanged(
     objects: Objects,
     index: StoreIndex,
     hasher: Hasher,
@@ -470,6 +487,32 @@ def unchanged(
         skipped=source.skipped,
         unchanged=True,
     )
+
+
+def _check_still(
+    objects: Objects, name: str, manifest: str, check_name: Callable[[], None]
+) -> None:
+    """Check that a name that held the same still does.
+
+    Raises:
+        NameTakenError: it holds something else since.
+    """
+    check_name()
+    if objects.ref(name) != manifest:
+        raise NameTakenError.at(objects.layout.root, f"{name!r} is there already", name=name)
+
+
+def _encoder(
+    objects: Objects, index: StoreIndex, source: ImportSource, base: str | None
+) -> "Encoder":
+    from tensor_dedup.store.writing.encoder import Encoder  # and with it numpy
+
+    encoder = Encoder(objects, index)
+    if base is not None:
+        encoder.open_base(check_name(base))
+    else:
+        encoder.find_base(source, in_files(file.path for file in source.files))
+    return encoder
 
 
 def _size_on_disk(objects: Objects, container: ContainerId) -> int:

@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from tensor_dedup import sqlite
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import os_errors
 from tensor_dedup.store.format.manifests import PAGE_ENTRIES
 from tensor_dedup.store.hashing import Hasher
 from tensor_dedup.store.index import PieceLocation, StoreIndex, open_index
 from tensor_dedup.store.locks import session
-from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.writing.containers import PACK_BELOW
 from tensor_dedup.store.writing.deltas import Anchor
 

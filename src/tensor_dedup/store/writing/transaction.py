@@ -27,6 +27,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Self, TypeVar
 
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import (
     ContradictoryManifestError,
     DamagedFileError,
@@ -37,7 +38,7 @@ from tensor_dedup.store.format import manifests
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.hashing import Hasher
 from tensor_dedup.store.index import StoreIndex
-from tensor_dedup.store.objects import ContainerId, Objects, ref_text
+from tensor_dedup.store.objects import Objects, ref_text
 from tensor_dedup.store.writing.containers import ContainerWriter, SealedContainer, discard
 
 _SLOW_S = 1e-3

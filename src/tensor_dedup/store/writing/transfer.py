@@ -20,6 +20,7 @@ import msgspec
 
 from tensor_dedup.digest import LEAF_BYTES, leaf_digests
 from tensor_dedup.errors import StoreError
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import (
     CorruptFrameError,
     CorruptTensorError,
@@ -29,7 +30,7 @@ from tensor_dedup.store.errors import (
 from tensor_dedup.store.format.tables import ENCODED, PLAIN, Record
 from tensor_dedup.store.hashing import Hashed, Hasher, settle
 from tensor_dedup.store.index import PieceLocation, StoreIndex
-from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.reading.decoding import base_of, decode_leaf, read_chunk, read_head
 from tensor_dedup.store.writing.containers import (
     PACK_BELOW,

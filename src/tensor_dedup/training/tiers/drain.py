@@ -37,7 +37,7 @@ from tensor_dedup.store.errors import (
 )
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.objects import Objects
-from tensor_dedup.store.reading.reader import StoredCheckpoint
+from tensor_dedup.store.reading.checkpoint import StoredCheckpoint
 from tensor_dedup.store.steps.errors import (
     BadOption,
     BadOptionError,

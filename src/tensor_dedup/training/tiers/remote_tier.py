@@ -40,7 +40,7 @@ from tensor_dedup.store.errors import (
 from tensor_dedup.store.format.identity import TEXT_BYTES, TierNote, identity_in, new_text
 from tensor_dedup.store.format.manifests import Manifest
 from tensor_dedup.store.locks import draining, pulling
-from tensor_dedup.store.reading.reader import StoredCheckpoint
+from tensor_dedup.store.reading.checkpoint import StoredCheckpoint
 from tensor_dedup.store.steps.errors import (
     NotATrainingError,
     PinnedStepError,

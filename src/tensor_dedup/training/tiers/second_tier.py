@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from tensor_dedup.errors import StoreError
+from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import (
     DamagedFileError,
     MissingObjectError,
@@ -25,8 +26,9 @@ from tensor_dedup.store.format.identity import (
 from tensor_dedup.store.format.names import file_of
 from tensor_dedup.store.hashing import Hasher
 from tensor_dedup.store.index import StoreIndex
-from tensor_dedup.store.objects import ContainerId, Objects
-from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces
+from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.reading.checkpoint import StoredCheckpoint
+from tensor_dedup.store.reading.reader import StoredPieces
 from tensor_dedup.store.steps.errors import (
     NotATrainingError,
     UnknownStepError,

@@ -1,0 +1,107 @@
+"""The memory of slabs: made, taken back, hashed and freed, none of it in the loop's thread."""
+
+import logging
+import socket
+from collections.abc import Callable, Iterator, Sequence
+
+from tensor_dedup.memory_manager.backends.base import Backend, Memory
+from tensor_dedup.memory_manager.core.effects import (
+    AllocateSlab,
+    CancelJob,
+    FreeSlab,
+    ReclaimSlab,
+    SealAndHash,
+)
+from tensor_dedup.memory_manager.core.manager_state import ManagerState
+from tensor_dedup.memory_manager.server.descriptor_closer import DescriptorCloser
+from tensor_dedup.memory_manager.server.slab_jobs import Outcome, SlabJobs
+from tensor_dedup.memory_manager.server.systemd_fdstore import hand_over
+
+log = logging.getLogger("tensor_dedup.memory_manager")
+
+
+class Slabs:
+    """The slabs that the core has asked for, by number. Call it in the loop's thread."""
+
+    def __init__(
+        self, backend: Backend, closer: DescriptorCloser, spare_descriptor: Callable[[], bool]
+    ) -> None:
+        """Start the threads.
+
+        `spare_descriptor` frees an unused slab, and returns whether there was one: where memory
+        could not be made for want of a descriptor, it is then tried again.
+
+        Raises:
+            NoMemoryError: The system starts no thread.
+        """
+        self._closer = closer
+        self._spare_descriptor = spare_descriptor
+        self._jobs = SlabJobs(backend, closer)
+        self._memories: dict[int, Memory] = {}
+        self._inherited: dict[int, int] = {}  # descriptors
+        self._asked: dict[int, AllocateSlab] = {}  # while memory is made
+
+    @property
+    def wake_up(self) -> socket.socket:
+        """A socket that can be read when there are outcomes, or `ring` was called."""
+        return self._jobs.wake_up
+
+    def ring(self) -> None:
+        """Wake the event loop. Safe from any thread and from signal handlers."""
+        self._jobs.ring()
+
+    def inherit(self, slab: int, fd: int) -> None:
+        """Take the descriptor of a slab of the last manager, for the ReclaimSlab of that number."""
+        self._inherited[slab] = fd
+
+    def memories(self, slabs: Sequence[int]) -> tuple[Memory, ...]:
+        """Return the memory of these slabs."""
+        return tuple(self._memories[slab] for slab in slabs)
+
+    def do(
+        self,
+        effect: AllocateSlab | SealAndHash | ReclaimSlab | CancelJob | FreeSlab,
+        arrived: list[int],
+    ) -> None:
+        """Start what the core asks for; a ReclaimSlab takes its descriptor from those `arrived`."""
+        match effect:
+            case AllocateSlab(slab, nbytes, process):
+                self._asked[slab] = effect
+                self._jobs.allocate(slab, process, nbytes)
+            case SealAndHash(slab, pieces, process):
+                self._jobs.seal_and_hash(slab, process, self._memories[slab], pieces)
+            case ReclaimSlab(slab, nbytes, pieces, process):
+                inherited = self._inherited.pop(slab, None)
+                fd = arrived.pop() if inherited is None else inherited
+                self._jobs.reclaim(slab, process, fd, nbytes, pieces)
+            case CancelJob(slab):
+                self._jobs.cancel(slab)
+            case FreeSlab(slab) if slab in self._memories:
+                self._closer.drop([self._memories.pop(slab)])
+
+    def outcomes(self) -> Iterator[Outcome]:
+        """Iterate over what has been done since the last call, for the core to hear of."""
+        for outcome in self._jobs.outcomes():
+            if outcome.memory is not None:
+                # And nowhere else: what is freed is freed by the closer.
+                self._memories[outcome.slab], outcome.memory = outcome.memory, None
+            if outcome.kind == "allocated":
+                asked = self._asked.pop(outcome.slab)
+                if outcome.short_of_descriptors and self._spare_descriptor():
+                    self._allocate_later(asked)
+                    continue
+            yield outcome
+
+    def _allocate_later(self, asked: AllocateSlab) -> None:
+        self._asked[asked.slab] = asked
+        self._closer.afterwards(
+            lambda: self._jobs.allocate(asked.slab, asked.process, asked.nbytes)
+        )
+
+    def close(self, state: ManagerState) -> None:
+        """End the threads, leave sealed slabs with systemd, if it keeps them, and free all."""
+        self._jobs.close()
+        if handed := hand_over(state, self._memories):
+            log.info("handed over slabs=%d", handed)
+        while self._memories:
+            self._closer.drop([self._memories.popitem()[1]])

@@ -1,0 +1,157 @@
+"""Files in folders: those of a store appear whole and durably; trees are made, walked and removed.
+
+Nothing is written in place. A file appears under its name by a rename, after its bytes are durable,
+and its folder is synced before anything refers to it.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+
+from tensor_dedup.store.errors import (
+    DamagedFileError,
+    MissingObjectError,
+    unreadable_as_damage,
+)
+from tensor_dedup.store.files import Files, Handle
+from tensor_dedup.store.format import frames
+from tensor_dedup.store.format.layout import StoreLayout
+from tensor_dedup.store.locks import naming
+
+
+class StoreFolder:
+    """The folder of one store. Holds nothing open; safe from any thread and process."""
+
+    def __init__(self, files: Files, layout: StoreLayout) -> None:
+        self.files = files
+        self.layout = layout
+
+    def read(self, path: Path, limit: int = frames.MAX_FRAME_BYTES) -> bytes:
+        """Read a whole file.
+
+        Raises:
+            MissingObjectError: the file does not exist.
+            DamagedFileError: it is larger than `limit`, or the disk cannot read it.
+        """
+        with self.opened(path) as handle:
+            size = self.files.status_of(handle).size
+            if size > limit:
+                raise DamagedFileError.at(path, f"{size} bytes, the limit is {limit}", size=size)
+            blob = bytearray(size)
+            return bytes(blob[: self.files.pread(handle, memoryview(blob), 0)])
+
+    @contextmanager
+    def opened(self, path: Path) -> Iterator[Handle]:
+        """Give a file, open for reading, inside the block.
+
+        Raises:
+            MissingObjectError: the file does not exist.
+            DamagedFileError: the disk cannot read it.
+        """
+        with unreadable_as_damage(path):
+            try:
+                handle = self.files.open(path, "read")
+            except FileNotFoundError as error:
+                raise MissingObjectError.at(path, "this file of the store is gone") from error
+            try:
+                yield handle
+            finally:
+                self.files.close(handle)
+
+    def tmp_path(self) -> Path:
+        """Return a new path in the folder of files that are being written."""
+        return self.layout.tmp / self.files.token()
+
+    def publish(self, blob: bytes, target: Path) -> None:
+        """Make `target` a durable file with these bytes.
+
+        An equal file that already exists is kept.
+        """
+        if self.holds(target, blob):
+            self._sync_place(target)
+            return
+        tmp = self.tmp_path()
+        handle = self.files.open(tmp, "create")
+        try:
+            self.files.pwrite(handle, blob, 0)
+            self.files.fsync(handle)
+        finally:
+            self.files.close(handle)
+        self.place(tmp, target)
+
+    def holds(self, path: Path, blob: bytes) -> bool:
+        """Return whether there is a readable file with these bytes."""
+        with suppress(DamagedFileError), unreadable_as_damage(path):
+            status = self.files.status(path)
+            return status is not None and status.size == len(blob) and self.read(path) == blob
+        return False
+
+    def place(self, tmp: Path, target: Path) -> None:
+        """Move a file whose bytes are durable to `target`, durably."""
+        self.files.mkdir(target.parent)
+        self.files.rename(tmp, target)
+        self._sync_place(target)
+
+    def _sync_place(self, target: Path) -> None:
+        self.files.sync_folder(target.parent)
+        # The process that made the folder may have died before it synced the one above.
+        if target.parent != self.layout.root:
+            self.files.sync_folder(target.parent.parent)
+
+    def tree(self, folder: str) -> Iterator[Path]:
+        """Iterate over the files of a folder of the store that lie in folders by first digits."""
+        root = self.layout.root / folder
+        for part in self.files.listdir(root):
+            for file in self.files.listdir(root / part):
+                yield root / part / file
+
+    def set_aside(self, path: Path, folder: Path) -> Path:
+        """Move a file to the trash or the quarantine; its new name begins with the time."""
+        target = folder / f"{self.files.now()}.{path.name}"
+        self.files.rename(path, target)
+        self.files.sync_folder(folder)
+        self.files.sync_folder(path.parent)
+        return target
+
+    def naming(self) -> AbstractContextManager[None]:
+        """Hold the lock under which references change; hold it for a moment only.
+
+        Raises:
+            StoreBusyError: another process has held it for a minute.
+        """
+        return naming(self.files, self.layout)
+
+
+def files_below(files: Files, folder: Path) -> Iterator[Path]:
+    """Iterate over the files in a folder and in the folders below it."""
+    for name in files.listdir(folder):
+        status = files.status(folder / name)
+        if status is not None and status.kind == "folder":
+            yield from files_below(files, folder / name)
+        else:
+            yield folder / name
+
+
+def remove_folder(files: Files, path: Path) -> None:
+    """Remove a folder and what is in it, if there is one."""
+    status = files.status(path)
+    if status is None or status.kind != "folder":
+        return
+    for name in files.listdir(path):
+        inner = files.status(path / name)
+        if inner is not None and inner.kind == "folder":
+            remove_folder(files, path / name)
+        else:
+            files.unlink(path / name)
+    files.rmdir(path)
+
+
+def make_folders(files: Files, path: Path) -> None:
+    """Create a folder and its missing parents, durably."""
+    missing = []
+    while files.status(path) is None:
+        missing.append(path)
+        path = path.parent
+    for folder in reversed(missing):
+        files.mkdir(folder)
+        files.sync_folder(folder.parent)

@@ -1,0 +1,203 @@
+"""A checkpoint of the store, open for reading: its tensors by name, and its files."""
+
+from collections.abc import ItemsView, Iterator, KeysView, Sequence, ValuesView
+from dataclasses import dataclass, replace
+
+from tensor_dedup.store.codecs.parts import leaf_bytes
+from tensor_dedup.store.errors import BadRangeError, UnknownTensorError
+from tensor_dedup.store.format.manifests import (
+    PART,
+    Manifest,
+    Piece,
+    aliases,
+    by_file,
+    loose,
+    synthesized_files,
+)
+from tensor_dedup.store.index import StoreIndex
+from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.reading.reader import StoredPieces
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a stored checkpoint; `digest` is the one `analyze` and `report` show.
+
+    With `alias_of`, the name is a second one that its file gives to that tensor, whose bytes are
+    stored once.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    digest: str
+    alias_of: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """One file of a stored checkpoint, as an export writes it.
+
+    `prefix` precedes the names of its tensors.
+    """
+
+    path: str
+    nbytes: int
+    pieces: tuple[Piece, ...]
+    prefix: str = ""
+
+
+class StoredCheckpoint(StoredPieces):
+    """A checkpoint, open for reading: its tensors by name, and its files.
+
+    `in`, `[]`, `len`, `keys()`, `values()` and `items()` are those of a mapping from names to
+    tensors; iterating gives the tensors themselves, in the order of the files. What StoredPieces
+    says of threads and lifetime holds here too, and `in` also takes a digest (32 bytes).
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        index: StoreIndex,
+        name: str,
+        found: tuple[str, Manifest, Sequence[Piece]] | None = None,
+    ) -> None:
+        """Open the checkpoint of this name, in a session.
+
+        `found` is that of another store or remote: its manifest's name, its manifest, its pieces.
+
+        Raises:
+            UnknownNameError: no checkpoint has this name.
+            MissingObjectError, DamagedFileError: its bookkeeping is damaged.
+        """
+        if found is None:
+            manifest = objects.ref(name)
+            content = objects.manifest(manifest)
+            found = manifest, content, objects.pieces(manifest, content)
+        self.manifest, content, pieces = found
+        self.notes = content.notes
+        held = list(by_file(content, pieces))
+        free, self._made = loose(content, pieces), dict[bytes, bytes]()
+        self.files = (
+            *(StoredFile(f.path, f.nbytes, tuple(part), f.prefix) for f, part in held),
+            *self._make_files(free, [file.path for file in content.files]),
+        )
+        self._tensors = {
+            tensor.name: tensor
+            for prefix, part in [*((file.prefix, part) for file, part in held), ("", free)]
+            for piece in part
+            if (tensor := _tensor(prefix, piece)) is not None
+        }
+        for alias, name_ in aliases(content).items():
+            if name_ in self._tensors and alias not in self._tensors:
+                self._tensors[alias] = replace(self._tensors[name_], name=alias, alias_of=name_)
+        super().__init__(objects, index, {piece.digest for piece in pieces if piece.nbytes}, name)
+
+    def _make_files(self, free: Sequence[Piece], taken: Sequence[str]) -> Iterator[StoredFile]:
+        for made in synthesized_files(free, self.notes.get(PART, ""), taken):
+            self._made[made.head.digest] = made.header
+            yield StoredFile(made.path, made.nbytes, (made.head, *made.pieces))
+
+    def read_piece(self, digest: bytes, start: int, stop: int, nbytes: int) -> bytearray:
+        made = self._made.get(digest)
+        if made is not None:  # the header of a file that is nowhere
+            return bytearray(made[start:stop])
+        return super().read_piece(digest, start, stop, nbytes)
+
+    def __iter__(self) -> Iterator[StoredTensor]:
+        return iter(self._tensors.values())
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __contains__(self, wanted: object) -> bool:
+        """Return whether there is a tensor of this name or, given bytes, a piece of this digest."""
+        return wanted in self._tensors if isinstance(wanted, str) else super().__contains__(wanted)
+
+    def __repr__(self) -> str:
+        root, state = str(self._objects.layout.root), "" if self._open else ", closed"
+        counts = f"tensors={len(self)}, files={len(self.files)}, nbytes={self.nbytes}"
+        return f"StoredCheckpoint({self.name!r} of {root!r}, {counts}{state})"
+
+    def keys(self) -> KeysView[str]:
+        """Return the tensors' names, in the order of the files."""
+        return self._tensors.keys()
+
+    def values(self) -> ValuesView[StoredTensor]:
+        """Return the tensors, in the order of the files."""
+        return self._tensors.values()
+
+    def items(self) -> ItemsView[str, StoredTensor]:
+        """Return the tensors with their names, in the order of the files."""
+        return self._tensors.items()
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        """Return the tensor of this name.
+
+        Raises:
+            UnknownTensorError: the checkpoint has no tensor of this name.
+        """
+        try:
+            return self._tensors[name]
+        except KeyError:
+            raise UnknownTensorError.at(self.name, f"no tensor {name!r}", tensor=name) from None
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes of all files: headers, tensors and small files."""
+        return sum(file.nbytes for file in self.files)
+
+    def read(self, tensor: StoredTensor | str) -> bytearray:
+        """Return all bytes of a tensor, verified. It takes as much memory as the tensor's size.
+
+        Raises:
+            CorruptTensorError, MissingObjectError: no intact copy of the bytes is in the store.
+            UnknownTensorError: the checkpoint has no tensor of this name.
+            ClosedCheckpointError: the checkpoint was closed.
+        """
+        wanted = self[tensor] if isinstance(tensor, str) else tensor
+        return self.read_piece(bytes.fromhex(wanted.digest), 0, wanted.nbytes, wanted.nbytes)
+
+    def read_range(self, tensor: StoredTensor | str, start: int, stop: int) -> bytearray:
+        """Return the bytes from `start` to `stop` of a tensor, verified leaf by leaf (2 MiB).
+
+        The leaves that contain the range are read whole. Raises the errors of `read` too.
+
+        Raises:
+            BadRangeError: the tensor has no such bytes.
+        """
+        wanted = self[tensor] if isinstance(tensor, str) else tensor
+        if not 0 <= start <= stop <= wanted.nbytes:
+            raise BadRangeError.at(
+                f"{self.name}: tensor {wanted.name!r}",
+                f"bytes {start} to {stop} of {wanted.nbytes}",
+                start=start,
+                stop=stop,
+                nbytes=wanted.nbytes,
+            )
+        return self.read_piece(bytes.fromhex(wanted.digest), start, stop, wanted.nbytes)
+
+    def stored(self, tensor: StoredTensor) -> tuple[str, int, str | None]:
+        """Return how a tensor is stored: its codec, bytes on disk, and the digest of its base.
+
+        An unencoded tensor has no base; one that is in no container has no codec and takes no
+        bytes. Leaves that are pieces of their own count with every tensor that has them.
+        """
+        records = self.records(bytes.fromhex(tensor.digest))
+        if not records:
+            return "", 0, None
+        best = min(records, key=lambda record: record.stored)
+        stored = best.stored + sum(leaf_bytes(number, best.nbytes) for number in best.parts)
+        return best.codec_name, stored, None if best.base is None else best.base.hex()
+
+    def _names_of(self, digest: bytes) -> list[str]:
+        return [t.name for t in self._tensors.values() if t.digest == digest.hex()]
+
+
+def _tensor(prefix: str, piece: Piece) -> StoredTensor | None:
+    if piece.name is None or piece.dtype is None or piece.shape is None:
+        return None
+    return StoredTensor(
+        prefix + piece.name, piece.dtype, piece.shape, piece.nbytes, piece.digest.hex()
+    )

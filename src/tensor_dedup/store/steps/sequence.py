@@ -1,0 +1,59 @@
+"""The number that a step of a store was given last: a file that is written in place, unsynced."""
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from tensor_dedup.store.errors import DamagedFileError, MissingObjectError
+from tensor_dedup.store.folders import StoreFolder
+from tensor_dedup.store.format import frames
+
+_FILE_BYTES = 1 << 12
+_TITLE = "tensor-dedup sequence"
+_LAST = "last "
+
+
+def next_sequence(folder: StoreFolder, above: int, greatest: Callable[[], int]) -> int:
+    """Return a number greater than `above` and than every number returned before.
+
+    That holds for all processes until the machine stops. Where the file with the number is gone
+    or not whole, `greatest` says which is the greatest of the steps that are there.
+    """
+    with folder.naming():
+        last = _last_given(folder)
+        given = max(above, greatest() if last is None else last) + 1
+        _write_given(folder, frames.encode_text([_TITLE, f"{_LAST}{given}"]))
+    return given
+
+
+def _last_given(folder: StoreFolder) -> int | None:
+    path = folder.layout.sequence
+    with suppress(MissingObjectError, DamagedFileError, ValueError):
+        title, last = frames.decode_text(folder.read(path, _FILE_BYTES), path)
+        if title == _TITLE:
+            return int(last.removeprefix(_LAST))
+    return None
+
+
+def _write_given(folder: StoreFolder, text: bytes) -> None:
+    """Write the number where the last one stands, unsynced.
+
+    A rename over it took longer than all else that a step without changes needs: file systems
+    first write the bytes of what takes the place of a file.
+    """
+    files, path = folder.files, folder.layout.sequence
+    try:
+        handle = files.open(path, "modify")
+    except (FileNotFoundError, PermissionError):  # the file may be another user's
+        handle = files.open(folder.tmp_path(), "create")
+    try:
+        files.pwrite(handle, text, 0)
+        if handle.path != path:
+            files.rename(handle.path, path)
+        elif files.status_of(handle).size > len(text):
+            files.truncate(handle, len(text))
+    except BaseException:
+        if handle.path != path:
+            files.unlink(handle.path)
+        raise
+    finally:
+        files.close(handle)
