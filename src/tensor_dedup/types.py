@@ -1,6 +1,10 @@
 """Value types that every layer of the package uses. No torch here."""
 
 from dataclasses import dataclass
+from os import PathLike
+
+# A path as the standard library takes it.
+StrPath = str | PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,14 +17,12 @@ from tensor_dedup.store.errors import NoStoreError, UnknownNameError
 from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.init import default_path
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
-from tensor_dedup.types import Fingerprint
+from tensor_dedup.types import Fingerprint, StrPath
 
 SCHEME = "store://"
 _STEP = re.compile(r"[^@]+@\d+")
 _SHORT = re.compile(r".+@[0-9a-f]{4,39}")
 _LONG = re.compile(r".+@[0-9a-f]{40}")
-
-StrPath = str | os.PathLike[str]
 
 
 def find(path: StrPath, store: StrPath | None = None) -> Path | str:

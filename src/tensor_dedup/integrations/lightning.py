@@ -13,7 +13,6 @@ has imported.
 
 import sys
 from collections.abc import Iterable, Mapping
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
 
@@ -28,6 +27,7 @@ from tensor_dedup.store.store import LocalStore
 from tensor_dedup.training import CheckpointStore, HostPool, PendingSave
 from tensor_dedup.training.background import Hook
 from tensor_dedup.training.policy import Compress
+from tensor_dedup.types import StrPath
 
 # Lightning is published under two names, and one does not accept the classes of the other.
 if TYPE_CHECKING or "lightning" not in sys.modules:
@@ -50,7 +50,6 @@ else:
 
 __all__ = ["FreezeCallback", "StoreCallback", "StoreIO"]
 
-StrPath = str | PathLike[str]
 SCHEME: Final = "store://"
 
 

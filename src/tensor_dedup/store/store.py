@@ -8,7 +8,6 @@ index where it needs one, and calls a module of `writing`, `reading` or `upkeep`
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -44,6 +43,7 @@ from tensor_dedup.store.writing.import_ import (
     unchanged,
 )
 from tensor_dedup.store.writing.sources import ImportSource, read_source
+from tensor_dedup.types import StrPath
 
 if TYPE_CHECKING:
     import torch
@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from tensor_dedup.store.upkeep.run_sizes import Growth, RunCost, RunStats, TensorChanges
     from tensor_dedup.store.upkeep.usage import StoreUsage
     from tensor_dedup.store.writing.encoder import Encoder
-
-StrPath = str | PathLike[str]
 
 
 class LocalStore:

@@ -73,9 +73,9 @@ if TYPE_CHECKING:
 
     from tensor_dedup.remote.remote import Remote
     from tensor_dedup.training.state import Value
+    from tensor_dedup.types import StrPath
 
 _LOG = logging.getLogger("tensor_dedup")
-StrPath = str | PathLike[str]
 _READERS = 8  # the disk wants several requests even where there are fewer cores
 # A region of memory is let go when the tensors in it are copied.
 _REGION = 64 << 20

@@ -16,7 +16,7 @@ from typing import Any, Final
 from tensor_dedup.analyze.analysis import analyze
 from tensor_dedup.analyze.contributions import contributions
 from tensor_dedup.analyze.difference import ReadRange, reading
-from tensor_dedup.analyze.stored import SCHEME, StrPath, find, full_name, looks_like_step
+from tensor_dedup.analyze.stored import SCHEME, find, full_name, looks_like_step
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.errors import ChangedFileError, ConfigError, UnsupportedError
 from tensor_dedup.formats.checkpoint import open_checkpoint
@@ -30,6 +30,7 @@ from tensor_dedup.planning.substitution.samples import Movement, Samples
 from tensor_dedup.store import LocalStore
 from tensor_dedup.store.hashing import ProgressListener
 from tensor_dedup.text_table import human
+from tensor_dedup.types import StrPath
 
 # Of the JSON document.
 SCHEMA: Final = 1
