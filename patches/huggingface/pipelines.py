@@ -16,6 +16,7 @@ import wrapt
 from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.errors import ConfigError, UnsupportedError
 from tensor_dedup.patches.huggingface.enabled import OPT_OUT, SWITCH
+from tensor_dedup.types import STORE_SCHEME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.report import ModelReport
 
 _KEYWORD: Final = "tensor_dedup"
-_SCHEME: Final = "store://"
 # Imported with the first load, for it needs torch.
 _LOADS: Final = "tensor_dedup.patches.huggingface.model_load"
 # The loaders: class methods whose first argument says what to load, by module. A class that is
@@ -237,7 +237,7 @@ def _url(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     """Return the `store://NAME` that a loader is given for what to load, or None."""
     named = (each for key, each in kwargs.items() if key.startswith("pretrained_model"))
     first = next(iter(args), next(named, None))
-    return first if isinstance(first, str) and first.startswith(_SCHEME) else None
+    return first if isinstance(first, str) and first.startswith(STORE_SCHEME) else None
 
 
 def _in_force() -> TensorDedupConfig | None:
