@@ -62,7 +62,7 @@ from tensor_dedup.memory_manager.protocol.messages import (
     Welcome,
 )
 
-log = logging.getLogger("tensor_dedup.memory_manager.client")
+_log = logging.getLogger(__name__)
 AUTO: Final = "auto"
 # A request holds the connection, so a long wait is made of short ones: others get their turn.
 _WAIT_SLICE_S: Final = 0.5
@@ -474,7 +474,9 @@ class Client:
                 connection.close()
                 raise
         self._publish_again(connection)
-        log.info("reconnected to %s: %d of %d slabs taken back", connection.path, taken, len(slabs))
+        _log.info(
+            "reconnected to %s: %d of %d slabs taken back", connection.path, taken, len(slabs)
+        )
         return taken
 
     def _require_open(self) -> None:
@@ -491,7 +493,7 @@ class Client:
                     publish(connection, 0, record, digests, keys)
                     break
                 except RefusedError as error:
-                    log.debug("layer %s was not published again: %s", keys[0], str(error))
+                    _log.debug("layer %s was not published again: %s", keys[0], str(error))
                     # Who builds it keeps this key; the others still lead to what is here.
                     keys = keys[1:] if error.code == "being_built" else []
 

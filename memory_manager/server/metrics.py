@@ -30,7 +30,7 @@ from tensor_dedup.memory_manager.protocol.tables import Totals
 from tensor_dedup.memory_manager.server.dashboard import HEADERS, PAGE
 from tensor_dedup.memory_manager.server.worker_threads import start_threads
 
-log = logging.getLogger("tensor_dedup.memory_manager")
+_log = logging.getLogger(__name__)
 MAX_DESCRIPTORS: Final = 80
 """How many descriptors serving takes at most: what is open, and what waits to be accepted."""
 _MAX_CONNECTIONS: Final = 32
@@ -224,7 +224,7 @@ class Metrics:
         )
 
     def _run(self) -> None:
-        self._loop.set_exception_handler(_log)
+        self._loop.set_exception_handler(_warn)
         self._loop.run_forever()
         for writer in self._open:
             writer.transport.abort()
@@ -318,6 +318,6 @@ async def _pause() -> None:
     await asyncio.sleep(0)
 
 
-def _log(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+def _warn(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     # For want of descriptors asyncio stops to accept for a second, and calls this.
-    log.warning("metrics: %s", context.get("exception") or context.get("message"))
+    _log.warning("metrics: %s", context.get("exception") or context.get("message"))

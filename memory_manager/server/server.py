@@ -56,7 +56,7 @@ from tensor_dedup.memory_manager.server.systemd_fdstore import Inherited, hand_o
 if TYPE_CHECKING:
     from tensor_dedup.memory_manager.protocol.tables import Totals
 
-log = logging.getLogger("tensor_dedup.memory_manager")
+_log = logging.getLogger(__name__)
 _ACCEPT_PAUSE_S: Final = 0.5
 _RETRY_S: Final = 0.02
 _TOTALS_EVERY_S: Final = 1.0
@@ -226,7 +226,7 @@ class Server:
                     self._handed[number], fd = fd, None
                     self._effects.extend(effects)
             except RefusedError as error:
-                log.warning("not taken back: %s", str(error))
+                _log.warning("not taken back: %s", str(error))
             finally:
                 wire.close_all([] if fd is None else [fd])
         self._do_effects()
@@ -302,7 +302,7 @@ class Server:
             self._accept_later(_RETRY_S)
         elif not self._acceptor.turn_away():
             self._accept_later(_ACCEPT_PAUSE_S)
-            log.warning("no descriptor left to accept a client with; raise ulimit -n")
+            _log.warning("no descriptor left to accept a client with; raise ulimit -n")
 
     def _accept_later(self, seconds: float) -> None:
         self._selector.unregister(self._file.socket)
@@ -318,7 +318,7 @@ class Server:
         try:
             self._watch(client, selectors.EVENT_READ)
         except OSError as error:
-            log.warning("cannot watch pid=%d: %s", accepted.pid, str(error))
+            _log.warning("cannot watch pid=%d: %s", accepted.pid, str(error))
             self._hung_up(client)
 
     def _process(self, accepted: AcceptedConnection) -> int:
@@ -338,7 +338,7 @@ class Server:
                 )
             except OSError as error:
                 # Its connection stands for it, as where there is no descriptor for a process.
-                log.warning("cannot watch the end of pid=%d: %s", accepted.pid, str(error))
+                _log.warning("cannot watch the end of pid=%d: %s", accepted.pid, str(error))
                 os.close(accepted.pidfd)
                 self._processes[number] = None
             else:
@@ -445,7 +445,7 @@ class Server:
         limit = self._options.stall_timeout_s
         for client in list(self._clients.values()):
             if client.stuck_since is not None and now - client.stuck_since >= limit:
-                log.warning("cut off: pid=%d has not read for %.0f s", client.pid, limit)
+                _log.warning("cut off: pid=%d has not read for %.0f s", client.pid, limit)
                 self._hung_up(client)
             elif client.retry_at is not None and now >= client.retry_at:
                 self._flush(client)
@@ -457,7 +457,7 @@ class Server:
             self._idle_since = now
         limit = self._options.idle_exit_s
         if limit is not None and now - self._idle_since >= limit:
-            log.info("nobody has been connected for %.0f s: ending", limit)
+            _log.info("nobody has been connected for %.0f s: ending", limit)
             self._ending = True
 
     # Effects.
@@ -477,7 +477,7 @@ class Server:
             case Note(event, facts, detail):
                 level = logging.DEBUG if detail else logging.INFO
                 text = " ".join(f"{k}={v!s}" for k, v in facts.items())
-                log.log(level, "%s %s", event, text, extra={"event": event, "facts": facts})
+                _log.log(level, "%s %s", event, text, extra={"event": event, "facts": facts})
             case End():
                 self._ending = True
             case _:
@@ -559,7 +559,7 @@ class Server:
             self._drop(client)
         self._jobs.close()
         if handed := hand_over(self._core.state, self._memories):
-            log.info("handed over slabs=%d", handed)
+            _log.info("handed over slabs=%d", handed)
         for pidfd in self._processes.values():
             if pidfd is not None:
                 os.close(pidfd)
@@ -568,4 +568,4 @@ class Server:
         self._closer.end()
         self._acceptor.close()
         self._selector.close()
-        log.info("ended")
+        _log.info("ended")
