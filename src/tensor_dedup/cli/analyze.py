@@ -25,6 +25,7 @@ from tensor_dedup.cli.output import (
     say,
     say_lines,
 )
+from tensor_dedup.cli.page import html_option
 from tensor_dedup.cli.store import follow_links_option, store_option
 from tensor_dedup.digest import ALGORITHMS
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
@@ -65,13 +66,7 @@ _WRONG_SHOWN = 4
     is_flag=True,
     help="Also print tables of pairs, tensors, layers and what vLLM fuses.",
 )
-@click.option(
-    "--html",
-    "page",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Also write the picture as a self-contained HTML page.",
-)
+@html_option("the picture")
 @click.option(
     "--write-markers",
     "markers",
