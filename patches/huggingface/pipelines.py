@@ -20,7 +20,7 @@ from tensor_dedup.types import STORE_SCHEME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from types import ModuleType, TracebackType
+    from types import ModuleType
 
     from tensor_dedup.loader.report import ModelReport
 
@@ -58,12 +58,7 @@ class Enabled:
     def __enter__(self) -> TensorDedupConfig:
         return self.config
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         SWITCH.set(self._before)
 
 
