@@ -22,8 +22,9 @@ from tensor_dedup.formats.layers.layer_pairs import chosen, layers_of
 from tensor_dedup.formats.layers.quantisation import difference, settings_in
 from tensor_dedup.loader.checkpoint_io.from_store import FromDisk, FromStore, store_behind
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
-from tensor_dedup.loader.checkpoint_io.stub_folder import SCHEME, resolve
+from tensor_dedup.loader.checkpoint_io.stub_folder import resolve
 from tensor_dedup.store.store import LocalStore
+from tensor_dedup.types import STORE_SCHEME
 
 if TYPE_CHECKING:
     from tensor_dedup.config import TensorDedupConfig
@@ -101,7 +102,7 @@ class FrozenLayers:
     def _open(self) -> list[tuple[Path, str]]:
         """Open the base; return the paths of its files, with what precedes the names in them."""
         base, trust = self.wanted.base, self._trust
-        if base.startswith(SCHEME):
+        if base.startswith(STORE_SCHEME):
             checkout = resolve(base, self._config.store_folder, self._config.remote)
             store = LocalStore.open(checkout.store, create=False)
             self._opening = FromStore(store, checkout, trust=trust)

@@ -9,7 +9,6 @@ stay pinned until `tensor-dedup unpin NAME`.
 
 import sys
 from pathlib import Path
-from typing import Final
 
 import click
 import torch
@@ -21,8 +20,7 @@ from tensor_dedup.memory_manager import connect
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.store.reading.tensors import load_tensors
 from tensor_dedup.store.store import LocalStore
-
-_SCHEME: Final = "store://"
+from tensor_dedup.types import STORE_SCHEME
 
 
 def publish(checkpoint: str, name: str, socket: str) -> str:
@@ -38,10 +36,10 @@ def publish(checkpoint: str, name: str, socket: str) -> str:
 
 
 def _tensors(checkpoint: str) -> dict[str, torch.Tensor]:
-    if checkpoint.startswith(_SCHEME):
+    if checkpoint.startswith(STORE_SCHEME):
         with (
             LocalStore.open() as store,
-            store.checkpoint(checkpoint.removeprefix(_SCHEME)) as stored,
+            store.checkpoint(checkpoint.removeprefix(STORE_SCHEME)) as stored,
         ):
             # Mapped, so that there is no second copy in memory. The store verifies it here; it is
             # hashed again when it is put, and has the digest of the bytes that the manager got.

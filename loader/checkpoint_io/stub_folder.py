@@ -21,8 +21,8 @@ from tensor_dedup.errors import ConfigError, UnsupportedError
 from tensor_dedup.settings import remote_url
 from tensor_dedup.store.reading.checkpoint import StoredCheckpoint, StoredFile
 from tensor_dedup.store.store import LocalStore
+from tensor_dedup.types import STORE_SCHEME
 
-SCHEME = "store://"
 ENVIRONMENT = "TENSOR_DEDUP_CACHE"
 _WEIGHTS = ".safetensors"
 _CONFIG = "config.json"
@@ -57,7 +57,7 @@ class Checkout:
             return msgspec.convert(value, cls, strict=True)
         except msgspec.ValidationError as error:
             raise ConfigError(
-                f"'stored' is {value!r} ({error}); give model={SCHEME}NAME and leave it out",
+                f"'stored' is {value!r} ({error}); give model={STORE_SCHEME}NAME and leave it out",
                 value=repr(value),
             ) from error
 
@@ -72,7 +72,7 @@ def check_out(store: LocalStore, url: str, *, folders: bool = False) -> Checkout
         StoreError: The checkpoint does not exist or is damaged.
         UnsupportedError: No engine can load the checkpoint.
     """
-    name = url.removeprefix(SCHEME)
+    name = url.removeprefix(STORE_SCHEME)
     with store.checkpoint(name) as checkpoint:
         weights = _weights(url, checkpoint, folders=folders)
         folder = _root() / checkpoint.manifest / PurePosixPath(name).name
@@ -99,7 +99,7 @@ def resolve(
     """
     there = remote_url(remote)
     opened = LocalStore.open(store, create=there is not None)
-    if there is not None and opened.manifest(name := url.removeprefix(SCHEME)) is None:
+    if there is not None and opened.manifest(name := url.removeprefix(STORE_SCHEME)) is None:
         # Here, not above: a load of what is in the store imports nothing of remotes.
         from tensor_dedup.remote.on_demand import pull_missing
 

@@ -6,16 +6,17 @@ While one buffer is filled, others are copied to the GPU, on a stream of their o
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 
-from tensor_dedup.digest import LEAF_BYTES, combine, leaf_digests
+from tensor_dedup.digest import LEAF_BYTES, combine, submit_leaves
 from tensor_dedup.errors import ChangedFileError
 from tensor_dedup.loader.cuda.tensors import CUDA, tensor_at
 from tensor_dedup.loader.residents.slab import bytes_at
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 BUFFER_BYTES: Final = 8 * LEAF_BYTES
 BUFFERS: Final = 4
@@ -55,7 +56,6 @@ class Uploader:
         make: Any = torch.cuda.Stream  # which has no types
         self._stream = make(ordinal) if pinned else None
         self._free = [_Buffer(nbytes, pinned=pinned) for _ in range(buffers)]
-        self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "tensor-dedup-upload")
 
     def writer(
         self, fd: int, start: int, nbytes: int, *, hashed: bool = True
@@ -101,7 +101,7 @@ class Uploader:
         buffer.wait()
         size = target.numel()
         fill(buffer.bytes[:size], at)
-        hashing = self._pool.submit(leaf_digests, buffer.bytes[:size]) if hashed else None
+        hashing = submit_leaves(buffer.bytes[:size]) if hashed else None
         buffer.hashed = hashing
         if self._stream is None:
             target.copy_(buffer.tensor[:size])
@@ -114,12 +114,7 @@ class Uploader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -127,7 +122,6 @@ class Uploader:
         for buffer in self._free:
             buffer.wait()
         self._free.clear()
-        self._pool.shutdown()
 
 
 def _read(fd: int, start: int, into: memoryview) -> None:

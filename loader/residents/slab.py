@@ -42,7 +42,6 @@ class SharedMemoryError(TensorDedupError):
 
     - OutOfMemoryError   the system refused memory, a mapping or a descriptor
         - MappingLimitError   a tensor that consists of parts would need too many mappings
-    - SlabBusyError      a slab was sealed while something can still write to it
     - SlabUsageError     a bug in the caller: a bad size, or a slab used after sealing
     """
 
@@ -53,10 +52,6 @@ class OutOfMemoryError(SharedMemoryError):
 
 class MappingLimitError(OutOfMemoryError):
     """Mapping a tensor part by part would bring this process near to the kernel's limit."""
-
-
-class SlabBusyError(SharedMemoryError):
-    """The file is mapped for writing somewhere; unmap it there and seal it again."""
 
 
 class SlabUsageError(SharedMemoryError):
@@ -417,7 +412,7 @@ class SlabWriter:
         """Make the bytes immutable and return the slab, trimmed to what was used.
 
         Raises:
-            SlabBusyError: The file is mapped for writing somewhere.
+            SharedMemoryError: The file is mapped for writing somewhere.
             OutOfMemoryError: The kernel refused to trim or to seal it.
         """
         descriptor = self._open()
@@ -446,7 +441,7 @@ def _memory_file(nbytes: int) -> OwnedFd:
 
 def _not_sealed(error: OSError) -> SharedMemoryError:
     if error.errno == errno.EBUSY:
-        return SlabBusyError(
+        return SharedMemoryError(
             "the kernel sees a writable mapping of this slab; drop it, then seal again"
         )
     return _refused("sealing", 0, error.errno or 0)

@@ -1,7 +1,6 @@
 """The administrative requests of the command line: totals, tables, pin, evict, stop."""
 
 import os
-from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeAlias
 
 import msgspec
@@ -104,10 +103,5 @@ class Admin:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._connection.close()

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Literal, NamedTuple, Self, TypeVar
 
 from tensor_dedup.memory_manager.client.connection import Connection
@@ -62,7 +61,7 @@ from tensor_dedup.memory_manager.protocol.messages import (
     Welcome,
 )
 
-log = logging.getLogger("tensor_dedup.memory_manager.client")
+_log = logging.getLogger(__name__)
 AUTO: Final = "auto"
 # A request holds the connection, so a long wait is made of short ones: others get their turn.
 _WAIT_SLICE_S: Final = 0.5
@@ -237,12 +236,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # Get.
@@ -474,7 +468,9 @@ class Client:
                 connection.close()
                 raise
         self._publish_again(connection)
-        log.info("reconnected to %s: %d of %d slabs taken back", connection.path, taken, len(slabs))
+        _log.info(
+            "reconnected to %s: %d of %d slabs taken back", connection.path, taken, len(slabs)
+        )
         return taken
 
     def _require_open(self) -> None:
@@ -491,7 +487,7 @@ class Client:
                     publish(connection, 0, record, digests, keys)
                     break
                 except RefusedError as error:
-                    log.debug("layer %s was not published again: %s", keys[0], str(error))
+                    _log.debug("layer %s was not published again: %s", keys[0], str(error))
                     # Who builds it keeps this key; the others still lead to what is here.
                     keys = keys[1:] if error.code == "being_built" else []
 

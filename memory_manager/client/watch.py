@@ -27,7 +27,7 @@ from tensor_dedup.memory_manager.protocol.messages import (
 )
 from tensor_dedup.memory_manager.protocol.wire import close_all
 
-log = logging.getLogger("tensor_dedup.memory_manager.client")
+_log = logging.getLogger(__name__)
 _FIRST_S: Final = 0.5
 _LONGEST_S: Final = 2.0  # a load that begins meanwhile finds nothing of what this process holds
 _SETTLE_S: Final = 0.05  # who has a request under way finds out first
@@ -66,7 +66,7 @@ def _run(reference: "weakref.ref[ReconnectingClient]", stop: threading.Event) ->
             client.reconnect()  # nothing, while the connection is good
             fd = client.watched()
         except MemoryManagerError as error:
-            log.debug("not reconnected: %s", str(error))
+            _log.debug("not reconnected: %s", str(error))
         # Before any waiting, and outside `except`: the error's frames hold the client, too.
         del client
         if fd is None:
@@ -99,7 +99,7 @@ def offer_slab(connection: Connection, slab: SharedSlab) -> bool:
     try:
         reply, _ = connection.ask(Offer(slab.nbytes, spans), Offered, (slab.fileno,))
     except RefusedError as error:
-        log.warning("a slab of %d bytes was not taken back: %s", slab.nbytes, str(error))
+        _log.warning("a slab of %d bytes was not taken back: %s", slab.nbytes, str(error))
         return False
     if len(reply.leases) != len(spans):
         raise ProtocolError(f"{len(reply.leases)} leases for {len(spans)} tensors")

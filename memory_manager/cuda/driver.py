@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, Protocol
 
 from tensor_dedup.memory_manager.errors import BackendError, DeviceError, NoMemoryError
 
-log = logging.getLogger("tensor_dedup.memory_manager.cuda")
+_log = logging.getLogger(__name__)
 IPC_HANDLE_BYTES: Final = 64  # CU_IPC_HANDLE_SIZE
 
 
@@ -245,4 +245,4 @@ class Undo:
             if error is not None:
                 error.add_note(f"and it could not be undone: {other}")
             else:
-                log.warning("something of a GPU could not be given back: %s", other)
+                _log.warning("something of a GPU could not be given back: %s", other)

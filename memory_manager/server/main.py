@@ -27,12 +27,14 @@ from tensor_dedup.memory_manager.cuda.nvidia import NvidiaDriver
 from tensor_dedup.memory_manager.protocol.paths import device_socket
 from tensor_dedup.memory_manager.server.acceptor import SocketFile
 from tensor_dedup.memory_manager.server.metrics import LOOPBACK, MAX_DESCRIPTORS, Metrics
-from tensor_dedup.memory_manager.server.server import Options, Server, log
+from tensor_dedup.memory_manager.server.server import Options, Server
 from tensor_dedup.memory_manager.server.systemd_fdstore import inherit, notify
 from tensor_dedup.settings import configured_budget
 from tensor_dedup.text_table import human
 
+_log = logging.getLogger(__name__)
 MIN_BUDGET: Final = 1 << 20
+_PACKAGE: Final = "tensor_dedup.memory_manager"  # the logger above those of its modules
 _SHARE: Final = 0.8  # of a GPU: engines need the rest for what is theirs alone
 _NO_SLABS: Final = 4096  # descriptors
 _CGROUP: Final = Path("/sys/fs/cgroup")
@@ -109,7 +111,7 @@ def serve(
     servers.append(server)
     _warn_of(settings.budget, backend.capabilities)
     with Metrics(server, port, start.metrics_address, dashboard=start.dashboard) as metrics:
-        log.info(
+        _log.info(
             "serving socket=%s pid=%d budget=%d%s",
             path,
             os.getpid(),
@@ -183,9 +185,10 @@ def log_to(*, details: bool = False, as_json: bool = False) -> None:
     handler = logging.StreamHandler()
     readable = logging.Formatter("%(asctime)s %(levelname).1s %(message)s")
     handler.setFormatter(JsonFormatter() if as_json else readable)
-    log.addHandler(handler)
-    log.setLevel(logging.DEBUG if details else logging.INFO)
-    log.propagate = False
+    manager = logging.getLogger(_PACKAGE)
+    manager.addHandler(handler)
+    manager.setLevel(logging.DEBUG if details else logging.INFO)
+    manager.propagate = False
 
 
 def own_budget() -> int:
@@ -210,7 +213,7 @@ def memory_limit() -> int:
 def _warn_of(budget: int, can: Capabilities) -> None:
     there = can.device_bytes or memory_limit()
     if budget > there:
-        log.warning(
+        _log.warning(
             "budget=%d (%s) is more than the %s of memory that there are: when they are used up, "
             "puts fail, or the system ends a process; give a smaller --budget",
             budget,

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib.metadata import version
 from ipaddress import ip_address
-from types import TracebackType
 from typing import Any, Final, Protocol, Self
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, generate_latest
@@ -30,7 +29,7 @@ from tensor_dedup.memory_manager.protocol.tables import Totals
 from tensor_dedup.memory_manager.server.dashboard import HEADERS, PAGE
 from tensor_dedup.memory_manager.server.worker_threads import start_threads
 
-log = logging.getLogger("tensor_dedup.memory_manager")
+_log = logging.getLogger(__name__)
 MAX_DESCRIPTORS: Final = 80
 """How many descriptors serving takes at most: what is open, and what waits to be accepted."""
 _MAX_CONNECTIONS: Final = 32
@@ -224,7 +223,7 @@ class Metrics:
         )
 
     def _run(self) -> None:
-        self._loop.set_exception_handler(_log)
+        self._loop.set_exception_handler(_warn)
         self._loop.run_forever()
         for writer in self._open:
             writer.transport.abort()
@@ -287,12 +286,7 @@ class Metrics:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._end is not None:
             self._end()
             self._thread.join()
@@ -318,6 +312,6 @@ async def _pause() -> None:
     await asyncio.sleep(0)
 
 
-def _log(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+def _warn(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     # For want of descriptors asyncio stops to accept for a second, and calls this.
-    log.warning("metrics: %s", context.get("exception") or context.get("message"))
+    _log.warning("metrics: %s", context.get("exception") or context.get("message"))

@@ -1,5 +1,6 @@
 """Preloading checkpoints into a manager, in one process after the other."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -13,10 +14,10 @@ from typing import Final
 
 from tensor_dedup.errors import NotInstalledError
 from tensor_dedup.memory_manager.errors import NoMemoryError
-from tensor_dedup.memory_manager.server.server import log
 from tensor_dedup.memory_manager.server.worker_threads import start_threads
 from tensor_dedup.suggestions import install_hint
 
+_log = logging.getLogger(__name__)
 # By name: the manager never loads torch or vLLM.
 _MODULE: Final = "tensor_dedup.patches.vllm.preload"
 _NAMED: Final = "tensor_dedup.loader.checkpoint_io.preload"
@@ -66,7 +67,7 @@ class Preload:
         try:
             start_threads("tensor-dedup-preload", 1, self._run)
         except NoMemoryError as error:  # the manager is of use without it
-            log.warning("preload failed: %s", str(error))
+            _log.warning("preload failed: %s", str(error))
 
     def close(self) -> None:
         """End the running helper, and start no other."""
@@ -80,7 +81,7 @@ class Preload:
         try:
             running.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:
-            log.debug("the helper does not end by itself")
+            _log.debug("the helper does not end by itself")
         _signal(running.pid, signal.SIGKILL)
 
     def _command(self, checkpoint: str) -> list[str]:
@@ -95,7 +96,7 @@ class Preload:
             with self._lock:
                 if self._closed:
                     return
-                log.info("preloading checkpoint=%s", checkpoint)
+                _log.info("preloading checkpoint=%s", checkpoint)
                 try:
                     self._running = subprocess.Popen(
                         self._command(checkpoint),
@@ -106,11 +107,11 @@ class Preload:
                         start_new_session=True,
                     )
                 except OSError as error:
-                    log.warning("preload failed: no process for it: %s", str(error))
+                    _log.warning("preload failed: no process for it: %s", str(error))
                     continue
             _, said = self._running.communicate()
             last = said.strip().rpartition("\n")[2]
             if self._running.returncode == 0:
-                log.info("preloaded %s", last)
+                _log.info("preloaded %s", last)
             elif not self._closed:
-                log.warning("preload failed status=%d %s", self._running.returncode, last)
+                _log.warning("preload failed status=%d %s", self._running.returncode, last)

@@ -47,7 +47,7 @@ from tensor_dedup.memory_manager.server.systemd_fdstore import Inherited, notify
 if TYPE_CHECKING:
     from tensor_dedup.memory_manager.protocol.tables import Totals
 
-log = logging.getLogger("tensor_dedup.memory_manager")
+_log = logging.getLogger(__name__)
 _ACCEPT_PAUSE_S: Final = 0.5
 _ROOM_PAUSE_S: Final = 0.02  # until what was dropped may be free
 _TOTALS_EVERY_S: Final = 1.0
@@ -164,7 +164,7 @@ class Server:
                     fd = None
                     self._effects.extend(effects)
             except RefusedError as error:
-                log.warning("not taken back: %s", str(error))
+                _log.warning("not taken back: %s", str(error))
             finally:
                 wire.close_all([] if fd is None else [fd])
         self._do_effects()
@@ -243,7 +243,7 @@ class Server:
             self._accept_later(_ROOM_PAUSE_S)
         elif not self._acceptor.turn_away():
             self._accept_later(_ACCEPT_PAUSE_S)
-            log.warning("no descriptor left to accept a client with; raise ulimit -n")
+            _log.warning("no descriptor left to accept a client with; raise ulimit -n")
 
     def _accept_later(self, seconds: float) -> None:
         self._selector.unregister(self._file.socket)
@@ -310,7 +310,7 @@ class Server:
             self._idle_since = now
         limit = self._options.idle_exit_s
         if limit is not None and now - self._idle_since >= limit:
-            log.info("nobody has been connected for %.0f s: ending", limit)
+            _log.info("nobody has been connected for %.0f s: ending", limit)
             self._ending = True
 
     # Effects.
@@ -331,7 +331,7 @@ class Server:
             case Note(event, facts, detail):
                 level = logging.DEBUG if detail else logging.INFO
                 text = " ".join(f"{k}={v!s}" for k, v in facts.items())
-                log.log(level, "%s %s", event, text, extra={"event": event, "facts": facts})
+                _log.log(level, "%s %s", event, text, extra={"event": event, "facts": facts})
             case End():
                 self._ending = True
             case _:
@@ -365,4 +365,4 @@ class Server:
         self._closer.end()
         self._acceptor.close()
         self._selector.close()
-        log.info("ended")
+        _log.info("ended")

@@ -30,7 +30,7 @@ from tensor_dedup.memory_manager.protocol.limits import Code
 from tensor_dedup.memory_manager.server.descriptor_closer import DescriptorCloser
 from tensor_dedup.memory_manager.server.worker_threads import start_threads
 
-log = logging.getLogger("tensor_dedup.memory_manager")
+_log = logging.getLogger(__name__)
 Failure: TypeAlias = tuple[Code, str]
 # A GPU's driver is waited for and takes no CPU.
 _LEAST_THREADS: Final = 4
@@ -250,7 +250,7 @@ class SlabJobs:
             job.outcome.short_of_descriptors = error.facts.get("errno") in _NO_DESCRIPTORS
             job.outcome.failure = _code(error), error.message
         else:
-            log.error("a job failed", exc_info=error)
+            _log.error("a job failed", exc_info=error)
             job.outcome.failure = "no_memory", "it failed; see the manager's log"
 
     def _fail(self, job: _Job, failure: Failure) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from tensor_dedup.memory_manager.errors import NoMemoryError
 
-log = logging.getLogger("tensor_dedup.memory_manager")
+_log = logging.getLogger(__name__)
 
 
 def start_threads(name: str, count: int, body: Callable[[], None]) -> list[threading.Thread]:
@@ -32,5 +32,5 @@ def start_threads(name: str, count: int, body: Callable[[], None]) -> list[threa
                 "on processes (pids.max) of the manager's container",
                 wanted=count,
             ) from error
-        log.warning("%s has %d threads instead of %d: %s", name, len(started), count, str(error))
+        _log.warning("%s has %d threads instead of %d: %s", name, len(started), count, str(error))
     return started

@@ -16,15 +16,15 @@ import wrapt
 from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.errors import ConfigError, UnsupportedError
 from tensor_dedup.patches.huggingface.enabled import OPT_OUT, SWITCH
+from tensor_dedup.types import STORE_SCHEME
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from types import ModuleType, TracebackType
+    from types import ModuleType
 
     from tensor_dedup.loader.report import ModelReport
 
 _KEYWORD: Final = "tensor_dedup"
-_SCHEME: Final = "store://"
 # Imported with the first load, for it needs torch.
 _LOADS: Final = "tensor_dedup.patches.huggingface.model_load"
 # The loaders: class methods whose first argument says what to load, by module. A class that is
@@ -58,12 +58,7 @@ class Enabled:
     def __enter__(self) -> TensorDedupConfig:
         return self.config
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         SWITCH.set(self._before)
 
 
@@ -237,7 +232,7 @@ def _url(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     """Return the `store://NAME` that a loader is given for what to load, or None."""
     named = (each for key, each in kwargs.items() if key.startswith("pretrained_model"))
     first = next(iter(args), next(named, None))
-    return first if isinstance(first, str) and first.startswith(_SCHEME) else None
+    return first if isinstance(first, str) and first.startswith(STORE_SCHEME) else None
 
 
 def _in_force() -> TensorDedupConfig | None:

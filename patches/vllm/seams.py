@@ -24,7 +24,7 @@ __all__ = [
     "why_not",
 ]
 
-logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 # Versions of vLLM under which this package was tried, oldest first.
 RECORDED_VERSION: Final = "0.32"
@@ -570,7 +570,7 @@ def usable(part: Part) -> bool:
     """Return whether a part of the table matches; log a mismatch once per process. Thread-safe."""
     reason = _reason(part)
     if reason is not None:
-        logger.warning("%s", reason)
+        _log.warning("%s", reason)
     return reason is None
 
 

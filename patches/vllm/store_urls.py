@@ -11,15 +11,15 @@ from typing import Any
 
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.loader.checkpoint_io import stub_folder
-from tensor_dedup.loader.checkpoint_io.stub_folder import SCHEME
 from tensor_dedup.patches.vllm.load_formats import KEY, split
+from tensor_dedup.types import STORE_SCHEME
 
 _Engine = Callable[..., Any]
 
 
 def is_url(model: object) -> bool:
     """Return whether a model argument names a stored checkpoint."""
-    return isinstance(model, str) and model.startswith(SCHEME)
+    return isinstance(model, str) and model.startswith(STORE_SCHEME)
 
 
 def resolve(arguments: MutableMapping[str, Any]) -> None:

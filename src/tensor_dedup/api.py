@@ -2,11 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from tensor_dedup.store.store import LocalStore, StrPath
+from tensor_dedup.store.store import LocalStore
 
 if TYPE_CHECKING:
     from tensor_dedup.remote.remote import Remote
     from tensor_dedup.remote.results import TransferListener, TransferResult
+    from tensor_dedup.types import StrPath
 
 
 class Store(LocalStore):

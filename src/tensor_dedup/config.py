@@ -4,7 +4,6 @@ It imports neither torch nor vllm: worker processes and the command line read a 
 either.
 """
 
-import difflib
 import json
 import math
 from collections.abc import Collection, Mapping
@@ -14,6 +13,7 @@ from typing import Any, Literal, Self, cast, get_args
 from urllib.parse import unquote, urlsplit
 
 from tensor_dedup.errors import ConfigError
+from tensor_dedup.suggestions import nearest
 
 HashAlgorithm = Literal["blake3", "blake2b", "xxh3_128", "xxhash64"]
 CpuWeights = Literal["packed", "plain"]
@@ -310,5 +310,5 @@ def _wrong(name: str, value: object, advice: str) -> ConfigError:
 
 def _advice(value: object, choices: Collection[str], alike: float = 0.5) -> str:
     every = f"one of {', '.join(sorted(choices))}"
-    near = difflib.get_close_matches(str(value), choices, n=1, cutoff=alike)
+    near = nearest(str(value), choices, most=1, alike=alike)
     return f"did you mean {near[0]!r}? It is {every}" if near else f"give {every}"

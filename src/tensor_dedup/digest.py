@@ -127,6 +127,15 @@ def leaf_digests(data: "Buffer") -> list[bytes]:
         return _leaves(view)
 
 
+def submit_leaves(data: "Buffer") -> "Future[list[bytes]]":
+    """Start leaf_digests(data) on the pool, as one piece of work; a thread of the pool does it."""
+    if _in_pool():
+        future: Future[list[bytes]] = Future()
+        future.set_result(leaf_digests(data))
+        return future
+    return hand(_POOL.executor(), lambda: leaf_digests(data))
+
+
 def combine(nbytes: int, leaves: Sequence[bytes]) -> str:
     """Return the digest of `nbytes` bytes that have these leaf digests.
 

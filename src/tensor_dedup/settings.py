@@ -13,7 +13,6 @@ import os
 import re
 import tomllib
 from contextlib import suppress
-from difflib import get_close_matches
 from fractions import Fraction
 from os import PathLike
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any, Final
 import platformdirs
 
 from tensor_dedup.errors import ConfigError
+from tensor_dedup.suggestions import nearest
 
 FILE: Final = "tensor-dedup.toml"
 # Names the file to read in place of the user's own.
@@ -116,7 +116,7 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: cannot be read ({error}); mend it", file=str(file)) from error
     for key, value in found.items():
         if key not in _KEYS:
-            near = get_close_matches(key, _KEYS, 1)
+            near = nearest(key, _KEYS, most=1)
             advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(_KEYS)}"
             raise _wrong(file, key, "is no setting", advice)
         if key in _PATHS:

@@ -3,8 +3,6 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-_SHOWN = 3
-
 
 def perhaps(name: str, names: Iterable[str]) -> str:
     """Return the end of a sentence: `, perhaps 'a' or 'b'`, or "" if no name is similar."""
@@ -21,6 +19,6 @@ def install_hint(extra: str) -> str:
     return f"in your clone of tensor-dedup, run `pip install '.[{extra}]'`"
 
 
-def nearest(name: str, names: Iterable[str]) -> list[str]:
-    """Return the most similar names first, at most three."""
-    return get_close_matches(name, list(names), _SHOWN)
+def nearest(name: str, names: Iterable[str], *, most: int = 3, alike: float = 0.6) -> list[str]:
+    """Return the most similar names first; `alike` is the least similarity, of 0.0 to 1.0."""
+    return get_close_matches(name, list(names), most, alike)

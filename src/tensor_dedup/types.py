@@ -1,6 +1,13 @@
-"""Value types that every layer of the package uses. No torch here."""
+"""Value types and the scheme of stored checkpoints, which every layer uses. No torch here."""
 
 from dataclasses import dataclass
+from os import PathLike
+from typing import Final
+
+# A path as the standard library takes it.
+StrPath = str | PathLike[str]
+# A checkpoint in a store, where a path could stand, too: `store://NAME`.
+STORE_SCHEME: Final = "store://"
 
 
 @dataclass(frozen=True, slots=True)

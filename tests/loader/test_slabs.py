@@ -18,7 +18,7 @@ from process_state import fork, slabs
 from tensor_dedup.loader.residents.resident import Resident, SlabBuilder, pack, resident_key
 from tensor_dedup.loader.residents.slab import (
     OutOfMemoryError,
-    SlabBusyError,
+    SharedMemoryError,
     SlabExtent,
     SlabUsageError,
 )
@@ -62,7 +62,7 @@ def descriptor_of(builder: SlabBuilder) -> int:
 def test_a_writable_mapping_somebody_else_made_holds_up_the_seal_too() -> None:
     builder = SlabBuilder(PAGE)
     builder.add(torch.ones(4))
-    with mmap.mmap(descriptor_of(builder), PAGE), pytest.raises(SlabBusyError, match="kernel"):
+    with mmap.mmap(descriptor_of(builder), PAGE), pytest.raises(SharedMemoryError, match="kernel"):
         builder.seal()
     assert builder.seal().nbytes == PAGE
 

@@ -73,7 +73,7 @@ def logged_errors(text: str) -> list[int]:
         for call in ast.walk(handler)
         if isinstance(call, ast.Call)
         and isinstance(call.func, ast.Attribute)
-        and ast.unparse(call.func.value) in {"log", "_log"}
+        and ast.unparse(call.func.value) == "_log"
         and any(isinstance(each, ast.Name) and each.id == handler.name for each in call.args)
     ]
 
@@ -84,9 +84,21 @@ def test_errors_are_logged_as_text() -> None:
 
 
 def test_an_error_that_is_logged_is_found() -> None:
-    text = "try:\n    f()\nexcept E as error:\n    log.warning('%s', {})\n"
+    text = "try:\n    f()\nexcept E as error:\n    _log.warning('%s', {})\n"
     assert logged_errors(text.format("error")) == [4]
     assert logged_errors(text.format("str(error)")) == []
+
+
+# What uses a logger that is not the module's own, and why.
+OTHER_LOGGERS = {
+    "tensor_dedup.memory_manager.server.main": "shows what every module of the manager logs",
+}
+
+
+def test_a_logger_is_named_after_its_module() -> None:
+    other = re.compile(r"^(?!_log = logging\.getLogger\(__name__\)$).*getLogger\(", re.MULTILINE)
+    found = {name for name, text in package_source.sources().items() if other.search(text)}
+    assert found == OTHER_LOGGERS.keys()
 
 
 def copied_sets(text: str) -> list[int]:

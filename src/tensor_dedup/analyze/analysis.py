@@ -15,7 +15,6 @@ from tensor_dedup.analyze.fusion import Fused, survives
 from tensor_dedup.analyze.layers import SharedLayer, shared_layers
 from tensor_dedup.analyze.marker_checks import CheckedMarker, check_markers
 from tensor_dedup.analyze.stored import (
-    StrPath,
     find,
     looks_like_step,
     measure_stored,
@@ -30,7 +29,7 @@ from tensor_dedup.formats.layers.layer_names import natural, split
 from tensor_dedup.formats.markers import SIDECAR, Marker, in_files, in_header
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.store.hashing import ProgressListener, SilentListener
-from tensor_dedup.types import Fingerprint, TensorSpec
+from tensor_dedup.types import Fingerprint, StrPath, TensorSpec
 
 # Of the JSON document; docs/analyze.schema.json describes it.
 SCHEMA = 3

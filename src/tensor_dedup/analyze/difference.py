@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tensor_dedup.analyze.analysis import analyze
-from tensor_dedup.analyze.stored import StrPath, find, full_name
+from tensor_dedup.analyze.stored import find, full_name
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.dtypes import BITS
 from tensor_dedup.formats.checkpoint import open_checkpoint
@@ -18,6 +18,7 @@ from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.store import LocalStore
 from tensor_dedup.store.format.manifests import STATE_MARK
 from tensor_dedup.store.hashing import ProgressListener
+from tensor_dedup.types import StrPath
 
 # Of the JSON document.
 SCHEMA: Final = 1

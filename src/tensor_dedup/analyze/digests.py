@@ -67,6 +67,7 @@ def read_digests(
     read: dict[tuple[int, int], Path] = {}
     work = _Work(progress, sum(spec.nbytes for specs in files.values() for spec in specs))
     with ExitStack() as undo:
+        # Not the digest's pool: each thread reads into a buffer, which goes with the pool.
         pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "tensor-dedup-analyze")
         undo.callback(pool.shutdown, cancel_futures=True)
         waiting: deque[_File] = deque()

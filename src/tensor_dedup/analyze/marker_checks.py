@@ -12,6 +12,7 @@ from tensor_dedup.analyze.tensors import Measured
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.formats.markers import SIDECAR, Marker, content_digest
 from tensor_dedup.text_table import human
+from tensor_dedup.types import STORE_SCHEME
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ def _marker(base: Measured, tune: Measured, places: dict[str, list[str]]) -> Mar
 
 
 def _called(path: str) -> str:
-    return Path(path).resolve().name if os.path.lexists(path) else path.removeprefix("store://")
+    return Path(path).resolve().name if os.path.lexists(path) else path.removeprefix(STORE_SCHEME)
 
 
 def _card(marker: Marker, tune: Measured) -> str:

@@ -17,14 +17,11 @@ from tensor_dedup.store.errors import NoStoreError, UnknownNameError
 from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.init import default_path
 from tensor_dedup.store.reading.checkpoint import StoredCheckpoint, StoredTensor
-from tensor_dedup.types import Fingerprint
+from tensor_dedup.types import STORE_SCHEME, Fingerprint, StrPath
 
-SCHEME = "store://"
 _STEP = re.compile(r"[^@]+@\d+")
 _SHORT = re.compile(r".+@[0-9a-f]{4,39}")
 _LONG = re.compile(r".+@[0-9a-f]{40}")
-
-StrPath = str | os.PathLike[str]
 
 
 def find(path: StrPath, store: StrPath | None = None) -> Path | str:
@@ -38,16 +35,16 @@ def find(path: StrPath, store: StrPath | None = None) -> Path | str:
         NoSuchPathError: the cache has other revisions of that name.
     """
     given = os.fspath(path)
-    if given.startswith(SCHEME):
+    if given.startswith(STORE_SCHEME):
         return given
     try:
         found = locate(given)
     except CheckpointNotFoundError:
         if not _is_stored(given, store):
             raise
-        return SCHEME + given
+        return STORE_SCHEME + given
     if not os.path.lexists(found) and _is_stored(given, store):
-        return SCHEME + given
+        return STORE_SCHEME + given
     return found
 
 
@@ -57,7 +54,7 @@ def full_name(store: LocalStore, given: str) -> str:
     Of ORG/NAME@REVISION the beginning of the revision is enough, where it is that of one only; a
     name that the store does not have is returned as it is.
     """
-    name = given.removeprefix(SCHEME)
+    name = given.removeprefix(STORE_SCHEME)
     if _SHORT.fullmatch(name) is None:
         return name
     names = store.names()
@@ -86,7 +83,7 @@ def pull_suggested(name: str) -> Iterator[None]:
         except RemoteUrlError as wrong:  # and may hold a secret
             said = f"{error.message}; the remote that is configured cannot be one: {wrong.message}"
             raise type(error)(said, **error.facts) from error
-        command = ["tensor-dedup", "pull", url, name.removeprefix(SCHEME)]
+        command = ["tensor-dedup", "pull", url, name.removeprefix(STORE_SCHEME)]
         where = Path(error.facts["path"]).absolute()
         if where != default_path().absolute():
             command += ["--store", str(where)]
@@ -96,7 +93,7 @@ def pull_suggested(name: str) -> Iterator[None]:
 
 def looks_like_step(path: str) -> bool:
     """Return whether a checkpoint is called as a step of a training: RUN@STEP."""
-    return _STEP.fullmatch(path.removeprefix(SCHEME)) is not None
+    return _STEP.fullmatch(path.removeprefix(STORE_SCHEME)) is not None
 
 
 def _is_stored(name: str, store: StrPath | None) -> bool:

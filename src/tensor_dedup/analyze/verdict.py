@@ -10,10 +10,11 @@ from pathlib import Path
 from tensor_dedup.analyze.analysis import Analysis
 from tensor_dedup.analyze.changes import name_shown
 from tensor_dedup.analyze.picture import percent
-from tensor_dedup.analyze.stored import SCHEME, looks_like_step
+from tensor_dedup.analyze.stored import looks_like_step
 from tensor_dedup.errors import NoSuchPathError
 from tensor_dedup.formats.hub_cache import locate
 from tensor_dedup.text_table import human
+from tensor_dedup.types import STORE_SCHEME
 
 # Less than this of all bytes is not worth a memory manager.
 _LITTLE = 0.01
@@ -91,7 +92,7 @@ def _together(analysis: Analysis, first: str, store: str | None) -> Advice:
     if in_vllm and in_plain >= _LITTLE * analysis.total_bytes:
         left = f" ({human(lost)} less in vLLM, which fuses layers)" if lost > 0 else ""
         model, config = _for_vllm(first), {"memory_manager": "auto"}
-        if store is not None and model.startswith(SCHEME):
+        if store is not None and model.startswith(STORE_SCHEME):
             config["store"] = str(Path(store).absolute())
         server = vllm_server()
         # On a CPU vLLM otherwise compiles for many minutes, silently, before a model first answers.
@@ -136,15 +137,15 @@ def _is_installed(distribution: str) -> bool:
 
 def _for_vllm(path: str) -> str:
     """A checkpoint as vLLM takes it: it knows neither RUN@STEP nor ORG/NAME@REVISION."""
-    if path.startswith(SCHEME) or "@" not in path:
+    if path.startswith(STORE_SCHEME) or "@" not in path:
         return path
     try:
         found = os.fspath(locate(path))
     except NoSuchPathError:  # of the cache; `analyze` has found it as a step
         found = path
     is_step = found == path and looks_like_step(path) and not os.path.lexists(path)
-    return SCHEME + path if is_step else found
+    return STORE_SCHEME + path if is_step else found
 
 
 def _stored(path: str) -> bool:
-    return path.startswith(SCHEME) or looks_like_step(path)
+    return path.startswith(STORE_SCHEME) or looks_like_step(path)

@@ -17,13 +17,13 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path, PurePath
 from typing import Final, TypeVar
 
 import click
 
 from tensor_dedup.errors import NOBODY_THERE, WRONG_DATA, WRONG_USE, TensorDedupError
+from tensor_dedup.suggestions import nearest
 
 # As shells say it.
 INTERRUPTED: Final = 128 + signal.SIGINT
@@ -264,7 +264,7 @@ class Verbs(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         verbs = self.list_commands(ctx)
         if args[0] not in verbs and not args[0].startswith("-") and not ctx.resilient_parsing:
-            near = get_close_matches(args[0], verbs, 1)
+            near = nearest(args[0], verbs, most=1)
             more = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(verbs)}."
             ctx.fail(f"no verb {args[0]!r}; {more}")
         verb, command, rest = super().resolve_command(ctx, args)

@@ -15,6 +15,7 @@ from tensor_dedup.analyze import Analysis
 from tensor_dedup.analyze.picture import Cell, Section, draw, percent, sections
 from tensor_dedup.analyze.verdict import advice, headline
 from tensor_dedup.cli import given, visible
+from tensor_dedup.cli.page import HEAD
 from tensor_dedup.text_table import human
 
 # More columns than this are joined with their neighbours.
@@ -80,18 +81,7 @@ pre span { display: inline-block; max-width: 100%; }
 .close { font: inherit; color: var(--text); background: var(--box); cursor: pointer;
   border: 1px solid var(--quiet); border-radius: .25rem; padding: .3rem .9rem; }
 """
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{headline}</title>
-<style>{style}</style>
-</head>
-<body>
-<main>
-<h1>{headline}</h1>
+_BODY = """\
 <p class="quiet">{lead}</p>
 <div class="scroll" role="region" aria-label="What each checkpoint adds" tabindex="0">
 {table}
@@ -130,7 +120,7 @@ def page(analysis: Analysis, labels: Sequence[str]) -> str:
         "the percentage of a layer that is shared with earlier checkpoints (in the first row, "
         "with later ones). Open a cell to list its tensors."
     )
-    return _PAGE.format(
+    return (HEAD + _BODY).format(
         style=_STYLE,
         headline=_text(headline(analysis)),
         lead=_text(lead),

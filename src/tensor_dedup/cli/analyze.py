@@ -11,7 +11,6 @@ from rich.table import Table
 from tensor_dedup.analyze import Analysis, analyze
 from tensor_dedup.analyze.analysis import compare
 from tensor_dedup.analyze.marker_checks import CheckedMarker, write_markers
-from tensor_dedup.analyze.stored import SCHEME
 from tensor_dedup.analyze.variants import Variant, variants
 from tensor_dedup.cli import check_suffix, printable
 from tensor_dedup.cli.analysis_page import write_page
@@ -26,11 +25,13 @@ from tensor_dedup.cli.output import (
     say,
     say_lines,
 )
+from tensor_dedup.cli.page import html_option
 from tensor_dedup.cli.store import follow_links_option, store_option
 from tensor_dedup.digest import ALGORITHMS
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.store.format.manifests import STATE_MARK
 from tensor_dedup.text_table import human
+from tensor_dedup.types import STORE_SCHEME
 
 _WRONG_SHOWN = 4
 
@@ -65,13 +66,7 @@ _WRONG_SHOWN = 4
     is_flag=True,
     help="Also print tables of pairs, tensors, layers and what vLLM fuses.",
 )
-@click.option(
-    "--html",
-    "page",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Also write the picture as a self-contained HTML page.",
-)
+@html_option("the picture")
 @click.option(
     "--write-markers",
     "markers",
@@ -222,7 +217,7 @@ def _labels(paths: Sequence[str]) -> list[str]:
 
 
 def _parts(path: str) -> tuple[str, ...]:
-    return (path,) if path.startswith(SCHEME) else Path(path).parts or (path,)
+    return (path,) if path.startswith(STORE_SCHEME) else Path(path).parts or (path,)
 
 
 def _say_reading(analysis: Analysis, console: Console) -> None:

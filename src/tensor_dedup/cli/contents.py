@@ -9,7 +9,7 @@ from contextlib import suppress
 import click
 
 from tensor_dedup.analyze import analyze
-from tensor_dedup.analyze.stored import SCHEME, full_name
+from tensor_dedup.analyze.stored import full_name
 from tensor_dedup.api import Store
 from tensor_dedup.cli import WrongUse, repeating_given
 from tensor_dedup.cli.output import ByteBar, counted, json_option, say
@@ -33,6 +33,7 @@ from tensor_dedup.store.reading.find import TensorPlace
 from tensor_dedup.store.steps.runs import parse_step_name
 from tensor_dedup.store.upkeep.usage import StoreUsage, Usage
 from tensor_dedup.text_table import human
+from tensor_dedup.types import STORE_SCHEME
 
 _CHUNK = 64 << 20
 
@@ -82,7 +83,7 @@ def du(
 
 def _is_outside(name: str, store: str | None) -> bool:
     """Is it a path, or a name in the Hugging Face cache, and nothing that a store has?"""
-    if name.startswith(SCHEME):
+    if name.startswith(STORE_SCHEME):
         return False
     with suppress(StoreError):
         opened = existing(store)

@@ -11,7 +11,6 @@ import tty
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import PurePath
 from typing import Any, Final, TypeVar
 
@@ -34,6 +33,7 @@ from tensor_dedup.memory_manager.protocol.paths import (
     socket_path,
 )
 from tensor_dedup.memory_manager.protocol.tables import ClientRow
+from tensor_dedup.suggestions import nearest
 from tensor_dedup.text_table import human
 
 _DEVICE: Final = "tensor_dedup.device"
@@ -269,8 +269,8 @@ def _close(name: str, names: list[str]) -> list[str]:
     last = PurePath(name).name
     same = [each for each in names if last and PurePath(each).name == last]
     ends = {PurePath(each).name: each for each in names}
-    near = [ends[end] for end in get_close_matches(last, ends, _SHOWN)]
-    return list(dict.fromkeys([*same, *near, *get_close_matches(name, names, _SHOWN)]))[:_SHOWN]
+    near = [ends[end] for end in nearest(last, ends, most=_SHOWN)]
+    return list(dict.fromkeys([*same, *near, *nearest(name, names, most=_SHOWN)]))[:_SHOWN]
 
 
 @click.command(name="status")

@@ -20,6 +20,7 @@ from tensor_dedup.cli.output import (
     say,
     say_lines,
 )
+from tensor_dedup.cli.page import html_option
 from tensor_dedup.cli.plan_page import write_page
 from tensor_dedup.cli.store import store_option
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
@@ -73,13 +74,7 @@ _RAY: Final = "ray://"
     help="Let a solver (extra `plan`) search this long for a better plan and a lower bound. "
     "Ctrl-C ends the search; what was found by then is the plan.",
 )
-@click.option(
-    "--html",
-    "page",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Also write the plan as a self-contained HTML page.",
-)
+@html_option("the plan")
 @click.option(
     "--kubernetes",
     "pods",

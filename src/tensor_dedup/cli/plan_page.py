@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from tensor_dedup.cli import visible
+from tensor_dedup.cli.page import HEAD
 from tensor_dedup.planning.placement import FleetPlan
 from tensor_dedup.planning.placement.plan import PlannedNode
 from tensor_dedup.text_table import human
@@ -38,18 +39,7 @@ thead th { color: var(--quiet); font-size: .85rem; } tbody th { overflow-wrap: a
 .n { text-align: right; white-space: nowrap; }
 """ + "".join(f".c{n} {{ background-color: var(--c{n}); }}\n" for n in range(_TONES))
 
-_PAGE: Final = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{headline}</title>
-<style>{style}</style>
-</head>
-<body>
-<main>
-<h1>{headline}</h1>
+_BODY: Final = """\
 <p class="quiet">A block is what a model adds to its node; what it shares with those before it is
 there already. Hatched: room of its engine.</p>
 {nodes}
@@ -77,7 +67,7 @@ def page(found: FleetPlan) -> str:
         f"{human(found.used_bytes)} instead of {human(found.alone_bytes)}"
     )
     nodes = "\n".join(_node(node, f"n{number}") for number, node in enumerate(found.nodes))
-    return _PAGE.format(headline=escape(headline), style=_STYLE, nodes=nodes)
+    return (HEAD + _BODY).format(headline=escape(headline), style=_STYLE, nodes=nodes)
 
 
 def _node(node: PlannedNode, identity: str) -> str:

@@ -48,6 +48,7 @@ from tensor_dedup.store.upkeep.run_sizes import RunCost, RunStats, TensorChanges
 from tensor_dedup.suggestions import perhaps
 from tensor_dedup.text_table import human
 from tensor_dedup.training import CheckpointStore
+from tensor_dedup.types import STORE_SCHEME
 
 _SHOWN_NAMES = 20
 _NO_COST = RunCost(0, 0, 0, 0, 0)
@@ -136,7 +137,7 @@ def steps_of(store: Store, run: str) -> list[Step]:
     found = store.steps(run)
     if not found:
         runs, there = store.runs(), f"--store {shlex.quote(str(store.path))}"
-        step = parse_step_name(run.removeprefix("store://"))
+        step = parse_step_name(run.removeprefix(STORE_SCHEME))
         if step is not None and step.run in runs:
             shows = f"tensor-dedup show {shlex.quote(step_name(step.run, step.step))} {there}"
             what = f"{run!r} is a step; give its run, {step.run!r}; `{shows}` shows the step"
@@ -368,7 +369,7 @@ def _number(value: float | None) -> str:
 
 
 def _step(name: str) -> tuple[str, int]:
-    found = parse_step_name(name.removeprefix("store://"))
+    found = parse_step_name(name.removeprefix(STORE_SCHEME))
     if found is None or found.kept:
         raise WrongUse(f"{name!r} is not a training step; name one as RUN@STEP")
     return found.run, found.step

@@ -72,7 +72,7 @@ except ImportError:  # the engine refuses, and says which version it was made fo
 
 __all__ = ["DecoupledStoreEngine", "newest_tag"]
 
-_LOG = logging.getLogger("tensor_dedup")
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 KEY: Final = "datastates_ckpt"
 _NEEDED: Final = frozenset({"store", "run"})
@@ -539,7 +539,7 @@ def _only_warned(path: Path) -> Iterator[None]:
             yield
     except (StoreError, ValueError) as error:
         what = "%s is saved, but older checkpoints were not deleted; the next one tries again: %s"
-        _LOG.warning(what, path, error)
+        _log.warning(what, path, str(error))
 
 
 def _tag(folder: Path) -> str:

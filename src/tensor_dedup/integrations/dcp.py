@@ -19,7 +19,6 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping
 from io import BytesIO
-from os import PathLike
 from typing import Any, Final, Literal
 
 import torch
@@ -61,10 +60,10 @@ from tensor_dedup.training.sharded import (
     part_run,
 )
 from tensor_dedup.training.state import NamedValue, dtype_names
+from tensor_dedup.types import StrPath
 
 __all__ = ["StoreReader", "StoreWriter"]
 
-StrPath = str | PathLike[str]
 _META: Final = "meta"  # in the place of a rank: the coordinator's metadata
 _ADAPTER: Final = "dcp"
 # Names that begin with the mark are no weights to an engine that loads the step.

@@ -13,9 +13,8 @@ has imported.
 
 import sys
 from collections.abc import Iterable, Mapping
-from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from tensor_dedup.errors import NotInstalledError, UnsupportedError
 from tensor_dedup.integrations.freezing import Frozen, check_frozen, freeze
@@ -28,6 +27,7 @@ from tensor_dedup.store.store import LocalStore
 from tensor_dedup.training import CheckpointStore, HostPool, PendingSave
 from tensor_dedup.training.background import Hook
 from tensor_dedup.training.policy import Compress
+from tensor_dedup.types import STORE_SCHEME, StrPath
 
 # Lightning is published under two names, and one does not accept the classes of the other.
 if TYPE_CHECKING or "lightning" not in sys.modules:
@@ -49,9 +49,6 @@ else:
     from lightning.pytorch.strategies import Strategy
 
 __all__ = ["FreezeCallback", "StoreCallback", "StoreIO"]
-
-StrPath = str | PathLike[str]
-SCHEME: Final = "store://"
 
 
 class StoreIO(CheckpointIO):
@@ -267,7 +264,7 @@ class StoreCallback(Callback):
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self._io.note(self.run.run_id, metrics)
         name = step_name(self.run.run_id, trainer.global_step)
-        trainer.save_checkpoint(f"{SCHEME}{name}", weights_only=False)
+        trainer.save_checkpoint(f"{STORE_SCHEME}{name}", weights_only=False)
 
 
 class FreezeCallback(Callback):
@@ -308,9 +305,9 @@ class FreezeCallback(Callback):
 def _step(path: str | Path) -> StepName | None:
     """Return the step that a URL names, or None for an ordinary path."""
     text = str(path)
-    if not text.startswith(SCHEME):
+    if not text.startswith(STORE_SCHEME):
         return None
-    found = parse_step_name(text.removeprefix(SCHEME))
+    found = parse_step_name(text.removeprefix(STORE_SCHEME))
     if found is None or found.kept:
-        raise BadStepError.at(text, f"no step in {text!r}; write {SCHEME}RUN@STEP")
+        raise BadStepError.at(text, f"no step in {text!r}; write {STORE_SCHEME}RUN@STEP")
     return found

@@ -12,7 +12,6 @@ import json
 import random
 import tempfile
 from dataclasses import asdict, replace
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
 
@@ -34,13 +33,13 @@ from tensor_dedup.store.steps.runs import step_name
 from tensor_dedup.store.store import LocalStore
 from tensor_dedup.training import CheckpointStore, HostPool
 from tensor_dedup.training.policy import Compress
+from tensor_dedup.types import StrPath
 
 if TYPE_CHECKING:
     from tensor_dedup.training.background import Hook
 
 __all__ = ["FreezeCallback", "StoreCallback"]
 
-StrPath = str | PathLike[str]
 _MODEL: Final = "model"
 # The files of a Trainer checkpoint, and the part of a step that each holds. Few runs have all.
 _FILES: Final = {

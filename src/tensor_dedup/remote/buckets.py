@@ -217,6 +217,7 @@ class Bucket(ABC):
         if len(waiting) < 2:
             yield from map(call, waiting)
             return
+        # Of this call: what waits for a network must not keep others from a disk or from hashing.
         with ThreadPoolExecutor(_THREADS) as pool:
             try:
                 for future in [hand(pool, partial(call, item)) for item in waiting]:

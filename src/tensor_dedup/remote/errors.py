@@ -192,12 +192,6 @@ class UncertainRemoteError(UnfitForCollectionError):
     advice = "push the broken checkpoint again, or run `tensor-dedup remote delete URL NAME`"
 
 
-class NewerRemoteError(UncertainRemoteError):
-    """A later version has written to a remote, so nobody here knows what is in use there."""
-
-    advice = NewerFormatError.advice
-
-
 @contextmanager
 def remote_damage(where: str) -> Iterator[PurePath]:
     """Turn damage of what is decoded inside the block into that of the object `where`.

@@ -10,13 +10,14 @@ from tensor_dedup.remote.errors import DamagedRemoteError, remote_damage
 from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import DamagedFileError
 from tensor_dedup.store.format import frames
+from tensor_dedup.store.format import layout as store_layout
 from tensor_dedup.store.format.names import file_of, name_in
 from tensor_dedup.store.objects import ref_text
 
-MARKER: Final = "FORMAT"
+MARKER: Final = store_layout.MARKER
 MARKER_LINES: Final = ["tensor-dedup remote", "version 1"]
-STORE_TITLE: Final = b"tensor-dedup store\n"
-IDENTITY: Final = "identity"
+STORE_TITLE: Final = f"{store_layout.MARKER_LINES[0]}\n".encode()
+IDENTITY: Final = store_layout.IDENTITY
 HEAD: Final = "catalog/HEAD"
 REFS, MANIFESTS, CONTAINERS, TABLES = "refs/", "manifests/", "containers/", "tables/"
 HOLDERS, CATALOG, TRASH, PROBE = "holders/", "catalog/", "trash/", "probe/"

@@ -118,6 +118,7 @@ class RemotePieces:
         self._wholes = dict(wholes or {})
         self._changed = threading.Condition(threading.Lock())
         self._ahead: deque[int] = deque(range(len(self._downloads)))
+        # Not `Bucket.each`: ranges arrive ahead of what is read, until this is closed.
         self._pool = ThreadPoolExecutor(_AHEAD)
         self._closed = self._stopped = False
         with self._changed:

@@ -375,6 +375,7 @@ class _Push:
                 spare.append(memory)
 
         with ExitStack() as undo:
+            # Not `Bucket.each`: containers are read here, one by one, while others are sent.
             pool = undo.enter_context(ThreadPoolExecutor(_AT_ONCE))
             undo.callback(lambda: [each.cancel() for _, each, _ in sending])
             for load in loads:

@@ -4,30 +4,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
+from tensor_dedup.store.hashing import ProgressListener, SilentListener
 from tensor_dedup.store.steps.runs import is_pin_among
 
 
-class TransferListener(Protocol):
-    """A listener to a push or a pull. `advance` is called from several threads."""
-
-    def start(self, total_bytes: int) -> None:
-        """Receive the number of bytes that will travel."""
-
-    def advance(self, nbytes: int) -> None:
-        """Receive the number of further bytes that have travelled."""
+class TransferListener(ProgressListener, Protocol):
+    """A listener to a push or a pull: its progress is in bytes that travel."""
 
     def saved(self, nbytes: int) -> None:
         """Receive the number of bytes that need not travel."""
 
 
-class SilentTransfer:
+class SilentTransfer(SilentListener):
     """A TransferListener that does nothing."""
-
-    def start(self, total_bytes: int) -> None:
-        """Do nothing."""
-
-    def advance(self, nbytes: int) -> None:
-        """Do nothing."""
 
     def saved(self, nbytes: int) -> None:
         """Do nothing."""

@@ -35,7 +35,6 @@ from tensor_dedup.remote.catalog import (
 )
 from tensor_dedup.remote.conditions import check_remote
 from tensor_dedup.remote.errors import (
-    NewerRemoteError,
     RemoteBusyError,
     UncertainRemoteError,
     as_far_as_allowed,
@@ -47,6 +46,7 @@ from tensor_dedup.remote.inventory import (
     take_inventory,
 )
 from tensor_dedup.remote.lease import boottime
+from tensor_dedup.store.errors import NewerFormatError
 from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.upkeep.gc import needed
 
@@ -90,8 +90,8 @@ def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan
     the third run, two leases after it was written; with a lease of 0 by the first.
 
     Raises:
-        UncertainRemoteError: something cannot be read, or only by a later version
-            (NewerRemoteError); nothing was condemned or deleted.
+        UncertainRemoteError: something cannot be read, or only by a later version; nothing was
+            condemned or deleted.
         RemoteBusyError: others change the remote again and again meanwhile.
     """
     check_remote(bucket)
@@ -177,7 +177,8 @@ def _refuse_unless_certain(bucket: Bucket, found: RemoteInventory, catalog: Cata
     if found.newer:
         first = found.unreadable[layout.container_key(min(found.newer))]
         what = f"containers of a later version: {len(found.newer)}, the first of them this"
-        raise NewerRemoteError.at(first.url, what, problems=len(problems))
+        said = f"{first.url}: {what}; {NewerFormatError.advice}"
+        raise UncertainRemoteError(said, path=first.url, problems=len(problems))
     if problems:
         first, count = problems[0], len(problems)
         what = f"objects that cannot be read: {count}, the first of them this ({first.what})"

@@ -9,7 +9,6 @@ StoreError
   - of a bug:      ContradictoryManifestError
   - of its files:  NewerFormatError
                    DamagedFileError         a file of the store is not what it was written as
-                     - ForeignFileError       a file that no store has
                      - EscapingPathError      a manifest names a path outside the export
                      - CorruptFrameError       encoded bytes that cannot be decoded
                    MissingObjectError       a manifest, a page or a tensor's bytes are gone
@@ -188,12 +187,6 @@ class DamagedFileError(AdvisedError):
     """A file of the store is not what it was written as."""
 
     advice = "run `tensor-dedup verify --full`, then `tensor-dedup repair --from PATH`"
-
-
-class ForeignFileError(DamagedFileError):
-    """A file in a store that no store has: whose it is, and what it means, is not known."""
-
-    advice = "move it out of the store"
 
 
 class EscapingPathError(DamagedFileError):

@@ -95,6 +95,7 @@ class Hasher:
         self._workers = workers
         self._pool = self._writers = None
         if workers > 1:
+            # Not the digest's pool: each thread reads into a buffer, which goes with the store.
             self._pool = ThreadPoolExecutor(workers, "tensor-dedup-store")
             # Who waits for the disk hashes nothing. None of these threads begins before its work.
             self._writers = ThreadPoolExecutor(_WRITERS, "tensor-dedup-write")

@@ -8,7 +8,6 @@ index where it needs one, and calls a module of `writing`, `reading` or `upkeep`
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -41,6 +40,7 @@ from tensor_dedup.store.writing.import_ import (
     import_source,
 )
 from tensor_dedup.store.writing.sources import read_source
+from tensor_dedup.types import StrPath
 
 if TYPE_CHECKING:
     import torch
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from tensor_dedup.store.steps.runs import Difference, Step
     from tensor_dedup.store.upkeep.run_sizes import Growth, RunCost, RunStats, TensorChanges
     from tensor_dedup.store.upkeep.usage import StoreUsage
-
-StrPath = str | PathLike[str]
 
 
 class LocalStore:

@@ -49,7 +49,7 @@ from tensor_dedup.training.state import StateChunk
 if TYPE_CHECKING:
     import torch
 
-_LOG = logging.getLogger("tensor_dedup")
+_log = logging.getLogger(__name__)
 # From this size on, one more thread is worth its start; each copies faster than any disk writes.
 _HELPED_BYTES = 64 << 20
 _HELPERS = 4
@@ -521,7 +521,7 @@ def _log_failures(pending: list[PendingSave]) -> None:
     """Log what failed, when nobody asked and nobody can any more."""
     for each in pending:
         if each.failed is not None and not each.reported:
-            _LOG.error("%s: %s was not saved: %s", each.root, each.name, each.failed)
+            _log.error("%s: %s was not saved: %s", each.root, each.name, each.failed)
 
 
 _ALL: "weakref.WeakSet[Saves]" = weakref.WeakSet()

@@ -51,7 +51,7 @@ from tensor_dedup.training.policy import Deltas, LeftTensor
 if TYPE_CHECKING:
     from pathlib import Path
 
-_LOG = logging.getLogger("tensor_dedup")
+_log = logging.getLogger(__name__)
 # Steps of background saves that may wait; a training that is never idle would pile them up.
 _MOST_WAITING = 8
 # A session that stands still for saves keeps the gc of others waiting.
@@ -251,7 +251,7 @@ class BackgroundEncoder:
         except (MissingObjectError, UnknownNameError):
             pass  # deleted meanwhile
         except StoreError as error:
-            _LOG.warning("%s is not encoded, and stays as it was saved: %s", job.name, error)
+            _log.warning("%s is not encoded, and stays as it was saved: %s", job.name, str(error))
         self._remove_superseded(0)
 
     def _rewrite(self, cache: RunCache, job: EncodingJob) -> "Rewritten | None":
@@ -297,7 +297,7 @@ class BackgroundEncoder:
                 return
             except StoreError as error:
                 what = "%s: a container that was encoded stays for now: %s"
-                _LOG.warning(what, self._objects.layout.root, error)
+                _log.warning(what, self._objects.layout.root, str(error))
                 return
             self._superseded = self._superseded[1:]
             if removed:

@@ -73,9 +73,9 @@ if TYPE_CHECKING:
 
     from tensor_dedup.remote.remote import Remote
     from tensor_dedup.training.state import Value
+    from tensor_dedup.types import StrPath
 
-_LOG = logging.getLogger("tensor_dedup")
-StrPath = str | PathLike[str]
+_log = logging.getLogger(__name__)
 _READERS = 8  # the disk wants several requests even where there are fewer cores
 # A region of memory is let go when the tensors in it are copied.
 _REGION = 64 << 20
@@ -425,7 +425,7 @@ class CheckpointStore:
         try:
             self._delete_unretained(step)
         except StoreError as error:  # the step is there: a save that did its work does not fail
-            _LOG.warning("saved %s; no older step was let go of: %s", saved.name, error)
+            _log.warning("saved %s; no older step was let go of: %s", saved.name, str(error))
         return saved
 
     def load(self, step: int, original: Any = None) -> Any:
@@ -664,7 +664,7 @@ class CheckpointStore:
                 what += "chooses; while no step has it, none is deleted"
             else:
                 what = f"has NaN as its metric {name!r}, which is never the best"
-            _LOG.warning(
+            _log.warning(
                 "%s: the step %s %s", self.store.path, step_name(notes.run, notes.step), what
             )
 

@@ -3,11 +3,11 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Final
 
 from tensor_dedup.errors import ConfigError
+from tensor_dedup.suggestions import nearest
 
 _WITHIN: Final = re.compile(r"^(.*?\.\d+)\.(.+)$")
 _BLOCK: Final = re.compile(r"(?:(?P<stack>.*)\.)?(?P<number>\d+)")
@@ -80,7 +80,7 @@ def _meant(layers: Names, part: str) -> Names:
     }
     found = {name: tensors for name, tensors in found.items() if tensors}
     if not found:
-        near = get_close_matches(part, list(layers), 1)
+        near = nearest(part, layers, most=1)
         some = ", ".join([*layers][:_SHOWN])
         advice = f"did you mean {near[0]!r}?" if near else f"there are {some}"
         what = f"no tensor, and no layer that has tensors, is called {part!r}"

@@ -29,6 +29,20 @@ def import_ray(module: str = "ray") -> Any:
         raise NotInstalledError(what) from error
 
 
+def actor_options(name: str) -> dict[str, Any]:
+    """Return the options of Ray for an actor of ours, which outlives whoever starts it."""
+    return {
+        "name": name,
+        "namespace": NAMESPACE,
+        "get_if_exists": True,
+        "lifetime": "detached",
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": 3,  # every call may be made twice
+        "max_concurrency": 16,
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
     """A node of Ray that is alive; `memory` is the resource of that name, in bytes.

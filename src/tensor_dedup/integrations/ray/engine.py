@@ -13,6 +13,7 @@ from tensor_dedup.errors import ConfigError
 from tensor_dedup.integrations.ray.cluster import NAMESPACE, import_ray
 from tensor_dedup.integrations.ray.node import actor_name
 from tensor_dedup.suggestions import perhaps
+from tensor_dedup.types import STORE_SCHEME
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -34,7 +35,7 @@ class Engine:
         prepared = await actor.prepare.remote(remote, model)
         sharing = {"store": prepared.store, "memory_manager": prepared.socket}
         self._model = model
-        await self._open({**options, "model": f"store://{model}", "tensor_dedup": sharing})
+        await self._open({**options, "model": f"{STORE_SCHEME}{model}", "tensor_dedup": sharing})
 
     async def _open(self, options: dict[str, Any]) -> None:
         from vllm.engine.arg_utils import AsyncEngineArgs

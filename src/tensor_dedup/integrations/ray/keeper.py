@@ -14,6 +14,7 @@ from tensor_dedup.integrations.ray.cluster import (
     NODE_LABEL,
     ClusterNode,
     EngineApp,
+    actor_options,
     alive_nodes,
     engine_apps,
     import_ray,
@@ -418,21 +419,7 @@ def _planned_memory(node: ClusterNode, specification: FleetSpecification) -> int
 
 def ensure_keeper(fleet: str) -> Any:
     """Return the keeper of a fleet, which is started if there is none."""
-    return (
-        import_ray()
-        .remote(Keeper)
-        .options(
-            name=keeper_name(fleet),
-            namespace=NAMESPACE,
-            get_if_exists=True,
-            lifetime="detached",
-            num_cpus=0,
-            max_restarts=-1,
-            max_task_retries=3,  # every call may be made twice
-            max_concurrency=16,
-        )
-        .remote(fleet)
-    )
+    return import_ray().remote(Keeper).options(**actor_options(keeper_name(fleet))).remote(fleet)
 
 
 def keeper_name(fleet: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from tensor_dedup.errors import TensorDedupError
-from tensor_dedup.integrations.ray.cluster import NAMESPACE, import_ray, recall, remember
+from tensor_dedup.integrations.ray.cluster import actor_options, import_ray, recall, remember
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.client.client import start_manager
 from tensor_dedup.memory_manager.protocol import paths
@@ -129,14 +129,7 @@ def ensure(node_id: str, store: str | None, socket: str | None, budget: int | No
     return (
         ray.remote(NodeActor)
         .options(
-            name=actor_name(node_id),
-            namespace=NAMESPACE,
-            get_if_exists=True,
-            lifetime="detached",
-            num_cpus=0,
-            max_restarts=-1,
-            max_task_retries=3,
-            max_concurrency=16,
+            **actor_options(actor_name(node_id)),
             scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
         .remote(store, socket, budget)

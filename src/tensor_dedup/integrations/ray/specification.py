@@ -8,6 +8,7 @@ import msgspec
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.planning.placement import Model, Wanted, wanted
 from tensor_dedup.remote import Remote
+from tensor_dedup.types import STORE_SCHEME
 
 
 class ModelSpecification(msgspec.Struct, frozen=True):
@@ -67,7 +68,7 @@ def model_of(name: str, given: Mapping[str, Any]) -> ModelSpecification:
         what = f"models[{name!r}]: engine is {engine!r}; give vLLM's arguments by name"
         raise ConfigError(what, model=name)
     rest = {field: value for field, value in given.items() if field != "engine"}
-    found: Wanted = wanted(f"models[{name!r}]", name, {**rest, "path": f"store://{name}"})
+    found: Wanted = wanted(f"models[{name!r}]", name, {**rest, "path": f"{STORE_SCHEME}{name}"})
     return ModelSpecification(found.replicas, found.room, found.host, dict(engine))
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 from tensor_dedup.analyze.analysis import analyze
 from tensor_dedup.analyze.contributions import contributions
 from tensor_dedup.analyze.difference import ReadRange, reading
-from tensor_dedup.analyze.stored import SCHEME, StrPath, find, full_name, looks_like_step
+from tensor_dedup.analyze.stored import find, full_name, looks_like_step
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.errors import ChangedFileError, ConfigError, UnsupportedError
 from tensor_dedup.formats.checkpoint import open_checkpoint
@@ -30,6 +30,7 @@ from tensor_dedup.planning.substitution.samples import Movement, Samples
 from tensor_dedup.store import LocalStore
 from tensor_dedup.store.hashing import ProgressListener
 from tensor_dedup.text_table import human
+from tensor_dedup.types import STORE_SCHEME, StrPath
 
 # Of the JSON document.
 SCHEMA: Final = 1
@@ -174,7 +175,7 @@ def _folder(found: Path | str, store: StrPath | None, why: str) -> Path:
     """The path of a checkpoint that has one."""
     if isinstance(found, Path):
         return found
-    command = f"tensor-dedup export {shlex.quote(found.removeprefix(SCHEME))} DIR"
+    command = f"tensor-dedup export {shlex.quote(found.removeprefix(STORE_SCHEME))} DIR"
     if store is not None:
         command += f" --store {shlex.quote(str(store))}"
     raise ConfigError(f"{found}: {why} its files; run `{command}`, and give DIR", path=found)
@@ -298,7 +299,7 @@ def _write(
 ) -> list[str]:
     pairs = {tensor.name: old for layer in taken.values() for tensor, old in layer.pairs}
     content = content_digest((t.name, t.fingerprint.digest) for t in one.tensors)
-    given = os.fspath(base).removeprefix(SCHEME)
+    given = os.fspath(base).removeprefix(STORE_SCHEME)
     called = Path(given).name if os.path.lexists(given) else given
 
     def metadata(names: Sequence[str]) -> dict[str, str]:

@@ -184,6 +184,7 @@ class _Push:
                 what = f"the tag {self._name.reference!r} stands for another artifact there"
                 raise RemoteNameTakenError.at(self._name.url, what, name=self._name.reference)
         layers = artifacts.layers_of(checkpoint.files)
+        # Not the store's: SHA-256 of whole layers, a layer a thread.
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             digests = [*pool.map(partial(_hashed, checkpoint), layers)]
         tables = [artifacts.table_of(layer, self._leaves) for layer in layers]
@@ -210,6 +211,7 @@ class _Push:
 
     def _send(self, layers: Mapping[str, ArtifactLayer], others: Sequence[bytes]) -> None:
         registry = self._registry
+        # Of this call: its requests wait for the network.
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             there = dict(zip(layers, pool.map(registry.has_blob, layers), strict=True))
             missing = {each: layers[each] for each in layers if not there[each]}

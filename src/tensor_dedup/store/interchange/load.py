@@ -330,6 +330,7 @@ class _Loading:
     def read(self, *, hashed: bool) -> None:
         """Fill the storages; with `hashed`, compare all bytes with the descriptor's multihash."""
         total = self._folder.index.total_size
+        # Of this load: it may read a folder that belongs to no store.
         with ThreadPoolExecutor(workers(), "tensor-dedup-load") as pool:
             if not hashed:
                 list(pool.map(self._fill, self._storages))

@@ -202,6 +202,7 @@ class Stream:
         self._pools: list[ThreadPoolExecutor] = []
         if config.enable_async_write:
             sizes = {"write": _WRITERS, "hash": workers(), "chain": 1}
+            # Three: hashing waits for no disk, and one thread hashes what has an order.
             self._pools = [
                 ThreadPoolExecutor(size, f"tensor-dedup-{name}") for name, size in sizes.items()
             ]

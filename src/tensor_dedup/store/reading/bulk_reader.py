@@ -140,6 +140,7 @@ class BulkReader:
         self._bypasses: dict[ContainerId, bool] = {}
         self._undo = ExitStack()
         self._undo.callback(self._direct.close)
+        # Threads of its own: they wait for the disk, so there are more than hash.
         self._threads = ThreadPoolExecutor(threads, "tensor-dedup-read")
         self._undo.callback(self._threads.shutdown, cancel_futures=True)
 

@@ -11,7 +11,7 @@ from tensor_dedup.store.errors import BadDigestError, UnknownNameError
 from tensor_dedup.store.format.manifests import Manifest, Piece, by_file, loose
 from tensor_dedup.store.objects import Objects
 
-_LOG = logging.getLogger("tensor_dedup")
+_log = logging.getLogger(__name__)
 _DIGEST: Final = re.compile(r"[0-9a-f]{4,64}")
 
 
@@ -52,7 +52,7 @@ def find(objects: Objects, digest: str) -> list[TensorPlace]:
         except UnknownNameError:  # deleted since the names were read
             continue
         except StoreError as error:
-            _LOG.warning("%s is left out: %s", name, error)
+            _log.warning("%s is left out: %s", name, str(error))
             continue
         pieces = [piece for page in content.pages for piece in pages[page]]
         found += _in_checkpoint(name, content, pieces, digest.lower())

@@ -48,7 +48,7 @@ from tensor_dedup.store.steps.notes import Notes, content_name, shown
 from tensor_dedup.store.steps.retention import Goals
 from tensor_dedup.store.steps.sequence import next_sequence
 
-_LOG = logging.getLogger("tensor_dedup")
+_log = logging.getLogger(__name__)
 # Eighteen digits fit everywhere; nobody counts further.
 _NAME = re.compile(r"(?P<run>.+)@(?P<step>0|[1-9][0-9]{0,17})(?P<pin>@pin)?", re.DOTALL)
 PIN = "@pin"
@@ -418,7 +418,7 @@ def describe_all(objects: Objects, run: str) -> list[Step]:
         try:
             found.append(describe(objects, run, step, kept))
         except (DamagedFileError, MissingObjectError) as error:
-            _LOG.warning("left out step %d of run %r: %s", step, run, error)
+            _log.warning("left out step %d of run %r: %s", step, run, str(error))
         except (UnknownStepError, NotATrainingError):
             pass
     return found

@@ -21,7 +21,7 @@ from tensor_dedup.store.locks import session, sweep
 from tensor_dedup.store.objects import Objects
 from tensor_dedup.store.upkeep.inventory import Inventory, catch_up, take_inventory
 
-_LOG = logging.getLogger("tensor_dedup")
+_log = logging.getLogger(__name__)
 DEFAULT_GRACE_HOURS = 24.0
 _HOUR_S = 3600
 _NAMED = 5
@@ -289,7 +289,7 @@ def _date_anew(objects: Objects) -> None:
             files.rename(path, folder / f"{now}.{path.name.partition('.')[2]}")
         if ahead:
             hours = (max(when for _, when in ahead) - now) / _HOUR_S
-            _LOG.warning(
+            _log.warning(
                 "%s: %d files were dated up to %.1f hours ahead, so the clock was set back; they "
                 "stay for the whole grace from now on",
                 folder,

@@ -13,7 +13,6 @@ from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import (
     ChangedExternalError,
     DamagedFileError,
-    ForeignFileError,
     UnknownNameError,
 )
 from tensor_dedup.store.format.external import EXTERNAL
@@ -165,7 +164,8 @@ def _with_containers(
     objects: Objects, found: Inventory, known: Mapping[ContainerId, Table] | None = None
 ) -> Inventory:
     for path in objects.aliens():
-        error = ForeignFileError.at(path, "nothing in a store has such a name")
+        what = "nothing in a store has such a name; move it out of the store"
+        error = DamagedFileError(f"{path}: {what}", path=str(path))
         found.problems.append(Problem("alien", path, error))
     for container in objects.containers:
         if known is not None and container in known:

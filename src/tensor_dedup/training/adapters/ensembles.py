@@ -20,7 +20,7 @@ from tensor_dedup.training.adapters.rebuild import StructureAdapter, mismatched
 from tensor_dedup.training.errors import DamagedStateError, UnsupportedValueError
 from tensor_dedup.training.state import StateChunk
 
-_LOG = logging.getLogger("tensor_dedup")
+_log = logging.getLogger(__name__)
 _Columns = TypeVar("_Columns", bound=tuple[list[Any], ...])
 _BROKEN = (
     "a %s was declared append-only, and trees of it that were saved are gone or changed: all of "
@@ -70,7 +70,7 @@ def append_only_memory() -> AppendOnlyMemory | None:
 
 def warn_not_append_only(kind: str) -> None:
     """Log a warning that an ensemble declared append-only did not just grow."""
-    _LOG.warning(_BROKEN, kind)
+    _log.warning(_BROKEN, kind)
 
 
 def read_columns(

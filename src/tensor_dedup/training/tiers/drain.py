@@ -74,7 +74,7 @@ from tensor_dedup.training.tiers.second_tier import (
     unlink,
 )
 
-_LOG = logging.getLogger("tensor_dedup")
+_log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0
 # A sweep of the fast tier waits so long for those who have it open, and where the disk is full.
 _SWEEP_WAIT_S, _FULL_WAIT_S = 2.0, 60.0
@@ -264,7 +264,7 @@ class Drain:
                 there = self.second.place(step)
             if there is None or there.manifest is None or there.manifest != near.manifest:
                 raise
-            _LOG.warning("read %s from %s: %s", name, self.second.where, error)
+            _log.warning("read %s from %s: %s", name, self.second.where, str(error))
             return self.second.read(step, read, afresh=True)
 
     def _look(self) -> TierContent:
@@ -275,7 +275,7 @@ class Drain:
                 self._notes.check()
             self._seen = content
         except StoreError as error:
-            _LOG.warning("going by what was known of %s: %s", self.second.where, error)
+            _log.warning("going by what was known of %s: %s", self.second.where, str(error))
         return self._seen
 
     @property
@@ -397,7 +397,7 @@ class Drain:
                 what = "%s: saves of the run %r wait while %s not drained to %s%s"
                 many = "a step is" if self._backlog == 1 else f"{self._backlog} steps are"
                 why = "" if self._error is None else f": {self._error}"
-                _LOG.warning(what, self._fast.path, self._run, many, self.second.where, why)
+                _log.warning(what, self._fast.path, self._run, many, self.second.where, why)
             self._changed.wait_for(
                 lambda: len(self._queue) < self._backlog or self._closing or self._thread is None
             )
@@ -491,7 +491,9 @@ class Drain:
                 self._thread.start()
             except RuntimeError as error:  # the interpreter is ending
                 self._thread = None
-                _LOG.error("%s: %s is left to drain: %s", self._fast.path, [*self._queue], error)
+                _log.error(
+                    "%s: %s is left to drain: %s", self._fast.path, [*self._queue], str(error)
+                )
 
     def _work(self) -> None:
         """Drain step by step; the body of the thread."""
@@ -526,7 +528,7 @@ class Drain:
         except self.second.own_damage as error:
             return self._pause(step, error)
         except _OF_THE_STEP as error:
-            _LOG.error("%s: the step %d is not drained: %s", self._fast.path, step, error)
+            _log.error("%s: the step %d is not drained: %s", self._fast.path, step, str(error))
             broken = error
         except StoreError as error:
             return self._pause(step, error)
@@ -546,7 +548,7 @@ class Drain:
         with self._changed:
             if not self._pauses:
                 what = "%s: the step %d of the run %r is not drained yet, trying again: %s"
-                _LOG.warning(what, self._fast.path, step, self._run, error)
+                _log.warning(what, self._fast.path, step, self._run, error)
             self._error, self._failed = error, self._begun
             self._pauses += 1
             self._changed.notify_all()
@@ -556,7 +558,7 @@ class Drain:
                     what, many = "%s: %s of the run %r %s left to drain to %s: %s", len(self._queue)
                     steps, are = steps_text(many), "is" if many == 1 else "are"
                     second = self.second.where
-                    _LOG.error(what, self._fast.path, steps, self._run, are, second, error)
+                    _log.error(what, self._fast.path, steps, self._run, are, second, error)
                     self._end()
                     return False
                 self._changed.wait(min(left, _POLL_S))
@@ -619,7 +621,7 @@ class Drain:
                 for step in left:
                     self._let_go(step)
         except StoreError as error:  # the step is drained: what was to go goes after the next one
-            _LOG.warning("%s: no drained step was let go of: %s", self._fast.path, error)
+            _log.warning("%s: no drained step was let go of: %s", self._fast.path, str(error))
 
     def _drained_up_to(self, there: TierContent) -> int:
         """The place up to which every step of the fast tier is drained; later ones may be, too."""
@@ -736,7 +738,7 @@ class Drain:
             pass
         except StoreError as error:
             what = "%s: the space of what was let go of is not freed: %s"
-            _LOG.warning(what, self._fast.path, error)
+            _log.warning(what, self._fast.path, str(error))
 
     def _sweep_now(self, wait_s: float) -> GcPlan:
         with self._fast.handle.translated():

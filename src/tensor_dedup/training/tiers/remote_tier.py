@@ -65,7 +65,7 @@ from tensor_dedup.training.tiers.second_tier import (
     TierContent,
 )
 
-_LOG = logging.getLogger("tensor_dedup")
+_log = logging.getLogger(__name__)
 _UNREADABLE: Final = (DamagedRemoteError, MissingRemoteError, NewerFormatError)
 _T = TypeVar("_T")
 
@@ -458,5 +458,5 @@ def _second_store(
         if step_numbers(fast.handle.objects, order.run):
             what = "%s: the run %r has steps here, and a new store is made in %s; if they had been "
             what += "drained there before, end this, and mount that disk"
-            _LOG.warning(what, fast.path, order.run, made.path)
+            _log.warning(what, fast.path, order.run, made.path)
     return made
