@@ -23,7 +23,7 @@ from tensor_dedup.memory_manager.protocol.messages import Reply
 from tensor_dedup.memory_manager.server.acceptor import AcceptedConnection
 from tensor_dedup.memory_manager.server.descriptor_closer import DescriptorCloser
 
-log = logging.getLogger("tensor_dedup.memory_manager")
+_log = logging.getLogger(__name__)
 _RETRY_S: Final = 0.02
 
 
@@ -153,7 +153,7 @@ class Clients:
         try:
             self._watch(client, selectors.EVENT_READ)
         except OSError as error:
-            log.warning("cannot watch pid=%d: %s", accepted.pid, str(error))
+            _log.warning("cannot watch pid=%d: %s", accepted.pid, str(error))
             self.hang_up(client)
 
     def _process(self, accepted: AcceptedConnection) -> int:
@@ -173,7 +173,7 @@ class Clients:
                 )
             except OSError as error:
                 # Its connection stands for it, as where there is no descriptor for a process.
-                log.warning("cannot watch the end of pid=%d: %s", accepted.pid, str(error))
+                _log.warning("cannot watch the end of pid=%d: %s", accepted.pid, str(error))
                 os.close(accepted.pidfd)
                 self._processes[number] = None
             else:
@@ -236,7 +236,7 @@ class Clients:
         limit = self._stall_timeout_s
         for client in list(self._clients.values()):
             if client.stuck_since is not None and now - client.stuck_since >= limit:
-                log.warning("cut off: pid=%d has not read for %.0f s", client.pid, limit)
+                _log.warning("cut off: pid=%d has not read for %.0f s", client.pid, limit)
                 self.hang_up(client)
             elif client.retry_at is not None and now >= client.retry_at:
                 self._flush(client)

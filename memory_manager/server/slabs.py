@@ -17,7 +17,7 @@ from tensor_dedup.memory_manager.server.descriptor_closer import DescriptorClose
 from tensor_dedup.memory_manager.server.slab_jobs import Outcome, SlabJobs
 from tensor_dedup.memory_manager.server.systemd_fdstore import hand_over
 
-log = logging.getLogger("tensor_dedup.memory_manager")
+_log = logging.getLogger(__name__)
 
 
 class Slabs:
@@ -102,6 +102,6 @@ class Slabs:
         """End the threads, leave sealed slabs with systemd, if it keeps them, and free all."""
         self._jobs.close()
         if handed := hand_over(state, self._memories):
-            log.info("handed over slabs=%d", handed)
+            _log.info("handed over slabs=%d", handed)
         while self._memories:
             self._closer.drop([self._memories.popitem()[1]])
