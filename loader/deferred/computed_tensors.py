@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tensor_dedup.loader.ledger import NotShared
+from tensor_dedup.loader.not_shared import NotShared
 from tensor_dedup.loader.residents.manager import ResidentRequest
 from tensor_dedup.loader.residents.resident import key_anywhere
 from tensor_dedup.loader.residents.slab import SharedMemoryError

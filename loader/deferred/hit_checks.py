@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from tensor_dedup.config import TensorDedupConfig
-    from tensor_dedup.loader.ledger import LoadLedger
+    from tensor_dedup.loader.not_shared import LoadLedger
     from tensor_dedup.loader.residents.provider import AnyResident, ResidentProvider
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tensor_dedup.loader.checkpoint_io.sources import SourceTensor
     from tensor_dedup.loader.deferred.evaluate import Evaluator
     from tensor_dedup.loader.deferred.parameters import DeferredParameter
-    from tensor_dedup.loader.ledger import LoadLedger
+    from tensor_dedup.loader.not_shared import LoadLedger
     from tensor_dedup.loader.residents.provider import AnyResident, ResidentProvider
 
 

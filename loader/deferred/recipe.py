@@ -33,7 +33,7 @@ from tensor_dedup.loader.deferred.storage import (
     Write,
     span_of,
 )
-from tensor_dedup.loader.ledger import NotShared
+from tensor_dedup.loader.not_shared import NotShared
 
 _CONTEXT = "tensor-dedup recipe v1"
 

@@ -20,7 +20,7 @@ from tensor_dedup.loader.deferred.recipe import RecipeBook, composite_digest, wh
 from tensor_dedup.loader.deferred.recipe_lookup import RecipeLookup
 from tensor_dedup.loader.deferred.sharing_plan import SharingPlan
 from tensor_dedup.loader.deferred.storage import as_view
-from tensor_dedup.loader.ledger import LoadLedger, NotShared
+from tensor_dedup.loader.not_shared import LoadLedger, NotShared
 from tensor_dedup.loader.residents.manager import ResidentRequest
 from tensor_dedup.loader.residents.provider import HostProvider
 from tensor_dedup.loader.residents.resident import (

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tensor_dedup.loader.deferred.recipe import drop_what_is_overwritten, reason_to_keep_private
-from tensor_dedup.loader.ledger import NotShared
+from tensor_dedup.loader.not_shared import NotShared
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

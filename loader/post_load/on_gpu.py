@@ -17,7 +17,7 @@ from tensor_dedup.loader.cuda.manager_residents import (
     DeviceManagerResidents,
     device_manager_residents,
 )
-from tensor_dedup.loader.ledger import NotShared
+from tensor_dedup.loader.not_shared import NotShared
 from tensor_dedup.loader.post_load.batch import NamedParameter, reason_of_class, slab_batches
 from tensor_dedup.loader.post_load.replicas import ReplicaAssigner, root_module
 from tensor_dedup.loader.residents.compare import is_forgeable

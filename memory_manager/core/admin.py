@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import asdict
 
+from tensor_dedup.memory_manager.core.budget import ResidentEntry
 from tensor_dedup.memory_manager.core.effects import End
-from tensor_dedup.memory_manager.core.ledger import ResidentEntry
 from tensor_dedup.memory_manager.core.manager_state import ClientState, ManagerState, refusal
 from tensor_dedup.memory_manager.core.records import KeyRecord
 from tensor_dedup.memory_manager.protocol.layout import PAGE_ALIGNED_FROM

@@ -5,7 +5,7 @@ A load makes a put for each batch and each large tensor, hundreds in all, too ma
 
 from typing import Final
 
-from tensor_dedup.memory_manager.core.ledger import SlabState
+from tensor_dedup.memory_manager.core.budget import SlabState
 from tensor_dedup.memory_manager.core.manager_state import (
     ClientState,
     ManagerState,

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from tensor_dedup.memory_manager.core import admin, build_log, puts, query, reclaim, wait_queue
+from tensor_dedup.memory_manager.core.budget import Ledger
 from tensor_dedup.memory_manager.core.effects import Close, Effect
-from tensor_dedup.memory_manager.core.ledger import Ledger
 from tensor_dedup.memory_manager.core.manager_state import (
     ClientState,
     ManagerState,

@@ -5,6 +5,13 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from tensor_dedup.memory_manager.core.budget import (
+    ASLEEP_BYTES,
+    LEASE_BYTES,
+    Ledger,
+    ResidentEntry,
+    SlabState,
+)
 from tensor_dedup.memory_manager.core.effects import (
     CancelJob,
     Effect,
@@ -12,13 +19,6 @@ from tensor_dedup.memory_manager.core.effects import (
     FreeSlab,
     Note,
     Send,
-)
-from tensor_dedup.memory_manager.core.ledger import (
-    ASLEEP_BYTES,
-    LEASE_BYTES,
-    Ledger,
-    ResidentEntry,
-    SlabState,
 )
 from tensor_dedup.memory_manager.core.put_states import ACTIVE, Event, State, advance
 from tensor_dedup.memory_manager.core.records import KeyRecord, Records

@@ -1,8 +1,8 @@
 """Puts: reserve, allocate, seal and publish, and taking over from a silent builder."""
 
 from tensor_dedup.memory_manager.core import build_log
+from tensor_dedup.memory_manager.core.budget import KEY_BYTES, PUT_BYTES, SlabState
 from tensor_dedup.memory_manager.core.effects import AllocateSlab, SealAndHash
-from tensor_dedup.memory_manager.core.ledger import KEY_BYTES, PUT_BYTES, SlabState
 from tensor_dedup.memory_manager.core.manager_state import (
     ClientState,
     ManagerState,

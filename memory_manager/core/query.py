@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tensor_dedup.memory_manager.core.ledger import ResidentEntry
+from tensor_dedup.memory_manager.core.budget import ResidentEntry
 from tensor_dedup.memory_manager.core.manager_state import ClientState, ManagerState, refusal
 from tensor_dedup.memory_manager.protocol.limits import MAX_DESCRIPTORS, MAX_MESSAGE
 from tensor_dedup.memory_manager.protocol.messages import (

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from contextlib import suppress
 
+from tensor_dedup.memory_manager.core.budget import ResidentEntry, SlabState
 from tensor_dedup.memory_manager.core.effects import ReclaimSlab
-from tensor_dedup.memory_manager.core.ledger import ResidentEntry, SlabState
 from tensor_dedup.memory_manager.core.manager_state import (
     ClientState,
     ManagerState,

@@ -41,7 +41,7 @@ from tensor_dedup.loader.torch_dtypes import torch_dtype
 from tensor_dedup.loader.unsharing.device_copies import COPIES
 from tensor_dedup.loader.unsharing.lookup import is_mapped, is_on_gpu, replica_keys_of, residents_of
 from tensor_dedup.loader.unsharing.private import map_shared, read_only
-from tensor_dedup.patches.huggingface import writers
+from tensor_dedup.patches.huggingface import in_place_writers as writers
 from tensor_dedup.patches.huggingface.gpu_conversions import GpuConversion, PendingTransfer
 from tensor_dedup.seams import Seam, usable
 

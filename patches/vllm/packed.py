@@ -20,7 +20,7 @@ from torch import nn
 
 from tensor_dedup.loader.deferred.layer_records import RECORD, LayerRecord, structure_of
 from tensor_dedup.loader.deferred.parameters import DeferredParameter, replace_data
-from tensor_dedup.loader.ledger import NotShared
+from tensor_dedup.loader.not_shared import NotShared
 from tensor_dedup.loader.residents.compare import raise_audit
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.patches.vllm.kernels import (

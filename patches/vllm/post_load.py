@@ -14,7 +14,7 @@ from vllm.model_executor import model_loader
 from tensor_dedup.loader.deferred.computed_tensors import share_by_content, slabs
 from tensor_dedup.loader.deferred.parameters import replace_data
 from tensor_dedup.loader.deferred.trace import UntraceableError
-from tensor_dedup.loader.ledger import NotShared
+from tensor_dedup.loader.not_shared import NotShared
 from tensor_dedup.loader.residents.resident import sharable
 from tensor_dedup.loader.residents.slab import SharedMemoryError
 from tensor_dedup.patches.vllm.kernels import kept_by_others

@@ -26,7 +26,7 @@ from tensor_dedup.loader.deferred.layer_records import (
     structure_of,
 )
 from tensor_dedup.loader.deferred.parameters import DeferredParameter, replace_data
-from tensor_dedup.loader.ledger import NotShared
+from tensor_dedup.loader.not_shared import NotShared
 from tensor_dedup.loader.residents.compare import raise_audit, same_bytes
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.residents.resident import Resident, sharable_anywhere

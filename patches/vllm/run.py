@@ -44,7 +44,7 @@ from tensor_dedup.loader.deferred.session import LoadSession
 from tensor_dedup.loader.deferred.storage import within
 from tensor_dedup.loader.deferred.trace import Tracer, UntraceableError
 from tensor_dedup.loader.deferred.uninitialised import UninitialisedStorages, surely_unwritten
-from tensor_dedup.loader.ledger import NotShared
+from tensor_dedup.loader.not_shared import NotShared
 from tensor_dedup.loader.process_state import release_memory, rng_restored_on_failure
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.loader.residents.provider import host_provider_for

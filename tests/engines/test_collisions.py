@@ -23,7 +23,7 @@ import process_state
 import shared
 import tiny_checkpoints as checkpoints
 from tensor_dedup import report
-from tensor_dedup.loader.ledger import NotShared
+from tensor_dedup.loader.not_shared import NotShared
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -17,7 +17,7 @@ import engines
 import fresh
 import loads
 import tiny_checkpoints as checkpoints
-from tensor_dedup.loader.ledger import NotShared
+from tensor_dedup.loader.not_shared import NotShared
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.types import ResidentKey

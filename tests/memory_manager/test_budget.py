@@ -1,6 +1,6 @@
 """What is charged, what is evicted, and in which order."""
 
-from tensor_dedup.memory_manager.core.ledger import (
+from tensor_dedup.memory_manager.core.budget import (
     RESIDENT_BYTES,
     SLAB_BYTES,
     Ledger,

@@ -18,7 +18,12 @@ import fresh
 import tiny_pipelines
 from tensor_dedup import enable, sweep, unshare, verify
 from tensor_dedup.loader.unsharing.private import READ_ONLY_VARIABLE, needs_private_copy
-from tensor_dedup.patches.huggingface.writers import AVERAGES, INVERSION, LOAD_STATE, PLANNED
+from tensor_dedup.patches.huggingface.in_place_writers import (
+    AVERAGES,
+    INVERSION,
+    LOAD_STATE,
+    PLANNED,
+)
 from tensor_dedup.seams import usable
 from tiny_pipelines import equal, image, load, parameters, shared
 

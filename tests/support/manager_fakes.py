@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 
 from tensor_dedup.memory_manager.backends.base import Capabilities, Memory, Spans
 from tensor_dedup.memory_manager.core import Core, Settings
+from tensor_dedup.memory_manager.core.budget import ASLEEP_BYTES, LEASE_BYTES, Ledger, SlabState
 from tensor_dedup.memory_manager.core.effects import (
     AllocateSlab,
     CancelJob,
@@ -34,7 +35,6 @@ from tensor_dedup.memory_manager.core.effects import (
     SealAndHash,
     Send,
 )
-from tensor_dedup.memory_manager.core.ledger import ASLEEP_BYTES, LEASE_BYTES, Ledger, SlabState
 from tensor_dedup.memory_manager.core.manager_state import ManagerState
 from tensor_dedup.memory_manager.core.records import key_cost
 from tensor_dedup.memory_manager.errors import (

@@ -59,7 +59,15 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         *("oci", "remote", "transfer", "on_demand"),
     ),
     "loader": (
-        *("report", "torch_dtypes", "process_state", "load_lock", "ledger", "residents", "cuda"),
+        *(
+            "report",
+            "torch_dtypes",
+            "process_state",
+            "load_lock",
+            "not_shared",
+            "residents",
+            "cuda",
+        ),
         *("checkpoint_io", "unsharing", "deferred", "post_load"),
     ),
     "training": (
