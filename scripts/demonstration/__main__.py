@@ -25,7 +25,7 @@ if __name__ == "__main__":
 
 from demonstration import gallery, models, pictures, run, show
 from tensor_dedup.cli import INTERRUPTED, data_errors
-from tensor_dedup.cli.output import console as console_of_tables
+from tensor_dedup.cli.terminal import console as console_of_tables
 from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.text_table import human
 

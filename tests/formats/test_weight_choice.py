@@ -2,7 +2,7 @@
 
 import pytest
 
-from tensor_dedup.formats.naming import WeightFiles, choose, is_index
+from tensor_dedup.formats.weight_choice import WeightFiles, choose, is_index
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 INDEX = "model.safetensors.index.json"

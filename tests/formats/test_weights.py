@@ -12,7 +12,7 @@ import gguf_files
 import pytorch_files
 from refusals import refused
 from tensor_dedup.errors import FormatError, NoSuchPathError, UnsupportedError
-from tensor_dedup.formats import naming
+from tensor_dedup.formats import weight_choice as naming
 from tensor_dedup.formats.checkpoint import Checkpoint, open_checkpoint
 from tensor_dedup.formats.errors import (
     CheckpointFault,

@@ -154,7 +154,7 @@ GERUNDS = {
     "freezing": "a term of the field",
     "hashing": "a term of the field",
     "lightning": "a library",
-    "naming": "which files of a folder are weights, and what tensors are called",
+    "naming": "what tensors are called",
     "offloading": "a term of the field",
     "planning": "a term of the field",
     "reading": "a term of the field",

@@ -43,7 +43,16 @@ TOP = frozenset({"", "__main__", "cli"})
 # The parts of each wing, bottom first: a part imports itself and what stands before it.
 PARTS: Mapping[str, tuple[str, ...]] = {
     "formats": (
-        *("errors", "files", "json", "naming", "hub_cache", "links", "layers", "safetensors"),
+        *(
+            "errors",
+            "files",
+            "json",
+            "weight_choice",
+            "hub_cache",
+            "links",
+            "layers",
+            "safetensors",
+        ),
         *("gguf", "pytorch", "serverless", "markers", "weights", "checkpoint"),
     ),
     "memory_manager": ("errors", "protocol", "cuda", "backends", "core", "client", "server"),
@@ -71,7 +80,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         *("checkpoint_io", "unsharing", "deferred", "post_load"),
     ),
     "training": (
-        *("errors", "state", "adapters", "base_step", "bases", "policy", "background_encoder"),
+        *("errors", "state", "adapters", "in_flight", "bases", "policy", "background_encoder"),
         *("commit", "capture", "background", "tiers", "checkpoint_store", "sharded"),
     ),
     "analyze": (

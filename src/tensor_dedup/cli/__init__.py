@@ -296,7 +296,7 @@ class Program(Verbs):
         except click.exceptions.NoArgsIsHelpError:
             raise  # its message is the help, which has its own lines
         except click.ClickException as error:
-            output = importlib.import_module("tensor_dedup.cli.output")  # late: --help is quick
+            output = importlib.import_module("tensor_dedup.cli.terminal")  # late: --help is quick
             lines = output.error_lines(error.format_message())
             if lines == error.format_message():
                 raise

@@ -16,7 +16,9 @@ from tensor_dedup.cli import check_suffix, printable
 from tensor_dedup.cli.analysis_page import write_page
 from tensor_dedup.cli.analysis_tables import show_tables
 from tensor_dedup.cli.analysis_text import show_summary
-from tensor_dedup.cli.output import (
+from tensor_dedup.cli.page import html_option
+from tensor_dedup.cli.store import follow_links_option, store_option
+from tensor_dedup.cli.terminal import (
     ByteBar,
     byte_size,
     console,
@@ -25,8 +27,6 @@ from tensor_dedup.cli.output import (
     say,
     say_lines,
 )
-from tensor_dedup.cli.page import html_option
-from tensor_dedup.cli.store import follow_links_option, store_option
 from tensor_dedup.digest import ALGORITHMS
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.store.format.manifests import STATE_MARK

@@ -4,7 +4,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from tensor_dedup.cli import main
-from tensor_dedup.cli.output import json_option, say
+from tensor_dedup.cli.terminal import json_option, say
 
 _PROGRAM = "tensor-dedup"
 # Left alone, bash takes RUN@STEP for three words.

@@ -12,7 +12,6 @@ from tensor_dedup.analyze import analyze
 from tensor_dedup.analyze.stored import full_name
 from tensor_dedup.api import Store
 from tensor_dedup.cli import WrongUse, repeating_given
-from tensor_dedup.cli.output import ByteBar, counted, json_option, say
 from tensor_dedup.cli.store import (
     damage_lines,
     empty,
@@ -25,6 +24,7 @@ from tensor_dedup.cli.store import (
     store_option,
     stored_names,
 )
+from tensor_dedup.cli.terminal import ByteBar, counted, json_option, say
 from tensor_dedup.errors import StoreError
 from tensor_dedup.formats.hub_cache import locate
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex

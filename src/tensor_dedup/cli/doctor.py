@@ -20,8 +20,8 @@ import psutil
 from tensor_dedup import settings
 from tensor_dedup.analyze.verdict import VLLM_COMMAND, vllm_server
 from tensor_dedup.cli.manager import socket_option
-from tensor_dedup.cli.output import counted, json_option, say, say_lines, short
 from tensor_dedup.cli.store import existing, store_option
+from tensor_dedup.cli.terminal import counted, json_option, say, say_lines, short
 from tensor_dedup.errors import TensorDedupError
 from tensor_dedup.memory_manager.backends.memfd import MemfdBackend
 from tensor_dedup.memory_manager.client.admin import Admin

@@ -14,7 +14,8 @@ import click
 
 from tensor_dedup.api import Store
 from tensor_dedup.cli import INTERRUPTED, Verbs, WrongUse, printable, remember_given
-from tensor_dedup.cli.output import (
+from tensor_dedup.cli.store import existing, name_argument, store_option
+from tensor_dedup.cli.terminal import (
     ByteBar,
     ask,
     console,
@@ -25,7 +26,6 @@ from tensor_dedup.cli.output import (
     say_lines,
     yes_option,
 )
-from tensor_dedup.cli.store import existing, name_argument, store_option
 from tensor_dedup.remote import (
     Remote,
     RemoteCheckpoint,

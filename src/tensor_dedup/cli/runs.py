@@ -13,17 +13,6 @@ from rich.table import Table
 
 from tensor_dedup.api import Store
 from tensor_dedup.cli import Verbs, WrongUse, check_suffix, printable
-from tensor_dedup.cli.output import (
-    Dotted,
-    ask,
-    console,
-    counted,
-    fitted,
-    json_option,
-    say,
-    say_lines,
-    yes_option,
-)
 from tensor_dedup.cli.run_plot import PlottedRun, page
 from tensor_dedup.cli.store import (
     damage_lines,
@@ -34,6 +23,17 @@ from tensor_dedup.cli.store import (
     print_fitted,
     space_after,
     store_option,
+)
+from tensor_dedup.cli.terminal import (
+    Dotted,
+    ask,
+    console,
+    counted,
+    fitted,
+    json_option,
+    say,
+    say_lines,
+    yes_option,
 )
 from tensor_dedup.errors import StoreError, TensorDedupError
 from tensor_dedup.formats.layers.layer_names import natural

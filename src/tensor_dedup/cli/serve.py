@@ -7,7 +7,7 @@ from ipaddress import ip_address
 import click
 
 from tensor_dedup.cli.manager import socket_option
-from tensor_dedup.cli.output import byte_size, json_option
+from tensor_dedup.cli.terminal import byte_size, json_option
 from tensor_dedup.memory_manager.protocol.paths import socket_path
 from tensor_dedup.memory_manager.server.main import MIN_BUDGET, Start, log_to, serve
 from tensor_dedup.memory_manager.server.metrics import LOOPBACK

@@ -13,7 +13,7 @@ from rich.table import Table
 from tensor_dedup.analyze.stored import full_name, pull_suggested
 from tensor_dedup.api import Store
 from tensor_dedup.cli import Failure, WrongUse, printable, remember_given
-from tensor_dedup.cli.output import (
+from tensor_dedup.cli.terminal import (
     ByteBar,
     Dotted,
     ask,

@@ -6,7 +6,8 @@ import click
 from rich.table import Table
 
 from tensor_dedup.cli import WrongUse
-from tensor_dedup.cli.output import (
+from tensor_dedup.cli.store import store_option
+from tensor_dedup.cli.terminal import (
     ByteBar,
     Dotted,
     byte_size,
@@ -16,7 +17,6 @@ from tensor_dedup.cli.output import (
     say,
     say_lines,
 )
-from tensor_dedup.cli.store import store_option
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.planning.substitution import Substitution, substitute
 from tensor_dedup.text_table import human

@@ -6,7 +6,7 @@ then the data files of a tensor_index.json. Others of torch.save, and then GGUF,
 or a component of a pipeline, has none of these. Tensors of a sub-folder carry its path:
 "unet/conv_in.weight". In a Diffusers pipeline (a folder with a model_index.json) the weights are
 those of the components it names; single-file versions of the whole pipeline beside them are left
-out. `tensor_dedup.formats.naming` chooses among several copies in one folder. A sub-folder
+out. `tensor_dedup.formats.weight_choice` chooses among several copies in one folder. A sub-folder
 `original`, beside weights, is the publisher's own layout of them and left out; so are hidden
 folders.
 
@@ -27,7 +27,9 @@ from tensor_dedup.formats.files import opened
 from tensor_dedup.formats.hub_cache import cache_path, may_name
 from tensor_dedup.formats.json import decode_object
 from tensor_dedup.formats.links import ANYWHERE, LinkBoundary
-from tensor_dedup.formats.naming import (
+from tensor_dedup.formats.safetensors import MAX_HEADER_BYTES
+from tensor_dedup.formats.serverless.data_files import INDEX_NAME, data_files
+from tensor_dedup.formats.weight_choice import (
     GGUF,
     PYTORCH,
     SAFETENSORS,
@@ -37,8 +39,6 @@ from tensor_dedup.formats.naming import (
     is_index,
     perhaps_weights,
 )
-from tensor_dedup.formats.safetensors import MAX_HEADER_BYTES
-from tensor_dedup.formats.serverless.data_files import INDEX_NAME, data_files
 from tensor_dedup.formats.weights import (
     GGUF_SUFFIX,
     PYTORCH_SUFFIXES,

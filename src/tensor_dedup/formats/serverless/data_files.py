@@ -16,7 +16,6 @@ from typing import Final
 
 from tensor_dedup.formats.errors import TensorIndexError, TensorIndexFault
 from tensor_dedup.formats.files import OpenFile, opened
-from tensor_dedup.formats.naming import WeightFiles
 from tensor_dedup.formats.safetensors import MAX_HEADER_BYTES
 from tensor_dedup.formats.serverless.tensor_index import (
     DTYPES,
@@ -25,6 +24,7 @@ from tensor_dedup.formats.serverless.tensor_index import (
     check_data,
     parse_index,
 )
+from tensor_dedup.formats.weight_choice import WeightFiles
 from tensor_dedup.types import TensorSpec
 
 INDEX_NAME: Final = "tensor_index.json"

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path, PurePath, PurePosixPath
 
-from tensor_dedup.formats.naming import is_generic
+from tensor_dedup.formats.weight_choice import is_generic
 from tensor_dedup.formats.weights import SUFFIXES
 from tensor_dedup.store.errors import BadNameError, EscapingPathError
 

@@ -13,7 +13,7 @@ from tensor_dedup.formats.checkpoint import (
 )
 from tensor_dedup.formats.hub_cache import HIDDEN, MODELS, SNAPSHOTS
 from tensor_dedup.formats.links import ANYWHERE, LinkBoundary
-from tensor_dedup.formats.naming import is_index
+from tensor_dedup.formats.weight_choice import is_index
 from tensor_dedup.formats.weights import Header, aliases_in
 from tensor_dedup.store.files import Files, Handle, RealFiles
 from tensor_dedup.store.format.names import name_of, shortened

@@ -62,8 +62,8 @@ from tensor_dedup.store.steps.runs import (
 )
 from tensor_dedup.store.store import LocalStore
 from tensor_dedup.store.upkeep.gc import GcPlan, sweep_now
-from tensor_dedup.training.base_step import BaseStep
 from tensor_dedup.training.errors import DivergedStepError, DivergedTierError, DrainError
+from tensor_dedup.training.in_flight import BaseStep
 from tensor_dedup.training.tiers.notes import TierNotes, next_turn
 from tensor_dedup.training.tiers.second_tier import (
     OutdatedError,
