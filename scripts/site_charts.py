@@ -23,14 +23,15 @@ _ROOM: Final = 66  # letters of a label
 class Chart:
     """Rows of a table: in which section, which table of it, and which columns label and measure.
 
-    Rows are those that `rows` matches. With `compared` the value is a multiple of the other side,
-    whose line is drawn at 1; a bar beyond it loses.
+    The column that measures is named by its head. Rows are those that `rows` matches. With
+    `compared` the value is a multiple of the other side, whose line is drawn at 1; a bar beyond it
+    loses.
     """
 
     section: str
     table: int
     unit: str
-    value: int
+    value: str
     label: tuple[int, ...] = (0,)
     rows: str = ""
     compared: bool = False
@@ -48,28 +49,31 @@ class Bar:
 
 
 CHARTS: Final = {
-    "savings": Chart("savings", 0, "% saved", 2),
+    "savings": Chart("savings", 0, "% saved", "source tensors"),
     "load": Chart(
-        "load", 0, "x the time of plain vLLM", 3, rows=r"\] s \| [^|]* x \|", compared=True
+        "load", 0, "x the time of plain vLLM", "compared", rows=r"\] s \| [^|]* x \|", compared=True
     ),
     "pipelines": Chart(
-        "pipelines", 0, "x the time of plain Diffusers", 3, rows=r" x \|", compared=True
+        "pipelines", 0, "x the time of plain Diffusers", "compared", rows=r" x \|", compared=True
     ),
-    "attach": Chart("attach", 0, "ms to the first page of every tensor", 2),
-    "store-cold": Chart("store", 0, "s, file cold", 1),
-    "store-warm": Chart("store", 0, "s, file cached", 3),
-    "codecs": Chart("codecs", 1, "% of the size", 1),
+    "attach": Chart("attach", 0, "ms to the first page of every tensor", "first page, ms"),
+    "store-cold": Chart("store", 0, "s, file cold", "cold, s"),
+    "store-warm": Chart("store", 0, "s, file cached", "warm, s"),
+    "codecs": Chart("codecs", 1, "% of the size", "size"),
     "training-bytes": Chart(
-        "checkpoints", 0, "of the bytes of TensorCAS's method", 7, compared=True
+        "checkpoints", 0, "of the bytes of TensorCAS's method", "ours / TensorCAS", compared=True
     ),
     "training-saves": Chart(
-        "checkpoints", 3, "ms a save", 2, (1,), rows=r"ResNet-18, all changes \|"
+        "checkpoints", 1, "ms a save", "ms", (1,), rows=r"ResNet-18, all changes \|"
     ),
-    "training-frozen": Chart("checkpoints", 3, "ms a save", 2, (1,), rows=r"ResNet-18, frozen \|"),
-    "large": Chart("checkpoints-long", 0, "MB", 3, (0, 2)),
-    "background": Chart("checkpoints-async", 0, "ms a step, training included", 1),
-    "datastates": Chart("datastates", 1, "ms blocked a save, 420 MB", 1),
-    "before": Chart("against", 0, "x before", 3, compared=True),
+    "training-frozen": Chart(
+        "checkpoints", 1, "ms a save", "ms", (1,), rows=r"ResNet-18, frozen \|"
+    ),
+    "large": Chart("checkpoints-long", 0, "MB", "MB, apparent", (0, 2)),
+    "background": Chart(
+        "checkpoints-async", 0, "ms a step, training included", "blocking, ms a step"
+    ),
+    "datastates": Chart("datastates", 0, "ms blocked a save, 420 MB", "blocked, ms a save"),
 }
 
 
@@ -77,10 +81,15 @@ def bars(chart: Chart, text: str) -> list[Bar]:
     """Return the bars of a chart, at least two, from the text of all tables.
 
     Raises:
-        LookupError: the section or the table is not there, or too few rows have a value.
+        LookupError: the section, the table or the column is not there, or too few rows have a
+            value.
     """
     drawn, before = list[Bar](), ""
-    for line in _lines(chart.section, chart.table, text)[2:]:
+    header, _, *lines = _lines(chart.section, chart.table, text)
+    if chart.value not in _cells(header):
+        raise LookupError(f"{TABLES}: no column {chart.value!r} in {chart.section!r}")
+    column = _cells(header).index(chart.value)
+    for line in lines:
         cells = _cells(line)
         if cells[0].startswith("the same"):
             cells[0] = cells[0].replace("the same", before)
@@ -89,7 +98,7 @@ def bars(chart: Chart, text: str) -> list[Bar]:
         if not re.search(chart.rows, line):
             continue
         label = ", ".join(cells[at] for at in chart.label).replace("`", "")
-        said = cells[chart.value]
+        said = cells[column]
         if pair := _RANGE.match(said):
             low, high = map(_float, pair.groups())
             drawn.append(Bar(label, high, low, high, said))

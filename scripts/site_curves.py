@@ -16,16 +16,15 @@ import site_charts
 SECTION: Final = "substitution"
 # By the titles of the section's tables.
 CURVES: Final = {
-    f"substitution-{task}-{scope}": f"**{task}, {scope}**"
-    for task in ("sections", "docstrings")
-    for scope in ("everything", "encoder")
+    f"substitution-{task}": f"**{task}, everything**" for task in ("sections", "docstrings")
 }
-_FORM, _SIZE, _SCORE, _BEST = 0, 3, 5, 8
+_FORM, _SIZE, _SCORE, _BEST = 0, 1, 2, 3
 _WIDTH, _HEIGHT = 480, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 16, 12, 40
 _TICKS: Final = (1, 2, 5, 10, 20)
 _MOST_TICKS: Final = 6
-_INTERVAL: Final = re.compile(r"([\d.]+) \[([\d.]+), ([\d.]+)\]")
+_POINTS: Final = r"([+-]?[\d.]+)"
+_INTERVAL: Final = re.compile(rf"{_POINTS} \[{_POINTS}, {_POINTS}\]")
 _INT: Final = re.compile(r"INT\d")
 
 
@@ -110,7 +109,7 @@ def svg(name: str) -> str:
         parts += [_point(each, number, x(each.size), y) for each in some]
         keys.append(f'<span><i class="c{number}"></i>{html.escape(title)}</span>')
     parts.append(
-        f'<text class="unit" x="{_LEFT}" y="{_HEIGHT - 6}">{html.escape(unit)}, against MB that a '
+        f'<text class="unit" x="{_LEFT}" y="{_HEIGHT - 6}">{html.escape(unit)}, by MB that a '
         "variant adds</text>"
     )
     told = "; ".join(each.said for each in forms)

@@ -79,6 +79,28 @@ def pytest_configure(config: pytest.Config) -> None:
     process_state.collect_surely()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A file's tests run in one process; all that start engines do, so that one imports vLLM."""
+    for item in items:
+        engine = item.get_closest_marker("vllm") is not None
+        item.add_marker(pytest.mark.xdist_group("engines" if engine else item.nodeid.split("::")[0]))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how long each file took, in seconds, with what its fixtures took."""
+    took: dict[str, float] = {}
+    for report in (each for found in terminalreporter.stats.values() for each in found):
+        if isinstance(report, pytest.TestReport):
+            file = report.nodeid.split("::")[0]
+            took[file] = took.get(file, 0.0) + report.duration
+    if len(took) < 2:
+        return
+    terminalreporter.section("seconds by file")
+    for file, seconds in sorted(took.items(), key=lambda each: -each[1]):
+        terminalreporter.write_line(f"{seconds:8.1f}  {file}")
+    terminalreporter.write_line(f"{sum(took.values()):8.1f}  in all")
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     import process_state
 

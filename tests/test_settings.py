@@ -8,10 +8,8 @@ import pytest
 from tensor_dedup import ConfigError, Store
 from tensor_dedup.memory_manager.protocol.paths import socket_path
 from tensor_dedup.memory_manager.server.main import default_budget, own_budget
-from tensor_dedup.settings import FILE
-from tensor_dedup.sizes import parse_size
+from tensor_dedup.settings import FILE, parse_size, remote_url
 from tensor_dedup.store.init import default_path, own_path
-from tensor_dedup.store.remote.on_demand import remote_url
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from tensor_dedup.errors import ChangedFileError, FormatError, StoreError
 from tensor_dedup.formats.safetensors import parse_header
 from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
 from tensor_dedup.loader.checkpoint_io.sources import SourceFile, SourceTensor
-from tensor_dedup.store.store import Store
+from tensor_dedup.store.store import LocalStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def store_behind(config: TensorDedupConfig) -> Store | None:
+def store_behind(config: TensorDedupConfig) -> LocalStore | None:
     """Return the store that a config names, or None if it cannot be opened.
 
     In that case the reason is logged, and weights are read as without a store.
@@ -42,7 +42,7 @@ def store_behind(config: TensorDedupConfig) -> Store | None:
     if config.store is None:
         return None
     try:
-        return Store.open(config.store_folder, create=False)
+        return LocalStore.open(config.store_folder, create=False)
     except (StoreError, OSError) as error:
         # With store_writes this load makes it.
         level = logging.DEBUG if config.store_writes else logging.WARNING
@@ -71,7 +71,7 @@ class CheckpointFiles:
     piece; the failure is logged.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: LocalStore) -> None:
         self._store = store
         self._lock = threading.Lock()
         self._expected: set[str] = set()
@@ -151,7 +151,7 @@ class StoredSource(SourceFile):
 
     def __init__(
         self,
-        store: Store,
+        store: LocalStore,
         checkpoint: StoredCheckpoint,
         file: Stored,
         path: Path,
@@ -241,7 +241,7 @@ class FromDisk:
     """The files of a checkpoint on disk, with or without a store behind them."""
 
     def __init__(
-        self, hints: HintIndex, algorithm: str, *, trust: bool, store: Store | None = None
+        self, hints: HintIndex, algorithm: str, *, trust: bool, store: LocalStore | None = None
     ) -> None:
         self._hints, self._algorithm, self._trust = hints, algorithm, trust
         self._stored_files = CheckpointFiles(store) if store is not None else None
@@ -268,7 +268,7 @@ class FromDisk:
 class FromStore:
     """The files of a stored checkpoint, addressed by the paths they would have in its checkout."""
 
-    def __init__(self, store: Store, checkout: Checkout, *, trust: bool) -> None:
+    def __init__(self, store: LocalStore, checkout: Checkout, *, trust: bool) -> None:
         """Open the stored checkpoint.
 
         Raises:

@@ -18,12 +18,12 @@ from tensor_dedup.config import FrozenBase
 from tensor_dedup.errors import ConfigError, UnsupportedError
 from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.formats.hub_cache import locate
-from tensor_dedup.layer_pairs import chosen, layers_of
+from tensor_dedup.formats.layers.layer_pairs import chosen, layers_of
+from tensor_dedup.formats.layers.quantisation import difference, settings_in
 from tensor_dedup.loader.checkpoint_io.from_store import FromDisk, FromStore, store_behind
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.loader.checkpoint_io.stub_folder import SCHEME, resolve
-from tensor_dedup.quantisation import difference, settings_in
-from tensor_dedup.store.store import Store
+from tensor_dedup.store.store import LocalStore
 
 if TYPE_CHECKING:
     from tensor_dedup.config import TensorDedupConfig
@@ -103,7 +103,7 @@ class FrozenLayers:
         base, trust = self.wanted.base, self._trust
         if base.startswith(SCHEME):
             checkout = resolve(base, self._config.store_folder, self._config.remote)
-            store = Store.open(checkout.store, create=False)
+            store = LocalStore.open(checkout.store, create=False)
             self._opening = FromStore(store, checkout, trust=trust)
             return [(Path(checkout.folder, name), "") for name in checkout.weights]
         checkpoint = open_checkpoint(locate(base), follow_links=True)

@@ -20,7 +20,7 @@ from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.memory_manager import connect
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.store.reading.tensors import load_tensors
-from tensor_dedup.store.store import Store
+from tensor_dedup.store.store import LocalStore
 
 _SCHEME: Final = "store://"
 
@@ -39,7 +39,10 @@ def publish(checkpoint: str, name: str, socket: str) -> str:
 
 def _tensors(checkpoint: str) -> dict[str, torch.Tensor]:
     if checkpoint.startswith(_SCHEME):
-        with Store.open() as store, store.checkpoint(checkpoint.removeprefix(_SCHEME)) as stored:
+        with (
+            LocalStore.open() as store,
+            store.checkpoint(checkpoint.removeprefix(_SCHEME)) as stored,
+        ):
             # Mapped, so that there is no second copy in memory. The store verifies it here; it is
             # hashed again when it is put, and has the digest of the bytes that the manager got.
             return load_tensors(stored, mapped=True)

@@ -18,9 +18,9 @@ import msgspec
 import platformdirs
 
 from tensor_dedup.errors import ConfigError, UnsupportedError
+from tensor_dedup.settings import remote_url
 from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredFile
-from tensor_dedup.store.remote.on_demand import pull_missing, remote_url
-from tensor_dedup.store.store import Store
+from tensor_dedup.store.store import LocalStore
 
 SCHEME = "store://"
 ENVIRONMENT = "TENSOR_DEDUP_CACHE"
@@ -62,7 +62,7 @@ class Checkout:
             ) from error
 
 
-def check_out(store: Store, url: str, *, folders: bool = False) -> Checkout:
+def check_out(store: LocalStore, url: str, *, folders: bool = False) -> Checkout:
     """Create or restore the folder of a stored checkpoint.
 
     With `folders`, weights in its folders count, too, as pipelines have them; otherwise only those
@@ -98,8 +98,12 @@ def resolve(
         StoreError, UnsupportedError: As of `check_out`, and of opening the store.
     """
     there = remote_url(remote)
-    opened = Store.open(store, create=there is not None)
-    pull_missing(opened, url.removeprefix(SCHEME), there)
+    opened = LocalStore.open(store, create=there is not None)
+    if there is not None and opened.manifest(name := url.removeprefix(SCHEME)) is None:
+        # Here, not above: a load of what is in the store imports nothing of remotes.
+        from tensor_dedup.remote.on_demand import pull_missing
+
+        pull_missing(opened, name, there)
     return check_out(opened, url, folders=folders)
 
 

@@ -9,7 +9,7 @@ from tensor_dedup.loader.checkpoint_io.hints import StoreHints
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.store.errors import NameTakenError
 from tensor_dedup.store.format.names import name_of, shortened
-from tensor_dedup.store.store import Store
+from tensor_dedup.store.store import LocalStore
 
 _log = logging.getLogger(__name__)
 # What an import may end with on a machine in trouble: the model is loaded all the same.
@@ -25,7 +25,7 @@ def keep(store: str | None, folder: Path, report: ModelReport, *, trust: bool) -
     Failures never reach the caller: they are logged once and entered into the report.
     """
     try:
-        report.stored_as = _keep(Store.open(store), folder, trust=trust)
+        report.stored_as = _keep(LocalStore.open(store), folder, trust=trust)
     except _FAILURES as error:
         _log.warning("%s was loaded, but not written to the store: %s", folder, str(error))
         report.skipped.append(("<store>", f"not written to the store: {error}"))
@@ -35,7 +35,7 @@ def _nothing(_path: Path, _fd: int) -> dict[tuple[int, int], str]:
     return {}
 
 
-def _keep(store: Store, folder: Path, *, trust: bool) -> str:
+def _keep(store: LocalStore, folder: Path, *, trust: bool) -> str:
     """Return the name under which the store holds the checkpoint, and never replace another."""
     hints = StoreHints()
     name = name_of(folder.absolute())

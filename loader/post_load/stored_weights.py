@@ -31,7 +31,7 @@ from tensor_dedup.loader.residents.slab import SharedMemoryError
 from tensor_dedup.loader.torch_dtypes import torch_dtype
 from tensor_dedup.loader.unsharing.private import map_shared
 from tensor_dedup.memory_manager.protocol.layout import ALIGNMENT
-from tensor_dedup.store.store import Store
+from tensor_dedup.store.store import LocalStore
 from tensor_dedup.types import ResidentKey
 
 if TYPE_CHECKING:
@@ -66,7 +66,9 @@ class StoredWeights:
         self._config = config
         # A provider of its own: the load uses another one, in another thread.
         self._provider = host_provider_for(config.memory_manager, checkout.url, keep_alignment=True)
-        self._opening = FromStore(Store.open(checkout.store, create=False), checkout, trust=trust)
+        self._opening = FromStore(
+            LocalStore.open(checkout.store, create=False), checkout, trust=trust
+        )
         self._files: dict[str, SourceFile] = {}
         self._held: dict[ResidentKey, Resident] = {}
         self._lock = threading.Lock()

@@ -55,7 +55,7 @@ from tensor_dedup.patches.vllm.load_formats import KEY, split
 from tensor_dedup.patches.vllm.run import LoadRun, load, restored_on_failure
 from tensor_dedup.patches.vllm.seams import usable, why_not
 from tensor_dedup.patches.vllm.unusable import plain_loader
-from tensor_dedup.store.store import Store
+from tensor_dedup.store.store import LocalStore
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
@@ -193,7 +193,7 @@ class TensorDedupLoader(ReadingLoader):
     def _opening(self, model: str, *, trust: bool) -> OpenCheckpoint:
         checkout = self._stored(model)
         if checkout is not None:
-            return FromStore(Store.open(checkout.store, create=False), checkout, trust=trust)
+            return FromStore(LocalStore.open(checkout.store, create=False), checkout, trust=trust)
         store = store_behind(self.dedup)
         return FromDisk(HintIndex(), self.dedup.hash_algorithm, trust=trust, store=store)
 

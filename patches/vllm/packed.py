@@ -3,6 +3,10 @@
 A handler cannot be mapped, hashed or written. It is shared as the object it is, within one process,
 under a key that includes the recipe of the plain weight it was packed from. What an int8 layer has
 beside it (scales, sums of columns) is shared tensor by tensor, in the same record.
+
+oneDNN's handlers are not made for two threads at once, and a lock cannot stand in compiled code.
+None is needed: vLLM keeps its forward context in a variable of the process, so engines of one
+process take turns.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from bench.checkpoint_methods import (
 from bench.results import Figures, estimate_scaled
 from bench.stats import Estimate, estimate, verdict
 from bench.turns import say, timed
-from tensor_dedup.store.checkpoints.adapters import SklearnAdapter, XGBoostAdapter
+from tensor_dedup.training.adapters import SklearnAdapter, XGBoostAdapter
 
 HEAD: Final = "| what | method | ms | ours to it | aim | | the article, ms |\n" + "| --- " * 7 + "|"
 _MS: Final = 1e-3

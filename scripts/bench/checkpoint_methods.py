@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import state_dict_saver as dcp_saver
 
 from bench import tensorcas_method as tensorcas
 from tensor_dedup import CheckpointStore
-from tensor_dedup.store.checkpoints.adapters import ModelAdapter
+from tensor_dedup.training.adapters import ModelAdapter
 
 OURS: Final = "tensor-dedup"
 RAW: Final = "tensor-dedup, compress=None"

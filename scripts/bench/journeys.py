@@ -205,7 +205,7 @@ def checkpoints(inputs: Path, scratch: Path) -> dict[str, float]:
     """Steps of 64 tensors of 1 MiB; medians of several saves of each kind."""
     import numpy as np
 
-    from tensor_dedup.store.checkpoints import CheckpointStore
+    from tensor_dedup.training import CheckpointStore
 
     random = np.random.default_rng(0)
     state = {f"t{n}": random.standard_normal(1 << 18).astype("f4") for n in range(64)}

@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 # The public names, for type checkers. A test checks that the two lists agree.
 if TYPE_CHECKING:
+    from tensor_dedup.api import Store as Store
     from tensor_dedup.config import TensorDedupConfig as TensorDedupConfig
     from tensor_dedup.errors import AuditError as AuditError
     from tensor_dedup.errors import CheckpointError as CheckpointError
@@ -29,10 +30,9 @@ if TYPE_CHECKING:
     from tensor_dedup.patches.huggingface.pipelines import enable as enable
     from tensor_dedup.patches.huggingface.pipelines import move as move
     from tensor_dedup.patches.huggingface.pipelines import sweep as sweep
-    from tensor_dedup.store.checkpoints.checkpoint_store import CheckpointStore as CheckpointStore
+    from tensor_dedup.remote.remote import Remote as Remote
     from tensor_dedup.store.reading.tensors import load_tensors as load_tensors
-    from tensor_dedup.store.remote.remote import Remote as Remote
-    from tensor_dedup.store.store import Store as Store
+    from tensor_dedup.training.checkpoint_store import CheckpointStore as CheckpointStore
 
 # And for run time: the module in which each is looked up when it is first used.
 _HOMES = {
@@ -54,10 +54,10 @@ _HOMES = {
     "enable": "tensor_dedup.patches.huggingface.pipelines",
     "move": "tensor_dedup.patches.huggingface.pipelines",
     "sweep": "tensor_dedup.patches.huggingface.pipelines",
-    "CheckpointStore": "tensor_dedup.store.checkpoints.checkpoint_store",
+    "CheckpointStore": "tensor_dedup.training.checkpoint_store",
     "load_tensors": "tensor_dedup.store.reading.tensors",
-    "Remote": "tensor_dedup.store.remote.remote",
-    "Store": "tensor_dedup.store.store",
+    "Remote": "tensor_dedup.remote.remote",
+    "Store": "tensor_dedup.api",
 }
 
 if not TYPE_CHECKING:  # they take the names that are imported as themselves for the public ones

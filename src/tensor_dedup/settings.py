@@ -10,22 +10,28 @@ The option of a verb and the environment count before both.
 """
 
 import os
+import re
 import tomllib
 from contextlib import suppress
 from difflib import get_close_matches
+from fractions import Fraction
+from os import PathLike
 from pathlib import Path
 from typing import Any, Final
 
 import platformdirs
 
 from tensor_dedup.errors import ConfigError
-from tensor_dedup.sizes import parse_size
 
 FILE: Final = "tensor-dedup.toml"
 # Names the file to read in place of the user's own.
 ENVIRONMENT: Final = "TENSOR_DEDUP_CONFIG"
+REMOTE_ENVIRONMENT: Final = "TENSOR_DEDUP_REMOTE"
 _PATHS: Final = ("store", "socket")
 _KEYS: Final = (*_PATHS, "remote", "budget")
+# Sizes as people write them: `64G`, `1.5GiB`, `1048576`.
+_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)", re.IGNORECASE)
+_POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def files() -> list[Path]:
@@ -72,14 +78,31 @@ def configured_budget() -> int | None:
     return None if value is None else parse_size(str(value))
 
 
-def configured_remote() -> str | None:
-    """Return the URL that a file gives for `remote`, or None.
+def remote_url(given: str | PathLike[str] | None = None) -> str | None:
+    """Return the remote to pull from: what is given, else what the environment names.
+
+    The environment variable is TENSOR_DEDUP_REMOTE; after it counts `remote` of a configuration
+    file. None if there is none of these.
 
     Raises:
         ConfigError: a file cannot be read, or has an unknown key or a wrong value.
     """
-    value: str | None = _value("remote")
-    return value
+    if given:
+        return str(given)
+    url: str | None = os.environ.get(REMOTE_ENVIRONMENT) or _value("remote")
+    return url
+
+
+def parse_size(text: str) -> int | None:
+    """Return the bytes that a size stands for, or None if it is no size.
+
+    `64G`, `64Gi` and `64GiB` are powers of 1024, `64GB` is one of 1000.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or (match[3] and not match[2]):
+        return None
+    base = 1000 if match[2] and match[4] and not match[3] else 1024
+    return int(Fraction(match[1]) * base ** _POWERS[match[2].upper()])
 
 
 def _value(key: str) -> Any:

@@ -3,5 +3,5 @@
     from tensorcas.store import TensorCasStore
     from tensorcas.adapters.pytorch import PyTorchAdapter
 
-Everything here is tensor-dedup's own, from `tensor_dedup.store.checkpoints`, under a second name.
+Everything here is tensor-dedup's own, from `tensor_dedup.training`, under a second name.
 """

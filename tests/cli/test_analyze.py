@@ -19,11 +19,11 @@ from safetensors.numpy import save_file
 
 import gallery
 import tiny_checkpoints as checkpoints
+from tensor_dedup import Store
 from tensor_dedup.analyze import analyze
 from tensor_dedup.analyze.verdict import vllm_server
 from tensor_dedup.cli.analyze import show_analysis
-from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.training import CheckpointStore
 
 COMMAND = Path(sys.executable).with_name("tensor-dedup")
 

@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from stores import noise, safetensors, u8, write
+from tensor_dedup import Store
 from tensor_dedup.cli import main
-from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.training import CheckpointStore
 
 BASH = """
 PATH={folder}:$PATH

@@ -14,9 +14,9 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from stores import KIB, memory_folder, noise, safetensors, size_on_disk, u8, write
+from tensor_dedup import Store
 from tensor_dedup.cli import main
-from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.training import CheckpointStore
 
 STEPS = 1000
 WIDTHS = [60, 80, 140]

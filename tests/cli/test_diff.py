@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import gallery
-from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.training import CheckpointStore
 
 COMMAND = Path(sys.executable).with_name("tensor-dedup")
 SCHEMA = Path(__file__).parents[2] / "docs" / "diff.schema.json"

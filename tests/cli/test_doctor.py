@@ -9,10 +9,10 @@ from click.testing import CliRunner
 
 import managers
 from stores import KIB, noise, safetensors, u8, write
+from tensor_dedup import Store
 from tensor_dedup.analyze import verdict
 from tensor_dedup.cli import doctor as doctor_module
 from tensor_dedup.cli import main
-from tensor_dedup.store import Store
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ import managers
 import package_source
 import prompts
 from stores import KIB, noise, safetensors, u8, write
+from tensor_dedup import Store
 from tensor_dedup.cli import VERBS, main
 from tensor_dedup.digest import digest
-from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.training import CheckpointStore
 
 # What each can end with, Ctrl-C apart where nothing is asked: `tests/cli/test_main.py` has that.
 _ALL = frozenset({0, 1, 2})

@@ -18,10 +18,10 @@ from click.testing import CliRunner, Result
 import registries
 from remotes import answered
 from stores import content, noise, three
+from tensor_dedup import Store
 from tensor_dedup.cli import main
-from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.remote import Remote
+from tensor_dedup.remote import Remote
+from tensor_dedup.training import CheckpointStore
 
 
 @pytest.fixture

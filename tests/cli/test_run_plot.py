@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import chromium
 from tensor_dedup.cli.run_plot import PlottedRun, labels, page, ticks
-from tensor_dedup.store.checkpoints.runs import Step
-from tensor_dedup.store.checkpoints.sizes import Growth
+from tensor_dedup.store.steps.runs import Step
+from tensor_dedup.store.upkeep.run_sizes import Growth
 
 MIB = 1 << 20
 _VOID = {"meta", "line", "rect", "circle", "polyline", "polygon"}

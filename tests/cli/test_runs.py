@@ -13,12 +13,12 @@ from click.testing import CliRunner, Result
 
 import package_source
 from stores import handle, network, size_on_disk, train
+from tensor_dedup import Store
 from tensor_dedup.cli import main
 from tensor_dedup.cli.tensorcas import main as tensorcas
-from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.remote import Remote
+from tensor_dedup.remote import Remote
 from tensor_dedup.text_table import human
+from tensor_dedup.training import CheckpointStore
 
 
 class Runs:

@@ -11,8 +11,8 @@ import prompts
 from tensor_dedup.cli import main
 from tensor_dedup.cli.runs import command as runs_command
 from tensor_dedup.cli.tensorcas import main as tensorcas
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.errors import PinnedStepError
+from tensor_dedup.store.steps.errors import PinnedStepError
+from tensor_dedup.training import CheckpointStore
 
 # Arguments behind `runs`: a store has the run r with the steps 4, 5 and 6, of which 4 is kept.
 WITH_RUN = [

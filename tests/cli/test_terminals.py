@@ -12,11 +12,11 @@ import gallery
 import managers
 import terminal
 from stores import KIB, memory_folder, noise, safetensors, u8, write
+from tensor_dedup import Store
 from tensor_dedup.cli import VERBS
 from tensor_dedup.cli.output import shortened
 from tensor_dedup.cli.runs import command as runs
-from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.training import CheckpointStore
 
 WIDTHS = [60, 80, 140]
 PIPED = [1000, 1001]

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 import compatible
 from tensor_dedup import Store
 from tensor_dedup.digest import digest
-from tensor_dedup.store.checkpoints import CheckpointStore
 from tensor_dedup.store.reading.tensors import load_tensors
+from tensor_dedup.training import CheckpointStore
 
 EXPECTED: dict[str, Any] = json.loads((compatible.DATA / "expected.json").read_text())
 STORED = sorted(EXPECTED["files"].keys() - {compatible.GONE})

@@ -58,7 +58,7 @@ def test_the_output_is_what_analyze_prints(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_two_commands_and_the_state_of_gpus_are_in_the_first_screen() -> None:
     first = "\n".join(TEXT.splitlines()[:20])
     assert all(f"    scripts/{name} " in first for name in ("demo", "test"))
-    assert re.search(r"\*\*GPUs:\*\* .* has never run on one", first)
+    assert re.search(r"\*\*GPUs:\*\* .* H200 .*\(docs/gpu\.md\)", first)
 
 
 def test_its_links_and_pictures_are_there() -> None:

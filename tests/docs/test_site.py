@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import chromium
 import package_source
 from tensor_dedup.cli import VERBS
 from tensor_dedup.errors import NOBODY_THERE, WRONG_DATA, WRONG_USE
@@ -19,11 +20,14 @@ ROOT = package_source.ROOT
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site. It is built by `--strict`: a link that leads nowhere fails."""
+    """The built site. A warning, such as a link that leads nowhere, fails the build.
+
+    Warnings count only where they are logged: with `--quiet`, `--strict` knows of none.
+    """
     for name in ("mkdocs", "material", "mkdocstrings_handlers.python", "mkdocs_click"):
         pytest.importorskip(name, reason="scripts/setup --dev installs it")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)]
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -33,6 +37,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-6000:]
+    assert "WARNING" not in done.stderr
     return folder
 
 
@@ -74,6 +79,29 @@ def test_no_page_needs_the_network(site: Path) -> None:
     styles = [path.read_text() for path in site.rglob("*.css")]
     assert styles
     assert [each for text in styles for each in re.findall(r"url\((https?:[^)]*)\)", text)] == []
+
+
+# Resolves to the addresses of the pages that the open search finds.
+FOUND = """
+new Promise((resolve) => {
+  const began = Date.now();
+  const timer = setInterval(() => {
+    const links = [...document.querySelectorAll("a.md-search-result__link")];
+    if (links.length || Date.now() - began > 20000) {
+      clearInterval(timer);
+      resolve(links.map((link) => link.href));
+    }
+  }, 100);
+})
+"""
+
+
+def test_search_works_in_a_folder(site: Path) -> None:
+    with chromium.browser() as shown:
+        shown.show(f"{(site / 'index.html').as_uri()}?q=glossary", 1200)
+        found = shown.ask(FOUND)
+        assert any(link.startswith((site / "glossary.html").as_uri()) for link in found)
+        assert {url.partition(":")[0] for url in shown.requested} <= {"file", "data", "about"}
 
 
 def test_the_command_line_is_all_there(site: Path) -> None:

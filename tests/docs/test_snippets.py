@@ -25,8 +25,7 @@ NOT_HERE = {
     "benchmarks/tables.md": "written by the benchmarks",
     "decisions.md": "reasons",
     "releasing.md": "for who releases",
-    "seeds.md": "tests/test_seeds.py runs its examples",
-    "test-ids.md": "a table",
+    "published-figures.md": "tests/test_published_figures.py runs its examples",
 }
 PAGES = {
     str(path.relative_to(ROOT)): snippets.snippets(path.read_text())
@@ -169,5 +168,5 @@ def test_the_configuration_file_of_the_page_is_read(
         (tmp_path / settings.FILE).write_text(each.text)
         monkeypatch.chdir(tmp_path)
         assert settings.configured_path("store") == Path("/data/store")
-        assert settings.configured_remote() == "s3://bucket/models"
+        assert settings.remote_url() == "s3://bucket/models"
         assert settings.configured_budget() == 32 << 30

@@ -35,9 +35,9 @@ from stores import (
     weights,
     write,
 )
+from tensor_dedup import Store
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store import Store
 from tensor_dedup.store.errors import (
     CorruptTensorError,
     DamagedFileError,

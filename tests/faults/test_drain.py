@@ -25,11 +25,11 @@ import pytest
 from disk_faults import CHANGES, NEEDS_SPACE, WRITES, Crash, Faults, FaultyFiles, Loss
 from drains import ACTS, OLD, Act, Steps, drain, held, model_of
 from stores import assert_same, handle, open_store, shares
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints import drain as drain_module
-from tensor_dedup.store.checkpoints.drain import Drain
-from tensor_dedup.store.checkpoints.errors import DivergedTierError
-from tensor_dedup.store.checkpoints.runs import in_save_order
+from tensor_dedup.store.steps.runs import in_save_order
+from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.errors import DivergedTierError
+from tensor_dedup.training.tiers import drain as drain_module
+from tensor_dedup.training.tiers.drain import Drain
 
 LOSSES: list[Loss] = ["everything", "bytes", "nothing"]
 # Of the changes that come before a name appears or goes, short forms try one in so many.

@@ -27,9 +27,9 @@ from stores import (
     weights,
 )
 from stores import write as write_folder
+from tensor_dedup import Store
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store import Store
 from tensor_dedup.store.errors import NameTakenError, StoreBusyError, UnknownNameError
 
 # A fresh interpreter for each would take longer than what it does.

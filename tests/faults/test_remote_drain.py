@@ -30,13 +30,13 @@ from remotes import FAULTS, Faulty, Killed, MemoryBucket, s3
 from s3_faults import ONCE, FaultyProxy, MemoryS3, RealS3, Request, client
 from stores import KIB, assert_same, handle, open_store, shares
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints import drain as drain_module
-from tensor_dedup.store.checkpoints.drain import Drain
-from tensor_dedup.store.checkpoints.runs import in_save_order
+from tensor_dedup.remote import Remote
+from tensor_dedup.remote.buckets import Bucket, FolderBucket
 from tensor_dedup.store.files import RealFiles
-from tensor_dedup.store.remote import Remote
-from tensor_dedup.store.remote.buckets import Bucket, FolderBucket
+from tensor_dedup.store.steps.runs import in_save_order
+from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.tiers import drain as drain_module
+from tensor_dedup.training.tiers.drain import Drain
 
 
 def deleted_before(run: CheckpointStore) -> None:
@@ -65,12 +65,12 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Drain, "_run_thread", lambda self: None)
     monkeypatch.setattr(drain_module, "_FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr(drain_module, "_LONGEST_PAUSE_S", 0.0)
-    monkeypatch.setattr("tensor_dedup.store.remote.push._AT_ONCE", 1)
-    monkeypatch.setattr("tensor_dedup.store.remote.push._ASKED_BYTES", 1)
-    monkeypatch.setattr("tensor_dedup.store.remote.buckets._THREADS", 1)
-    monkeypatch.setattr("tensor_dedup.store.remote.catalog._PAUSE_S", 0.0)
+    monkeypatch.setattr("tensor_dedup.remote.push._AT_ONCE", 1)
+    monkeypatch.setattr("tensor_dedup.remote.push._ASKED_BYTES", 1)
+    monkeypatch.setattr("tensor_dedup.remote.buckets._THREADS", 1)
+    monkeypatch.setattr("tensor_dedup.remote.catalog._PAUSE_S", 0.0)
     # So that a step has several containers.
-    monkeypatch.setattr("tensor_dedup.store.remote.layout.CONTAINER_BYTES", 100 * KIB)
+    monkeypatch.setattr("tensor_dedup.remote.layout.CONTAINER_BYTES", 100 * KIB)
 
 
 def open_(fast: Path, bucket: Bucket, **options: Any) -> CheckpointStore:
@@ -325,7 +325,7 @@ for module, name, value in (
     ("layout", "CONTAINER_BYTES", 100_000), ("push", "_ASKED_BYTES", 1), ("push", "_AT_ONCE", 1),
     ("buckets", "_THREADS", 1),
 ):
-    setattr(import_module("tensor_dedup.store.remote." + module), name, value)
+    setattr(import_module("tensor_dedup.remote." + module), name, value)
 from drains import model_of
 from stores import handle
 run = handle(sys.argv[1], drain=sys.argv[2], keep_fast=1)

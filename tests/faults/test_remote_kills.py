@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from stores import KIB, content, noise, open_store, safetensors, stored, u8, write
-from tensor_dedup.store import Store
-from tensor_dedup.store.remote import Remote
+from tensor_dedup import Store
+from tensor_dedup.remote import Remote
 
 CODE = """
 import os, signal, sys, threading
 from pathlib import Path
-from tensor_dedup.store import Store
+from tensor_dedup import Store
 from tensor_dedup.store.files import RealFiles
-from tensor_dedup.store.remote import Remote, layout, push
-from tensor_dedup.store.remote.buckets import FolderBucket
+from tensor_dedup.remote import Remote, layout, push
+from tensor_dedup.remote.buckets import FolderBucket
 
 layout.CONTAINER_BYTES, push._ASKED_BYTES = 100_000, 1
 verb, store, folder, at = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])

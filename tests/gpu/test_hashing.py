@@ -44,7 +44,7 @@ def test_it_is_in_the_order_of_the_stream() -> None:
         assert digest_of(made) == expected
 
 
-@pytest.mark.skipif(gpu_world.REHEARSAL, reason="rehearsed by tests/patches/test_gpu_moves.py")
+@pytest.mark.skipif(gpu_world.REHEARSAL, reason="rehearsed by patches/test_gpu_conversions.py")
 def test_what_is_shared_is_verified() -> None:
     models = []
     for _ in range(2):

@@ -75,6 +75,8 @@ def test_a_mapping_stays_until_a_kernel_on_another_stream_has_ended(load: Load) 
     wait_for_gpu()
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side):
+        # cuBLAS takes longer to start on a stream than the sleep lasts.
+        torch.matmul(tensor, tensor, out=result)
         torch.cuda._sleep(_A_WHILE)  # type: ignore[no-untyped-call]
         torch.matmul(tensor, tensor, out=result)
     del tensor

@@ -1,7 +1,7 @@
 """Models of real libraries that go to a GPU: the second costs what differs, and answers are plain.
 
 Each library is left out, with its name, where it is not installed. Without a GPU
-`tests/patches/test_gpu_moves.py` does the like over the fake driver. vLLM: `test_vllm.py`.
+`tests/patches/test_gpu_conversions.py` does the like over the fake driver. vLLM: `test_vllm.py`.
 """
 
 import gc
@@ -18,7 +18,7 @@ from tensor_dedup.loader.cuda.devices import DEVICES
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(gpu_world.REHEARSAL, reason="rehearsed by tests/patches/test_gpu_moves.py"),
+    pytest.mark.skipif(gpu_world.REHEARSAL, reason="rehearsed by patches/test_gpu_conversions.py"),
 ]
 
 

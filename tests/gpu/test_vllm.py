@@ -1,6 +1,6 @@
 """vLLM's engines on a GPU: the second costs what differs, and answers are plain.
 
-Left out where vLLM is not installed. Without a GPU `tests/patches/test_gpu_engines.py` does the
+Left out where vLLM is not installed. Without a GPU `tests/engines/test_gpu_engines.py` does the
 like over the fake driver. A file of its own, for vLLM changes the process it is in.
 """
 
@@ -16,7 +16,7 @@ from tensor_dedup import report, shares_memory
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        gpu_world.REHEARSAL, reason="rehearsed by tests/patches/test_gpu_engines.py"
+        gpu_world.REHEARSAL, reason="rehearsed by tests/engines/test_gpu_engines.py"
     ),
 ]
 

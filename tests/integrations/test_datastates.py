@@ -12,11 +12,11 @@ import torch
 
 import fresh
 import killed_training
+from tensor_dedup import Store
 from tensor_dedup.integrations.deepspeed import Pointer
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.errors import UnknownStepError
 from tensor_dedup.store.errors import StoreIOError
-from tensor_dedup.store.store import Store
+from tensor_dedup.store.steps.errors import UnknownStepError
+from tensor_dedup.training import CheckpointStore
 
 WIDTH = 160  # so that weights are too large to be copied at once
 

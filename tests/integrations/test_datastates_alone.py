@@ -19,13 +19,13 @@ import torch
 import fresh
 import killed_training
 from disk_faults import Faults, FaultyFiles
+from tensor_dedup import Store
 from tensor_dedup.errors import StoreError
 from tensor_dedup.integrations import datastates
 from tensor_dedup.integrations.datastates import DecoupledStoreEngine, newest_tag
 from tensor_dedup.integrations.deepspeed import TITLE, DamagedPointerError, Pointer
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.errors import UnknownStepError
-from tensor_dedup.store.store import Store
+from tensor_dedup.store.steps.errors import UnknownStepError
+from tensor_dedup.training import CheckpointStore
 
 Start = Callable[..., DecoupledStoreEngine]
 MODEL = "mp_rank_00_model_states.pt"
@@ -403,7 +403,7 @@ def test_nobody_waits_for_a_name_while_another_file_is_synced(
     def watched(handle: int) -> None:
         path = Path(f"/proc/self/fd/{handle}").readlink()
         if path.is_relative_to(tmp_path / "files"):
-            with Path(engine._store._objects.layout.names_lock).open() as lock:
+            with Path(engine._store.handle.objects.layout.names_lock).open() as lock:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:

@@ -19,13 +19,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import fresh
 from tensor_dedup.errors import StoreError
 from tensor_dedup.integrations.dcp import StoreReader, StoreWriter
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.errors import (
-    BadStepError,
-    NamedTwiceError,
-    UnsupportedArrayError,
-)
 from tensor_dedup.store.errors import NameTakenError
+from tensor_dedup.store.steps.errors import BadStepError
+from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.errors import NamedTwiceError, UnsupportedArrayError
 
 # DCP says so whenever there is no process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -177,9 +174,9 @@ def test_a_crash_before_the_end_leaves_no_step_and_the_next_clears_up(
     reader = StoreReader(tmp_path, "run")
     with pytest.raises(CheckpointException, match="no checkpoint 'run@1'"):
         loader.load(training.state(), checkpoint_id=1, storage_reader=reader)
-    assert len(run.store._objects.names()) == 2
+    assert len(run.store.handle.objects.names()) == 2
     saver.save(training.state(), checkpoint_id=2, storage_writer=writer)
-    assert run.store._objects.names() == ["run@0", "run@2"]
+    assert run.store.handle.objects.names() == ["run@0", "run@2"]
     assert shared(tmp_path)
 
 
@@ -213,11 +210,11 @@ def test_a_step_that_is_called_like_a_part_is_not_replaced(tmp_path: Path, part:
 def test_a_pinned_step_is_not_replaced(tmp_path: Path) -> None:
     writer, run = StoreWriter(tmp_path, "run"), CheckpointStore(tmp_path, "run")
     saver.save({"w": torch.ones(3)}, checkpoint_id=0, storage_writer=writer)
-    before = run.store._objects.ref("run@0")
+    before = run.store.handle.objects.ref("run@0")
     run.pin(0)
     with pytest.raises(CheckpointException, match="pinned"):
         saver.save({"w": torch.zeros(3)}, checkpoint_id=0, storage_writer=writer)
-    assert run.store._objects.ref("run@0") == before
+    assert run.store.handle.objects.ref("run@0") == before
 
 
 AHEAD_S = 4_000_000_000  # in the year 2096
@@ -244,11 +241,11 @@ def test_what_was_imported_is_not_replaced(tmp_path: Path) -> None:
     run.save({"w": torch.ones(3)}, 0)
     run.store.export("run@0", tmp_path / "out")
     run.store.import_(tmp_path / "out", "run@1")
-    before = run.store._objects.ref("run@1")
+    before = run.store.handle.objects.ref("run@1")
     writer = StoreWriter(tmp_path / "store", "run")
     with pytest.raises(CheckpointException, match="would replace 'run@1', which was imported"):
         saver.save({"w": torch.zeros(3)}, checkpoint_id=1, storage_writer=writer)
-    assert run.store._objects.ref("run@1") == before
+    assert run.store.handle.objects.ref("run@1") == before
 
 
 @pytest.mark.parametrize("wrong", ["-1", "later", "checkpoints/3", "1.5"])
@@ -304,4 +301,4 @@ def test_several_ranks_save_one_step_and_read_it_cut_otherwise(tmp_path: Path) -
     whole = {"parts": torch.zeros(64, 48)}
     loader.load(whole, checkpoint_id=1, storage_reader=StoreReader(tmp_path, "run"))
     assert torch.equal(whole["parts"].view(-1), torch.arange(64 * 48, dtype=torch.float32))
-    assert run.store._objects.names() == ["run@1", "run@2"]
+    assert run.store.handle.objects.names() == ["run@1", "run@2"]

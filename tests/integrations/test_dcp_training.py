@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 import fresh
 import killed_training
 from tensor_dedup.integrations.dcp import StoreReader, StoreWriter
-from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.training import CheckpointStore
 
 WIDTH = 160
 

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("deepspeed")
 
 import fresh
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.store import Store
+from tensor_dedup import Store
+from tensor_dedup.training import CheckpointStore
 
 
 def train(root: str, stage: int, load: str | None, tags: list[str], count: int) -> list[float]:
@@ -61,7 +61,7 @@ def test_training_resumes_to_the_same_losses(tmp_path: Path, stage: int) -> None
     root = str(tmp_path / "store")
     tags = ["global_step0", "global_step1", "middle"]
     losses = fresh.call(train, root, stage, None, tags, 5)
-    names = Store.open(root)._objects.names()
+    names = Store.open(root).handle.objects.names()
     files = {name.partition("@")[0] for name in names}
     assert len(names) == 3 * len(files)
     found = CheckpointStore(root, "run/mp_rank_00_model_states").stats()

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from killed_training import leave_group
+from tensor_dedup import Store
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.integrations import FrozenLayerError, check_frozen, freeze
 from tensor_dedup.integrations.trainer import FreezeCallback, StoreCallback
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.store import Store
+from tensor_dedup.training import CheckpointStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")
 BLOCKS = 8

@@ -18,13 +18,14 @@ from safetensors.torch import load_file  # noqa: E402
 import fresh  # noqa: E402
 import killed_training  # noqa: E402
 from disk_faults import Faults, FaultyFiles  # noqa: E402
+from tensor_dedup import Store  # noqa: E402
 from tensor_dedup.errors import UnsupportedError  # noqa: E402
 from tensor_dedup.integrations.lightning import StoreCallback, StoreIO  # noqa: E402
-from tensor_dedup.store.checkpoints import CheckpointStore  # noqa: E402
-from tensor_dedup.store.checkpoints.background import Saves  # noqa: E402
+from tensor_dedup.remote import transfer  # noqa: E402
+from tensor_dedup.remote.errors import UnknownRemoteNameError  # noqa: E402
 from tensor_dedup.store.errors import NoSpaceError  # noqa: E402
-from tensor_dedup.store.remote.errors import UnknownRemoteNameError  # noqa: E402
-from tensor_dedup.store.store import Store  # noqa: E402
+from tensor_dedup.training import CheckpointStore  # noqa: E402
+from tensor_dedup.training.background import Saves  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:pytorch_lightning"),
@@ -118,7 +119,7 @@ def test_a_step_of_another_machine_is_pulled_to_resume_from(
     first = StoreCallback(tmp_path / "store", "run")
     expected = fit(tmp_path, first)
     url = f"file://{tmp_path}/remote"
-    first.run.store.push(url, "run")
+    transfer.push(first.run.store, url, "run")
     monkeypatch.setenv("TENSOR_DEDUP_REMOTE", url)
     again = StoreCallback(tmp_path / "elsewhere", "run")
     assert again.run.steps() == []

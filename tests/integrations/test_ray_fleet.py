@@ -33,8 +33,8 @@ from tensor_dedup.integrations.ray.front import MOST_BODY_BYTES
 from tensor_dedup.integrations.ray.keeper import FleetError, keeper_name
 from tensor_dedup.integrations.ray.node import actor_name
 from tensor_dedup.memory_manager.client.admin import Admin
-from tensor_dedup.placement import DoesNotFitError
-from tensor_dedup.store.remote.errors import UnknownRemoteNameError
+from tensor_dedup.planning.placement import DoesNotFitError
+from tensor_dedup.remote.errors import UnknownRemoteNameError
 
 # The schemas of Ray's Serve use what pydantic calls deprecated.
 # Ray leaves the log files of processes that it has started to be closed by themselves.

@@ -16,8 +16,8 @@ from tensor_dedup.integrations.ray.specification import (
     measured,
     model_of,
 )
-from tensor_dedup.placement import DoesNotFitError, FleetPlan, Model
-from tensor_dedup.store.remote.errors import UnknownRemoteNameError
+from tensor_dedup.planning.placement import DoesNotFitError, FleetPlan, Model
+from tensor_dedup.remote.errors import UnknownRemoteNameError
 
 NOWHERE = FleetSpecification("file:///nowhere", {})
 

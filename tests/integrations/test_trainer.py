@@ -20,12 +20,12 @@ from transformers import (
 import fresh
 import killed_training
 from disk_faults import Faults, FaultyFiles
+from tensor_dedup import Store
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.integrations.trainer import StoreCallback
-from tensor_dedup.store.checkpoints import CheckpointStore, HostPool
-from tensor_dedup.store.checkpoints.errors import UnknownStepError
 from tensor_dedup.store.errors import NoSpaceError
-from tensor_dedup.store.store import Store
+from tensor_dedup.store.steps.errors import UnknownStepError
+from tensor_dedup.training import CheckpointStore, HostPool
 
 pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")
 

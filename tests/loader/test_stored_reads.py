@@ -6,8 +6,8 @@ import pytest
 
 from disk_faults import FaultyFiles
 from stores import KIB, MIB, noise, open_store, safetensors, u8, write
+from tensor_dedup import Store
 from tensor_dedup.loader.checkpoint_io.from_store import CheckpointFiles, StoredSource
-from tensor_dedup.store import Store
 from tensor_dedup.store.errors import CorruptTensorError
 
 DATA = noise(1, 900 * KIB)

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 import fleet
 import fresh
 import managers
+from tensor_dedup import Store
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import ConfigError, FormatError, UnsupportedError
 from tensor_dedup.memory_manager import StateDictClient, connect
@@ -28,7 +29,6 @@ from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.client.connection import Connection
 from tensor_dedup.memory_manager.client.state_dicts import _key
 from tensor_dedup.memory_manager.errors import ManagerGoneError, MemoryManagerError
-from tensor_dedup.store.store import Store
 
 FORK = multiprocessing.get_context("fork")
 # A process that gets `full`, and writes what it found, and what is of one storage, to a file.

@@ -33,14 +33,13 @@ from leaf_tunes import (
     scaled,
     slab_pss,
 )
-from tensor_dedup import enable, report, shared_bytes, verify
+from tensor_dedup import Store, enable, report, shared_bytes, verify
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.loader.post_load.mapped_files import FileRange
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.unsharing.lookup import is_mapped
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.protocol.layout import PAGE
-from tensor_dedup.store import Store
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,8 @@
 """Who may import whom."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
 
@@ -16,7 +18,11 @@ GOOD = {
     "tensor_dedup.patches.vllm.loader": "import vllm, torch\nimport tensor_dedup.loader.report",
     "tensor_dedup": "from tensor_dedup.patches.vllm import hooks",
     "tensor_dedup.cli.analyze": "from tensor_dedup.analyze import analyze",
-    "tensorcas.store": "from tensor_dedup.store.checkpoints import TensorCasStore",
+    "tensorcas.store": "from tensor_dedup.training import TensorCasStore",
+    "tensor_dedup.remote.push": "from tensor_dedup.store.objects import Objects",
+    "tensor_dedup.training.commit": "from tensor_dedup.remote.remote import Remote",
+    "tensor_dedup.planning.plan": "from tensor_dedup.analyze import analyze",
+    "tensor_dedup.api": "from tensor_dedup.remote import transfer",
 }
 BAD = [
     ("tensor_dedup.types", "import tensor_dedup.loader"),
@@ -26,6 +32,13 @@ BAD = [
     ("tensor_dedup.loader.report", "def f():\n    from tensor_dedup.patches import vllm"),
     ("tensor_dedup.store.gc", "from tensor_dedup.memory_manager.server import Server"),
     ("tensor_dedup.memory_manager.server", "import tensor_dedup.store"),
+    ("tensor_dedup.store.store", "def f():\n    from tensor_dedup.remote.pull import pull"),
+    ("tensor_dedup.store.upkeep.gc", "from tensor_dedup.training.commit import Saved"),
+    ("tensor_dedup.remote.tier", "from tensor_dedup.training.tiers import drain"),
+    ("tensor_dedup.training.commit", "from tensor_dedup.loader.report import report"),
+    ("tensor_dedup.loader.plan", "from tensor_dedup.training import CheckpointStore"),
+    ("tensor_dedup.patches.vllm.loader", "from tensor_dedup.planning import placement"),
+    ("tensor_dedup.analyze.stored", "from tensor_dedup.api import Store"),
     ("tensor_dedup.loader.plan", "from tensor_dedup import report"),
     ("tensor_dedup.loader.plan", "import tensor_dedup"),
     ("tensor_dedup.patches.vllm.hooks", "import tensor_dedup.cli"),
@@ -77,11 +90,40 @@ def test_a_circle_is_found() -> None:
         tuple(TopologicalSorter(package_source.import_graph(circle)).static_order())
 
 
-def test_what_a_store_has_for_its_own_modules_is_used_by_those_only() -> None:
-    inner = re.compile(r"(?<!self)\._(?:objects|locked|translated)\b")
+def test_the_handle_of_a_store_is_for_the_wings_that_are_made_of_it() -> None:
+    inner = re.compile(r"(?<!self)\.handle\.(objects|files|session|locked|translated)\b")
     users = {name for name, text in package_source.sources().items() if inner.search(text)}
-    assert any(name.startswith("tensor_dedup.store.checkpoints.") for name in users)
-    assert not [name for name in users if not name.startswith("tensor_dedup.store.")]
+    assert any(name.startswith("tensor_dedup.training.") for name in users)
+    wings = ("tensor_dedup.store.", "tensor_dedup.remote.", "tensor_dedup.training.")
+    assert not [name for name in users if not name.startswith(wings)]
+
+
+def test_below_the_public_interface_a_store_is_local() -> None:
+    users = {
+        module
+        for module, text in package_source.sources().items()
+        for name in package_source.imports(text)
+        if name in ("tensor_dedup.Store", "tensor_dedup.api.Store")
+    }
+    assert "tensor_dedup.cli.store" in users
+    assert not [n for n in users if n != "tensor_dedup" and not n.startswith("tensor_dedup.cli.")]
+
+
+LOADER = """
+import sys
+import tensor_dedup.patches.vllm.loader
+print(*(name for name in sys.modules if name.startswith("tensor_dedup.")))
+"""
+
+
+def test_loading_a_model_imports_nothing_of_remotes_and_training() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", LOADER]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    names = done.stdout.splitlines()[-1].split()
+    assert "tensor_dedup.patches.vllm.run" in names
+    assert "tensor_dedup.store.reading.reader" in names
+    wings = ("tensor_dedup.remote", "tensor_dedup.training", "tensor_dedup.api")
+    assert [name for name in names if name.startswith(wings)] == []
 
 
 @pytest.mark.parametrize("part", package_source.LINKED)
@@ -99,47 +141,61 @@ def test_every_folder_with_code_is_a_package(name: str) -> None:
     assert not parent or parent in package_source.modules()
 
 
-# The rooms of the loader, bottom first; a room imports itself and what stands before it.
-ROOMS = (
-    "report",
-    "torch_dtypes",
-    "process_state",
-    "load_lock",
-    "ledger",
-    "residents",
-    "cuda",
-    "checkpoint_io",
-    "unsharing",
-    "deferred",
-    "post_load",
-)
-
-
 def upward(texts: Mapping[str, str]) -> list[str]:
-    """Each import from a room of the loader into one above it, for type checkers only too."""
+    """Each import, within a wing, of a part that stands above, for type checkers only too."""
     return [
         f"{module} imports {name}"
         for module, text in texts.items()
         for name in package_source.imports(text)
-        if (here := _room(module)) is not None and (there := _room(name)) is not None
-        if ROOMS.index(there) > ROOMS.index(here)
+        if (here := _part(module)) is not None and (there := _part(name)) is not None
+        if here[0] == there[0] and _height(*there) > _height(*here)
     ]
 
 
-def _room(name: str) -> str | None:
+def _height(wing: str, part: str) -> int:
+    return package_source.PARTS[wing].index(part)
+
+
+def _part(name: str) -> tuple[str, str] | None:
+    """The wing and the part of it that a module is in; None of a name that is in no part."""
     parts = name.split(".")
-    return parts[2] if parts[:2] == ["tensor_dedup", "loader"] and len(parts) > 2 else None
+    known = len(parts) > 2 and parts[0] == "tensor_dedup" and parts[1] in package_source.PARTS
+    # Names that the wing itself has, as of `from tensor_dedup.store import LocalStore`.
+    return (parts[1], parts[2]) if known and parts[2] in package_source.PARTS[parts[1]] else None
 
 
-def test_every_part_of_the_loader_is_a_room() -> None:
-    assert {_room(name) for name in package_source.modules()} - {None} == set(ROOMS)
+def test_every_folder_of_the_package_is_a_wing_with_an_order() -> None:
+    folders = {p.name for p in (package_source.SOURCE / "tensor_dedup").iterdir() if p.is_dir()}
+    assert folders - {"__pycache__", "cli"} == package_source.PARTS.keys()
 
 
-def test_no_room_of_the_loader_imports_one_above_it() -> None:
+@pytest.mark.parametrize("wing", package_source.PARTS)
+def test_every_part_of_a_wing_has_its_place(wing: str) -> None:
+    names = (name.split(".") for name in package_source.modules())
+    parts = [name[2] for name in names if name[:2] == ["tensor_dedup", wing] and len(name) > 2]
+    order = package_source.PARTS[wing]
+    assert {*parts} == {*order}
+    assert len(order) == len({*order})
+
+
+def test_no_part_of_a_wing_imports_one_above_it() -> None:
     assert upward(package_source.sources()) == []
 
 
-def test_an_import_of_a_room_above_is_found() -> None:
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("loader.residents.slab", "def f():\n    from tensor_dedup.loader.cuda.gpu import Gpu"),
+        ("store.files", "from tensor_dedup.store import objects"),
+        ("store.upkeep.gc", "from tensor_dedup.store.store import LocalStore"),
+        ("remote.pull", "from tensor_dedup.remote.transfer import pull"),
+        ("training.commit", "from tensor_dedup.training import checkpoint_store"),
+    ],
+)
+def test_an_import_of_a_part_above_is_found(module: str, text: str) -> None:
+    assert len(upward({f"tensor_dedup.{module}": text})) == 1
+
+
+def test_an_import_of_a_part_below_is_none() -> None:
     text = "def f():\n    from tensor_dedup.loader.cuda.gpu import Gpu"
-    assert len(upward({"tensor_dedup.loader.residents.slab": text})) == 1
     assert upward({"tensor_dedup.loader.post_load.dedup": text}) == []

@@ -92,7 +92,7 @@ def roots() -> set[str]:
     public |= {n for n in package_source.modules() if n.startswith("tensor_dedup.integrations.")}
     public |= {n for n in package_source.modules() if n.startswith(package_source.SECOND_NAME)}
     commands = {name.partition(":")[0] for name in entry_points()}
-    adapters = "tensor_dedup.store.checkpoints.adapters"
+    adapters = "tensor_dedup.training.adapters"
     return {
         "tensor_dedup",
         "tensor_dedup.__main__",

@@ -97,9 +97,9 @@ def test_each_name_is_documented(name: str) -> None:
     [
         "tensor_dedup",
         "tensor_dedup.store",
-        "tensor_dedup.store.checkpoints",
-        "tensor_dedup.store.checkpoints.adapters",
-        "tensor_dedup.store.checkpoints.state",
+        "tensor_dedup.training",
+        "tensor_dedup.training.adapters",
+        "tensor_dedup.training.state",
     ],
 )
 def test_help_and_signature_answer_for_each_public_class(module: str) -> None:

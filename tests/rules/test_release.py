@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import package_source
+import tensor_dedup
 
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
 
@@ -49,6 +50,12 @@ def test_a_source_distribution_has_the_package_and_nothing_else(source: Path) ->
     assert tops == made | files
     modules = package_source.modules(package_source.ROOT / "src")
     assert {str(each.relative_to(package_source.ROOT)) for each in modules.values()} <= names
+
+
+def test_the_changelog_begins_with_the_version() -> None:
+    text = (package_source.ROOT / "CHANGELOG.md").read_text()
+    first = next(line for line in text.splitlines() if line.startswith("## "))
+    assert first == f"## {tensor_dedup.__version__}"
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""The charts of the page of benchmarks: every bar is a row of the tables, also where ours loses."""
+"""Charts of the site: every bar and point is a row of the tables, also where ours loses."""
 
 import re
 import sys
@@ -9,6 +9,7 @@ import package_source
 
 sys.path.append(str(package_source.ROOT / "scripts"))
 import site_charts
+import site_curves
 
 TEXT = site_charts.TABLES.read_text()
 
@@ -45,4 +46,25 @@ def test_a_table_that_is_gone_is_missed() -> None:
     with pytest.raises(LookupError, match="no table 0"):
         site_charts.bars(chart, TEXT.replace("<!-- load: begin -->", ""))
     with pytest.raises(LookupError, match="no rows"):
-        site_charts.bars(chart, "<!-- load: begin -->\n| a |\n| - |\n| b |\n")
+        site_charts.bars(chart, "<!-- load: begin -->\n| compared |\n| - |\n| b |\n")
+
+
+def test_a_column_that_is_gone_is_missed() -> None:
+    with pytest.raises(LookupError, match="no column 'compared'"):
+        site_charts.bars(site_charts.CHARTS["load"], TEXT.replace("| compared |", "| other |"))
+
+
+def test_curves_are_the_rows_of_the_tables() -> None:
+    page = (package_source.ROOT / "docs" / "study-substitution.md").read_text()
+    assert re.findall(r"<!-- chart: (.*) -->", page) == [*site_curves.CURVES]
+    for name in site_curves.CURVES:
+        drawn = site_curves.plotted(name, TEXT)
+        assert any(each.best for each in drawn)
+        picture = site_curves.svg(name)
+        assert picture.count("<title>") == len(drawn)
+        assert picture.count('class="best"') == sum(each.best for each in drawn)
+        assert "\n" not in picture
+        for each in drawn:
+            assert each.low <= each.score <= each.high
+            smaller = [o for o in drawn if o.size < each.size and o.score > each.score]
+            assert not (each.best and smaller)

@@ -13,6 +13,7 @@ from blake3 import blake3
 from clocks import ClockedFiles, SetClock
 from refusals import peak_of
 from stores import KIB, assert_clean, content, noise, open_store, safetensors, three, u8, write
+from tensor_dedup import Store
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import (
     ChangedFileError,
@@ -21,7 +22,6 @@ from tensor_dedup.errors import (
     StoreError,
     UnsupportedError,
 )
-from tensor_dedup.store import Store
 from tensor_dedup.store.errors import (
     BadNameError,
     BadRangeError,
@@ -83,8 +83,8 @@ def _commit(store: Store, files: list[FileEntry], pieces: list[Piece]) -> None:
     """What no import would write."""
     manifest, blobs = manifests.build(files, pieces)
     for name, blob in blobs.items():
-        store._objects.publish(blob, store._objects.layout.manifest(name))
-    store._objects.set_ref("evil", manifest, replace=False)
+        store.handle.objects.publish(blob, store.handle.objects.layout.manifest(name))
+    store.handle.objects.set_ref("evil", manifest, replace=False)
 
 
 @pytest.mark.parametrize("path", ["../evil", "/etc/evil", "a/../../evil", "", ".", "a/./b", "a\0"])
@@ -124,7 +124,7 @@ def _repeated(store: Store, page: list[Piece], times: int, pieces: int) -> str:
     page_name, page_blob = manifests.encode_page(page)
     pages = [bytes.fromhex(page_name)] * times
     name, blob = manifests.encode_manifest(manifests.Manifest([], pages, pieces, 0, {}))
-    objects = store._objects
+    objects = store.handle.objects
     objects.publish(page_blob, objects.layout.manifest(page_name))
     objects.publish(blob, objects.layout.manifest(name))
     objects.set_ref("evil", name, replace=False)
@@ -135,7 +135,7 @@ def test_a_page_that_is_there_again_and_again_takes_what_its_manifest_does(store
     page = [Piece(bytes(30) + number.to_bytes(2, "little"), 0) for number in range(256)]
     times = 4_000
     name = _repeated(store, page, times, times * len(page))
-    objects = store._objects
+    objects = store.handle.objects
     found: list[Piece] = []
     peak = peak_of(lambda: found.extend(objects.pieces(name, objects.manifest(name))))
     assert len(found) == times * len(page)
@@ -148,7 +148,7 @@ def test_a_page_that_is_there_again_and_again_takes_what_its_manifest_does(store
 def test_a_page_of_more_than_a_page_holds_is_damage(store: Store) -> None:
     page = [Piece(bytes(30) + number.to_bytes(2, "little"), 0) for number in range(257)]
     name = _repeated(store, page, 2, 257)
-    objects = store._objects
+    objects = store.handle.objects
     assert objects.manifest(name).pieces == len(page)
     with pytest.raises(DamagedFileError, match="257 pieces, a page has 256"):
         objects.pieces(name, objects.manifest(name))
@@ -164,19 +164,19 @@ def _framed(kind: bytes, payload: object, version: int) -> bytes:
 def test_a_later_version_is_said_to_be_one(store: Store) -> None:
     blob = _framed(b"mani", ["something", "else"], 2)
     name = digest(blob)
-    store._objects.publish(blob, store._objects.layout.manifest(name))
-    store._objects.set_ref("later", name, replace=False)
+    store.handle.objects.publish(blob, store.handle.objects.layout.manifest(name))
+    store.handle.objects.set_ref("later", name, replace=False)
     with pytest.raises(NewerFormatError, match=r"format 2.*use a newer tensor-dedup"):
         store.checkpoint("later")
     with pytest.raises(UnfitForCollectionError):
         store.gc(0)
     assert store.verify().faults[0].kind == "manifest"
-    assert (store._objects.layout.manifest(name)).exists()  # not damaged, so not set aside
+    assert (store.handle.objects.layout.manifest(name)).exists()  # not damaged, so not set aside
 
 
 @pytest.mark.parametrize("kind", ["magnetic", "hologram"])
 def test_a_container_of_a_later_version_is_left_alone(store: Store, kind: str) -> None:
-    path = store._objects.layout.container(digest(b"whatever"), kind)
+    path = store.handle.objects.layout.container(digest(b"whatever"), kind)
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"laid out in a way that is not known yet")
     with store.checkpoint("m") as checkpoint:
@@ -193,7 +193,7 @@ def test_a_codec_of_a_later_version_is_left_alone(store: Store, kind: str, codec
     piece = noise(3, 70 * KIB)
     record = Record(bytes.fromhex(digest(piece)), 0, 5, len(piece), codec, None, b"")
     name, blob = tables.encode(Table(kind, 5, [record], None))
-    path = store._objects.layout.container(name, kind)
+    path = store.handle.objects.layout.container(name, kind)
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(b"12345" + blob + tables.tail(5))
     with pytest.raises(UnfitForCollectionError, match=f"the codec '{codec}'"):
@@ -346,7 +346,7 @@ def test_an_export_goes_to_an_empty_folder(store: Store, tmp_path: Path) -> None
 
 
 def test_gc_waits_for_sessions_and_then_gives_up(store: Store) -> None:
-    with store._session(), pytest.raises(StoreBusyError, match="try again"):
+    with store.handle.session(), pytest.raises(StoreBusyError, match="try again"):
         store.gc(wait_s=0.01)
     assert store.gc(wait_s=0.01).done
 
@@ -386,7 +386,7 @@ def test_what_the_trash_dates_ahead_keeps_for_its_grace_and_no_longer(
     clocked.delete("m")
     moved = len(clocked.gc().trash)
     (clocked.path / "damaged").write_bytes(b"x")
-    clocked._objects.set_aside(clocked.path / "damaged", clocked.path / "quarantine")
+    clocked.handle.objects.set_aside(clocked.path / "damaged", clocked.path / "quarantine")
     clock.hours = 0  # somebody has set it right
     for _ in range(2):
         clock.hours += 20

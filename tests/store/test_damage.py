@@ -29,8 +29,8 @@ from stores import (
     u8,
     write,
 )
+from tensor_dedup import Store
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store import Store
 from tensor_dedup.store.errors import (
     CorruptTensorError,
     DamagedFileError,
@@ -422,7 +422,7 @@ def test_the_trash_is_asked_before_anybody_else(store: Store) -> None:
         if path.name.endswith(manifest):  # as if the reference had come back without its bytes
             target = store.path / "manifests" / manifest[:2] / manifest
             path.rename(target)
-    store._objects.set_ref("tiny", manifest, replace=False)
+    store.handle.objects.set_ref("tiny", manifest, replace=False)
     pages = [p for p in (store.path / "trash").iterdir() if p.suffix not in (".pack", ".slab")]
     for path in pages:
         name = path.name.partition(".")[2]
@@ -502,7 +502,7 @@ def test_random_damage_is_found_and_repaired(
     except DamagedFileError:
         store = Store.open(root, files=files, mend=True, create=False, worker_count=1)
     kept = _readable(store, expected)
-    assert [each.name for each in store.list()] == store._objects.names()
+    assert [each.name for each in store.list()] == store.handle.objects.names()
     store.verify(sample=0.3, seed=seed)
     store.verify(full=True)
     assert _readable(store, expected) >= kept

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from stores import KIB, MIB, Tensors, content, noise, safetensors, size_on_disk, u8, write
+from tensor_dedup import Store
 from tensor_dedup.analyze import analyze
-from tensor_dedup.store import Store
 
 LAYERS = 24
 

@@ -23,9 +23,9 @@ from stores import (
     weights,
     write,
 )
+from tensor_dedup import Store
 from tensor_dedup.digest import digest, leaf_digests
 from tensor_dedup.formats.safetensors import DTYPE_BITS
-from tensor_dedup.store import Store
 from tensor_dedup.store.errors import (
     CorruptTensorError,
     DamagedFileError,

@@ -15,10 +15,10 @@ from stores import (
     write,
 )
 from tensor_dedup.digest import digest, leaf_digests
+from tensor_dedup.store.hashing import Hashed
 from tensor_dedup.store.writing.containers import NewPiece
 from tensor_dedup.store.writing.deltas import EncodedWriter
 from tensor_dedup.store.writing.encoder import Encoder
-from tensor_dedup.store.writing.hashing import Hashed
 from tensor_dedup.store.writing.sources import read_source
 
 
@@ -41,7 +41,7 @@ def test_a_base_that_is_deleted_as_it_is_chosen_is_chosen_again(
 
     def delete_first(encoder: Encoder, name: str) -> None:
         if not chosen:
-            layout, objects = store._objects.layout, store._objects
+            layout, objects = store.handle.objects.layout, store.handle.objects
             gone = layout.manifest(objects.ref(name)) if damaged else layout.refs / name
             gone.rename(tmp_path / "gone")
         chosen.append(name)
@@ -64,22 +64,22 @@ def test_nothing_is_stored_against_itself(tmp_path: Path) -> None:
     tensor = ("BF16", (150 * KIB,), data)
     write(tmp_path / "base", {"model.safetensors": safetensors({"w": tensor})})
     store.import_(tmp_path / "base", name="base")
-    with store._session() as (index, hasher):
-        encoder = Encoder(store._objects, index)
-        writer = EncodedWriter(store._objects, hasher)
+    with store.handle.session() as (index, hasher):
+        encoder = Encoder(store.handle.objects, index)
+        writer = EncodedWriter(store.handle.objects, hasher)
         with closing(encoder):
             encoder.open_base("base")
-            source = read_source(store._files, tmp_path / "base")
+            source = read_source(store.handle.files, tmp_path / "base")
             [file] = [each for each in source.files if each.weights]
             [part] = [each for each in file.segments if each.dtype is not None]
-            handle = store._files.open(file.path, "read")
+            handle = store.handle.files.open(file.path, "read")
             hashed = Hashed(bytes.fromhex(digest(data)), b"".join(leaf_digests(data)))
             plan = encoder.plan(handle, part, file.prefix, hashed, None)
             assert plan is not None
             assert plan.anchor is not None
             new = NewPiece(part.start, part.nbytes, hashed.digest)
             assert writer.encode(handle, new, hashed.leaves, plan) is None
-            store._files.close(handle)
+            store.handle.files.close(handle)
             assert writer.seal() is None
     assert store.verify(full=True).faults == []
     store.export("base", tmp_path / "out")

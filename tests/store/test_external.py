@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import stores
+from tensor_dedup import Store
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import ChangedFileError
 from tensor_dedup.formats.hub_cache import cache_path
-from tensor_dedup.store import Store
 from tensor_dedup.store.errors import (
     ChangedExternalError,
     CorruptTensorError,

@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 import stores
-from tensor_dedup import shares_memory
+from tensor_dedup import Store, shares_memory
 from tensor_dedup.analyze import analyze
 from tensor_dedup.errors import FormatError
-from tensor_dedup.store import Store
 from tensor_dedup.store.reading.tensors import load_tensors
 
 KIB = 1024

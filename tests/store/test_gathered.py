@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tensor_dedup.digest import LEAF_BYTES
-from tensor_dedup.store.checkpoints.state import GatheredTensor
 from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.gathered import (
     Gathered,
@@ -18,7 +17,8 @@ from tensor_dedup.store.gathered import (
     flat_bytes,
     place_of,
 )
-from tensor_dedup.store.writing.hashing import Hasher, change_hash, change_hashes
+from tensor_dedup.store.hashing import Hasher, change_hash, change_hashes
+from tensor_dedup.training.state import GatheredTensor
 
 BASE = np.arange(7 * 3 * 5 * 4, dtype=np.float32).reshape(7, 3, 5, 4)
 WAYS: dict[str, Callable[[], np.ndarray[Any, Any]]] = {

@@ -7,6 +7,7 @@ import torch
 
 from refusals import refused
 from stores import content
+from tensor_dedup import Store
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import CheckpointNotFoundError, FormatError
 from tensor_dedup.formats.checkpoint import open_checkpoint
@@ -15,7 +16,6 @@ from tensor_dedup.formats.errors import (
     TensorIndexFault,
 )
 from tensor_dedup.formats.weights import read_header
-from tensor_dedup.store import Store
 from tensor_dedup.store.errors import CorruptTensorError
 from tensor_dedup.store.interchange import load_dict, save_dict
 

@@ -26,16 +26,17 @@ from stores import (
     weights,
     write,
 )
+from tensor_dedup import Store
 from tensor_dedup.digest import LEAF_BYTES, digest, leaf_digests
-from tensor_dedup.store import Store
+from tensor_dedup.store import LocalStore
 from tensor_dedup.store import index as index_module
 from tensor_dedup.store.codecs.interface import AGAINST_BASE
 from tensor_dedup.store.codecs.records import entry
 from tensor_dedup.store.errors import CorruptTensorError, UnfitForCollectionError
 from tensor_dedup.store.format import tables
 from tensor_dedup.store.format.tables import Record, Table
+from tensor_dedup.store.hashing import Hashed
 from tensor_dedup.store.writing.deltas import LeafSharing
-from tensor_dedup.store.writing.hashing import Hashed
 
 ROW = 1792  # bytes; leaves do not end where rows do
 BASE = noise(1, 6 * LEAF_BYTES + 300 * ROW)
@@ -58,7 +59,7 @@ def saved(folder: Path, data: bytes, **more: bytes) -> Path:
     return write(folder, {"model.safetensors": safetensors(u8(embedding=data, **more))})
 
 
-def container_bytes(store: Store) -> int:
+def container_bytes(store: LocalStore) -> int:
     return sum(p.stat().st_size for p in (store.path / "containers").rglob("*") if p.is_file())
 
 
@@ -181,14 +182,14 @@ def test_a_damaged_tensor_is_no_anchor(tmp_path: Path, store: Store) -> None:
     flip(raw, raw.read_bytes().index(BASE[:64]) + 9)
     grown, more = saved(tmp_path / "grown", GROWN), saved(tmp_path / "more", CHANGED)
     hashed = Hashed(bytes.fromhex(digest(GROWN)), b"".join(leaf_digests(GROWN)))
-    with store._session() as (index, _):
+    with store.handle.session() as (index, _):
         assert index.find_alike(hashed.leaves)
     assert store.verify(full=True).faults
-    with store._session() as (index, _):
+    with store.handle.session() as (index, _):
         assert index.find_alike(hashed.leaves) == []
     (store.path / "index.sqlite").unlink()
     again = open_store(store.path)
-    with again._session() as (index, _):
+    with again.handle.session() as (index, _):
         assert index.find_alike(hashed.leaves) == []
     again.import_(grown)
     assert codec_of(again, "grown") == ("raw", None)
@@ -224,7 +225,7 @@ def crafted(store: Store, data: bytes, base: bytes, chunks: list[bytes]) -> None
     whole = bytes.fromhex(digest(data))
     record = Record(whole, 0, len(body), len(data), "leaves", bytes.fromhex(digest(base)), leaves)
     name, blob = tables.encode(Table("delta", len(body), [record], None))
-    path = store._objects.layout.container(name, "delta")
+    path = store.handle.objects.layout.container(name, "delta")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(body + blob + tables.tail(len(body)))
 
@@ -288,7 +289,7 @@ def test_every_leaf_leads_to_what_has_it(
     leaves = leaf_digests(BASE)
     assert len(leaves) == 7
     asked = b"".join(each if at == number else bytes(32) for at, each in enumerate(leaves))
-    with store._session() as (index, _):
+    with store.handle.session() as (index, _):
         assert len(index.find_alike(asked)) == 1
 
 
@@ -296,7 +297,7 @@ def test_the_index_forgets_the_leaves_of_containers_that_are_gone(
     tmp_path: Path, store: Store
 ) -> None:
     def listed() -> int:
-        with store._session() as (index, _):
+        with store.handle.session() as (index, _):
             return int(index._rows("SELECT count(*) FROM leaf")[0][0])
 
     other = noise(9, 3 * LEAF_BYTES)
@@ -328,15 +329,15 @@ def test_an_index_of_an_earlier_version_is_filled_anew(
 def test_leaves_that_are_gone_are_not_found(tmp_path: Path, store: Store) -> None:
     """The index of a handle that stays open may speak of what another one has deleted."""
     hashed = Hashed(bytes.fromhex(digest(GROWN)), b"".join(leaf_digests(GROWN)))
-    with store._session() as (index, _):
+    with store.handle.session() as (index, _):
         index.fresh = False
-        sharing = LeafSharing(store._objects, index)
+        sharing = LeafSharing(store.handle.objects, index)
         assert hashed.digest in sharing.find([(hashed, len(GROWN))])
-    with store._session() as (index, _):
+    with store.handle.session() as (index, _):
         for path in (store.path / "containers").rglob("*.raw*"):
             path.unlink()
         index.fresh = False
-        assert LeafSharing(store._objects, index).find([(hashed, len(GROWN))]) == {}
+        assert LeafSharing(store.handle.objects, index).find([(hashed, len(GROWN))]) == {}
 
 
 # Runs.

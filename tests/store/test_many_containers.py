@@ -13,7 +13,7 @@ import pytest
 
 import fresh
 from stores import KIB, Content, content, noise, open_store, safetensors, stored, u8, write
-from tensor_dedup.store import Store
+from tensor_dedup import Store
 from tensor_dedup.store.errors import StoreBusyError
 from tensor_dedup.store.reading.handle_cache import HandleCache
 from tensor_dedup.store.reading.tensors import iter_tensors, load_tensors
@@ -144,7 +144,7 @@ def test_gc_is_not_delayed_by_who_holds_all_open(store: Store, parts: dict[str, 
 
 
 def test_what_is_in_use_is_not_closed_and_the_rest_is(tmp_path: Path) -> None:
-    files = open_store(tmp_path / "store")._files
+    files = open_store(tmp_path / "store").handle.files
     paths = sorted(write(tmp_path / "files", {str(n): b"%d" % n for n in range(9)}).iterdir())
     cache: HandleCache[Path] = HandleCache(files, lambda path: files.open(path, "read"), 2)
     started, go_on = threading.Event(), threading.Event()

@@ -26,9 +26,8 @@ from parted_runs import (
 )
 from stores import Model, assert_same, handle, noise, open_store
 from tensor_dedup.digest import LEAF_BYTES, digest, leaf_digests
-from tensor_dedup.store import Store
+from tensor_dedup.store import LocalStore
 from tensor_dedup.store import index as index_module
-from tensor_dedup.store.checkpoints import CheckpointStore, policy
 from tensor_dedup.store.codecs.parts import codec_of, numbers_in, part_digest
 from tensor_dedup.store.errors import (
     CorruptTensorError,
@@ -40,6 +39,7 @@ from tensor_dedup.store.errors import (
 from tensor_dedup.store.format import tables
 from tensor_dedup.store.format.tables import Table
 from tensor_dedup.store.writing.deltas import EncodedWriter
+from tensor_dedup.training import CheckpointStore, policy
 
 
 @pytest.fixture(params=[None, "auto"])
@@ -316,28 +316,28 @@ def test_a_dead_step_whose_part_is_gone_is_stored_anew(tmp_path: Path) -> None:
         # Its part shares a container with the one that is alive; so take that away, too.
         [part] = found[bytes.fromhex(digest(data_of(1)))].parts.values()
         forget(run.store, part)
-        with run.store._session() as (index, _):
+        with run.store.handle.session() as (index, _):
             assert not index.find([bytes.fromhex(digest(data_of(1)))])
         run.save(model(1), 2)
         assert_same(run.load(2), model(1))
 
 
-def forget(store: Store, digest_: bytes) -> None:
+def forget(store: LocalStore, digest_: bytes) -> None:
     """List a piece as bad wherever it is."""
     for container, table in all_tables(store).items():
         for record in table.records:
             if record.digest == digest_:
-                store._objects.add_bad_offset(container.name, record.offset)
+                store.handle.objects.add_bad_offset(container.name, record.offset)
 
 
-def part_file(store: Store, step: int) -> tuple[Path, int]:
+def part_file(store: LocalStore, step: int) -> tuple[Path, int]:
     """Where the leaf lies that a step has changed: its container, and the offset in it."""
     leaf = leaf_digests(data_of(step))[step]
     wanted = part_digest(leaf, LEAF_BYTES)
     for container, table in all_tables(store).items():
         for record in table.records:
             if record.digest == wanted:
-                return store._objects.layout.container(
+                return store.handle.objects.layout.container(
                     container.name, container.kind
                 ), record.offset
     raise AssertionError("it is no piece of its own")
@@ -387,7 +387,7 @@ def test_damage_to_a_record_is_damage_to_no_part(run: CheckpointStore) -> None:
     wanted = bytes.fromhex(digest(data_of(3)))
     for container, table in all_tables(run.store).items():
         for record in (each for each in table.records if each.digest == wanted):
-            path = run.store._objects.layout.container(container.name, container.kind)
+            path = run.store.handle.objects.layout.container(container.name, container.kind)
             flip(path, record.offset - 9)  # the size of the first chunk
     with pytest.raises(CorruptTensorError):
         run.load(3)
@@ -474,12 +474,12 @@ def test_an_import_of_an_export_refers_to_it(run: CheckpointStore, tmp_path: Pat
 def test_the_index_asks_for_every_part(run: CheckpointStore) -> None:
     """A record is there only with all of its parts, as the index says it and as gc does."""
     wanted = bytes.fromhex(digest(data_of(4)))
-    with run.store._session() as (index, _):
+    with run.store.handle.session() as (index, _):
         [place] = index.find([wanted])[wanted]
         assert set(place.bases) == set(in_parts(run.store)[wanted].bases)
     path, _ = part_file(run.store, 2)
     path.rename(path.with_name(path.name + ".away").parent.parent.parent / "tmp" / path.name)
-    with run.store._session() as (index, _):
+    with run.store.handle.session() as (index, _):
         assert wanted not in index.find([wanted])
         first = bytes.fromhex(digest(data_of(1)))
         assert first in index.find([first])
@@ -487,10 +487,10 @@ def test_the_index_asks_for_every_part(run: CheckpointStore) -> None:
 
 def test_an_index_without_parts_is_filled_anew(run: CheckpointStore) -> None:
     run.close()
-    with run.store._session() as (index, _):
+    with run.store.handle.session() as (index, _):
         index._db.execute("DELETE FROM part")
         index._db.execute("PRAGMA user_version = 4")
-    with open_store(run.store.path)._session() as (index, _):
+    with open_store(run.store.path).handle.session() as (index, _):
         wanted = bytes.fromhex(digest(data_of(4)))
         [place] = index.find([wanted])[wanted]
         assert len(place.parts) == 4
@@ -500,7 +500,7 @@ def test_an_index_without_parts_is_filled_anew(run: CheckpointStore) -> None:
 
 def test_a_part_that_the_index_lacks_is_a_fault_of_the_index(run: CheckpointStore) -> None:
     run.close()
-    with run.store._session() as (index, _):
+    with run.store.handle.session() as (index, _):
         index._db.execute("DELETE FROM part WHERE number = 1")
     faults = open_store(run.store.path).verify().faults
     assert [fault.kind for fault in faults] == ["index"]

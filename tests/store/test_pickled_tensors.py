@@ -10,10 +10,10 @@ import torch
 from pytorch_files import AMBIGUOUS, bytes_of, file_of, flat
 from refusals import refused
 from stores import safetensors
+from tensor_dedup import Store
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.formats import weights
 from tensor_dedup.formats.errors import CheckpointFault, PytorchFault
-from tensor_dedup.store import Store
 from tensor_dedup.store.errors import UnknownTensorError
 from tensor_dedup.store.reading.tensors import iter_tensors, load_tensors
 

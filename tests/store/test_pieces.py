@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import stores
+from tensor_dedup import Store
 from tensor_dedup.digest import LEAF_BYTES, digest
-from tensor_dedup.store import Store
 from tensor_dedup.store.errors import CorruptTensorError, MissingObjectError
 
 # More than two leaves, and not a whole number of them.

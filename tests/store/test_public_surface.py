@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from stores import network, noise, safetensors, u8, write
-from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup import Store
 from tensor_dedup.store.errors import UnknownNameError, UnknownTensorError
+from tensor_dedup.training import CheckpointStore
 
 A, B = noise(1, 300_000), noise(2, 5_000)
 

@@ -20,9 +20,10 @@ from stores import (
     u8,
     write,
 )
+from tensor_dedup import Store
 from tensor_dedup.digest import digest
 from tensor_dedup.formats.safetensors import DTYPE_BITS
-from tensor_dedup.store import Store, StoredCheckpoint
+from tensor_dedup.store import StoredCheckpoint
 from tensor_dedup.store.files import RealFiles
 
 NANS = bytes.fromhex("0100a07f" + "ffffffff" + "010080ff" + "0000c07f")

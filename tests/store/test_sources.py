@@ -22,13 +22,12 @@ from stores import (
     u8,
     write,
 )
+from tensor_dedup import Store
 from tensor_dedup.analyze import analyze
 from tensor_dedup.analyze.digests import read_digests
 from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.formats.errors import CheckpointFault
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
-from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints.commit import StepSnapshot
 from tensor_dedup.store.errors import (
     BadNameError,
     ContradictoryManifestError,
@@ -38,9 +37,10 @@ from tensor_dedup.store.errors import (
 from tensor_dedup.store.files import Handle, Mode, RealFiles
 from tensor_dedup.store.format import manifests
 from tensor_dedup.store.format.manifests import FileEntry
+from tensor_dedup.store.hashing import SilentListener
 from tensor_dedup.store.writing import sources
-from tensor_dedup.store.writing.hashing import SilentListener
 from tensor_dedup.store.writing.transaction import OrderedTransaction
+from tensor_dedup.training.commit import StepSnapshot
 
 INDEX = "model.safetensors.index.json"
 A, B = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
@@ -97,7 +97,7 @@ def test_repair_does_not_bring_back_a_manifest_that_nobody_can_read(
     store: Store, tmp_path: Path
 ) -> None:
     folder = write(tmp_path / "m", WITHIN)
-    source = sources.read_source(store._objects.files, folder)
+    source = sources.read_source(store.handle.objects.files, folder)
     twice = [*source.files[:2], *source.files]  # what an earlier version took for the checkpoint
     store.import_(folder, "good")
     with store.checkpoint("good") as checkpoint:
@@ -106,10 +106,10 @@ def test_repair_does_not_bring_back_a_manifest_that_nobody_can_read(
         [FileEntry(f.stored_as, f.nbytes, len(f.segments), f.prefix) for f in twice],
         [piece for f in twice for piece in pieces[f.stored_as]],
     )
-    layout = store._objects.layout
+    layout = store.handle.objects.layout
     for part, blob in blobs.items():
-        store._objects.publish(blob, layout.manifest(part))
-    store._objects.set_ref("bad", name, replace=False)
+        store.handle.objects.publish(blob, layout.manifest(part))
+    store.handle.objects.set_ref("bad", name, replace=False)
     with pytest.raises(DamagedFileError, match="two of its files have one path"):
         store.checkpoint("bad")
     assert [fault.kind for fault in store.verify().faults] == ["manifest"]
@@ -123,12 +123,12 @@ def test_an_import_that_nobody_could_read_is_not_committed(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write(tmp_path / "m", WITHIN)
-    found = sources.read_source(store._objects.files, folder)
+    found = sources.read_source(store.handle.objects.files, folder)
     twice = sources.ImportSource((*found.files, found.files[0]), ())
     monkeypatch.setattr("tensor_dedup.store.store.read_source", lambda *_, **__: twice)
     with pytest.raises(ContradictoryManifestError, match="one path; nothing was committed"):
         store.import_(folder)
-    assert list(store._objects.manifest_names()) == []
+    assert list(store.handle.objects.manifest_names()) == []
     assert_clean(store, {})
 
 
@@ -149,7 +149,7 @@ def test_a_merge_that_nobody_could_read_is_not_committed(store: Store, tmp_path:
     with store.checkpoint("m") as checkpoint:
         ((_, tensor),) = [file.pieces for file in checkpoint.files]
     name, blobs = manifests.build([FileEntry("x", KIB + 1, 1, "")], [tensor])
-    with store._locked(), OrderedTransaction(store._objects) as transaction:
+    with store.handle.locked(), OrderedTransaction(store.handle.objects) as transaction:
         for part, blob in blobs.items():
             transaction.add_object(part, blob)
         with pytest.raises(ContradictoryManifestError, match="x is not 1025 bytes"):
@@ -180,7 +180,7 @@ def test_a_link_out_of_an_imported_folder_is_refused(
     with refused(CheckpointFault.LINK_OUTSIDE, match=f"{folder / link}: a link to {target}, ") as e:
         store.import_(folder, **how)
     assert (e.value.facts["link"], e.value.facts["target"]) == (str(folder / link), str(target))
-    assert list(store._objects.containers()) == []
+    assert list(store.handle.objects.containers()) == []
     store.import_(folder, follow_links=True, **how)
     store.export("m", tmp_path / "out")
     assert SECRET in content(tmp_path / "out").values()
@@ -259,8 +259,8 @@ def test_repair_follows_links(store: Store, tmp_path: Path) -> None:
     (folder / "model.safetensors").symlink_to(tmp_path / "elsewhere")
     store.import_(folder, follow_links=True)
     before = content(tmp_path / "m")
-    for container in list(store._objects.containers()):
-        store._objects.layout.container(container.name, container.kind).unlink()
+    for container in list(store.handle.objects.containers()):
+        store.handle.objects.layout.container(container.name, container.kind).unlink()
     assert store.repair([folder]).whole
     assert_clean(store, {"m": before})
 
@@ -298,7 +298,7 @@ def test_names_that_are_not_utf_8_are_refused(
     with refused(CheckpointFault.NAME_ENCODING, match=r"\\udcff\\udcfe.*rename it") as found:
         store.import_(folder, external=external)
     str(found.value).encode()
-    assert list(store._objects.containers()) == []
+    assert list(store.handle.objects.containers()) == []
 
 
 def test_names_that_are_not_utf_8_and_not_read_do_no_harm(store: Store, tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ def test_a_name_that_no_file_can_have_is_refused_before_anything_is_stored(
     for name in (TOO_LONG, "a/" * 99 + "a"):
         with pytest.raises(BadNameError, match=r"256 bytes|397 bytes"):
             store.import_(folder, name)
-    assert list(store._objects.containers()) == []
+    assert list(store.handle.objects.containers()) == []
 
 
 def test_a_step_whose_name_no_file_can_have_is_refused_before_anything_is_stored(
@@ -365,7 +365,7 @@ def test_a_step_whose_name_no_file_can_have_is_refused_before_anything_is_stored
             steps.pin(1)
         assert steps.steps() == [1]
         assert steps.load(1, None)["t"].tolist() == [0] * 100
-        assert len(list(steps.store._objects.containers())) == 1
+        assert len(list(steps.store.handle.objects.containers())) == 1
 
 
 def test_a_default_name_is_cut_to_what_a_file_can_have(store: Store, tmp_path: Path) -> None:

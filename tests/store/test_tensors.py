@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from stores import KIB, MIB, Tensors, elements, noise, safetensors, write
+from tensor_dedup import Store
 from tensor_dedup.formats.safetensors import DTYPE_BITS
-from tensor_dedup.store import Store, StoredCheckpoint, StoreError
+from tensor_dedup.store import StoredCheckpoint, StoreError
 from tensor_dedup.store.buffers import HUGE_PAGE, BufferPool, allocate, allocate_all
 from tensor_dedup.store.errors import (
     ClosedCheckpointError,

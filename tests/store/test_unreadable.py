@@ -28,8 +28,8 @@ from stores import (
     u8,
     write,
 )
+from tensor_dedup import Store
 from tensor_dedup.errors import StoreError
-from tensor_dedup.store import Store
 from tensor_dedup.store.errors import (
     CorruptTensorError,
     DamagedFileError,
@@ -242,7 +242,7 @@ def test_what_can_be_read_again_comes_back_from_the_quarantine(kind: str, disk: 
     with disk.store.checkpoint("tune") as checkpoint:
         manifest = checkpoint.manifest
     if kind == "slab":
-        manifest = disk.store._objects.manifest(manifest).pages[0].hex()
+        manifest = disk.store.handle.objects.manifest(manifest).pages[0].hex()
     disk.lose(disk.store.path / "manifests" / manifest[:2] / manifest, 40)
     assert not disk.store.verify(full=True).fine
     assert disk.store.repair().missing != []

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from stores import KIB, noise, safetensors, size_on_disk, tuned, u8, weights, write
-from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup import Store
 from tensor_dedup.store.upkeep.usage import Usage
+from tensor_dedup.training import CheckpointStore
 
 
 @pytest.fixture

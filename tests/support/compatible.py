@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 from torch import nn
 
-from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.training import CheckpointStore
 
 SUPPORT = Path(__file__).parent
 RUN, PLAIN = "runs/training", "plain"

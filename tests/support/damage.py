@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stores import open_store
-from tensor_dedup.store import Store
+from tensor_dedup.store import LocalStore
 from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.format import tables
 from tensor_dedup.store.format.layout import StoreLayout
@@ -62,7 +62,7 @@ def flip(path: Path, offset: int) -> None:
     path.write_bytes(data)
 
 
-def damage_piece(store: Store, name: str, tensor: str) -> None:
+def damage_piece(store: LocalStore, name: str, tensor: str) -> None:
     """Flip a bit of every copy of a tensor of a checkpoint."""
     with store.checkpoint(name) as checkpoint:
         places = checkpoint.own_places(bytes.fromhex(checkpoint[tensor].digest))

@@ -7,9 +7,9 @@ from functools import cache
 from typing import Any
 
 from stores import Model, assert_same, forest, network, train
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.tiers import StoreTier
-from tensor_dedup.store.remote.tier import RemoteTier
+from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.tiers.remote_tier import RemoteTier
+from tensor_dedup.training.tiers.second_tier import StoreTier
 
 Steps = Mapping[int, int]
 """Which model each step is."""

@@ -8,9 +8,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
-LINKED = ("loader", "store", "memory_manager", "patches", "integrations")
+LINKED = ("loader", "memory_manager", "patches")
 
-# Bottom first; a layer imports itself and what stands before it.
+# The wings, bottom first. A wing imports itself and what stands before it; two that stand side by
+# side do not know each other, except among the first, which are single modules.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {
@@ -20,25 +21,61 @@ LAYERS: tuple[frozenset[str], ...] = (
             "dtypes",
             "config",
             "settings",
-            "sizes",
             "sqlite",
             "libc",
-            "formats",
-            "layer_names",
-            "layer_pairs",
-            "natural",
-            "quantisation",
             "suggestions",
             "seams",
             "text_table",
         }
     ),
-    frozenset({"store", "memory_manager", "placement"}),
-    frozenset({"loader"}),
-    frozenset({"patches", "integrations"}),
+    frozenset({"formats"}),
+    frozenset({"memory_manager", "store"}),
+    frozenset({"remote"}),
+    frozenset({"loader", "training"}),
+    frozenset({"analyze"}),
+    frozenset({"patches"}),
+    frozenset({"planning"}),
+    frozenset({"integrations"}),
+    frozenset({"api"}),
 )
 # The top may import every layer, and no layer imports the top.
-TOP = frozenset({"", "__main__", "analyze", "cli", "substitution"})
+TOP = frozenset({"", "__main__", "cli"})
+# The parts of each wing, bottom first: a part imports itself and what stands before it.
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "formats": (
+        *("errors", "files", "json", "naming", "hub_cache", "links", "layers", "safetensors"),
+        *("gguf", "pytorch", "serverless", "markers", "weights", "checkpoint"),
+    ),
+    "memory_manager": ("errors", "protocol", "cuda", "backends", "core", "client", "server"),
+    "store": (
+        *("errors", "buffers", "files", "direct", "gathered", "hashing", "codecs", "format"),
+        *("locks", "objects", "index", "init", "handle"),
+        *("reading", "writing", "steps", "upkeep", "store", "interchange"),
+    ),
+    "remote": (
+        *("errors", "environment", "traffic", "layout", "answers", "buckets", "urls"),
+        *("lease", "results", "catalog", "conditions", "loads", "holders", "pieces"),
+        *("relatives", "push", "pull", "run_pull", "neighbour", "inventory", "sweep", "upkeep"),
+        *("oci", "remote", "transfer", "on_demand"),
+    ),
+    "loader": (
+        *("report", "torch_dtypes", "process_state", "load_lock", "ledger", "residents", "cuda"),
+        *("checkpoint_io", "unsharing", "deferred", "post_load"),
+    ),
+    "training": (
+        *("errors", "state", "adapters", "base_step", "bases", "policy", "background_encoder"),
+        *("commit", "capture", "background", "tiers", "checkpoint_store", "sharded"),
+    ),
+    "analyze": (
+        *("tensors", "layers", "digests", "contributions", "fusion", "changes", "stored"),
+        *("marker_checks", "variants", "picture", "analysis", "difference", "verdict"),
+    ),
+    "patches": ("vllm", "huggingface"),
+    "planning": ("substitution", "placement"),
+    "integrations": (
+        *("freezing", "dcp", "trainer", "lightning", "deepspeed", "datastates", "ray"),
+    ),
+}
 # A second name for parts of the package, which nothing in the package itself uses.
 SECOND_NAME = "tensorcas"
 # The module that DeepSpeed imports in place of DataStates' own; nothing in the package uses it.
@@ -49,11 +86,11 @@ FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
         "tensor_dedup.loader",
         "tensor_dedup.patches",
         "tensor_dedup.integrations",
-        "tensor_dedup.store.checkpoints",
+        "tensor_dedup.training",
         "tensor_dedup.store.interchange",
         "tensor_dedup.store.reading.tensors",
         "tensor_dedup.memory_manager.client.state_dicts",
-        "tensor_dedup.substitution",
+        "tensor_dedup.planning.substitution",
         "tensor_dedup.store.store",  # for type checkers: what `Store.load` returns
     ),
     "vllm": ("tensor_dedup.patches.vllm", "tensor_dedup.integrations.ray.engine"),
@@ -62,7 +99,7 @@ FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
     "transformers": (
         "tensor_dedup.patches.huggingface",
         "tensor_dedup.integrations",
-        "tensor_dedup.substitution.samples",
+        "tensor_dedup.planning.substitution.samples",
     ),
 }
 

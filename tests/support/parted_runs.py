@@ -8,10 +8,10 @@ import numpy as np
 
 from stores import KIB, Model, assert_same, handle, noise
 from tensor_dedup.digest import LEAF_BYTES, digest
-from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup.store import LocalStore
 from tensor_dedup.store.format.tables import Record, Table
 from tensor_dedup.store.objects import ContainerId
+from tensor_dedup.training import CheckpointStore
 
 LEAVES = 6
 TAIL = 100 * KIB  # of the last leaf
@@ -38,18 +38,18 @@ def model(step: int) -> Model:
     }
 
 
-def all_tables(store: Store) -> dict[ContainerId, Table]:
-    return {each: store._objects.table(each) for each in store._objects.containers()}
+def all_tables(store: LocalStore) -> dict[ContainerId, Table]:
+    return {each: store.handle.objects.table(each) for each in store.handle.objects.containers()}
 
 
-def in_parts(store: Store) -> dict[bytes, Record]:
+def in_parts(store: LocalStore) -> dict[bytes, Record]:
     """The records that have parts, by digest."""
     found = {r.digest: r for table in all_tables(store).values() for r in table.records if r.parts}
     assert all(len(record.bases) == 1 + len(record.parts) for record in found.values())
     return found
 
 
-def containers(store: Store) -> int:
+def containers(store: LocalStore) -> int:
     return sum(p.stat().st_size for p in (store.path / "containers").rglob("*") if p.is_file())
 
 

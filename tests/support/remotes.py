@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from tensor_dedup.store.remote.buckets import Bucket, ObjectStatus, too_large
-from tensor_dedup.store.remote.errors import RemoteUnreachableError
+from tensor_dedup.remote.buckets import Bucket, ObjectStatus, too_large
+from tensor_dedup.remote.errors import RemoteUnreachableError
 
 Chunks = Sequence[memoryview] | Iterator[memoryview]
 

@@ -23,8 +23,8 @@ from urllib.parse import parse_qs, unquote
 from xml.sax.saxutils import escape
 
 from remotes import MemoryBucket, Proxy, hang_up
-from tensor_dedup.store.remote import Remote
-from tensor_dedup.store.remote.buckets import ServerBucket
+from tensor_dedup.remote import Remote
+from tensor_dedup.remote.buckets import ServerBucket
 
 _XML: Final = '<?xml version="1.0" encoding="UTF-8"?>'
 # What one request can suffer. A fault "for good" strikes every repetition of the request, too.

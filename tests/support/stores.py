@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
+from tensor_dedup import Store
 from tensor_dedup.formats.safetensors import DTYPE_BITS
-from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore, HostPool
-from tensor_dedup.store.checkpoints.adapters.base import ModelAdapter
-from tensor_dedup.store.checkpoints.state import NamedValue, pieces, value
+from tensor_dedup.store import LocalStore
 from tensor_dedup.store.files import Files, Handle, RealFiles
+from tensor_dedup.training import CheckpointStore, HostPool
+from tensor_dedup.training.adapters.base import ModelAdapter
+from tensor_dedup.training.state import NamedValue, pieces, value
 
 MIB = 1 << 20
 KIB = 1 << 10
@@ -91,7 +93,7 @@ def content(folder: Path) -> Content:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def stored(store: Store, name: str) -> Content:
+def stored(store: LocalStore, name: str) -> Content:
     """Every file of a stored checkpoint as an export would write it, read piece by piece."""
     with store.checkpoint(name) as checkpoint:
         return {
@@ -177,6 +179,13 @@ def memory_folder() -> Iterator[Path]:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A folder in memory, for the conftest of tests that write many small files."""
+    with memory_folder() as path:
+        yield path
 
 
 Model = dict[str, NDArray[Any]]

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tensor_dedup.placement.problem import Model, Node
+from tensor_dedup.planning.placement.problem import Model, Node
 
 MIB, GIB = 1 << 20, 1 << 30
 # Tensors of a layer, by their share of a layer's bytes in per mille (Llama's proportions).

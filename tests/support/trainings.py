@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
+from tensor_dedup import Store
 from tensor_dedup.store.files import Files
+from tensor_dedup.training import CheckpointStore
 
 _BATCH, _INPUTS, _WIDTH, _CLASSES = 16, 64, 320, 8
 

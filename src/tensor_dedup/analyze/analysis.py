@@ -26,11 +26,10 @@ from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.digest import ALGORITHMS, leaf_places
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.formats.checkpoint import Checkpoint, open_checkpoint
+from tensor_dedup.formats.layers.layer_names import natural, split
 from tensor_dedup.formats.markers import SIDECAR, Marker, in_files, in_header
-from tensor_dedup.layer_names import split
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
-from tensor_dedup.natural import natural
-from tensor_dedup.store.writing.hashing import ProgressListener, SilentListener
+from tensor_dedup.store.hashing import ProgressListener, SilentListener
 from tensor_dedup.types import Fingerprint, TensorSpec
 
 # Of the JSON document; docs/analyze.schema.json describes it.

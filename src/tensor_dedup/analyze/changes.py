@@ -10,8 +10,7 @@ from tensor_dedup.analyze.contributions import Contribution
 from tensor_dedup.analyze.fusion import LostPart
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.digest import LEAF_BYTES
-from tensor_dedup.layer_names import split, unwrapped
-from tensor_dedup.natural import natural
+from tensor_dedup.formats.layers.layer_names import natural, split, unwrapped
 from tensor_dedup.text_table import human
 
 _KINDS_SHOWN = 3

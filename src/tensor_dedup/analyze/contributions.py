@@ -6,8 +6,7 @@ from typing import Final, TypeAlias
 
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.digest import LEAF_BYTES, leaf_places
-from tensor_dedup.layer_names import split
-from tensor_dedup.natural import natural
+from tensor_dedup.formats.layers.layer_names import natural, split
 
 # That of the loader, whose module needs torch: smaller tensors are shared whole or not at all.
 LEAF_SHARED_FROM: Final = 4 * LEAF_BYTES

@@ -13,12 +13,11 @@ from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.dtypes import BITS
 from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.formats.files import opened
-from tensor_dedup.layer_names import unwrapped
+from tensor_dedup.formats.layers.layer_names import natural, unwrapped
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
-from tensor_dedup.natural import natural
-from tensor_dedup.store import Store
+from tensor_dedup.store import LocalStore
 from tensor_dedup.store.format.manifests import STATE_MARK
-from tensor_dedup.store.writing.hashing import ProgressListener
+from tensor_dedup.store.hashing import ProgressListener
 
 # Of the JSON document.
 SCHEMA: Final = 1
@@ -256,7 +255,7 @@ def reading(
     found = find(path, store)
     with ExitStack() as stack:
         if not isinstance(found, Path):
-            where = Store.open(store, create=False)
+            where = LocalStore.open(store, create=False)
             held = stack.enter_context(where.checkpoint(full_name(where, found)))
             yield lambda tensor, start, stop: bytes(held.read_range(tensor, start, stop))
             return

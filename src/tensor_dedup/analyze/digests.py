@@ -19,7 +19,7 @@ from tensor_dedup.digest import StreamDigest, digests_by_place, leaf_places
 from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
 from tensor_dedup.formats.links import ANYWHERE, LinkBoundary
 from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
-from tensor_dedup.store.writing.hashing import ProgressListener
+from tensor_dedup.store.hashing import ProgressListener
 from tensor_dedup.types import TensorSpec
 
 # Long beside the cost of a system call, short enough that a thread's buffer stays near its cache.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from tensor_dedup.analyze.contributions import LEAF_SHARED_FROM
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured, Residents
 from tensor_dedup.digest import LEAF_BYTES
-from tensor_dedup.natural import natural
+from tensor_dedup.formats.layers.layer_names import natural
 from tensor_dedup.types import Fingerprint
 
 # Module name in the checkpoint -> the fused module that takes it.

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
-from tensor_dedup.layer_names import split
-from tensor_dedup.natural import natural
+from tensor_dedup.formats.layers.layer_names import natural, split
 
 
 @dataclass(frozen=True, slots=True)

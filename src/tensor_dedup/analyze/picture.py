@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
-from tensor_dedup.layer_names import split, unwrapped
-from tensor_dedup.natural import natural
+from tensor_dedup.formats.layers.layer_names import natural, split, unwrapped
 
 _BLOCK = re.compile(r"(?:(?P<prefix>.*)\.)?(?P<number>\d+)")
 _EMBEDDING = re.compile(r"embed|wte|wpe")

@@ -11,7 +11,8 @@ from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured
 from tensor_dedup.digest import combine, leaf_places
 from tensor_dedup.errors import CheckpointNotFoundError, ConfigError, StoreError
 from tensor_dedup.formats.hub_cache import locate
-from tensor_dedup.store import Store
+from tensor_dedup.settings import remote_url
+from tensor_dedup.store import LocalStore
 from tensor_dedup.store.errors import NoStoreError, UnknownNameError
 from tensor_dedup.store.files import RealFiles
 from tensor_dedup.store.init import default_path
@@ -50,7 +51,7 @@ def find(path: StrPath, store: StrPath | None = None) -> Path | str:
     return found
 
 
-def full_name(store: Store, given: str) -> str:
+def full_name(store: LocalStore, given: str) -> str:
     """Return the name of the stored checkpoint `NAME` or `store://NAME`.
 
     Of ORG/NAME@REVISION the beginning of the revision is enough, where it is that of one only; a
@@ -75,9 +76,8 @@ def pull_suggested(name: str) -> Iterator[None]:
         yield
     except (NoStoreError, UnknownNameError) as error:
         # Here: remotes need NumPy, and what is measured does not.
-        from tensor_dedup.store.remote.errors import RemoteUrlError
-        from tensor_dedup.store.remote.on_demand import remote_url
-        from tensor_dedup.store.remote.urls import open_bucket
+        from tensor_dedup.remote.errors import RemoteUrlError
+        from tensor_dedup.remote.urls import open_bucket
 
         if (url := remote_url()) is None:
             raise
@@ -101,13 +101,13 @@ def looks_like_step(path: str) -> bool:
 
 def _is_stored(name: str, store: StrPath | None) -> bool:
     try:
-        opened = Store.open(store, create=False)
+        opened = LocalStore.open(store, create=False)
         return opened.manifest(full_name(opened, name)) is not None
     except StoreError:
         return False
 
 
-def measure_stored(path: str, shown: str, store: Store, min_tensor_bytes: int) -> Measured:
+def measure_stored(path: str, shown: str, store: LocalStore, min_tensor_bytes: int) -> Measured:
     """Return the checkpoint `store://NAME`, from its manifest; `shown` is what it was called.
 
     Raises:
@@ -135,7 +135,7 @@ def _leaves(checkpoint: StoredCheckpoint, tensor: StoredTensor) -> tuple[str, ..
     return tuple(combine(size, [leaf]) for (_, size), leaf in zip(places, leaves, strict=False))
 
 
-def open_store(store: StrPath | None, algorithm: str) -> Store:
+def open_store(store: StrPath | None, algorithm: str) -> LocalStore:
     """Open the store that `store://` refers to.
 
     Raises:
@@ -146,4 +146,4 @@ def open_store(store: StrPath | None, algorithm: str) -> Store:
             f"a store names bytes by blake3, not {algorithm}; leave the hash algorithm as it is",
             algorithm=algorithm,
         )
-    return Store.open(Path(store) if store is not None else None, create=False)
+    return LocalStore.open(Path(store) if store is not None else None, create=False)

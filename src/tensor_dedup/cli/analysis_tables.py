@@ -13,7 +13,7 @@ from rich.table import Table
 from tensor_dedup.analyze import Analysis
 from tensor_dedup.analyze.layers import SharedLayer
 from tensor_dedup.cli.output import Dotted, cell
-from tensor_dedup.natural import natural
+from tensor_dedup.formats.layers.layer_names import natural
 from tensor_dedup.text_table import human
 
 # A matrix wider than this is unreadable in a terminal; the best pairs are listed instead.

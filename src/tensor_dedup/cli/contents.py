@@ -10,6 +10,7 @@ import click
 
 from tensor_dedup.analyze import analyze
 from tensor_dedup.analyze.stored import SCHEME, full_name
+from tensor_dedup.api import Store
 from tensor_dedup.cli import WrongUse, repeating_given
 from tensor_dedup.cli.output import ByteBar, counted, json_option, say
 from tensor_dedup.cli.store import (
@@ -27,10 +28,9 @@ from tensor_dedup.cli.store import (
 from tensor_dedup.errors import StoreError
 from tensor_dedup.formats.hub_cache import locate
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
-from tensor_dedup.store.checkpoints.runs import parse_step_name
 from tensor_dedup.store.errors import NoStoreError
 from tensor_dedup.store.reading.find import TensorPlace
-from tensor_dedup.store.store import Store
+from tensor_dedup.store.steps.runs import parse_step_name
 from tensor_dedup.store.upkeep.usage import StoreUsage, Usage
 from tensor_dedup.text_table import human
 

@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tensor_dedup.cli import Declined, WrongUse, printable, repeating_given
-from tensor_dedup.sizes import parse_size
+from tensor_dedup.settings import parse_size
 from tensor_dedup.text_table import human
 
 _WIDE: Final = 10_000

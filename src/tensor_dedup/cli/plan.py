@@ -23,9 +23,9 @@ from tensor_dedup.cli.output import (
 from tensor_dedup.cli.plan_page import write_page
 from tensor_dedup.cli.store import store_option
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
-from tensor_dedup.placement import FleetPlan, Model, Node, Wanted, plan, read_fleet
-from tensor_dedup.placement.plan import Assignment, Move, PlannedNode
-from tensor_dedup.placement.pods import patches
+from tensor_dedup.planning.placement import FleetPlan, Model, Node, Wanted, plan, read_fleet
+from tensor_dedup.planning.placement.plan import Assignment, Move, PlannedNode
+from tensor_dedup.planning.placement.pods import patches
 from tensor_dedup.text_table import human
 
 _RAY: Final = "ray://"

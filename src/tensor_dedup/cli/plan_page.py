@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Final
 
 from tensor_dedup.cli import visible
-from tensor_dedup.placement import FleetPlan
-from tensor_dedup.placement.plan import PlannedNode
+from tensor_dedup.planning.placement import FleetPlan
+from tensor_dedup.planning.placement.plan import PlannedNode
 from tensor_dedup.text_table import human
 
 _TONES: Final = 6  # colours; neighbours differ, and every block has its name

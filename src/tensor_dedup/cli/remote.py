@@ -12,6 +12,7 @@ from typing import Final
 
 import click
 
+from tensor_dedup.api import Store
 from tensor_dedup.cli import INTERRUPTED, Verbs, WrongUse, printable, remember_given
 from tensor_dedup.cli.output import (
     ByteBar,
@@ -25,22 +26,21 @@ from tensor_dedup.cli.output import (
     yes_option,
 )
 from tensor_dedup.cli.store import existing, name_argument, store_option
-from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints.runs import PIN
-from tensor_dedup.store.errors import NoStoreError
-from tensor_dedup.store.format.names import check_name
-from tensor_dedup.store.remote import (
+from tensor_dedup.remote import (
     Remote,
     RemoteCheckpoint,
     RemoteGcPlan,
     RemoteVerifyResult,
     TransferResult,
 )
-from tensor_dedup.store.remote.oci import Artifact, default_name, is_artifact
-from tensor_dedup.store.remote.registry import ArtifactName, RegistryRepository
-from tensor_dedup.store.remote.remote import DEFAULT_LEASE_HOURS
-from tensor_dedup.store.remote.upkeep import owner
-from tensor_dedup.store.remote.urls import is_url
+from tensor_dedup.remote.oci.artifact import Artifact, default_name, is_artifact
+from tensor_dedup.remote.oci.registry import ArtifactName, RegistryRepository
+from tensor_dedup.remote.remote import DEFAULT_LEASE_HOURS
+from tensor_dedup.remote.upkeep import owner
+from tensor_dedup.remote.urls import is_url
+from tensor_dedup.store.errors import NoStoreError
+from tensor_dedup.store.format.names import check_name
+from tensor_dedup.store.steps.runs import PIN
 from tensor_dedup.text_table import human
 
 _DIGITS: Final = 12  # of a digest

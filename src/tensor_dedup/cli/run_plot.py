@@ -13,9 +13,9 @@ from datetime import UTC, datetime
 from itertools import accumulate
 from typing import Final
 
-from tensor_dedup.store.checkpoints.retention import Mode, goal, ranked
-from tensor_dedup.store.checkpoints.runs import Step
-from tensor_dedup.store.checkpoints.sizes import Growth
+from tensor_dedup.store.steps.retention import Mode, goal, ranked
+from tensor_dedup.store.steps.runs import Step
+from tensor_dedup.store.upkeep.run_sizes import Growth
 
 _MIB: Final = 1 << 20
 _WIDTH, _HEIGHT = 480, 230

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import click
 from rich.table import Table
 
+from tensor_dedup.api import Store
 from tensor_dedup.cli import Verbs, WrongUse, check_suffix, printable
 from tensor_dedup.cli.output import (
     Dotted,
@@ -35,19 +36,18 @@ from tensor_dedup.cli.store import (
     store_option,
 )
 from tensor_dedup.errors import StoreError, TensorDedupError
-from tensor_dedup.natural import natural
-from tensor_dedup.store import Store
-from tensor_dedup.store.checkpoints import CheckpointStore
-from tensor_dedup.store.checkpoints.errors import PinnedStepError
-from tensor_dedup.store.checkpoints.notes import shown
-from tensor_dedup.store.checkpoints.retention import Mode, goal, ranked
-from tensor_dedup.store.checkpoints.retention import best as best_step
-from tensor_dedup.store.checkpoints.runs import Step, parse_step_name, step_name
-from tensor_dedup.store.checkpoints.sizes import RunCost, RunStats, TensorChanges
+from tensor_dedup.formats.layers.layer_names import natural
 from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, NotAStoreError
 from tensor_dedup.store.format.manifests import STATE_MARK
+from tensor_dedup.store.steps.errors import PinnedStepError
+from tensor_dedup.store.steps.notes import shown
+from tensor_dedup.store.steps.retention import Mode, goal, ranked
+from tensor_dedup.store.steps.retention import best as best_step
+from tensor_dedup.store.steps.runs import Step, parse_step_name, step_name
+from tensor_dedup.store.upkeep.run_sizes import RunCost, RunStats, TensorChanges
 from tensor_dedup.suggestions import perhaps
 from tensor_dedup.text_table import human
+from tensor_dedup.training import CheckpointStore
 
 _SHOWN_NAMES = 20
 _NO_COST = RunCost(0, 0, 0, 0, 0)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tensor_dedup.analyze.stored import full_name, pull_suggested
+from tensor_dedup.api import Store
 from tensor_dedup.cli import Failure, WrongUse, printable, remember_given
 from tensor_dedup.cli.output import (
     ByteBar,
@@ -42,7 +43,6 @@ from tensor_dedup.store import (
     Listed,
     RepairResult,
     Stats,
-    Store,
     StoredCheckpoint,
     VerifyResult,
 )

@@ -18,7 +18,7 @@ from tensor_dedup.cli.output import (
 )
 from tensor_dedup.cli.store import store_option
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
-from tensor_dedup.substitution import Substitution, substitute
+from tensor_dedup.planning.substitution import Substitution, substitute
 from tensor_dedup.text_table import human
 
 

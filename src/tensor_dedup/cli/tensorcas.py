@@ -4,11 +4,11 @@ from pathlib import Path
 
 import click
 
+from tensor_dedup.api import Store
 from tensor_dedup.cli import Program
 from tensor_dedup.cli.output import ask, json_option, say, yes_option
 from tensor_dedup.cli.runs import delete_steps, steps_of
 from tensor_dedup.cli.store import existing, gc_lines, grace_option
-from tensor_dedup.store import Store
 from tensor_dedup.text_table import human
 
 

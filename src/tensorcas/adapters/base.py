@@ -1,5 +1,5 @@
 """The protocol of adapters: implement it for models of your own."""
 
-from tensor_dedup.store.checkpoints.adapters import ModelAdapter
+from tensor_dedup.training.adapters import ModelAdapter
 
 __all__ = ["ModelAdapter"]

@@ -1,5 +1,5 @@
 """The adapter for PyTorch."""
 
-from tensor_dedup.store.checkpoints.adapters import PyTorchAdapter
+from tensor_dedup.training.adapters import PyTorchAdapter
 
 __all__ = ["PyTorchAdapter"]

@@ -1,5 +1,5 @@
 """The adapter for scikit-learn."""
 
-from tensor_dedup.store.checkpoints.adapters import SklearnAdapter
+from tensor_dedup.training.adapters import SklearnAdapter
 
 __all__ = ["SklearnAdapter"]

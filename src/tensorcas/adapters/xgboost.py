@@ -1,5 +1,5 @@
 """The adapter for XGBoost."""
 
-from tensor_dedup.store.checkpoints.adapters import XGBoostAdapter
+from tensor_dedup.training.adapters import XGBoostAdapter
 
 __all__ = ["XGBoostAdapter"]

@@ -1,0 +1,134 @@
+"""The layers of a model by the names of its tensors, and how a user says which ones."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Final
+
+from tensor_dedup.errors import ConfigError
+
+_WITHIN: Final = re.compile(r"^(.*?\.\d+)\.(.+)$")
+_BLOCK: Final = re.compile(r"(?:(?P<stack>.*)\.)?(?P<number>\d+)")
+_NUMBERS: Final = re.compile(r"(?:(?P<stack>.+)\.)?(?P<first>\d+)(?:-(?P<last>\d+))?")
+# What wraps the modules of one model and not of another with the same weights.
+_WRAPPER: Final = re.compile(r"^(?:(?:model|module|transformer)\.)+(?=.)")
+_SHOWN: Final = 4
+_DIGITS: Final = re.compile(r"(\d+)")
+
+# The names of tensors, by layer.
+Names = Mapping[str, Sequence[str]]
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Return the key that sorts a name in natural order: layer 10 comes after layer 9."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in _DIGITS.split(name)]
+
+
+def split(name: str) -> tuple[str, str]:
+    """Return a tensor's layer and its name within: `model.layers.7` and `mlp.up_proj.weight`.
+
+    Outside numbered blocks a layer is a module: `lm_head` and `weight`.
+    """
+    block = _WITHIN.match(name)
+    if block:
+        return block[1], block[2]
+    module, dot, last = name.rpartition(".")
+    return (module, last) if dot else (name, "")
+
+
+def unwrapped(name: str) -> str:
+    """Return a tensor's name without the names of modules that only wrap the model."""
+    component, slash, rest = name.rpartition("/")
+    return component + slash + _WRAPPER.sub("", rest)
+
+
+def by_layer(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the names of tensors by their layers."""
+    found = defaultdict[str, list[str]](list)
+    for name in names:
+        found[split(name)[0]].append(name)
+    return dict(found)
+
+
+def meant(layers: Names, spec: str) -> dict[str, set[str]]:
+    """Return the tensors that `spec` means, by their layers.
+
+    `spec` is a list with commas of numbers and ranges of blocks (`0-7,12`, `encoder.layers.0-3`)
+    and of patterns of names (`*embed*`, `*.mlp.*`). A pattern that fits a layer's name takes the
+    whole layer, else the tensors whose names it fits. Nothing means nothing.
+
+    Raises:
+        ConfigError: a part of it fits nothing, or could mean several stacks of blocks.
+    """
+    found = defaultdict[str, set[str]](set)
+    for part in (each.strip() for each in spec.split(",")):
+        for name, tensors in _meant(layers, part).items() if part else ():
+            found[name].update(tensors)
+    return dict(found)
+
+
+def _meant(layers: Names, part: str) -> Names:
+    numbers = _NUMBERS.fullmatch(part)
+    if numbers is not None:
+        first, last = int(numbers["first"]), int(numbers["last"] or numbers["first"])
+        return {name: layers[name] for name in _blocks(layers, part, numbers["stack"], first, last)}
+    found = {
+        name: tensors if fnmatchcase(name, part) else [t for t in tensors if fnmatchcase(t, part)]
+        for name, tensors in layers.items()
+    }
+    found = {name: tensors for name, tensors in found.items() if tensors}
+    if not found:
+        near = get_close_matches(part, list(layers), 1)
+        some = ", ".join([*layers][:_SHOWN])
+        advice = f"did you mean {near[0]!r}?" if near else f"there are {some}"
+        what = f"no tensor, and no layer that has tensors, is called {part!r}"
+        raise ConfigError(f"{what}; {advice}", layers=part)
+    return found
+
+
+def _blocks(layers: Names, part: str, stack: str | None, first: int, last: int) -> list[str]:
+    stacks = defaultdict[str, dict[int, str]](dict)
+    for name in layers:
+        block = _BLOCK.fullmatch(name)
+        if block is not None:
+            stacks[block["stack"] or ""][int(block["number"])] = name
+    prefix = f"{stack}." if stack is not None else ""
+    if stack is None:
+        if len(stacks) > 1:
+            some = ", ".join(f"{name}.{part}" for name in sorted(stacks))
+            what = f"{part!r} could mean blocks of {len(stacks)} stacks; say which: {some}"
+            raise ConfigError(what, layers=part)
+        stack = next(iter(stacks), "")
+    blocks = stacks.get(stack, {})
+    low, high = sorted((first, last))
+    there = [number for number in sorted(blocks) if low <= number <= high]
+    if first <= last and len(there) == last + 1 - first:
+        return [blocks[number] for number in there]
+    where = f" in {stack}" if stack else ""
+    if not blocks:
+        some = ", ".join([*layers][:_SHOWN])
+        what = f"{part!r}: there are no numbered blocks{where}; give names of layers, as {some}"
+        raise ConfigError(what, layers=part)
+    if first > last:
+        why = "it counts backwards"
+    else:
+        lacking = next(number for number in range(first, last + 1) if number not in blocks)
+        name = f"{stack}.{lacking}" if stack else str(lacking)
+        why = f"layer {name} has no tensors, or is not there"
+    fitting = ",".join(prefix + each for each in _ranges(there))
+    advice = f"write {fitting!r}" if fitting else "give some of these"
+    have = ", ".join(_ranges(sorted(blocks)))
+    raise ConfigError(f"{part!r}: {why}; there are {have}{where}: {advice}", layers=part)
+
+
+def _ranges(numbers: Iterable[int]) -> list[str]:
+    """Return ascending numbers as they are given in a list: `0-2` and `5`."""
+    runs = list[list[int]]()
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]

@@ -1,0 +1,266 @@
+"""Save DeepSpeed's checkpoints into a store, configured in DeepSpeed's JSON.
+
+    import tensor_dedup.integrations.deepspeed as store
+    store.enable()
+
+    {"tensor_dedup": {"store": "checkpoints", "run": "run-001"}, ...}
+
+`save_checkpoint` then writes small pointer files that say where in the store the state is, and
+`load_checkpoint` follows them. Without that entry DeepSpeed behaves as before. To save while
+training goes on, and without `enable`, see `tensor_dedup.integrations.datastates`.
+
+DeepSpeed names files and looks for them on disk. All checkpoints saved under one file name, in
+whatever folder, belong to one run, and its steps are numbered in the order in which they are saved,
+whatever their tags are; equal tags in different folders therefore do not collide. The pointer file
+on disk says which step is meant.
+"""
+
+import importlib
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from tensor_dedup.errors import ConfigError, UnsupportedError
+from tensor_dedup.seams import Replacements, Seam, usable
+from tensor_dedup.store.errors import AdvisedError
+from tensor_dedup.store.steps.errors import NotATrainingError, UnknownStepError
+from tensor_dedup.store.steps.runs import StepPlace, parse_step_name
+from tensor_dedup.store.store import LocalStore
+from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.adapters import StateProvider, register_provider
+
+try:
+    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+except ImportError:  # `enable` refuses, and says which version it was made for
+    CheckpointEngine = TorchCheckpointEngine = object
+
+__all__ = ["StoreEngine", "enable"]
+
+KEY: Final = "tensor_dedup"
+_FIELDS: Final = frozenset({"store", "run"})
+VERSIONS: Final = "DeepSpeed 0.19.8"
+_SEAM: Final = Seam(
+    "deepspeed.runtime.engine:create_checkpoint_engine",
+    "DeepSpeed saves to its own files",
+    "it makes the engine that saves and loads",
+    "(config_params, groups, zero_stage, has_moe_layers, optimize_dp_state)",
+    versions=(VERSIONS,),
+)
+# A pointer file is a JSON list that begins with this title, and is no longer than this.
+TITLE: Final = "tensor-dedup step"
+_LONGEST: Final = 4096
+
+
+@cache
+def enable() -> None:
+    """Make DeepSpeed engines created from now on honour `tensor_dedup` in their configuration.
+
+    Calling it again in the same process does nothing.
+
+    Raises:
+        UnsupportedError: The installed DeepSpeed differs from the version this was tested with.
+    """
+    if not usable(_SEAM):
+        raise UnsupportedError(f"{_SEAM.target} is not what it was in {VERSIONS}")
+    register_types()
+    Replacements([(_SEAM, _choose_engine)]).__enter__()
+
+
+@cache
+def register_types() -> None:
+    """Teach the store the types of DeepSpeed that its checkpoints hold."""
+    for name in ("LossScaler", "DynamicLossScaler"):
+        _register(f"deepspeed.runtime.fp16.loss_scaler.{name}", lambda held: dict(vars(held)))
+    _register("deepspeed.utils.tensor_fragment.fragment_address", lambda held: dict(vars(held)))
+    register_provider(
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        StateProvider("deepspeed.ZeroStageEnum", int, lambda state, _: _zero_stage(state)),
+    )
+
+
+def _choose_engine(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create(config_params: Any, *given: Any, **named: Any) -> Any:
+        entry = getattr(config_params, "_param_dict", {}).get(KEY)
+        if entry is None:
+            return original(config_params, *given, **named)
+        store, run = _settings(entry)
+        return StoreEngine(config_params, store, run)
+
+    return create
+
+
+def _settings(entry: object) -> tuple[str, str]:
+    """Return the store and the run that DeepSpeed's JSON names."""
+    if isinstance(entry, Mapping) and entry.keys() == _FIELDS:
+        return str(entry["store"]), str(entry["run"])
+    raise ConfigError(
+        f"DeepSpeed's {KEY!r} is {entry!r}; write {{'store': FOLDER, 'run': NAME}} there"
+    )
+
+
+def _register(name: str, state: Callable[[Any], object]) -> None:
+    """Save objects of a class as their attributes."""
+    module, _, kind = name.rpartition(".")
+
+    def restore(held: Any, _: Any) -> Any:
+        found = getattr(importlib.import_module(module), kind)
+        made = found.__new__(found)
+        made.__dict__.update(held)
+        return made
+
+    register_provider(name, StateProvider(f"deepspeed.{kind}", state, restore))
+
+
+def _zero_stage(state: int) -> Any:
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    return ZeroStageEnum(state)
+
+
+class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is not installed
+    """A DeepSpeed checkpoint engine that saves to a store and also loads DeepSpeed's own files.
+
+    A save is durable when it returns and never replaces a step: when a file is saved again, the
+    step that it named before stays in the store. Processes that save at the same moment get
+    separate steps.
+    """
+
+    def __init__(self, config_params: Any, store: str, run: str) -> None:
+        """Open the store.
+
+        Raises:
+            NotAStoreError: There is no store at `store`.
+            BadNameError: `run` is not a valid name of a run.
+        """
+        super().__init__(config_params)
+        self.name = "StoreEngine"
+        self._store, self._run = LocalStore.open(store), run
+        self._runs: dict[str, CheckpointStore] = {}
+        self._others = TorchCheckpointEngine(config_params)
+
+    def create(self, info: Any) -> None:
+        """Do nothing, because a checkpoint begins with its first file."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Save the state as a step and write a pointer to that step to `path`.
+
+        Raises:
+            StoreError: The state cannot be saved; `StateError` if it holds an unsupported value.
+        """
+        saved = self._run_of(Path(path).stem).append(dict(state_dict))
+        target = Path(path)
+        part = target.with_name(f".{target.name}.part")
+        part.write_text(json.dumps([TITLE, saved.name, saved.manifest]))
+        part.replace(target)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Return the state that the file at `path` points to, on the CPU.
+
+        A file that is no pointer is loaded as DeepSpeed's own, with `map_location`.
+
+        Raises:
+            UnknownStepError: The step was deleted or replaced since.
+            CorruptTensorError: The step is damaged.
+        """
+        pointer = Pointer.read(Path(path))
+        if pointer is None:
+            return self._others.load(path, map_location)
+        return pointer.load(lambda run: CheckpointStore(self._store, run), path)
+
+    def commit(self, info: Any) -> bool:
+        """Return True, because all files of a rank are durable already."""
+        return True
+
+    def preserves_storage_sharing(self) -> bool:
+        """Return False, so that DeepSpeed does not copy views before it saves them.
+
+        Views are saved without the rest of their storage in any case.
+        """
+        return False
+
+    def cleanup(self) -> None:
+        """Close what the runs keep open between saves."""
+        for run in self._runs.values():
+            run.close()
+
+    def _run_of(self, file: str) -> CheckpointStore:
+        if file not in self._runs:
+            self._runs[file] = CheckpointStore(self._store, f"{self._run}/{file}")
+        return self._runs[file]
+
+
+class DamagedPointerError(AdvisedError):
+    """A pointer file is not what was written."""
+
+    advice = "delete it; `tensor-dedup runs list` shows the steps, and other tags can be loaded"
+
+
+class Pointer(msgspec.Struct, frozen=True, array_like=True, tag=TITLE, forbid_unknown_fields=True):
+    """What a pointer file says: the name and the manifest of a step.
+
+    One of `tensor_dedup.integrations.datastates` also has the `key` of all files of its checkpoint
+    and, beside a model's states, the `counts` of files that make it whole.
+    """
+
+    name: str
+    manifest: str
+    key: str = ""
+    counts: tuple[int, int] | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> "Pointer | None":
+        """Return the pointer in a file, or None for DeepSpeed's own file, or none.
+
+        Raises:
+            DamagedPointerError: It begins as a pointer, and is none.
+        """
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            blob = file.read(_LONGEST)
+            if blob.startswith(f'["{TITLE}", '.encode()):
+                try:
+                    return msgspec.json.decode(blob, type=cls)
+                except (msgspec.DecodeError, ValueError) as error:
+                    raise DamagedPointerError.at(path, f"it names no step ({error})") from error
+        return None
+
+    def load(
+        self,
+        open_run: Callable[[str], CheckpointStore],
+        path: str,
+        advise: Callable[[], str] = lambda: UnknownStepError.advice,
+    ) -> Any:
+        """Return the state; `path` is the file that is to be loaded.
+
+        `open_run` returns the run of a name, with all tiers on which its steps may be. `advise`
+        returns the next step for whoever cannot load this one.
+
+        Raises:
+            UnknownStepError: The step was deleted, lost or replaced since.
+            CorruptTensorError: The step is damaged.
+        """
+        what = f"{self.name} is not what it was when this was saved"
+        if (step := parse_step_name(self.name)) is not None:
+            run = open_run(step.run)
+            try:
+                if run.manifest(step.step) == self.manifest:
+                    return run.load(step.step)
+            except UnknownStepError:
+                what = f"{self.name} is absent: it was deleted, or lost with a tier"
+            except NotATrainingError:
+                pass
+        raise UnknownStepError(f"{path}: {what}; {advise()}", path=path)
+
+    def place(self, places: Callable[[str], Mapping[int, StepPlace]]) -> int | None:
+        """Return the place of the step in the order of saving, or None where `load` finds none.
+
+        `places` returns the steps of the run of a name.
+        """
+        step = parse_step_name(self.name)
+        found = None if step is None else places(step.run).get(step.step)
+        return None if found is None or found.manifest != self.manifest else found.sequence

@@ -1,0 +1,316 @@
+"""Save steps and epochs of Lightning into a store, and resume from `store://RUN@STEP`.
+
+    from tensor_dedup.integrations.lightning import StoreCallback
+
+    callback = StoreCallback("checkpoints", "run-001", every=100)
+    trainer = Trainer(callbacks=[callback])
+    trainer.fit(model, ckpt_path="store://run-001@200")
+
+`StoreCallback` decides when to save, Lightning decides what a checkpoint holds, and `StoreIO`
+decides where it goes. Both `lightning` and `pytorch_lightning` are supported, whichever the program
+has imported.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
+
+from tensor_dedup.errors import NotInstalledError, UnsupportedError
+from tensor_dedup.integrations.freezing import Frozen, check_frozen, freeze
+from tensor_dedup.remote.on_demand import pull_missing
+from tensor_dedup.settings import remote_url
+from tensor_dedup.store.steps.errors import BadStepError
+from tensor_dedup.store.steps.retention import Rules
+from tensor_dedup.store.steps.runs import StepName, parse_step_name, step_name
+from tensor_dedup.store.store import LocalStore
+from tensor_dedup.training import CheckpointStore, HostPool, PendingSave
+from tensor_dedup.training.background import Hook
+from tensor_dedup.training.policy import Compress
+
+# Lightning is published under two names, and one does not accept the classes of the other.
+if TYPE_CHECKING or "lightning" not in sys.modules:
+    try:
+        from lightning_fabric.plugins import CheckpointIO, TorchCheckpointIO
+        from pytorch_lightning import Callback
+        from pytorch_lightning.strategies import Strategy
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith(("lightning_fabric", "pytorch_lightning")):
+            raise
+        raise NotInstalledError(
+            "these callbacks need Lightning: run `pip install pytorch-lightning`, or, with the "
+            "package `lightning`, import it before this module",
+            module=error.name,
+        ) from error
+else:
+    from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+    from lightning.pytorch import Callback
+    from lightning.pytorch.strategies import Strategy
+
+__all__ = ["FreezeCallback", "StoreCallback", "StoreIO"]
+
+StrPath = str | PathLike[str]
+SCHEME: Final = "store://"
+
+
+class StoreIO(CheckpointIO):
+    """A checkpoint plugin that handles `store://RUN@STEP` through a store and other paths as files.
+
+    Each run that was added is saved into its own store, under its own retention rules. Any other
+    run is looked up in the stores of the added runs, in the order in which they were added.
+    """
+
+    def __init__(self, run: CheckpointStore, other: CheckpointIO | None = None) -> None:
+        """Serve one run, and others after `add`; `other` saves and loads plain files."""
+        self._other = other or TorchCheckpointIO()
+        self._runs = {run.run_id: run}
+        self._asynchronous: set[str] = set()
+        self._metrics: dict[str, Mapping[str, Any]] = {}
+        self._last: dict[str, PendingSave] = {}
+
+    def add(self, run: CheckpointStore, *, asynchronous: bool = False) -> None:
+        """Save and load the steps of another run too, by `save_async` when `asynchronous`."""
+        self._runs[run.run_id] = run
+        if asynchronous:
+            self._asynchronous.add(run.run_id)
+
+    def note(self, run_id: str, metrics: Mapping[str, Any]) -> None:
+        """Set the metrics to save with the next steps of a run."""
+        self._metrics[run_id] = metrics
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
+        """Save a checkpoint as the step, or the file, that `path` names.
+
+        Raises:
+            StoreError: The step cannot be saved; `StateError` if it holds an unsupported value.
+        """
+        if (step := _step(path)) is None:
+            self._other.save_checkpoint(checkpoint, path, storage_options)
+            return
+        run = self._of(step)
+        metrics = self._metrics.get(step.run)
+        if step.run in self._asynchronous:
+            self._last[step.run] = run.save_async(checkpoint, step.step, metrics)
+        else:
+            run.save(checkpoint, step.step, metrics)
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Return the checkpoint of a step, on the CPU, or of a file. Waits for the run's saves.
+
+        A step that no store has is pulled from TENSOR_DEDUP_REMOTE, or else from `remote` of a
+        configuration file, if there is one.
+
+        Raises:
+            StoreError: A background save of the run has failed, or the remote has no such step.
+            UnknownStepError: There is no such step in any of the stores, and no remote.
+        """
+        if (step := _step(path)) is None:
+            found: dict[str, Any] = self._other.load_checkpoint(path, map_location, weights_only)
+            return found
+        run = self._of(step)
+        run.close()
+        pull_missing(run.store, step_name(step.run, step.step), remote_url())
+        loaded: dict[str, Any] = run.load(step.step)
+        return loaded
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Delete a step or a file. Waits for the run's saves, not for what follows them.
+
+        Raises:
+            UnknownStepError: There is no such step.
+            PinnedStepError: The step is pinned.
+        """
+        if (step := _step(path)) is None:
+            self._other.remove_checkpoint(path)
+        else:
+            if step.run in self._last:  # saves end in their order
+                self._last[step.run].finish()
+            self._of(step).delete(step.step)
+
+    def teardown(self) -> None:
+        """Close the plugin that saves plain files."""
+        self._other.teardown()
+
+    def _of(self, step: StepName) -> CheckpointStore:
+        if step.run in self._runs:
+            return self._runs[step.run]
+        # No callback saves this run: take the store that has the step, or else the first one.
+        found = [CheckpointStore(run.store, step.run) for run in self._runs.values()]
+        return next((run for run in found if step.step in run.steps()), found[0])
+
+
+class StoreCallback(Callback):
+    """A callback that saves Lightning's complete checkpoints to a run of a store.
+
+    The metrics of a step are the callback metrics of the trainer. A trainer may have several of
+    these callbacks, each with a run of its own. Strategies that write sharded files themselves
+    (FSDP, DeepSpeed, tensor parallelism) are refused with `UnsupportedError`; use
+    `tensor_dedup.integrations.dcp` with those.
+    """
+
+    def __init__(
+        self,
+        root: StrPath | LocalStore,
+        run_id: str,
+        *,
+        every: "int | Literal['epoch']" = "epoch",
+        config: "StrPath | Mapping[str, str | bytes] | None" = None,
+        asynchronous: bool = False,
+        pool_bytes: int | HostPool | None = None,
+        in_flight: int = 1,
+        compress: Compress = "auto",
+        **keep: Unpack[Rules],
+    ) -> None:
+        """Save every `every` optimizer steps, or after every epoch.
+
+        When `asynchronous`, the training goes on while a step is saved, and the optimizers wait
+        until what they change has been copied. Under automatic optimization Lightning computes the
+        gradients in the optimizer's step, so the forward and backward pass wait too; with
+        `accumulate_grad_batches` only those of the last batch do. The error of such a save ends the
+        training at its next step, and the end of the training waits for the last one.
+
+        All other arguments are those of `CheckpointStore`.
+        """
+        self._every, self._saved, self._asynchronous = every, -1, asynchronous
+        self.run = CheckpointStore(
+            *(root, run_id),
+            config=config,
+            weights="state_dict",
+            pool_bytes=pool_bytes,
+            in_flight=in_flight,
+            compress=compress,
+            **keep,
+        )
+        self._io, self._hooks = StoreIO(self.run), list[Hook]()
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Let the trainer save and load steps by URL; other paths remain files.
+
+        Raises:
+            UnsupportedError: The strategy bypasses `CheckpointIO`, or two callbacks save this run.
+        """
+        strategy = trainer.strategy
+        if type(strategy).load_checkpoint is not Strategy.load_checkpoint:
+            raise UnsupportedError(
+                f"{type(strategy).__name__} writes its own files; use StoreWriter of "
+                "tensor_dedup.integrations.dcp with it, or a strategy that uses CheckpointIO"
+            )
+        self._check_alone(trainer.callbacks)
+        if not isinstance(strategy.checkpoint_io, StoreIO):
+            strategy.checkpoint_io = StoreIO(self.run, strategy.checkpoint_io)
+        self._io = strategy.checkpoint_io
+        self._io.add(self.run, asynchronous=self._asynchronous)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Hook the optimizers.
+
+        While gradients accumulate, batches end at the step that the training began with. It is not
+        saved: whoever resumed from it has it, and its gradients would be missing.
+        """
+        self._saved = trainer.global_step
+        if self._asynchronous and trainer.is_global_zero:
+            self._hooks = [self.run.hook(each) for each in trainer.optimizers]
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save if this step is due, once per optimizer step."""
+        step = trainer.global_step
+        if self._every != "epoch" and step % self._every == 0 and step != self._saved:
+            self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save if the callback saves every epoch.
+
+        What averages weights may swap them then, so nothing is left to be copied.
+        """
+        if self._every == "epoch":
+            self._save(trainer)
+        self.run.before_update()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Wait until the weights may be swapped."""
+        self.run.before_update()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Wait for the last save, and close what the run keeps open between saves.
+
+        Raises the error of a failed background save.
+        """
+        self._unhook()
+        self.run.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Wait for the last save; if that failed too, the exception gets a note."""
+        self._unhook()
+        self.run.__exit__(type(exception), exception, None)
+
+    def _unhook(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _check_alone(self, callbacks: Iterable[object]) -> None:
+        mine = self.run.run_id
+        runs = [each.run.run_id for each in callbacks if isinstance(each, StoreCallback)]
+        if (count := runs.count(mine)) > 1:
+            raise UnsupportedError(
+                f"{count} callbacks save the run {mine!r}; give each a run_id of its own"
+            )
+
+    def _save(self, trainer: Any) -> None:
+        self._saved = trainer.global_step
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self._io.note(self.run.run_id, metrics)
+        name = step_name(self.run.run_id, trainer.global_step)
+        trainer.save_checkpoint(f"{SCHEME}{name}", weights_only=False)
+
+
+class FreezeCallback(Callback):
+    """A callback that keeps layers bit-identical, as `tensor_dedup.integrations.freeze` does.
+
+    `layers` names blocks and patterns of the LightningModule's `state_dict`:
+    `FreezeCallback("0-5,*embed*")`. A tensor that changes all the same ends the training with a
+    `FrozenLayerError`, at the next save or at the end.
+    """
+
+    def __init__(self, layers: str) -> None:
+        self._layers = layers
+        self._frozen: Frozen | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Freeze, before the optimizers are made.
+
+        Raises:
+            ConfigError: the module has no such layer.
+        """
+        if stage == "fit" and self._frozen is None:
+            self._frozen = freeze(pl_module, self._layers)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Note what the layers are now: a resumed training has loaded them since."""
+        if self._frozen is not None:
+            self._frozen.note()
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        """Raise `FrozenLayerError` if a frozen tensor has changed."""
+        check_frozen(pl_module)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Raise `FrozenLayerError` if a frozen tensor has changed."""
+        check_frozen(pl_module)
+
+
+def _step(path: str | Path) -> StepName | None:
+    """Return the step that a URL names, or None for an ordinary path."""
+    text = str(path)
+    if not text.startswith(SCHEME):
+        return None
+    found = parse_step_name(text.removeprefix(SCHEME))
+    if found is None or found.kept:
+        raise BadStepError.at(text, f"no step in {text!r}; write {SCHEME}RUN@STEP")
+    return found

@@ -1,0 +1,181 @@
+"""`Fleet`: what a program says of the models that a cluster is to serve."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from tensor_dedup.errors import ConfigError
+from tensor_dedup.integrations.ray.cluster import NAMESPACE, import_ray
+from tensor_dedup.integrations.ray.front import Front
+from tensor_dedup.integrations.ray.keeper import FleetStatus, ensure_keeper, keeper_name
+from tensor_dedup.integrations.ray.specification import FleetSpecification, model_of
+from tensor_dedup.settings import parse_size
+from tensor_dedup.suggestions import perhaps
+
+_POLL_S: Final = 0.5
+_PATIENCE_S: Final = 120.0  # Ray takes up to half a minute to see that a node is lost
+Models = Mapping[str, Mapping[str, Any] | None] | Sequence[str]
+
+
+class Fleet:
+    """Models of a remote, served by the Ray cluster that this process is connected to.
+
+    The object holds what was given and a handle: what is wanted and what runs is the cluster's, and
+    goes on when this process ends. Safe from any thread. Methods raise what the keeper raises, and
+    Ray's errors where the cluster does not answer.
+    """
+
+    def __init__(
+        self,
+        remote: str | None = None,
+        models: Models | None = None,
+        *,
+        name: str = "fleet",
+        engine: Mapping[str, Any] | None = None,
+        memory: int | str | None = None,
+        store: str | None = None,
+        socket: str | None = None,
+        budget: int | str | None = None,
+        cpus: float = 1.0,
+        gpus: float = 0.0,
+        starting: int = 4,
+        route: str | None = "/",
+    ) -> None:
+        """Describe a fleet; nothing is started yet.
+
+        `models` are names of checkpoints in the `remote`, or fields by name: `replicas`, `room`
+        (bytes or a text like "4GiB" beside the weights, for the KV cache and activations), `host`,
+        and `engine`, vLLM's arguments for this model beside those for all. `memory` is what a node
+        has for weights and engines, by default Ray's resource `memory`; give a GPU's. `store` and
+        `socket` are those of each node, with `{node}` for its identity where nodes share a
+        machine; `budget` is its memory manager's, by default what the plan counts. An engine takes
+        `cpus` and `gpus` of Ray's, `starting` of them start at once. Serve answers at `route`, or
+        not at all with None.
+
+        Without `remote` and `models` this is the fleet of that name as it is.
+
+        Raises:
+            ConfigError: a field is unknown or has a wrong value.
+            NotInstalledError: Ray is not installed.
+        """
+        import_ray("ray.serve")
+        self.name, self._route = name, route
+        if ":" in name or not name:
+            raise ConfigError(f"{name!r} cannot be the name of a fleet: leave out ':'", name=name)
+        if (remote is None) != (models is None):
+            raise ConfigError("give both the remote and the models, or neither")
+        self._wanted: FleetSpecification | None = None
+        if remote is None or models is None:
+            return
+        given = models if isinstance(models, Mapping) else dict.fromkeys(models)
+        self._wanted = FleetSpecification(
+            remote,
+            {each: model_of(each, fields or {}) for each, fields in given.items()},
+            dict(engine or {}),
+            _size("memory", memory),
+            store,
+            socket,
+            _size("budget", budget),
+            cpus,
+            gpus,
+            starting,
+        )
+
+    def __repr__(self) -> str:
+        known = "" if self._wanted is None else f", {len(self._wanted.models)} models"
+        return f"Fleet({self.name!r}{known})"
+
+    def apply(self, *, rebalance: bool = False) -> FleetStatus:
+        """Make the cluster what is wanted, and return when all engines answer.
+
+        What runs stays where it is, unless `rebalance` is on; what is no longer wanted ends.
+
+        Raises:
+            DoesNotFitError: there is no room; nothing was changed.
+            RemoteError: a checkpoint cannot be found.
+            FleetError: engines do not start.
+        """
+        wanted = self._wanted.encode() if self._wanted is not None else None
+        self._ask("apply", wanted, rebalance)
+        serve = import_ray("ray.serve")
+        if self._route is not None and self.name not in serve.status().applications:
+            serve.run(_front(self.name), name=self.name, route_prefix=self._route)
+        return self.status()
+
+    def add(self, name: str, **fields: Any) -> FleetStatus:
+        """Serve one more model, with the fields of one; nothing moves for it."""
+        model = model_of(name, fields)
+        self._ask("add", name, model)
+        if self._wanted is not None:
+            self._wanted = self._wanted.with_model(name, model)
+        return self.status()
+
+    def remove(self, name: str) -> FleetStatus:
+        """Stop serving a model."""
+        self._ask("remove", name)
+        if self._wanted is not None:
+            self._wanted = self._wanted.without(name)
+        return self.status()
+
+    def status(self) -> FleetStatus:
+        """Return how the fleet is."""
+        found: FleetStatus = self._ask("status")
+        return found
+
+    def shutdown(self) -> None:
+        """End the fleet's engines, its front, and the memory managers of the nodes."""
+        ray = import_ray()
+        self._ask("shutdown")
+        ray.kill(ray.get_actor(keeper_name(self.name), namespace=NAMESPACE))
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """What the keeper answers; its error as it was raised there.
+
+        While its node is lost Ray starts it on another one, and it is asked again.
+        """
+        ray = import_ray()
+        if not ray.is_initialized():
+            ray.init(namespace=NAMESPACE)
+        deadline = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                return ray.get(getattr(ensure_keeper(self.name), method).remote(*arguments))
+            except ray.exceptions.RayTaskError as error:
+                cause = getattr(error, "cause", None)
+                raise (cause if isinstance(cause, Exception) else error) from None
+            except ray.exceptions.RayActorError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_POLL_S)
+
+
+def application(args: Mapping[str, Any]) -> Any:
+    """Return the application of Serve for `import_path` in a configuration file.
+
+    `args` are those of `Fleet`. When the application is deployed the fleet is applied, and the
+    application itself is its front.
+
+    Raises:
+        ConfigError: an argument is unknown or has a wrong value.
+    """
+    known = Fleet.__init__.__annotations__
+    for field in args:
+        if field not in known or field in ("return", "route"):
+            what = f"the fleet has no argument {field!r}{perhaps(field, known)}"
+            raise ConfigError(what, field=field)
+    fleet = Fleet(**{**args, "route": None})
+    if fleet._wanted is None:
+        raise ConfigError("the fleet's args lack remote and models")
+    return _front(fleet.name, fleet._wanted.encode())
+
+
+def _front(fleet: str, wanted: bytes | None = None) -> Any:
+    front = import_ray("ray.serve").deployment(Front)
+    return front.options(ray_actor_options={"num_cpus": 0}).bind(fleet, wanted)
+
+
+def _size(field: str, value: int | str | None) -> int | None:
+    nbytes = parse_size(value) if isinstance(value, str) else value
+    if value is not None and (nbytes is None or nbytes <= 0):
+        raise ConfigError(f'{field} is {value!r}; write for example "80GiB"', field=field)
+    return nbytes

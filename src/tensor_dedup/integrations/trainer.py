@@ -1,0 +1,379 @@
+"""Save every step or epoch of Transformers' Trainer into a store.
+
+from tensor_dedup.integrations.trainer import StoreCallback
+
+callback = StoreCallback("checkpoints", "run-001", every=100)
+trainer = Trainer(..., callbacks=[callback])
+trainer.train()
+trainer.train(resume_from_checkpoint=callback.check_out(folder))
+"""
+
+import json
+import random
+import tempfile
+from dataclasses import asdict, replace
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, Unpack
+
+import numpy as np
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, gather_object
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.training_args import ParallelMode
+
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.integrations.freezing import Frozen, FrozenLayerError, check_frozen, freeze
+from tensor_dedup.store.steps.errors import UnknownStepError
+from tensor_dedup.store.steps.retention import Rules
+from tensor_dedup.store.steps.runs import step_name
+from tensor_dedup.store.store import LocalStore
+from tensor_dedup.training import CheckpointStore, HostPool
+from tensor_dedup.training.policy import Compress
+
+if TYPE_CHECKING:
+    from tensor_dedup.training.background import Hook
+
+__all__ = ["FreezeCallback", "StoreCallback"]
+
+StrPath = str | PathLike[str]
+_MODEL: Final = "model"
+# The files of a Trainer checkpoint, and the part of a step that each holds. Few runs have all.
+_FILES: Final = {
+    "optimizer.pt": "optimizer",
+    "scheduler.pt": "scheduler",
+    "rng_state.pth": "rng",
+    "scaler.pt": "scaler",
+}
+_SHARDING: Final = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+
+
+class StoreCallback(TrainerCallback):
+    """A callback that saves the complete training state to a run of a store.
+
+    The state is model, optimizer, scheduler, gradient scaler and random generators. Each step is a
+    checkpoint of the store and includes the model's config and tokenizer files, so
+    `store://RUN@STEP` can be loaded as a model. Its metrics are the numbers that Trainer logged at
+    this step. Process 0 saves models that every process holds in full; models sharded by FSDP or
+    DeepSpeed are refused with `UnsupportedError`; use `tensor_dedup.integrations.dcp` there.
+
+    A step is saved once Trainer has logged and evaluated it, just before the next step begins: its
+    metrics are known then, and an evaluation moves random states and learning rates.
+
+    Other callbacks are not resumed: they begin in their initial state. Of several processes each
+    gets its own random states back, if they are as many as before.
+    """
+
+    def __init__(
+        self,
+        root: StrPath | LocalStore,
+        run_id: str,
+        *,
+        every: "int | Literal['epoch']" = "epoch",
+        asynchronous: bool = False,
+        pool_bytes: int | HostPool | None = None,
+        in_flight: int = 1,
+        compress: Compress = "auto",
+        **keep: Unpack[Rules],
+    ) -> None:
+        """Save every `every` steps, or after every epoch.
+
+        When `asynchronous`, the training goes on while a step is saved, and the optimizer waits
+        until what it changes has been copied. The error of such a save ends the training at its
+        next step, and the end of the training waits for the last one.
+
+        All other arguments are those of `CheckpointStore`.
+        """
+        self._every, self._asynchronous = every, asynchronous
+        self.run = CheckpointStore(
+            *(root, run_id),
+            weights=_MODEL,
+            pool_bytes=pool_bytes,
+            in_flight=in_flight,
+            compress=compress,
+            **keep,
+        )
+        self._hook: Hook | None = None
+        self._files: dict[str, str | bytes] = {}
+        self._due = False
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Refuse sharded models before any training is done.
+
+        Raises:
+            UnsupportedError: The model is sharded.
+        """
+        _check_whole(args, given["model"])
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Collect the config and tokenizer files that go into every step, and hook the optimizer.
+
+        Raises:
+            UnsupportedError: The model is sharded.
+        """
+        _check_whole(args, given["model"])
+        self._unhook()  # of a training that ended with an error
+        self._due = False
+        if self._asynchronous and state.is_world_process_zero:
+            self._hook = self.run.hook(_inner(given["optimizer"]))
+        self._files = _small_files(given["model"], given.get("processing_class"))
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Note whether this step is to be saved."""
+        self._due |= self._every != "epoch" and state.global_step % self._every == 0
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Note that an epoch is to be saved."""
+        self._due |= self._every == "epoch"
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Save if the last step of the epoch before is due.
+
+        Trainer restores random states here when it resumes between epochs. A `StoreError` ends the
+        training and leaves all saved steps intact.
+        """
+        self._save_if_due(args, state, given)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Save if the step before is due.
+
+        Trainer restores random states here when it resumes in an epoch. A `StoreError` ends the
+        training and leaves all saved steps intact.
+        """
+        self._save_if_due(args, state, given)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Save if the last step of the training is due, when Trainer logs how the training went.
+
+        Trainer may load its best model after that, so nothing is left to be copied then.
+        """
+        if "train_runtime" in given.get("logs", {}):
+            self._save_if_due(args, replace(state, log_history=state.log_history[:-1]), given)
+            self.run.before_update()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Wait for the last save, and close what the run keeps open between saves.
+
+        Raises the error of a failed background save.
+        """
+        self._unhook()
+        self.run.close()
+
+    def check_out(self, folder: StrPath, step: int | None = None) -> str:
+        """Write a folder for `Trainer.train(resume_from_checkpoint=...)` and return its path.
+
+        `step` defaults to the latest one. Waits for saves in the background.
+
+        Raises:
+            StoreError: A background save has failed.
+            UnknownStepError: The run has no such step.
+            TargetExistsError: The folder is not empty.
+            CorruptTensorError: The store is damaged.
+            MissingObjectError: The store has lost an object.
+        """
+        self.run.close()
+        wanted = self.run.latest() if step is None else step
+        if wanted is None:
+            what = f"the run {self.run.run_id!r} has no step"
+            raise UnknownStepError.at(self.run.store.path, what)
+        target = Path(folder)
+        self.run.store.export(step_name(self.run.run_id, wanted), target)
+        found = self.run.load(wanted)
+        for file, part in _FILES.items():
+            if part in found:
+                torch.save(found[part], target / file)
+        for number, states in enumerate(found.get("rngs", ())):
+            torch.save(states, target / f"rng_state_{number}.pth")
+        (target / "trainer_state.json").write_text(found["trainer"])
+        return str(target)
+
+    def _save_if_due(
+        self, args: TrainingArguments, state: TrainerState, given: dict[str, Any]
+    ) -> None:
+        due, self._due = self._due, False
+        if not due:
+            return
+        # All processes come here at the same step.
+        several = args.world_size > 1
+        random_states = gather_object([_random_states(args)]) if several else _random_states(args)
+        if not state.is_world_process_zero:
+            return
+        check_frozen(given["model"])
+        parts = {
+            _MODEL: given["model"].state_dict(),
+            "optimizer": given["optimizer"].state_dict(),
+            "scheduler": given["lr_scheduler"].state_dict(),
+            "rngs" if several else "rng": random_states,
+            "trainer": json.dumps(asdict(state)),
+        }
+        if (scaler := getattr(given["optimizer"], "scaler", None)) is not None:
+            parts["scaler"] = scaler.state_dict()
+        save = self.run.save_async if self._asynchronous else self.run.save
+        save(parts, state.global_step, _metrics(state), files=self._files)
+
+    def _unhook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+class FreezeCallback(TrainerCallback):
+    """A callback that keeps layers bit-identical, as `tensor_dedup.integrations.freeze` does.
+
+    `layers` names blocks and patterns: `FreezeCallback("0-5,*embed*")`. A tensor that changes all
+    the same ends the training with a `FrozenLayerError`: before Trainer or `StoreCallback` saves
+    it, or at the end. So does a checkpoint that is resumed and has other bytes in these layers than
+    the model was made with.
+    """
+
+    def __init__(self, layers: str) -> None:
+        self._layers = layers
+        self._frozen: Frozen | None = None
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Freeze, before Trainer makes its optimizer and wraps the model.
+
+        Raises:
+            ConfigError: the model has no such layer.
+        """
+        self._frozen = freeze(given["model"], self._layers)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Note what the layers are now, or check them if a checkpoint was loaded since.
+
+        Raises:
+            FrozenLayerError: a training is resumed, and its checkpoint has other bytes.
+        """
+        if self._frozen is None:
+            return
+        if state.global_step == 0:
+            self._frozen.note()
+            return
+        try:
+            self._frozen.check()
+        except FrozenLayerError as error:
+            error.add_note(
+                "The checkpoint that is resumed has them so. Resume an earlier one; or, if it is "
+                "right, make the model from it (from_pretrained) before you give it to Trainer."
+            )
+            raise
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Raise `FrozenLayerError` if a frozen tensor has changed and Trainer is about to save."""
+        if control.should_save:
+            self._check()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """As `on_step_end`."""
+        if control.should_save:
+            self._check()
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """As `on_step_end`, where the result decides whether Trainer saves."""
+        if args.save_strategy == "best":
+            self._check()
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Raise `FrozenLayerError` if a later callback has changed a frozen tensor meanwhile."""
+        self._check()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Raise `FrozenLayerError` if a frozen tensor has changed."""
+        self._check()
+
+    def _check(self) -> None:
+        if self._frozen is not None:
+            self._frozen.check()
+
+
+def _check_whole(args: TrainingArguments, model: Any) -> None:
+    """Raise `UnsupportedError` unless every process holds the whole model."""
+    # Trainer's arguments do not show what a launcher has switched on; Accelerate's state does.
+    launched = AcceleratorState._shared_state.get("distributed_type")
+    if (
+        args.fsdp
+        or args.deepspeed
+        or launched in _SHARDING
+        or any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+        or any(isinstance(each, DTensor) or hasattr(each, "ds_id") for each in model.parameters())
+    ):
+        raise UnsupportedError(
+            "StoreCallback saves whole models; with FSDP, DeepSpeed or tensor parallelism use "
+            "StoreWriter of tensor_dedup.integrations.dcp"
+        )
+
+
+def _inner(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer in Accelerate's wrapper, which has no hooks."""
+    inner: torch.optim.Optimizer = optimizer
+    if isinstance(optimizer, AcceleratedOptimizer):
+        inner = optimizer.optimizer
+    return inner
+
+
+def _random_states(args: TrainingArguments) -> dict[str, Any]:
+    """Return the states of this process's generators in the form in which Trainer saves them."""
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.random.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        several = args.parallel_mode == ParallelMode.DISTRIBUTED
+        cuda = torch.cuda.random
+        states["cuda"] = cuda.get_rng_state_all() if several else cuda.get_rng_state()
+    return states
+
+
+def _metrics(state: TrainerState) -> dict[str, float]:
+    """Return the numbers logged at the step, by name."""
+    logged: dict[str, object] = {}
+    for entry in state.log_history:
+        if entry.get("step") == state.global_step:
+            logged |= entry
+    return {name: float(value) for name, value in logged.items() if isinstance(value, int | float)}
+
+
+def _small_files(model: Any, processor: Any) -> dict[str, str | bytes]:
+    """Return the files of a model's config and tokenizer, by name."""
+    with tempfile.TemporaryDirectory(prefix="tensor-dedup-") as folder:
+        parts = [getattr(model, "config", None), getattr(model, "generation_config", None)]
+        for part in (*parts, processor):
+            if hasattr(part, "save_pretrained"):
+                part.save_pretrained(folder)
+        files = (path for path in Path(folder).rglob("*") if path.is_file())
+        return {str(path.relative_to(folder)): path.read_bytes() for path in files}

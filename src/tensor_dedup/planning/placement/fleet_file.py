@@ -1,0 +1,100 @@
+"""The file that says which models are to be served: `models.toml`.
+
+room = "4GiB"                 # of every engine beside its weights, unless a model says otherwise
+
+[models.base]
+path = "store://base"         # or a folder, a file, a name in the Hugging Face cache, a step
+replicas = 2
+
+[models.customer-17]
+path = "models/customer-17"   # from the folder of this file
+room = "6GiB"
+host = "2GiB"                 # of the machine's memory, where the weights are on a device
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tensor_dedup.errors import ConfigError
+from tensor_dedup.settings import parse_size
+from tensor_dedup.suggestions import perhaps
+
+_DEFAULTS: Final = ("room", "host", "replicas")
+_FIELDS: Final = ("path", *_DEFAULTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A model as the file names it; sizes in bytes."""
+
+    name: str
+    path: str
+    room: int
+    host: int
+    replicas: int
+
+
+def read_fleet(path: Path) -> list[Wanted]:
+    """Read the file; the models are in its order.
+
+    Raises:
+        ConfigError: it cannot be read, or says something that is not understood.
+    """
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path} cannot be read: {why}", path=str(path)) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is no TOML: {error}", path=str(path)) from error
+    models = found.pop("models", None)
+    if not isinstance(models, dict) or not models:
+        what = f"{path} names no model; write [models.NAME] with path = ... for each"
+        raise ConfigError(what, path=str(path))
+    _check_fields(str(path), found, _DEFAULTS)
+    return [_from_file(path, name, table, found) for name, table in models.items()]
+
+
+def _from_file(path: Path, name: str, table: object, defaults: Mapping[str, Any]) -> Wanted:
+    where = f"{path}, [models.{name}]"
+    if not isinstance(table, dict) or not isinstance(table.get("path"), str):
+        raise ConfigError(f"{where}: path is missing; say where its weights are", path=str(path))
+    place = table["path"]
+    local = path.parent / place
+    if "://" not in place and local.exists():
+        place = str(local)
+    return wanted(where, name, {**defaults, **table, "path": place})
+
+
+def wanted(where: str, name: str, given: Mapping[str, Any]) -> Wanted:
+    """Return a model from its fields, of which `path` is a text; `where` begins what is wrong.
+
+    Raises:
+        ConfigError: a field has a wrong value, or is none.
+    """
+    _check_fields(where, given, _FIELDS)
+    replicas = given.get("replicas", 1)
+    if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
+        what = f"{where}: replicas is {replicas!r}; give a number of 1 or more"
+        raise ConfigError(what, model=name)
+    sizes = {field: _size(where, field, given.get(field, 0)) for field in ("room", "host")}
+    return Wanted(name, given["path"], sizes["room"], sizes["host"], replicas)
+
+
+def _check_fields(where: str, table: Mapping[str, Any], fields: tuple[str, ...]) -> None:
+    for field in table:
+        if field not in fields:
+            near = perhaps(field, fields) or f"; there are {', '.join(fields)}"
+            raise ConfigError(f"{where}: no field {field!r}{near}", field=field)
+
+
+def _size(where: str, field: str, value: object) -> int:
+    nbytes = (
+        value if isinstance(value, int) else parse_size(value) if isinstance(value, str) else None
+    )
+    if nbytes is None or isinstance(value, bool) or nbytes < 0:
+        raise ConfigError(f'{where}: {field} is {value!r}; write for example "4GiB"', field=field)
+    return nbytes

@@ -1,0 +1,19 @@
+"""Remotes: checkpoints in object storage, pushed and pulled at the price of what is missing."""
+
+from tensor_dedup.remote.remote import Remote
+from tensor_dedup.remote.results import TransferResult
+from tensor_dedup.remote.sweep import RemoteGcPlan
+from tensor_dedup.remote.upkeep import (
+    RemoteCheckpoint,
+    RemoteUsage,
+    RemoteVerifyResult,
+)
+
+__all__ = [
+    "Remote",
+    "RemoteCheckpoint",
+    "RemoteGcPlan",
+    "RemoteUsage",
+    "RemoteVerifyResult",
+    "TransferResult",
+]

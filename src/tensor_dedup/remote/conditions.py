@@ -1,0 +1,198 @@
+"""Whether a server keeps the conditions of a write: if it does not, two pushes could lose a name.
+
+The first push to a remote tries it; each later one repeats the cheapest part, since a remote may
+have been copied to another server.
+"""
+
+import secrets
+from contextlib import suppress
+
+from tensor_dedup.errors import StoreError
+from tensor_dedup.remote import layout
+from tensor_dedup.remote.buckets import Bucket
+from tensor_dedup.remote.catalog import Catalog, read_catalog
+from tensor_dedup.remote.errors import (
+    DamagedRemoteError,
+    MissingRemoteError,
+    NoConditionsError,
+    NotARemoteError,
+    RemoteUnreachableError,
+    TakenPlaceError,
+    as_far_as_allowed,
+    remote_damage,
+)
+from tensor_dedup.store.errors import NewerFormatError
+from tensor_dedup.store.format import frames
+
+_WRITERS = 8
+
+
+def prepare(bucket: Bucket) -> bool:
+    """Check that a bucket holds a remote that may be written to, or make one; whether it is new.
+
+    Raises:
+        NotARemoteError: something else is there.
+        NoConditionsError: the server does not keep conditions.
+    """
+    marker = frames.encode_text(layout.MARKER_LINES)
+    found = bucket.get(layout.MARKER, layout.TEXT_BYTES)
+    if found is not None:
+        check_marker(bucket, found[0])
+        # Equal bytes: nothing is lost where it is written in spite of the condition.
+        if bucket.put_if(layout.MARKER, marker, None):
+            raise _ignored(bucket, "If-None-Match")
+        return False
+    first = next(iter(bucket.list(layout.REFS)), None)
+    if first is not None:
+        # Another first push may have come so far in between; what was cut short leaves no names.
+        if bucket.get(layout.MARKER, layout.TEXT_BYTES) is not None:
+            return prepare(bucket)
+        if bucket.head(layout.HEAD) is None:
+            # `verify` goes by the catalog, so it would write nothing again.
+            what = f"it holds {first.key}, and neither {layout.MARKER} nor {layout.HEAD}"
+            raise TakenPlaceError.at(bucket.url, what)
+        raise _without_marker(bucket, first.key)
+    if (other := bucket.foreign()) is not None:
+        raise TakenPlaceError.at(bucket.url, f"it holds {other} and no remote")
+    if (outer := bucket.outer()) is not None:
+        what = f"it lies inside {outer}, which is a remote or a store"
+        raise TakenPlaceError.at(bucket.url, what)
+    _probe(bucket)
+    if not bucket.put_if(layout.MARKER, marker, None):
+        found = bucket.get(layout.MARKER, layout.TEXT_BYTES)
+        if found is None:
+            raise RemoteUnreachableError.at(bucket.at(layout.MARKER), "it could not be written")
+        check_marker(bucket, found[0])
+    return True
+
+
+def check_still(bucket: Bucket) -> None:
+    """Check that a bucket whose catalog was read may be written to; one request.
+
+    A later version of the layout has another catalog, so its marker need not be read.
+
+    Raises:
+        NotARemoteError: its marker is gone.
+        NoConditionsError: the server does not keep conditions.
+    """
+    marker = frames.encode_text(layout.MARKER_LINES)
+    if not bucket.put_if(layout.MARKER, marker, None):
+        return
+    if bucket.put_if(layout.MARKER, marker, None):
+        raise _ignored(bucket, "If-None-Match")
+    bucket.delete(layout.MARKER)
+    raise _without_marker(bucket, layout.HEAD)
+
+
+def check_remote(bucket: Bucket) -> None:
+    """Check that a bucket holds a remote of this version.
+
+    Raises:
+        NotARemoteError: it holds nothing, or something else.
+        NewerFormatError, DamagedRemoteError: its marker is that of a later version, or damaged.
+    """
+    found = bucket.get(layout.MARKER, layout.TEXT_BYTES)
+    if found is None:
+        if bucket.head(layout.HEAD) is not None:
+            raise _without_marker(bucket, layout.HEAD)
+        raise NotARemoteError.at(bucket.url, "there is no remote")
+    check_marker(bucket, found[0])
+
+
+def _without_marker(bucket: Bucket, held: str) -> NotARemoteError:
+    what = f"it holds {held} and no {layout.MARKER}"
+    advice = "if it is a remote, `tensor-dedup remote verify URL` writes that again"
+    return NotARemoteError(f"{bucket.url}: {what}; {advice}", path=bucket.url)
+
+
+def restore_marker(bucket: Bucket) -> str | None:
+    """Check that a bucket holds a remote; write its marker again where that is lost.
+
+    Return what was wrong with the marker, also where this user may not write it; None if nothing
+    was. That something is a remote says its catalog: a store has none, and a later version of the
+    layout another one. Of references one has to be readable, unless nothing was pushed.
+
+    Raises:
+        NotARemoteError, NewerFormatError: it holds something else, or a later version; or so much
+            is lost beside the marker that nobody can tell.
+    """
+    # Whatever it was overwritten with.
+    found, what = bucket.get(layout.MARKER, layout.HEAD_BYTES), "it was gone"
+    try:
+        if found is not None:
+            check_marker(bucket, found[0])
+            return None
+    except DamagedRemoteError:
+        what = "it was damaged"
+    try:
+        catalog, why = read_catalog(bucket), f"{layout.HEAD} is gone"
+    except (DamagedRemoteError, MissingRemoteError) as error:
+        catalog, why = None, f"{error.facts['path']} cannot be read"
+    if catalog is None and found is None and bucket.head(layout.HEAD) is None:
+        check_remote(bucket)
+    if catalog is None or (why := _unreadable_references(bucket, catalog)):
+        lost = f"{layout.MARKER}: {what}, and {why}: nobody can tell whether this is a remote"
+        advice = "run `tensor-dedup push NAME` with another URL, from a store that has it"
+        raise NotARemoteError(f"{bucket.url}: {lost}; {advice}", path=bucket.url)
+    with as_far_as_allowed():
+        marker = frames.encode_text(layout.MARKER_LINES)
+        if not bucket.put_if(layout.MARKER, marker, None if found is None else found[1]):
+            check_remote(bucket)
+    return f"{what}, and all else says that this is a remote"
+
+
+def _unreadable_references(bucket: Bucket, catalog: Catalog) -> str:
+    """Say that no reference can be read; empty where one can, or there is nothing to refer to."""
+    # None is ever deleted. Where all are lost, the next gc would take everything for garbage.
+    why = "there is no reference to what the catalog names" if catalog.containers else ""
+    for status in bucket.list(layout.REFS):
+        name, found = layout.name_of_ref(status.key), bucket.get(status.key, layout.TEXT_BYTES)
+        if name is not None and found is not None:
+            with suppress(DamagedRemoteError):
+                layout.referred(found[0], name, bucket.at(status.key))
+                return ""
+        why = f"{status.key} cannot be read, nor any other reference"
+    return why
+
+
+def check_marker(bucket: Bucket, text: bytes) -> None:
+    """Check the text of a marker; raises as `check_remote` does."""
+    if text.startswith(layout.STORE_TITLE):
+        raise NotARemoteError.at(bucket.url, "it is the folder of a store, not a remote")
+    with remote_damage(bucket.at(layout.MARKER)) as path:
+        lines = frames.decode_text(text, path)
+    if lines[:1] != layout.MARKER_LINES[:1]:
+        raise NotARemoteError.at(bucket.url, "its FORMAT is that of something else")
+    if lines != layout.MARKER_LINES:
+        what = f"{', '.join(lines[1:])}, this program knows version 1"
+        raise NewerFormatError.at(bucket.at(layout.MARKER), what)
+
+
+def _probe(bucket: Bucket) -> None:
+    key = f"{layout.PROBE}{secrets.token_hex(8)}"
+    try:
+        texts = [f"writer {number}".encode() for number in range(_WRITERS)]
+        won = [*bucket.each(lambda text: bucket.put_if(key, text, None), texts)]
+        found = bucket.get(key, layout.TEXT_BYTES)
+        if found is None:
+            raise RemoteUnreachableError.at(bucket.at(key), "what was written is not there")
+        # Of a write whose answer was lost, the next attempt says that somebody was first.
+        if sum(won) > 1 or (sum(won) == 1 and texts[won.index(True)] != found[0]):
+            raise _ignored(bucket, "If-None-Match")
+        text, tag = found
+        if not bucket.put_if(key, b"next", tag):
+            again = bucket.get(key, layout.TEXT_BYTES)
+            if again is None or again[0] != b"next":
+                raise _ignored(bucket, "If-Match (it refuses the right tag)")
+        if bucket.put_if(key, text, tag):
+            raise _ignored(bucket, "If-Match")
+    except BaseException:
+        # That it cannot be tidied up either is not what went wrong.
+        with suppress(StoreError):
+            bucket.delete(key)
+        raise
+    bucket.delete(key)
+
+
+def _ignored(bucket: Bucket, condition: str) -> NoConditionsError:
+    return NoConditionsError.at(bucket.url, f"the server ignores {condition}", condition=condition)

@@ -1,0 +1,183 @@
+"""Holders: which containers hold the pieces of one checkpoint of a remote. A cache.
+
+They are a segment beside a manifest, and only a pull goes by them. It reads the tables that they
+lead to in any case, and these have whole digests. So a prefix that two pieces share costs it one
+table more at most, and prefixes can be shorter here than a push may rely on.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.remote import layout
+from tensor_dedup.remote.buckets import Bucket
+from tensor_dedup.remote.catalog import (
+    PREFIX_BYTES,
+    Catalog,
+    CatalogSegment,
+    ListedContainer,
+    decode_segment,
+    prefix_width,
+    prefixes,
+    segment_blob,
+)
+from tensor_dedup.remote.errors import DamagedRemoteError, RemoteAccessError
+from tensor_dedup.remote.loads import LEAST_SAVED
+from tensor_dedup.store.format.manifests import Piece
+from tensor_dedup.store.format.tables import PLAIN
+from tensor_dedup.store.objects import ContainerId
+from tensor_dedup.store.reading.reader import StoredPieces
+
+# What holders may have for each that they name. It takes 70 in a container of its own.
+_NAMED_BYTES: Final = 256
+# One checkpoint in so many has two pieces with one prefix.
+_MISTAKEN_BITS: Final = 6
+# A pull fetches small containers whole, tables and all, of which almost all is wanted, when there
+# are more than so many.
+FEW_SMALL: Final = 6
+SMALL_BYTES: Final = 32 << 20
+
+
+class HeldContainer(ListedContainer, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A container in holders, with how many bytes of its object these pieces take; 0: unknown.
+
+    Of plain pieces their sizes tell that, of encoded ones only who has sent them, or has them too.
+    """
+
+    stored: int = 0
+
+
+class _Holders(CatalogSegment, frozen=True, array_like=True, forbid_unknown_fields=True):
+    containers: Sequence[HeldContainer]
+
+
+def stored_in(entry: ListedContainer) -> int:
+    """Return how many bytes the pieces of an entry take in its container, 0 if that is unknown."""
+    return min(max(0, entry.stored), entry.nbytes) if isinstance(entry, HeldContainer) else 0
+
+
+def in_small_encoded(
+    catalog: Catalog, reused: Mapping[tuple[bytes, bool], ContainerId]
+) -> set[bytes]:
+    """Return the pieces in small containers that are not all plain; none where these are few."""
+    small = {c for c in reused.values() if catalog.containers[c].nbytes <= SMALL_BYTES}
+    if len(small) <= FEW_SMALL:
+        return set()
+    return {d for (d, _), c in reused.items() if c in small and c.kind != "pack"}
+
+
+def sizes_of(source: StoredPieces, digests: Iterable[bytes]) -> dict[bytes, int]:
+    """Return how many bytes pieces take that a remote has encoded, as far as a store can tell.
+
+    Of several encoded copies here it may be any, so the smallest counts. What is plain here may
+    have been encoded by somebody else, unless it is too small for that.
+    """
+    found = dict[bytes, int]()
+    for digest in digests:
+        records = [record for _, record in source.own_places(digest)]
+        sizes = [r.stored for r in records if r.codec != PLAIN or r.nbytes <= LEAST_SAVED]
+        if sizes:
+            found[digest] = min(sizes)
+    return found
+
+
+def relied_on(
+    catalog: Catalog, reused: Mapping[tuple[bytes, bool], ContainerId]
+) -> Iterator[ListedContainer]:
+    """Iterate over the entries of containers with these pieces only, and whole prefixes of them.
+
+    Each piece is given with whether it is held without a base.
+    """
+    held: dict[ContainerId, tuple[list[bytes], list[bytes]]] = {}
+    for (digest, alone), container in reused.items():
+        held.setdefault(container, ([], []))[not alone].append(digest[:PREFIX_BYTES])
+    for container, (alone_, deltas) in held.items():
+        entry = catalog.containers[container]
+        yield msgspec.structs.replace(
+            entry, alone=b"".join(alone_), deltas=b"".join(deltas), width=PREFIX_BYTES
+        )
+
+
+def put_holders(
+    bucket: Bucket,
+    manifest: str,
+    containers: Iterable[ListedContainer],
+    sizes: Mapping[bytes, int],
+) -> None:
+    """Write which containers hold the pieces of a manifest; prefixes are shortened here.
+
+    `sizes` has how many bytes some of these pieces take there.
+    """
+    held = [*containers]
+    # An earlier program goes by the catalog where one has a size.
+    if sum(each.nbytes <= SMALL_BYTES for each in held) > FEW_SMALL:
+        known = {digest[:PREFIX_BYTES]: nbytes for digest, nbytes in sizes.items()}
+        held = [_with_size(each, known) for each in held]
+    pieces = sum(each.pieces for each in held)
+    width = prefix_width(pieces * pieces, _MISTAKEN_BITS)
+    blob = segment_blob(each.shortened(width) for each in held)
+    bucket.put(layout.holders_key(manifest), [memoryview(blob)])
+
+
+def _with_size(entry: ListedContainer, sizes: Mapping[bytes, int]) -> ListedContainer:
+    own = [*prefixes(entry)]
+    if entry.kind == "pack" or not sizes.keys() >= {*own}:
+        return entry
+    nbytes = sum(map(sizes.__getitem__, own))
+    return HeldContainer(
+        entry.name, entry.kind, entry.nbytes, entry.alone, entry.deltas, entry.width, nbytes
+    )
+
+
+def read_holders(bucket: Bucket, manifest: str, pieces: Sequence[Piece]) -> Catalog | None:
+    """Read which containers hold the pieces of a manifest; None where nothing says so.
+
+    They are a cache and no more trusted than the catalog. What a sweep has deleted since may be
+    among them.
+
+    Raises:
+        DamagedRemoteError, NewerFormatError: they cannot be read, or are larger than these pieces
+            and what they are against need.
+    """
+    key = layout.holders_key(manifest)
+    # Each piece is named once, and once what it is against: a base, and all of its leaves but one.
+    most = sum(1 + -(-piece.nbytes // LEAF_BYTES) for piece in pieces if piece.nbytes)
+    # Sizes are what the manifest says. No frame that is read into memory is larger than this.
+    limit = min(layout.TEXT_BYTES + most * _NAMED_BYTES, layout.FRAME_BYTES)
+    try:
+        found = bucket.get(key, limit)
+    except RemoteAccessError:
+        # What S3 says of an object that is not there to those who may not list.
+        return None
+    if found is None:
+        return None
+    holders, containers = Catalog(), decode_segment(found[0], bucket.at(key), _Holders)
+    # Short prefixes of few bytes are many.
+    if (count := sum(each.pieces for each in containers)) > most:
+        what = f"they name {count} pieces, {most} are allowed"
+        raise DamagedRemoteError.at(bucket.at(key), what)
+    for container in containers:
+        holders.add(container)
+    return holders
+
+
+def fault_of(
+    held: Catalog | DamagedRemoteError | None, pieces: Collection[bytes], there: Catalog
+) -> str | None:
+    """Return what is wrong with the holders of a manifest with these pieces; None if nothing is.
+
+    Empty where it is no fault: they name what is not there, or nothing for a piece.
+    """
+    if held is None:
+        return None
+    if isinstance(held, DamagedRemoteError):
+        return str(held)
+    for container in held.containers.keys() & there.containers.keys():
+        entry, right = held.containers[container], there.containers[container]
+        known = {prefix[: entry.width] for prefix in prefixes(right)}
+        if entry.nbytes != right.nbytes or not known.issuperset(prefixes(entry)):
+            return f"it says of {container.name} what its table does not"
+    whole = held.containers.keys() <= there.containers.keys() and all(map(held.holders, pieces))
+    return None if whole else ""

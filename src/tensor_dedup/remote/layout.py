@@ -1,0 +1,149 @@
+"""The layout of a remote: a store without its index, as objects. No I/O.
+
+FORMAT.md has a chapter about it. The names of refs, manifests and containers are those on disk.
+"""
+
+import re
+from typing import Final
+
+from tensor_dedup.remote.errors import DamagedRemoteError, remote_damage
+from tensor_dedup.store.errors import DamagedFileError
+from tensor_dedup.store.format import frames
+from tensor_dedup.store.format.names import file_of, name_in
+from tensor_dedup.store.objects import ContainerId, ref_text
+
+MARKER: Final = "FORMAT"
+MARKER_LINES: Final = ["tensor-dedup remote", "version 1"]
+STORE_TITLE: Final = b"tensor-dedup store\n"
+IDENTITY: Final = "identity"
+HEAD: Final = "catalog/HEAD"
+REFS, MANIFESTS, CONTAINERS, TABLES = "refs/", "manifests/", "containers/", "tables/"
+HOLDERS, CATALOG, TRASH, PROBE = "holders/", "catalog/", "trash/", "probe/"
+# Where a folder has what is being written.
+TMP: Final = "tmp/"
+KINDS: Final = frozenset({"slab", "pack", "delta", "mixed"})
+# The layers of an artifact are files as they are.
+READABLE: Final = KINDS | {"raw"}
+# What an object of a kind may hold at most; a larger one is no object of ours.
+TEXT_BYTES: Final = 1 << 12
+PAGE_BYTES: Final = 1 << 26
+HEAD_BYTES: Final = 1 << 20
+FRAME_BYTES: Final = 1 << 28
+# A container is full with this, less than twice as large, or holds one piece that is larger.
+CONTAINER_BYTES: Final = 64 << 20
+
+_DELETED: Final = "tensor-dedup deleted reference"
+_HEX: Final = re.compile("[0-9a-f]{64}")
+# No PurePosixPath, which takes five times as long: a sweep asks this of all objects of a remote.
+_OBJECT: Final = re.compile(r"[^/]+/([0-9a-f]{2})/((?=\1)[0-9a-f]{64})(?:\.([a-z]+))?")
+_PASSING: Final = re.compile(
+    "(catalog|trash)/[0-9a-f]{64}|probe/[0-9a-f]{16}|tmp/[0-9]+-[0-9a-f]{12}"
+)
+
+
+def ref_key(name: str) -> str:
+    """Return the key of a reference. Raises BadNameError: no name leads out of `refs`."""
+    return f"{REFS}{file_of(name)}"
+
+
+def name_of_ref(key: str) -> str | None:
+    """Return the name whose reference has this key, or None."""
+    return name_in(key.removeprefix(REFS))
+
+
+def manifest_key(name: str) -> str:
+    """Return the key of a manifest or a page."""
+    return f"{MANIFESTS}{name[:2]}/{name}"
+
+
+def container_key(container: ContainerId) -> str:
+    """Return the key of a container."""
+    return f"{CONTAINERS}{container.name[:2]}/{container.name}.{container.kind}"
+
+
+def table_key(name: str) -> str:
+    """Return the key of the table of the container `name`."""
+    return f"{TABLES}{name[:2]}/{name}"
+
+
+def holders_key(manifest: str) -> str:
+    """Return the key of the list of the containers that hold the pieces of a manifest."""
+    return f"{HOLDERS}{manifest[:2]}/{manifest}"
+
+
+def segment_key(name: str) -> str:
+    """Return the key of a segment of the catalog."""
+    return f"{CATALOG}{name}"
+
+
+def trash_key(name: str) -> str:
+    """Return the key of a list of what is condemned."""
+    return f"{TRASH}{name}"
+
+
+def object_of(key: str) -> str | None:
+    """Return the name of what has this key: a manifest, a page, a table or holders; else None."""
+    found = _OBJECT.fullmatch(key)
+    return found[2] if found is not None and found[3] is None else None
+
+
+def is_passing(key: str) -> bool:
+    """Return whether this is the key of something that a head names, or that is there for a moment.
+
+    What else is in those folders is somebody else's.
+    """
+    return _PASSING.fullmatch(key) is not None
+
+
+def container_of(key: str) -> ContainerId | None:
+    """Return the container with this key, or None if it is none that this version knows."""
+    found = _OBJECT.fullmatch(key) if key.startswith(CONTAINERS) else None
+    return ContainerId(found[2], found[3]) if found is not None and found[3] in KINDS else None
+
+
+def is_known(key: str) -> bool:
+    """Return whether this is the key of a reference, or of what references lead to."""
+    if key.startswith(CONTAINERS):
+        return container_of(key) is not None
+    if key.startswith(REFS):
+        return name_of_ref(key) is not None
+    return object_of(key) is not None
+
+
+def reference(name: str, manifest: str | None) -> bytes:
+    """Return the text of a reference, or of a name that was deleted where `manifest` is None."""
+    if manifest is None:
+        return frames.encode_text([_DELETED, f"name {name}"])
+    return ref_text(name, manifest)
+
+
+def referred(text: bytes, name: str, where: str) -> str | None:
+    """Return the manifest that the text of a reference names, or None if the name was deleted.
+
+    Raises:
+        DamagedRemoteError: it is no reference, or that of another name.
+    """
+    if text == reference(name, None):
+        return None
+    with remote_damage(where) as path:
+        lines = frames.decode_text(text, path)
+        manifest = lines[-1].rpartition(" ")[2] if lines else ""
+        if not _HEX.fullmatch(manifest) or text != ref_text(name, manifest):
+            raise DamagedFileError.at(path, f"it is no reference of {name!r}", name=name)
+    return manifest
+
+
+def damaged_state(tag: str) -> str:
+    """Return what stands for the text of a reference that cannot be read."""
+    return f"damaged {tag}"
+
+
+def state_of(found: tuple[bytes, str], name: str, where: str) -> str | None:
+    """Return what a reference says, by its bytes and tag; of one that is damaged, its tag.
+
+    To replace or to delete it, nobody needs to know what it led to.
+    """
+    try:
+        return referred(found[0], name, where)
+    except DamagedRemoteError:
+        return damaged_state(found[1])

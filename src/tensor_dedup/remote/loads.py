@@ -1,0 +1,286 @@
+"""What a push sends: containers, laid out from what is missing on the other side.
+
+A piece travels as it is stored here where that is smaller and what it is against is there, or
+travels too; the parts of a tensor come along where they are nowhere there.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import msgspec
+
+from tensor_dedup.digest import LEAF_BYTES
+from tensor_dedup.errors import StoreError
+from tensor_dedup.remote import layout
+from tensor_dedup.remote.catalog import Catalog
+from tensor_dedup.store.codecs.parts import leaf_bytes
+from tensor_dedup.store.codecs.records import chunks, head_bytes
+from tensor_dedup.store.errors import CorruptFrameError, CorruptTensorError, MissingObjectError
+from tensor_dedup.store.format import tables
+from tensor_dedup.store.format.tables import (
+    ALIGNMENT,
+    ENCODED,
+    MIXED,
+    PLAIN,
+    Encoded,
+    Record,
+    Table,
+)
+from tensor_dedup.store.objects import ContainerId
+from tensor_dedup.store.reading.reader import StoredPieces
+
+_BLOCK_BYTES: Final = 4 * LEAF_BYTES
+_PLAIN: Final = "pack"
+# What saves less goes as it is: of plain pieces whoever pulls knows how many bytes they take, so
+# that a container of these alone can be fetched whole.
+LEAST_SAVED: Final = 512
+_Place: TypeAlias = tuple[ContainerId, Record]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A container to send: its table, and for each record where its bytes come from."""
+
+    container: ContainerId
+    table: Table
+    frame: Encoded
+    sources: Sequence[_Place | None]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its object."""
+        return self.table.data_bytes + len(self.frame.blob) + tables.TAIL_BYTES
+
+
+class DamagedRecordError(Exception):
+    """What is stored encoded here is damaged: another copy, or the piece as it is, must do.
+
+    Where the piece was read as it is, `cause` is the error: no copy of it here is intact.
+    """
+
+    def __init__(self, digest: bytes, cause: StoreError | None = None) -> None:
+        super().__init__(digest.hex())
+        self.digest, self.cause = digest, cause
+
+
+class Planner:
+    """Plans how pieces travel, the same each time but for what was noted as damaged here.
+
+    `sizes` has all pieces of the checkpoints that are pushed. One thread.
+    """
+
+    def __init__(self, sizes: Collection[bytes]) -> None:
+        self._sizes = sizes
+        self._damaged: set[bytes] = set()
+        self._lost: dict[bytes, StoreError] = {}
+
+    def plan(
+        self, source: StoredPieces, missing: Mapping[bytes, int], catalog: Catalog
+    ) -> list[Load]:
+        """Choose how each piece travels, and in which container. The same each time."""
+        chosen = {d: self._encoded(source, d, missing, catalog) for d in missing}
+        bases = {base for place in chosen.values() if place for base in place[1].bases}
+        for digest in bases & missing.keys():
+            if (place := chosen[digest]) is not None and place[1].bases:
+                chosen[digest] = self._encoded(source, digest, {}, None)
+        parts = self._parts_of(chosen, catalog)
+        alone = {digest: self._encoded(source, digest, {}, None) for digest in parts}
+        own = self._records(source, chosen, missing)
+        brought = self._records(source, alone, parts)
+        # A container stays as long as one of its pieces does, and parts serve many steps: they lie
+        # by themselves, though one container more is two requests.
+        return [*laid_out(own), *laid_out(brought)]
+
+    def _parts_of(
+        self, chosen: Mapping[bytes, _Place | None], catalog: Catalog
+    ) -> dict[bytes, int]:
+        """The parts that come along with these pieces, and their sizes."""
+        records = [place[1] for place in chosen.values() if place is not None]
+        return {
+            digest: leaf_bytes(number, record.nbytes)
+            for record in records
+            for number, digest in record.parts.items()
+            if digest not in chosen and not catalog.holders(digest, alone=True)
+        }
+
+    def _records(
+        self,
+        source: StoredPieces,
+        chosen: Mapping[bytes, _Place | None],
+        sizes: Mapping[bytes, int],
+    ) -> list[tuple[Record, _Place | None]]:
+        """The records of pieces as they travel, and where each lies encoded; those last.
+
+        In one sequence: a container of each kind would be two more requests.
+        """
+        plain = [
+            (self._plain_record(source, digest, sizes[digest]), None)
+            for digest, place in chosen.items()
+            if place is None
+        ]
+        return [*plain, *((place[1], place) for place in chosen.values() if place is not None)]
+
+    def _encoded(
+        self,
+        source: StoredPieces,
+        digest: bytes,
+        missing: Mapping[bytes, int],
+        catalog: Catalog | None,
+    ) -> _Place | None:
+        """The encoded copy that takes least, and whose base is there, or travels too.
+
+        Its parts come along where they are nowhere there. None: the piece goes as it is. Without a
+        catalog only a copy without a base will do.
+        """
+        if digest in self._damaged:
+            return None
+
+        def comes(base: bytes) -> bool:
+            there = catalog is not None and catalog.holders(base, alone=True)
+            return base in missing or bool(there)
+
+        found: list[tuple[int, ContainerId, _Place]] = []
+        for place in source.own_places(digest):
+            container, record = place
+            if record.codec == PLAIN or (record.base is not None and not comes(record.base)):
+                continue
+            new = {number: part for number, part in record.parts.items() if not comes(part)}
+            if all(part not in self._lost and source.records(part) for part in new.values()):
+                cost = record.stored + sum(leaf_bytes(number, record.nbytes) for number in new)
+                if record.nbytes - cost >= LEAST_SAVED:
+                    found.append((cost, container, place))
+        return min(found, key=lambda each: each[:2])[2] if found else None
+
+    def _plain_record(self, source: StoredPieces, digest: bytes, nbytes: int) -> Record:
+        records = source.records(digest)
+        if not records:
+            what = f"no container holds {digest.hex()}"
+            raise MissingObjectError.at(source.name, what, digest=digest.hex(), nbytes=nbytes)
+        return Record(digest, 0, nbytes, nbytes, PLAIN, None, records[0].leaves)
+
+    def note(self, error: DamagedRecordError) -> None:
+        """Take note of what is damaged here, so that the next plan goes without it.
+
+        Raises:
+            CorruptTensorError, MissingObjectError: a piece of the checkpoints cannot be read.
+        """
+        if error.cause is None:
+            self._damaged.add(error.digest)
+        elif error.digest not in self._sizes:
+            # A part: what consists of it may be here in another way.
+            self._lost[error.digest] = error.cause
+        else:
+            # If it is not, what is wrong is the part.
+            parts = (each for each in self._lost.values() if isinstance(each, CorruptTensorError))
+            gone = isinstance(error.cause, MissingObjectError)
+            raise next(parts, error.cause) if gone else error.cause
+
+
+def laid_out(records: Sequence[tuple[Record, _Place | None]]) -> Iterator[Load]:
+    """Lay records out in containers, in their order.
+
+    A container takes pieces until it is full, and a larger piece has one of its own and closes no
+    other: so there are never more than one for each CONTAINER_BYTES begun, or for each such piece.
+    What is left without the first containers is laid out as it was.
+    """
+    step, end = ALIGNMENT[MIXED], 0
+    held: list[Record] = []
+    sources: list[_Place | None] = []
+    for record, place in records:
+        if record.stored > layout.CONTAINER_BYTES:
+            yield _load(record.stored, [msgspec.structs.replace(record, offset=0)], [place])
+            continue
+        start = -(-end // step) * step
+        held.append(msgspec.structs.replace(record, offset=start))
+        sources.append(place)
+        end = start + record.stored
+        if end >= layout.CONTAINER_BYTES:
+            yield _load(end, held, sources)
+            held, sources, end = [], [], 0
+    if held:
+        yield _load(end, held, sources)
+
+
+def _load(
+    end: int,
+    records: Sequence[Record],
+    sources: Sequence[_Place | None],
+) -> Load:
+    # Of a container's own records: what is left of a push that was cut short has the same kinds.
+    plain = [record.codec == PLAIN for record in records]
+    kind = _PLAIN if all(plain) else MIXED if any(plain) else ENCODED
+    table = Table(kind, end, [*records], None)
+    frame = tables.encode(table)
+    return Load(ContainerId(frame.name, kind), table, frame, sources)
+
+
+def fill(source: StoredPieces, load: Load, view: memoryview) -> None:
+    """Fill `view`, which has the size of a container, with its bytes. Raises as `content` does."""
+    at = 0
+
+    def part(nbytes: int) -> memoryview:
+        nonlocal at
+        at += nbytes
+        return view[at - nbytes : at]
+
+    for _ in content(source, load, part):
+        pass
+
+
+def _memory(nbytes: int) -> memoryview:
+    return memoryview(bytearray(nbytes))
+
+
+def content(
+    source: StoredPieces, load: Load, memory: Callable[[int], memoryview] = _memory
+) -> Iterator[memoryview]:
+    """Iterate over the bytes of a container, checked as they are read, in parts of `memory`.
+
+    Raises:
+        DamagedRecordError: some of them are damaged here.
+    """
+    at = 0
+    for record, place in zip(load.table.records, load.sources, strict=True):
+        if record.offset > at:
+            yield _copied(bytes(record.offset - at), memory)
+        if place is None:
+            for start in range(0, record.nbytes, _BLOCK_BYTES):
+                view = memory(min(_BLOCK_BYTES, record.nbytes - start))
+                try:
+                    source.read_piece_into(record.digest, start, view, record.nbytes)
+                except (CorruptTensorError, MissingObjectError) as error:
+                    raise DamagedRecordError(record.digest, error) from error
+                yield view
+        else:
+            yield from _encoded_content(source, *place, memory)
+        at = record.offset + record.stored
+    yield _copied(load.frame.blob + tables.tail(load.table.data_bytes), memory)
+
+
+def _copied(data: bytes, memory: Callable[[int], memoryview]) -> memoryview:
+    view = memory(len(data))
+    view[:] = data
+    return view
+
+
+def _encoded_content(
+    source: StoredPieces,
+    container: ContainerId,
+    record: Record,
+    memory: Callable[[int], memoryview],
+) -> Iterator[memoryview]:
+    """The bytes of an encoded record as they are, each chunk compared with its checksum."""
+    head = memory(head_bytes(record.nbytes))
+    try:
+        if not source.read_stored(container, record.offset, head):
+            raise DamagedRecordError(record.digest)
+        yield head
+        for chunk in chunks(bytes(head), record.stored):
+            view = memory(chunk.size)
+            read = source.read_stored(container, record.offset + chunk.offset, view)
+            if not read or not chunk.holds(view):
+                raise DamagedRecordError(record.digest)
+            yield view
+    except (CorruptFrameError, CorruptTensorError) as error:
+        raise DamagedRecordError(record.digest) from error

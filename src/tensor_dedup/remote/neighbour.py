@@ -1,0 +1,87 @@
+"""Copying checkpoints between the folders of two stores, as between a store and a remote."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from tensor_dedup.remote.errors import RemoteNameTakenError
+from tensor_dedup.remote.pull import name_check, newly_seen
+from tensor_dedup.remote.results import TransferListener, TransferResult
+from tensor_dedup.store.errors import UnknownNameError
+from tensor_dedup.store.hashing import Hasher
+from tensor_dedup.store.index import StoreIndex
+from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.reading.reader import StoredPieces
+from tensor_dedup.store.writing.transfer import Transfer
+
+Session = Callable[[], AbstractContextManager[tuple[StoreIndex, Hasher]]]
+
+
+def copy_checkpoint(
+    source: tuple[Objects, Session],
+    target: tuple[Objects, Session],
+    name: str,
+    progress: TransferListener,
+    *,
+    replace: bool = False,
+    seen: set[bytes] | None = None,
+) -> TransferResult:
+    """Copy a checkpoint from one store to another; each is given with what opens a session of it.
+
+    `seen` has pieces that are counted already, and takes these in.
+
+    Raises:
+        UnknownNameError: the first store has no checkpoint of this name.
+        RemoteNameTakenError: the name stands for another one in the second, and `replace` is off.
+        CorruptTensorError, MissingObjectError: no intact copy of a piece is in the first.
+    """
+    began = time.monotonic()
+    (objects, session), (there, session_there) = source, target
+    with (
+        session_there() as (index, hasher),
+        Transfer(there, index, hasher, set()) as transfer,
+    ):
+        with session() as (near, _):
+            manifest = objects.ref(name)
+            content = objects.manifest(manifest)
+            pieces = objects.pieces(manifest, content)
+            parts = [*dict.fromkeys(page.hex() for page in content.pages), manifest]
+            blobs = {part: objects.read(objects.layout.manifest(part)) for part in parts}
+            wanted = {piece.digest: piece.nbytes for piece in pieces}
+            held = _held(there, name)
+            if held is not None and held != manifest and not replace:
+                what = f"{name!r} stands for another checkpoint there"
+                raise RemoteNameTakenError.at(there.layout.root, what, name=name)
+            missing = transfer.missing(wanted, gather=False)
+            # From here on gc may come: what is open can be read.
+            opened = StoredPieces(objects, near, {*missing}, name)
+        with opened:
+            moved = sum(wanted[digest] for digest in missing)
+            progress.saved(sum(wanted.values()) - moved)
+            progress.start(moved)
+            for digest in missing:
+                transfer.send(opened, [digest])
+                progress.advance(wanted[digest])
+        unchanged = held == manifest and not missing
+        if not unchanged:
+            check = name_check(there, name, manifest, replace)
+            transfer.publish(name, manifest, blobs, check)
+    return TransferResult(
+        url=f"file://{there.layout.root}",
+        names=(name,),
+        pieces=newly_seen(wanted, seen),
+        nbytes=content.nbytes,
+        moved_pieces=len(missing),
+        moved_bytes=transfer.sent_bytes,
+        wire_bytes=transfer.sent_bytes,
+        requests=0,
+        seconds=time.monotonic() - began,
+        unchanged=unchanged,
+    )
+
+
+def _held(objects: Objects, name: str) -> str | None:
+    try:
+        return objects.ref(name)
+    except UnknownNameError:
+        return None

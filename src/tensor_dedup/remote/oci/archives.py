@@ -1,0 +1,256 @@
+"""Archives among the layers of artifacts of others: every file of one is written, or none counts.
+
+A member is a file, or a link to one. What an archive says of itself takes no more memory than its
+files have: sparse files, of which a few bytes can say that they are a terabyte, are refused.
+"""
+
+import gzip
+import posixpath
+import tarfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, NoReturn, Self
+
+import zstandard
+
+from tensor_dedup.errors import UnsupportedError
+from tensor_dedup.remote.errors import DamagedRemoteError, remote_damage
+from tensor_dedup.store.files import Files, Handle
+from tensor_dedup.store.format.names import check_path
+from tensor_dedup.store.objects import make_folders
+
+_END: Final = tarfile.EOFHeaderError  # type: ignore[attr-defined]  # which typeshed lacks
+_READ_ERROR: Final = tarfile.ReadError
+_ENDED: Final = "tensor_dedup_ended"
+# What tarfile and what unpacks for it raise; ValueErrors are about what should be a number.
+_NO_ARCHIVE: Final = (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError)
+# What goes before a member, and is read into memory: a long name, or facts about it in pairs.
+_BEFORE_A_MEMBER: Final = frozenset(
+    {
+        *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
+        *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
+    }
+)
+_BEFORE_BYTES: Final = 1 << 20
+# tarfile calls itself for each of them that stands before one member, and keeps what it has read.
+# Two long names and two sorts of facts are what programs write.
+_BEFORE_COUNT: Final = 8
+_BEFORE: Final = "tensor_dedup_before"
+# Linux opens no longer path. All links are in memory until the archive has ended, and are looked
+# through once for each link of a chain: a compressed archive of some kilobytes can have millions.
+_NAME_CHARS: Final = 4096
+_MOST_LINKS: Final = 10_000
+_SHOWN_CHARS: Final = 200
+_OTHERWISE: Final = "pull it with its own client"
+
+
+class ChunkStream:
+    """Chunks, to be read as a file is."""
+
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks, self._held = chunks, b""
+
+    def read(self, size: int = -1) -> bytes:
+        """Return up to `size` bytes; none at the end."""
+        if size < 0:
+            return self._held + b"".join(self._chunks)
+        while len(self._held) < size:
+            chunk = next(self._chunks, b"")
+            if not chunk:
+                break
+            self._held += chunk
+        found, self._held = self._held[:size], self._held[size:]
+        return found
+
+    def drain(self) -> None:
+        """Read to the end, where the digest is compared."""
+        while self.read(1 << 20):
+            pass
+
+
+def _shown(name: str) -> str:
+    return repr(name if len(name) <= _SHOWN_CHARS else f"{name[:_SHOWN_CHARS]}...")
+
+
+def write_file(folder: Path, path: str, stream: Any, files: Files, url: str) -> str:
+    """Write a file of the artifact at `url`; return its path, as others of it may name it.
+
+    Raises:
+        EscapingPathError: the path leads out of the folder.
+        DamagedRemoteError: another file has it, or is a folder in it.
+    """
+    with remote_damage(url) as where:
+        inner = check_path(path, where)
+    target = folder / inner
+    try:
+        make_folders(files, target.parent)
+        handle, at = files.open(target, "create"), 0
+    except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
+        what = f"{_shown(path)} is there twice, or a file and a folder"
+        raise DamagedRemoteError.at(url, what) from error
+    try:
+        while chunk := stream.read(1 << 20):
+            files.pwrite(handle, chunk, at)
+            at += len(chunk)
+    finally:
+        files.close(handle)
+    return str(inner)
+
+
+def unpack(
+    folder: Path, stream: ChunkStream, packing: str, files: Files, url: str, layer: str
+) -> None:
+    """Write the files of an archive, which is a layer of the artifact at `url`, into a folder.
+
+    `packing` says how the archive is compressed: "" not, "gz" or "zst". `layer` is what messages
+    call it.
+
+    Raises:
+        UnsupportedError: a member is neither a file nor a link to one, is sparse, or has a name or
+            a target of more than 4096 characters; or there are more than 10,000 links.
+        EscapingPathError: a file's name leads out of the folder.
+        DamagedRemoteError: it is no archive, or one without an end.
+    """
+    source: Any = stream
+    if packing == "zst":
+        source = zstandard.ZstdDecompressor().stream_reader(source, read_across_frames=True)
+    elif packing == "gz":
+        source = gzip.GzipFile(fileobj=source)
+    unpacking = _Unpacking(folder, files, url)
+    try:
+        with tarfile.open(fileobj=source, mode="r|", tarinfo=_Entry) as archive:
+            for entry in archive:
+                unpacking.take(entry, archive)
+                # Or all that it has met stays in memory; typeshed lacks it.
+                archive.members.clear()  # type: ignore[attr-defined]
+            ended = getattr(archive, _ENDED, False)
+    except _SparseFileError:
+        what = "an archive with a sparse file"
+        raise UnsupportedError(f"{layer}: {what}; {_OTHERWISE}", url=layer) from None
+    except (*_NO_ARCHIVE, zstandard.ZstdError) as error:
+        why = str(error)[:_SHOWN_CHARS]
+        raise DamagedRemoteError.at(layer, f"it is no archive ({why})") from error
+    if not ended:
+        raise DamagedRemoteError.at(layer, "it is an archive without an end")
+    unpacking.follow()
+
+
+class _Unpacking:
+    """An archive that is being unpacked: what it has written, and the links it has met."""
+
+    def __init__(self, folder: Path, files: Files, url: str) -> None:
+        self._folder, self._files, self._url = folder, files, url
+        self._links: dict[str, str] = {}
+        self._met = 0
+        self._written = set[str]()
+
+    def take(self, entry: tarfile.TarInfo, archive: tarfile.TarFile) -> None:
+        """Write a file, or note where a link leads."""
+        if max(len(entry.name), len(entry.linkname)) > _NAME_CHARS:
+            raise self._unsupported(f"{_shown(entry.name)} in it has a name or a target too long")
+        name = entry.name.removeprefix("./")
+        path = posixpath.normpath(name)
+        if entry.isdir():
+            return
+        if path in self._written:  # of what is there twice the last counts
+            with remote_damage(self._url) as where:
+                self._files.unlink(self._folder / check_path(path, where))
+            self._written.discard(path)
+        self._links.pop(path, None)
+        # Each that leads to a file is a copy of it, whether it is made at once or at the end.
+        self._met += entry.islnk() or entry.issym()
+        if self._met > _MOST_LINKS:
+            raise self._unsupported(f"an archive in it has more than {_MOST_LINKS} links")
+        if entry.islnk():
+            target = posixpath.normpath(entry.linkname)
+            if target in self._written:
+                # The file as it is now: what comes later under its name is another one.
+                self._copy(target, name)
+            else:
+                self._links[path] = target
+        elif entry.issym():
+            self._links[path] = posixpath.normpath(
+                posixpath.join(posixpath.dirname(name), entry.linkname)
+            )
+        elif (data := archive.extractfile(entry) if entry.isfile() else None) is not None:
+            self._write(name, data)
+        else:
+            raise self._unsupported(f"{_shown(name)} in it is neither a file nor a link to one")
+
+    def follow(self) -> None:
+        """Write what links lead to, under their names."""
+        left = dict(self._links)
+        while left:
+            ready = {name: target for name, target in left.items() if target in self._written}
+            if not ready:
+                name, target = next(iter(left.items()))
+                what = f"{_shown(name)} is a link to {_shown(target)}"
+                raise self._unsupported(f"{what}, which is no file of the archive")
+            for name, target in ready.items():
+                self._copy(target, name)
+                del left[name]
+
+    def _unsupported(self, what: str) -> UnsupportedError:
+        return UnsupportedError(f"{self._url}: {what}; {_OTHERWISE}", url=self._url)
+
+    def _copy(self, target: str, name: str) -> None:
+        files = self._files
+        handle = files.open(self._folder / target, "read")
+        try:
+            chunks = _read_through(files, handle, files.status_of(handle).size)
+            self._write(name, ChunkStream(chunks))
+        finally:
+            files.close(handle)
+
+    def _write(self, name: str, stream: Any) -> None:
+        self._written.add(write_file(self._folder, name, stream, self._files, self._url))
+
+
+def _read_through(files: Files, handle: Handle, size: int) -> Iterator[bytes]:
+    for at in range(0, size, 1 << 20):
+        view = memoryview(bytearray(min(1 << 20, size - at)))
+        yield bytes(view[: files.pread(handle, view, at)])
+
+
+class _SparseFileError(Exception):
+    """A member says where its bytes lie in the file, between zeros that the archive lacks."""
+
+
+class _Entry(tarfile.TarInfo):
+    """An entry of an archive, which notes that its end was there: tarfile also stops elsewhere.
+
+    tarfile reads the map of a sparse file, and all that goes before a member, into memory. A
+    compressed archive of some kilobytes can have gigabytes of either.
+    """
+
+    @classmethod
+    def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
+        # docstring inherited
+        before = getattr(tarfile, _BEFORE, 0)
+        if before > _BEFORE_COUNT:
+            raise _READ_ERROR(f"more than {_BEFORE_COUNT} headers go before a member")
+        setattr(tarfile, _BEFORE, before + 1)
+        try:
+            return super().fromtarfile(tarfile)
+        except _END:
+            setattr(tarfile, _ENDED, True)
+            raise
+        finally:
+            setattr(tarfile, _BEFORE, before)
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        # docstring inherited
+        entry = super().frombuf(buf, encoding, errors)
+        if entry.type == tarfile.GNUTYPE_SPARSE:
+            raise _SparseFileError
+        if entry.type in _BEFORE_A_MEMBER and entry.size > _BEFORE_BYTES:
+            raise tarfile.ReadError(f"{entry.size} bytes go before a member")
+        return entry
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise _SparseFileError
+
+    # Where tarfile reads the other forms of such a map, which are pairs before a member.
+    _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _refuse

@@ -1,0 +1,227 @@
+"""A checkpoint as OCI artifacts: a ModelPack of whole files, and one of our tables. No I/O.
+
+The first has what the specification of ModelPack (CNCF) says: a file is a layer, uncompressed, so
+that any OCI client pulls the files. The second refers to the first and tells where in its layers
+each tensor lies, and with which digests, so that we pull the missing tensors alone. An annotation
+of the first names the blob of the second: who pins the model by its digest pins the tables too.
+"""
+
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Final
+
+import msgspec
+
+from tensor_dedup.digest import combine, leaf_digests
+from tensor_dedup.remote.errors import DamagedRemoteError, remote_damage
+from tensor_dedup.remote.oci.registry import INDEX, MANIFEST
+from tensor_dedup.store.format import frames, tables
+from tensor_dedup.store.format.manifests import Piece
+from tensor_dedup.store.format.tables import PLAIN, Record, Table
+from tensor_dedup.store.reading.reader import StoredFile
+
+MODEL: Final = "application/vnd.cncf.model.manifest.v1+json"
+MODEL_CONFIG: Final = "application/vnd.cncf.model.config.v1+json"
+MODEL_LAYERS: Final = "application/vnd.cncf.model."
+TABLES: Final = "application/vnd.tensor-dedup.tables.v1"
+EMPTY: Final = "application/vnd.oci.empty.v1+json"
+EMPTY_BLOB: Final = b"{}"
+FILE_PATH: Final = "org.cncf.model.filepath"
+TITLE: Final = "org.opencontainers.image.title"
+OUR_MANIFEST: Final = "dev.tensor-dedup.manifest"
+OUR_TABLES: Final = "dev.tensor-dedup.tables"
+RAW: Final = "raw"  # the kind of container that a layer is, and the suffix of its media type
+_KIND: Final = b"rtab"
+# Registries take manifests of 4 MiB, which is about 10,000 layers of short names.
+_MOST_LAYERS: Final = 4000
+_KINDS: Final = ("weight", "weight.config", "doc", "code")
+_WEIGHTS: Final = frozenset(
+    {".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".h5", ".msgpack", ".npz"}
+)
+_DOCUMENTS: Final = ("readme", "license", "licence", "notice", "model_card")
+_BLOCK: Final = tarfile.BLOCKSIZE
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactLayer:
+    """A layer to push: a file, or a tar of several where `path` is None; its parts in order."""
+
+    media_type: str
+    path: str | None
+    parts: tuple[bytes | Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return sum(len(part) if isinstance(part, bytes) else part.nbytes for part in self.parts)
+
+
+def layers_of(files: Sequence[StoredFile], most: int = _MOST_LAYERS) -> list[ArtifactLayer]:
+    """Return the layers of a checkpoint: a file each or, of more than `most`, tars of several.
+
+    The same files make the same layers.
+    """
+    found: list[ArtifactLayer] = []
+    for kind in _KINDS:
+        held = sorted((file for file in files if _kind_of(file.path) == kind), key=lambda f: f.path)
+        size = 1 if len(files) <= most else -(-len(held) * len(_KINDS) // most)
+        for start in range(0, len(held), max(size, 1)):
+            part = held[start : start + size]
+            if len(part) == 1:
+                media = f"{MODEL_LAYERS}{kind}.v1.raw"
+                found.append(ArtifactLayer(media, part[0].path, part[0].pieces))
+            else:
+                parts = (*(each for file in part for each in _tarred(file)), bytes(2 * _BLOCK))
+                found.append(ArtifactLayer(f"{MODEL_LAYERS}{kind}.v1.tar", None, parts))
+    return found
+
+
+def _kind_of(path: str) -> str:
+    name = PurePosixPath(path)
+    if name.suffix in _WEIGHTS:
+        return "weight"
+    if name.suffix in (".md", ".rst") or name.name.lower().startswith(_DOCUMENTS):
+        return "doc"
+    return "code" if name.suffix == ".py" else "weight.config"
+
+
+def _tarred(file: StoredFile) -> Iterator[bytes | Piece]:
+    entry = tarfile.TarInfo(file.path)
+    entry.size, entry.mode = file.nbytes, 0o644
+    yield entry.tobuf(tarfile.GNU_FORMAT)
+    yield from file.pieces
+    if rest := -file.nbytes % _BLOCK:
+        yield bytes(rest)
+
+
+def table_of(layer: ArtifactLayer, leaves_of: Callable[[Piece], bytes]) -> Table:
+    """Return where in a layer its pieces lie; `leaves_of` gives the leaf digests of a piece."""
+    records, at = [], 0
+    for part in layer.parts:
+        if isinstance(part, bytes):
+            held = leaf_digests(memoryview(part))
+            digest, leaves = bytes.fromhex(combine(len(part), held)), b"".join(held)
+            nbytes = len(part)
+        else:
+            digest, nbytes = part.digest, part.nbytes
+            leaves = leaves_of(part) if nbytes else b""
+        if nbytes:
+            records.append(Record(digest, at, nbytes, nbytes, PLAIN, None, leaves))
+        at += nbytes
+    return Table(RAW, at, records, None)
+
+
+class TabledLayer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A layer, by its SHA-256, and the frame of its table."""
+
+    sha256: bytes
+    table: bytes
+
+
+class ArtifactTables(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a store knows of a checkpoint: its manifest's name, all frames, and the layers."""
+
+    manifest: bytes
+    objects: list[bytes]
+    layers: list[TabledLayer]
+
+
+def encode_tables(
+    manifest: str, objects: Sequence[bytes], layers: Sequence[tuple[str, Table]]
+) -> bytes:
+    """Return the blob of our tables; layers are given with their digests, `sha256:...`."""
+    listed = [
+        TabledLayer(bytes.fromhex(digest.removeprefix("sha256:")), tables.encode(table).blob)
+        for digest, table in layers
+    ]
+    return frames.encode(_KIND, ArtifactTables(bytes.fromhex(manifest), [*objects], listed))
+
+
+def decode_tables(blob: bytes, where: str) -> ArtifactTables:
+    """Decode the blob of our tables; what it holds is checked by who uses it.
+
+    Raises:
+        DamagedRemoteError, NewerFormatError: it is damaged, or of a later version.
+    """
+    with remote_damage(where) as path:
+        return frames.decode(blob, _KIND, ArtifactTables, path)
+
+
+class Descriptor(msgspec.Struct, frozen=True, omit_defaults=True, rename="camel"):
+    """A reference to a blob or a manifest."""
+
+    media_type: str
+    digest: str
+    size: int
+    annotations: dict[str, str] | None = None
+    artifact_type: str | None = None
+
+
+class ManifestDocument(msgspec.Struct, frozen=True, rename="camel"):
+    """What we read of a manifest, of anybody's making; of an index, `layers` is empty."""
+
+    media_type: str = MANIFEST
+    artifact_type: str = ""
+    layers: list[Descriptor] = []
+    manifests: list[Descriptor] = []
+    annotations: dict[str, str] | None = None
+
+
+def model_config(name: str, layers: Sequence[Descriptor]) -> bytes:
+    """Return the configuration of a model, as ModelPack's schema says."""
+    suffixes = {
+        PurePosixPath((layer.annotations or {}).get(FILE_PATH, "")).suffix for layer in layers
+    }
+    form = next((each[1:] for each in (".safetensors", ".gguf") if each in suffixes), None)
+    return msgspec.json.encode(
+        {
+            "descriptor": {"name": name},
+            "modelfs": {"type": "layers", "diffIds": [layer.digest for layer in layers]},
+            "config": {"format": form} if form else {},
+        }
+    )
+
+
+def manifest_blob(
+    artifact_type: str,
+    config: Descriptor,
+    layers: Sequence[Descriptor],
+    *,
+    subject: Descriptor | None = None,
+    annotations: dict[str, str] | None = None,
+) -> bytes:
+    """Return the bytes of a manifest."""
+    more = {"subject": subject, "annotations": annotations}
+    return msgspec.json.encode(
+        {
+            "schemaVersion": 2,
+            "mediaType": MANIFEST,
+            "artifactType": artifact_type,
+            "config": config,
+            "layers": [*layers],
+            **{name: value for name, value in more.items() if value},
+        }
+    )
+
+
+def index_blob(held: Sequence[Descriptor]) -> bytes:
+    """Return the bytes of an index, as of what refers to a manifest."""
+    return msgspec.json.encode({"schemaVersion": 2, "mediaType": INDEX, "manifests": [*held]})
+
+
+def decode_document(blob: bytes, where: str) -> ManifestDocument:
+    """Decode a manifest or an index.
+
+    Raises:
+        DamagedRemoteError: it is neither.
+    """
+    try:
+        found = msgspec.json.decode(blob, type=ManifestDocument)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise DamagedRemoteError.at(where, f"it is no manifest ({error})") from None
+    for layer in found.layers:
+        if not 0 <= layer.size < 1 << 63:
+            raise DamagedRemoteError.at(where, f"no layer has {layer.size} bytes")
+    return found

@@ -1,0 +1,499 @@
+"""Pieces of a remote, downloaded in long ranges a little ahead of whoever reads them.
+
+Nothing that a server sends is believed: what leaves `RemotePieces` verified has been compared with
+the digests of its leaves, and what leaves it as it is stored is compared by the reader.
+"""
+
+import threading
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Self
+
+from tensor_dedup.digest import LEAF_BYTES, leaf_digests
+from tensor_dedup.remote import layout
+from tensor_dedup.remote.buckets import Bucket
+from tensor_dedup.remote.errors import (
+    CorruptRemoteTensorError,
+    DamagedRemoteError,
+    LostRemotelyError,
+    MissingRemoteError,
+)
+from tensor_dedup.store.codecs.records import chunks, head_bytes
+from tensor_dedup.store.errors import CorruptFrameError
+from tensor_dedup.store.format.tables import PLAIN, Record
+from tensor_dedup.store.objects import ContainerId
+from tensor_dedup.store.reading.decoding import base_of, decode_leaf, leaves_of
+from tensor_dedup.store.reading.reader import StoredPieces
+
+if TYPE_CHECKING:
+    from tensor_dedup.remote.catalog import Catalog
+
+# A range has so many bytes, and less than twice as many.
+_RANGE_BYTES: Final = 32 << 20
+_GAP_BYTES: Final = 256 << 10
+# What may travel for nothing, to save requests: a share of what is wanted, and a little.
+_WASTE_SHARE: Final = 0.01
+_WASTE_BYTES: Final = 16 << 10
+_AHEAD: Final = 4
+
+
+def waste_of(nbytes: int) -> int:
+    """Return how many bytes may travel for nothing, to save requests, where so many are wanted."""
+    return int(nbytes * _WASTE_SHARE) + _WASTE_BYTES
+
+
+def name_of(digest: bytes, names: Mapping[bytes, str]) -> str:
+    """Return what messages call a piece; `names` has those of tensors."""
+    return names.get(digest, "a header or small file, or what others need")
+
+
+class _Arrival:
+    """What has come of a range so far, in order; `ended` when no more will. Not safe by itself."""
+
+    def __init__(self) -> None:
+        self._chunks: list[memoryview] = []
+        self._starts: list[int] = []
+        self.nbytes = 0
+        self.ended = False
+        self.future: Future[None] | None = None
+
+    def add(self, chunk: memoryview) -> None:
+        """Take in what comes next."""
+        if chunk.nbytes:
+            self._chunks.append(chunk)
+            self._starts.append(self.nbytes)
+            self.nbytes += chunk.nbytes
+
+    def part(self, at: int) -> memoryview:
+        """Return bytes from `at` on, some at least; they have come."""
+        number = bisect_right(self._starts, at) - 1
+        return self._chunks[number][at - self._starts[number] :]
+
+
+@dataclass
+class _Download:
+    """A range of a container: what is wanted of it, and how much of that was read."""
+
+    container: ContainerId
+    start: int
+    stop: int
+    wanted: int
+    read: int = 0
+    begun: bool = False
+    arrival: _Arrival | None = field(default=None, repr=False)
+
+    def has(self, stop: int) -> bool:
+        """Whether a reader need not wait for what lies before `stop`, which is in it or behind."""
+        arrival = self.arrival
+        if arrival is None:
+            return self.begun
+        return arrival.ended or arrival.nbytes >= min(stop, self.stop) - self.start
+
+
+class RemotePieces:
+    """Some pieces of a remote, to be read in the order of `arriving`; see `PieceSource`.
+
+    Any thread may read. Close it, or use it as a context manager.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        places: Mapping[bytes, tuple[ContainerId, Record]],
+        names: Mapping[bytes, str],
+        bases: StoredPieces | None = None,
+        wholes: Mapping[ContainerId, memoryview] | None = None,
+    ) -> None:
+        """Begin to download; `bases` has what deltas among the pieces are against.
+
+        `wholes` has containers that are here already, to be fetched only where they are wrong.
+        """
+        self._bucket, self._places, self._names, self._bases = bucket, places, names, bases
+        self.order = sorted(places, key=lambda d: (places[d][0], places[d][1].offset))
+        self._downloads = _downloads([places[digest] for digest in self.order], wholes or {})
+        self._starts = [(d.container, d.start) for d in self._downloads]
+        self._wholes = dict(wholes or {})
+        self._changed = threading.Condition(threading.Lock())
+        self._ahead: deque[int] = deque(range(len(self._downloads)))
+        self._pool = ThreadPoolExecutor(_AHEAD)
+        self._closed = self._stopped = False
+        with self._changed:
+            self._fetch_ahead()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def arriving(self) -> Iterator[bytes]:
+        """Iterate over the pieces, each to be read before the next: first what has arrived.
+
+        Several ranges arrive side by side. Were all of one read before the next, a pull over a slow
+        connection that is killed would have most of what it received in memory only.
+        """
+        waiting: dict[int, deque[bytes]] = {}
+        for digest in self.order:
+            container, record = self._places[digest]
+            number = bisect_right(self._starts, (container, record.offset)) - 1
+            waiting.setdefault(number, deque()).append(digest)
+        is_all = True
+        while waiting:
+            with self._changed:
+                if self._stopped and is_all:
+                    waiting, is_all = self._begun(waiting), False
+                    continue
+                while (arrived := self._next(waiting)) is None:
+                    self._changed.wait()
+            yield waiting[arrived].popleft()
+            if not waiting[arrived]:
+                del waiting[arrived]
+
+    def stop(self) -> None:
+        """Begin no further range: only what is under way arrives from here on, and only once."""
+        with self._changed:
+            self._stopped = True
+            self._ahead.clear()
+
+    def _begun(self, waiting: Mapping[int, Iterable[bytes]]) -> dict[int, deque[bytes]]:
+        """The pieces that are under way as a whole."""
+        found = {
+            number: deque(d for d in digests if all(r.begun for r in self._downloads_of(d)))
+            for number, digests in waiting.items()
+        }
+        return {number: digests for number, digests in found.items() if digests}
+
+    def _downloads_of(self, digest: bytes) -> Sequence[_Download]:
+        container, record = self._places[digest]
+        last = (container, record.offset + max(1, record.stored) - 1)
+        first = bisect_right(self._starts, (container, record.offset)) - 1
+        return self._downloads[first : bisect_right(self._starts, last)]
+
+    def _next(self, waiting: Mapping[int, Sequence[bytes]]) -> int | None:
+        """The download whose next piece to read; None where to wait is better."""
+        for number, digests in waiting.items():
+            if not self._downloads[number].begun:
+                break
+            record = self._places[digests[0]][1]
+            stop = record.offset + record.stored
+            if all(each.has(stop) for each in self._downloads_of(digests[0])):
+                return number
+        first = next(iter(waiting))
+        downloads = self._downloads_of(waiting[first][0])
+        # What is as long as all that is fetched at once lets the ranges behind it begin as it is
+        # read. What nobody fetches is fetched when it is read.
+        may_wait = len(downloads) < _AHEAD and all(each.begun for each in downloads)
+        return None if may_wait else first
+
+    def close(self) -> None:
+        """Stop downloading. Who still reads gets an error."""
+        self._closed = True
+        self._pool.shutdown(cancel_futures=True)
+        with self._changed:
+            for each in self._downloads:
+                if each.arrival is not None:  # perhaps of a range that nobody began to fetch
+                    each.arrival.ended = True
+            self._changed.notify_all()
+
+    def own_places(self, digest: bytes) -> list[tuple[ContainerId, Record]]:
+        """Return where a piece is."""
+        return [self._places[digest]]
+
+    def records(self, digest: bytes) -> list[Record]:
+        """Return the record of a piece; none where it is not among these."""
+        return [self._places[digest][1]] if digest in self._places else []
+
+    def read_stored(self, container: ContainerId, offset: int, view: memoryview) -> bool:
+        """Fill `view` with bytes of a container as they are stored, unverified."""
+        at = 0
+        while at < view.nbytes:
+            number = bisect_right(self._starts, (container, offset + at)) - 1
+            got = self._read(number, container, offset + at, view[at:])
+            if not got:
+                return False
+            at += got
+        return True
+
+    def _read(self, number: int, container: ContainerId, offset: int, view: memoryview) -> int:
+        download = self._downloads[number]
+        if download.container != container or not download.start <= offset < download.stop:
+            return 0
+        at = offset - download.start
+        with self._changed:
+            if download.arrival is None:
+                self._submit(download)
+            arrival = download.arrival
+            assert arrival is not None
+            while arrival.nbytes <= at and not arrival.ended:
+                self._changed.wait()
+            future, held = arrival.future, arrival.part(at) if at < arrival.nbytes else None
+        if held is None:
+            assert future is not None
+            future.result()
+            raise AssertionError("a range that is too short is an error")
+        part = held[: view.nbytes]
+        view[: part.nbytes] = part
+        with self._changed:
+            download.read += part.nbytes
+            if download.read >= download.wanted:
+                download.arrival = None  # what is read again is fetched again
+                self._fetch_ahead()
+        return part.nbytes
+
+    def _fetch_ahead(self) -> None:
+        busy = sum(1 for each in self._downloads if each.arrival is not None)
+        while self._ahead and busy < _AHEAD:
+            download = self._downloads[self._ahead.popleft()]
+            if not download.begun:
+                self._submit(download)
+                busy += 1
+
+    def _submit(self, download: _Download) -> None:
+        arrival = _Arrival()
+        # First, for a pool that takes nothing more raises: nobody would end what waits for it.
+        arrival.future = self._pool.submit(self._receive, download, arrival)
+        download.begun, download.read, download.arrival = True, 0, arrival
+
+    def _receive(self, download: _Download, arrival: _Arrival) -> None:
+        def arrived(chunk: memoryview) -> None:
+            with self._changed:
+                arrival.add(chunk)
+                self._changed.notify_all()
+
+        try:
+            self._stream(download.container, download.start, download.stop, arrived)
+        finally:
+            with self._changed:
+                arrival.ended = True
+                self._changed.notify_all()
+
+    def _fetch(self, container: ContainerId, start: int, stop: int) -> memoryview:
+        found: list[memoryview] = []
+        self._stream(container, start, stop, found.append)
+        return found[0] if len(found) == 1 else memoryview(b"".join(found))
+
+    def _stream(
+        self,
+        container: ContainerId,
+        start: int,
+        stop: int,
+        arrived: Callable[[memoryview], None],
+    ) -> None:
+        key, whole = layout.container_key(container), self._wholes.get(container)
+        if whole is not None and stop <= whole.nbytes:
+            arrived(whole[start:stop])
+            return
+        got = 0
+
+        def counted(chunk: memoryview) -> None:
+            nonlocal got
+            got += chunk.nbytes
+            if self._closed:
+                raise CancelledError
+            if got > stop - start:
+                what = f"asked for bytes {start} to {stop}, the server sends more"
+                raise DamagedRemoteError.at(self._bucket.at(key), what, start=start, stop=stop)
+            arrived(chunk)
+
+        try:
+            self._bucket.stream_range(key, start, stop, counted)
+        except FileNotFoundError:
+            what = f"this container is gone, with {self._held_in(container)}"
+            facts = {"container": container.name, "intact": 0}
+            raise MissingRemoteError.at(self._bucket.at(key), what, **facts) from None
+        if got != stop - start:
+            what = f"bytes {start} to {stop} are {got}: it is too short"
+            facts = {"container": container.name, "intact": start + got}
+            at = self._bucket.at(key)
+            raise DamagedRemoteError.at(at, what, start=start, stop=stop, **facts)
+
+    def _held_in(self, container: ContainerId) -> str:
+        held = [self._names.get(d, d.hex()) for d, p in self._places.items() if p[0] == container]
+        return ", ".join(held[:3]) + (f" and {len(held) - 3} more" if len(held) > 3 else "")
+
+    def read_leaf(self, digest: bytes, start: int, view: memoryview) -> bytes:
+        """Fill `view` with a verified leaf of what others are stored against, from the store."""
+        if self._bases is None or digest not in self._bases:
+            what = f"what {digest.hex()} is needed for is stored against it, and it is not here"
+            raise MissingRemoteError.at(self._bucket.url, what, digest=digest.hex())
+        return self._bases.read_leaf(digest, start, view)
+
+    def read_piece_into(self, digest: bytes, start: int, view: memoryview, nbytes: int) -> bytes:
+        """Fill `view` with verified whole leaves of a piece, and return their digests.
+
+        Raises:
+            CorruptRemoteTensorError: they are wrong, twice.
+        """
+        container, record = self._places[digest]
+        if record.codec != PLAIN:
+            return self._decode_into(container, record, start, view)
+        leaves = leaves_of(record, start, view.nbytes)
+        self.read_stored(container, record.offset + start, view)
+        if b"".join(leaf_digests(view)) != leaves:
+            if self._stopped:
+                raise self._corrupt(container, record)
+            # It may have been hit on its way.
+            self._wholes.pop(container, None)
+            at = record.offset + start
+            view[:] = self._fetch(container, at, at + view.nbytes)
+            if b"".join(leaf_digests(view)) != leaves:
+                raise self._corrupt(container, record)
+        return leaves
+
+    def _decode_into(
+        self, container: ContainerId, record: Record, start: int, view: memoryview
+    ) -> bytes:
+        """What came as it is encoded was wrong: fetch its chunks again, and decode them."""
+        if self._stopped:
+            raise self._corrupt(container, record)
+        base = base_of(record, self.read_leaf)
+        leaves, size = leaves_of(record, start, view.nbytes), head_bytes(record.nbytes)
+        self._wholes.pop(container, None)
+        try:
+            head = self._fetch(container, record.offset, record.offset + size)
+            places = chunks(bytes(head), record.stored)
+            for at in range(0, view.nbytes, LEAF_BYTES):
+                leaf = view[at : at + LEAF_BYTES]
+                chunk = places[(start + at) // LEAF_BYTES]
+                where, blob = record.offset + chunk.offset, memoryview(b"")
+                if chunk.size:  # of nothing there is no range to ask for
+                    blob = self._fetch(container, where, where + chunk.size)
+                decode_leaf(record.codec, blob, start + at, leaf, base)
+        except CorruptFrameError:
+            raise self._corrupt(container, record) from None
+        if b"".join(leaf_digests(view)) != leaves:
+            raise self._corrupt(container, record)
+        return leaves
+
+    def _corrupt(self, container: ContainerId, record: Record) -> CorruptRemoteTensorError:
+        name = name_of(record.digest, self._names)
+        what = (
+            f"the {record.stored} bytes at {record.offset} ({name}) do not have the digest "
+            f"{record.digest.hex()}"
+        )
+        return CorruptRemoteTensorError.at(
+            self._bucket.at(layout.container_key(container)),
+            what,
+            digest=record.digest.hex(),
+            container=container.name,
+            offset=record.offset,
+            nbytes=record.stored,
+            tensors=[name],
+        )
+
+
+class LostPieces:
+    """What pulls of some checkpoints did not get, so that others need not find that out again.
+
+    Each would fetch all that lies before what is lost. One thread; false while nothing is lost.
+    """
+
+    def __init__(self) -> None:
+        # With sizes: where a manifest says a wrong one, it is that checkpoint alone which is lost.
+        self._pieces: set[tuple[bytes, int]] = set()
+        # Places that hold something else, by container and offset, and where containers end.
+        self._spoilt: set[tuple[str, int]] = set()
+        self._ends: dict[str, int] = {}
+        self._is_any = False
+        # What all tables of the remote say, once that was needed.
+        self.rebuilt: Catalog | None = None
+
+    def __bool__(self) -> bool:
+        return self._is_any
+
+    def note(self, error: LostRemotelyError, wanted: Mapping[bytes, int]) -> None:
+        """Take note of what ended a pull of pieces with these sizes."""
+        self._is_any = True
+        facts = error.facts
+        lost = bytes.fromhex(str(facts.get("digest", "")))
+        name = str(facts.get("container", ""))
+        offset, end = facts.get("offset"), facts.get("intact")
+        if isinstance(end, int):
+            self._ends[name] = min(end, self._ends.get(name, end))
+        elif isinstance(offset, int):
+            self._spoilt.add((name, offset))
+        if lost in wanted:
+            self._pieces.add((lost, wanted[lost]))
+
+    def _is_lost(self, container: ContainerId, record: Record) -> bool:
+        end = self._ends.get(container.name)
+        is_cut = end is not None and record.offset + record.stored > end
+        return is_cut or (container.name, record.offset) in self._spoilt
+
+    def check(self, wanted: Mapping[bytes, int], names: Mapping[bytes, str], where: str) -> None:
+        """Raise MissingRemoteError if one of these pieces, of what lies at `where`, is lost."""
+        for piece in wanted.items():
+            if piece in self._pieces:
+                raise _known(piece[0], names, where)
+
+    def check_places(
+        self,
+        places: Mapping[bytes, tuple[ContainerId, Record]],
+        names: Mapping[bytes, str],
+        where: str,
+    ) -> None:
+        """Raise MissingRemoteError if nothing is at one of these places, or something else."""
+        for digest, place in places.items():
+            if self._is_lost(*place):
+                raise _known(digest, names, where)
+
+
+def _known(digest: bytes, names: Mapping[bytes, str], where: str) -> MissingRemoteError:
+    name = name_of(digest, names)
+    what = f"it needs {digest.hex()} ({name}), which others did not get either"
+    return MissingRemoteError.at(where, what, tensors=[name])  # no digest: it is noted already
+
+
+def _downloads(
+    places: Sequence[tuple[ContainerId, Record]], here: Collection[ContainerId]
+) -> list[_Download]:
+    """The ranges to ask for: neighbours together, also over small gaps, none too long."""
+    wanted = sum(record.stored for container, record in places if container not in here)
+    bridged = _bridged(places, waste_of(wanted))
+    runs: list[list[tuple[ContainerId, Record]]] = []
+    for number, place in enumerate(places):
+        if number in bridged:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    return [download for run in runs for download in _split(run)]
+
+
+def _split(run: Sequence[tuple[ContainerId, Record]]) -> list[_Download]:
+    """The ranges of neighbours, equally long: a short one behind full ones is a request more."""
+    length = run[-1][1].offset + run[-1][1].stored - run[0][1].offset
+    longest = max(1, -(-length // max(1, length // _RANGE_BYTES)))
+    found: list[_Download] = []
+    for container, record in run:
+        start, stop = record.offset, record.offset + record.stored
+        if found:
+            last = found[-1]
+            room = max(0, last.start + longest - start)
+            taken = min(room, record.stored)
+            if taken:
+                last.stop, last.wanted = start + taken, last.wanted + taken
+                start += taken
+        for at in range(start, stop, longest):
+            end = min(at + longest, stop)
+            found.append(_Download(container, at, end, end - at))
+    return found
+
+
+def _bridged(places: Sequence[tuple[ContainerId, Record]], waste: int) -> set[int]:
+    """The places that are asked for together with the one before: small gaps first, as they fit."""
+    gaps = []
+    for number in range(1, len(places)):
+        (before, one), (container, other) = places[number - 1], places[number]
+        gap = other.offset - one.offset - one.stored
+        if container == before and gap <= _GAP_BYTES:
+            gaps.append((gap, number))
+    found = set[int]()
+    for gap, number in sorted(gaps):
+        waste -= gap
+        if waste < 0:
+            break
+        found.add(number)
+    return found

@@ -1,0 +1,89 @@
+"""Pulling a run: each of its steps that can be had, and what is said of the others."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+from tensor_dedup.errors import StoreError
+from tensor_dedup.remote.buckets import Bucket, ObjectStatus
+from tensor_dedup.remote.errors import LostRemotelyError, UnknownRemoteNameError
+from tensor_dedup.remote.pieces import LostPieces
+from tensor_dedup.remote.pull import pull
+from tensor_dedup.remote.results import TransferListener, TransferResult
+from tensor_dedup.store.errors import AdvisedError
+from tensor_dedup.store.hashing import Hasher
+from tensor_dedup.store.index import StoreIndex
+from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.steps.runs import is_pin_among
+
+
+def pull_each(
+    bucket: Bucket,
+    refs: Mapping[str, ObjectStatus | None],
+    objects: Objects,
+    session: Callable[[], AbstractContextManager[tuple[StoreIndex, Hasher]]],
+    progress: TransferListener,
+    *,
+    replace: bool = False,
+) -> list[TransferResult]:
+    """Pull a checkpoint, or the steps and pins of a run, each in a `session` of the store.
+
+    A step of which anything is lost or damaged keeps no other from coming; its pin does not come
+    without it. Steps that need what has been found lost are not begun. Any other error ends the
+    pull.
+
+    Raises:
+        UnknownRemoteNameError: all of them were deleted there meanwhile.
+        StoreError: those of `pull`. Of a run, they name what did not come, also before them.
+    """
+    results, seen, lost = list[TransferResult](), set[bytes](), LostPieces()
+    failed: dict[str, StoreError] = {}
+    deleted: dict[str, UnknownRemoteNameError] = {}
+    for name, listed in refs.items():
+        # A pin alone would keep its step from being saved by a training that goes on.
+        if is_pin_among(name, {*failed, *deleted}):
+            continue
+        with session() as (index, hasher):
+            here = objects, index, hasher
+            try:
+                done = pull(
+                    *(bucket, name, here, progress),
+                    replace=replace,
+                    listed=listed,
+                    seen=seen,
+                    lost=lost,
+                )
+                results.append(done)
+            except UnknownRemoteNameError as error:
+                deleted[name] = error
+            except LostRemotelyError as error:
+                failed[name] = error
+            except StoreError as error:
+                failed[name] = error
+                break
+    if failed:
+        raise _of_all(refs, failed, results)
+    if not results:
+        raise [*deleted.values()][-1]
+    return results
+
+
+def _of_all(
+    refs: Collection[str], failed: Mapping[str, StoreError], results: Sequence[TransferResult]
+) -> StoreError:
+    """What the pull of a run ends with: the first error, with what it says of all.
+
+    Where one of another kind has ended it, that one: it tells the caller what to do.
+    """
+    errors = [*failed.values()]
+    is_damage = isinstance(errors[-1], LostRemotelyError)
+    error = errors[0] if is_damage else errors[-1]
+    if len(refs) == 1 or (len(errors) == 1 and not is_damage):
+        return error
+    came = {name for each in results for name in each.names}
+    count = sum(not is_pin_among(name, came) for name in came)
+    advice = f"; {error.advice}" if isinstance(error, AdvisedError) else ""
+    what = f"not pulled: {', '.join(failed)}; steps pulled: {count}"
+    error.message = f"{error.message.removesuffix(advice)}; {what}{advice}"
+    error.args = (error.message,)
+    error.facts |= {"not_pulled": (*failed,)}
+    return error

@@ -1,0 +1,263 @@
+"""Pushes from a store and pulls into it, by what a URL names: a remote, an artifact or a store."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace as replace_fields
+from functools import partial
+from os import PathLike
+
+from tensor_dedup.remote.buckets import Bucket
+from tensor_dedup.remote.errors import NoRangesError
+from tensor_dedup.remote.neighbour import copy_checkpoint
+from tensor_dedup.remote.oci import artifact as oci
+from tensor_dedup.remote.oci.artifact import Artifact, NoTablesError
+from tensor_dedup.remote.oci.registry import ArtifactName, RegistryRepository
+from tensor_dedup.remote.pull import pull as pull_checkpoint
+from tensor_dedup.remote.push import NameGuard, Outgoing
+from tensor_dedup.remote.push import push as push_checkpoints
+from tensor_dedup.remote.relatives import Relative, relatives
+from tensor_dedup.remote.remote import Remote
+from tensor_dedup.remote.results import (
+    SilentTransfer,
+    TransferListener,
+    TransferResult,
+    together,
+)
+from tensor_dedup.remote.run_pull import pull_each
+from tensor_dedup.store.errors import (
+    CorruptTensorError,
+    DamagedFileError,
+    MissingObjectError,
+    UnknownNameError,
+)
+from tensor_dedup.store.format.names import check_name
+from tensor_dedup.store.reading.reader import StoredPieces
+from tensor_dedup.store.steps.runs import check_no_step
+from tensor_dedup.store.store import LocalStore
+
+RemoteLike = str | PathLike[str] | Remote
+
+
+def push(
+    store: LocalStore,
+    url: RemoteLike,
+    name: str,
+    *,
+    replace: bool = False,
+    progress: TransferListener | None = None,
+) -> TransferResult:
+    """Push a checkpoint, or all steps of a run: `tensor_dedup.Store.push` says the rest."""
+    listener = progress or SilentTransfer()
+    if oci.is_artifact(url):
+        return _push_artifact(store, str(url), name, listener, replace)
+    remote = url if isinstance(url, Remote) else Remote.open(url, files=store.handle.files)
+    names = _names_of(store, check_name(name))
+    folder = remote.store_folder()
+    if folder is not None:
+        other = LocalStore.open(folder, create=False, files=store.handle.files)
+        return _copy_all(store, other, names, listener, replace)
+    while True:
+        outgoing = _outgoing_of(store, names)
+        related = partial(_relatives, store, outgoing)
+        try:
+            return push_to(
+                store, remote.bucket, outgoing, listener, replace=replace, related=related
+            )
+        except (CorruptTensorError, MissingObjectError):
+            # A step that was pruned since may have been collected before it was opened.
+            if all(_is_ref(store, each.name, each.manifest) for each in outgoing):
+                raise
+
+
+def pull(
+    store: LocalStore,
+    url: RemoteLike,
+    name: str,
+    *,
+    replace: bool = False,
+    progress: TransferListener | None = None,
+) -> TransferResult:
+    """Pull a checkpoint, or all steps of a run: `tensor_dedup.Store.pull` says the rest."""
+    listener = progress or SilentTransfer()
+    if oci.is_artifact(url):
+        return _pull_artifact(store, str(url), name, listener, replace)
+    remote = url if isinstance(url, Remote) else Remote.open(url, files=store.handle.files)
+    folder = remote.store_folder()
+    if folder is not None:
+        other = LocalStore.open(folder, create=False, files=store.handle.files)
+        return _copy_all(other, store, _names_of(other, check_name(name)), listener, replace)
+    before = remote.bucket.traffic.counts()
+    refs, handle = remote.refs_of(check_name(name)), store.handle
+    results = pull_each(
+        remote.bucket, refs, handle.objects, handle.session, listener, replace=replace
+    )
+    nbytes, calls = remote.bucket.traffic.counts()  # with those that looked for the names
+    wire, requests = nbytes - before[0], calls - before[1]
+    return replace_fields(together(results), wire_bytes=wire, requests=requests)
+
+
+def push_to(
+    store: LocalStore,
+    bucket: Bucket,
+    checkpoints: Sequence[Outgoing],
+    progress: TransferListener,
+    *,
+    replace: bool,
+    guard: NameGuard | None = None,
+    related: Callable[[], Iterable[Relative]] = tuple,
+) -> TransferResult:
+    """Push what `outgoing` has returned, with the pieces that the store has of it.
+
+    Raises:
+        StoreError: those of `tensor_dedup.remote.push.push`.
+    """
+
+    def open_pieces(digests: set[bytes]) -> StoredPieces:
+        with store.handle.session(update=False) as (index, _):
+            return StoredPieces(store.handle.objects, index, digests, checkpoints[0].name)
+
+    with store.handle.translated():
+        return push_checkpoints(
+            bucket,
+            checkpoints,
+            open_pieces,
+            progress,
+            replace=replace,
+            guard=guard,
+            relatives=related,
+        )
+
+
+def outgoing(store: LocalStore, name: str) -> Outgoing:
+    """Return what a push of a checkpoint sends. The caller holds the store's lock.
+
+    Raises:
+        UnknownNameError: the store has no checkpoint of this name.
+    """
+    objects = store.handle.objects
+    manifest = objects.ref(name)
+    content = objects.manifest(manifest)
+    wanted = {piece.digest: piece.nbytes for piece in objects.pieces(manifest, content)}
+    parts = [*dict.fromkeys(page.hex() for page in content.pages), manifest]
+    blobs = {part: objects.read(objects.layout.manifest(part)) for part in parts}
+    return Outgoing(name, manifest, wanted, blobs, content.nbytes)
+
+
+def _push_artifact(
+    store: LocalStore, url: str, name: str, progress: TransferListener, replace: bool
+) -> TransferResult:
+    with store.checkpoint(name) as checkpoint:
+        with store.handle.locked():
+            objects = [*outgoing(store, name).blobs.values()]
+        return oci.push(url, checkpoint, objects, store.handle.files, progress, replace=replace)
+
+
+def _pull_artifact(
+    store: LocalStore, url: str, name: str, progress: TransferListener, replace: bool
+) -> TransferResult:
+    with RegistryRepository(ArtifactName.parse(url)) as registry:
+        artifact = Artifact(registry)
+        bucket = artifact.as_bucket(check_name(name))
+        if bucket is not None:
+            with (
+                suppress(NoRangesError, NoTablesError),
+                store.handle.session() as (index, hasher),
+            ):
+                here = store.handle.objects, index, hasher
+                result = pull_checkpoint(bucket, name, here, progress, replace=replace)
+                nbytes, calls = bucket.traffic.counts()  # with the manifest and the tables
+                return replace_fields(result, wire_bytes=nbytes, requests=calls)
+        return _import_artifact(store, artifact, name, progress, replace)
+
+
+def _import_artifact(
+    store: LocalStore, artifact: Artifact, name: str, progress: TransferListener, replace: bool
+) -> TransferResult:
+    """Pull whole layers into a folder of the store's `tmp`, and import that."""
+    began, before = time.monotonic(), artifact.registry.traffic.counts()[0]
+    files, objects = store.handle.files, store.handle.objects
+    check_no_step(objects, name)
+    # What cannot be read is stored again by an import of the same.
+    with suppress(UnknownNameError, MissingObjectError, DamagedFileError, CorruptTensorError):
+        with store.checkpoint(name) as held:
+            same = None if replace else artifact.unchanged(held, name)
+        if same is not None:
+            return same
+    # Held, so that no gc takes it for what is left of a pull.
+    with store.handle.locked(), oci.layers_folder(objects.layout.tmp, artifact, files) as folder:
+        artifact.download(folder, files, progress)
+        with oci.advising_pull(artifact.url, name):
+            result = store.import_(folder, name, replace)
+    nbytes, calls = artifact.registry.traffic.counts()
+    return TransferResult(
+        url=artifact.url,
+        names=(name,),
+        pieces=result.tensors,
+        nbytes=result.new_bytes + result.known_bytes,
+        moved_pieces=result.new_tensors,
+        moved_bytes=nbytes - before,
+        wire_bytes=nbytes,
+        requests=calls,
+        seconds=time.monotonic() - began,
+        unchanged=result.unchanged,
+    )
+
+
+def _names_of(store: LocalStore, name: str) -> Sequence[str]:
+    """The name of a checkpoint, or the names of the steps and pins of a run."""
+    with store.handle.locked(), store.handle.saying_near(name):
+        names = store.handle.objects.names()
+        found = [name] if name in names else [n for n in names if n.startswith(f"{name}@")]
+        if not found:
+            raise UnknownNameError.at(store.path, f"no checkpoint {name!r}", name=name)
+        return found
+
+
+def _outgoing_of(store: LocalStore, names: Sequence[str]) -> Sequence[Outgoing]:
+    """Return these checkpoints, without those that were deleted here meanwhile."""
+    found = []
+    with store.handle.locked():
+        for name in names:
+            with suppress(UnknownNameError):
+                found.append(outgoing(store, name))
+    if not found:
+        raise _deleted(store, names)
+    return found
+
+
+def _is_ref(store: LocalStore, name: str, manifest: str) -> bool:
+    with store.handle.locked(), suppress(UnknownNameError):
+        return store.handle.objects.ref(name) == manifest
+    return False
+
+
+def _deleted(store: LocalStore, names: Sequence[str]) -> UnknownNameError:
+    what = f"{names[0]!r} was deleted here before it was sent"
+    return UnknownNameError.at(store.path, what, name=names[0])
+
+
+def _relatives(store: LocalStore, checkpoints: Sequence[Outgoing]) -> Sequence[Relative]:
+    names = {each.name for each in checkpoints}
+    pages = {part for each in checkpoints for part in each.blobs if part != each.manifest}
+    with store.handle.locked():
+        return relatives(store.handle.objects, names, pages)
+
+
+def _copy_all(
+    store: LocalStore,
+    other: LocalStore,
+    names: Sequence[str],
+    progress: TransferListener,
+    replace: bool,
+) -> TransferResult:
+    """Copy these checkpoints, without those that were deleted here meanwhile."""
+    near = store.handle.objects, partial(store.handle.session, update=False)
+    far, seen, results = (other.handle.objects, other.handle.session), set[bytes](), []
+    for name in names:
+        with suppress(UnknownNameError):
+            done = copy_checkpoint(near, far, name, progress, replace=replace, seen=seen)
+            results.append(done)
+    if not results:
+        raise _deleted(store, names)
+    return together(results)

@@ -1,0 +1,89 @@
+"""What a URL names: a folder, object storage, or a plain web server. No I/O."""
+
+import re
+from pathlib import Path
+from typing import Final
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from tensor_dedup.remote.buckets import WEB, Bucket, FolderBucket, ServerBucket
+from tensor_dedup.remote.errors import RemoteUrlError
+from tensor_dedup.store.files import Files
+
+_SERVERS: Final = ("s3", "gs", "az")
+_HOST: Final = re.compile(r"[A-Za-z0-9._-]+(:[0-9]+)?|\[[0-9A-Fa-f:]+\](:[0-9]+)?")
+# A scheme with less than two slashes behind it would else be a folder of that name.
+_MISTYPED: Final = re.compile(r"(s3|gs|az|https?|file|oci):(?!//)", re.IGNORECASE)
+# Of what lacks its scheme, or has one that no remote has: a path of a folder begins otherwise.
+_USER_IN_PATH: Final = re.compile(r"//.*@|[^./:][^/:]*:.*@", re.DOTALL)
+
+
+def is_url(text: str) -> bool:
+    """Return whether this is a URL, be it a mistyped one, and no folder's path."""
+    return "://" in text or _MISTYPED.match(text) is not None
+
+
+def open_bucket(url: str, files: Files) -> Bucket:
+    """Open what a URL names; a path without a scheme is a folder. Nothing is asked or made yet.
+
+    Raises:
+        RemoteUrlError: the URL names nothing of the kind, or holds a credential.
+        NotInstalledError: obstore is not installed.
+    """
+    scheme, colon, _ = url.partition("://")
+    if (mistyped := _MISTYPED.match(url)) is not None:
+        raise RemoteUrlError.at(f"{mistyped[0]}...", "it is no URL, for two slashes are missing")
+    if not colon:
+        return _folder(url, files)
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # which may be no number
+    except ValueError:
+        raise RemoteUrlError.at(f"{scheme}://...", "it is no URL") from None
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        host = parts.hostname or ""
+        shown = f"{scheme}://{host}{parts.path}" if "\\" not in url else f"{scheme}://..."
+        raise RemoteUrlError.at(shown, "a user, a password or a query in it may be a secret")
+    # The beginning of a password may pass for a port: what is before an @ is shown nowhere.
+    if parts.port is not None and (scheme in _SERVERS or "@" in parts.path):
+        what = "what it has for a port may be of a secret; a bucket has none, and %40 is an @"
+        raise RemoteUrlError.at(f"{scheme}://...", what)
+    if scheme == "file":
+        if parts.netloc not in ("", "localhost") or not parts.path:
+            what = "a folder's URL has three slashes: file:///folder"
+            raise RemoteUrlError.at(f"{scheme}://...", what)
+        return _folder(unquote(parts.path), files)
+    # Of a URL of another form nobody knows where its secrets stand.
+    if scheme not in (*_SERVERS, *WEB):
+        raise RemoteUrlError.at(f"{scheme}://...", f"no remote has the scheme {scheme!r}")
+    if not parts.netloc:
+        raise RemoteUrlError.at(f"{scheme}://...", "it names no host or bucket")
+    _check_place(url, parts)
+    return ServerBucket(url.rstrip("/"))
+
+
+def _check_place(url: str, parts: SplitResult) -> None:
+    if not _HOST.fullmatch(parts.netloc):
+        what = "its host or bucket cannot be the name of one"
+        raise RemoteUrlError.at(f"{parts.scheme}://...", what)
+    # What sends requests resolves these, or finds other keys than it was given when it lists.
+    path = unquote(parts.path)
+    if {*"?#;"} & {*path}:
+        what = "what follows a ; or an encoded ? or # in it may be a secret"
+        raise RemoteUrlError.at(f"{parts.scheme}://{parts.netloc}/...", what)
+    if "\\" in path or {".", ".."} & {*path.split("/")}:
+        raise RemoteUrlError.at(url, "no part of it may be . or .., nor have a backslash in it")
+
+
+def _folder(path: str, files: Files) -> FolderBucket:
+    if _USER_IN_PATH.match(path):
+        what = "it is no URL, and a user or a password in it may be a secret; a path begins with ./"
+        raise RemoteUrlError.at("...", what)
+    if "\0" in path:
+        raise RemoteUrlError.at(repr(path), "no path has a NUL in it")
+    if not path.strip():
+        # It would be the folder that the program happens to run in.
+        raise RemoteUrlError.at("''", "it is empty, as a variable is that is not set")
+    if path == "~" or path.startswith("~/"):
+        # It would be a folder of this name.
+        raise RemoteUrlError.at(path, "no shell has replaced the ~; write the path in full")
+    return FolderBucket(Path(path).absolute(), files)

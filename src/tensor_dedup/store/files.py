@@ -1,0 +1,443 @@
+"""The one interface to the disk: no other module of the store touches files.
+
+`Files` is the interface, `RealFiles` the disk. A test stops, tears or fails any single operation by
+wrapping it (`.py`), so whatever a crash can do to a store can be tried.
+"""
+
+import errno
+import fcntl
+import os
+import resource
+import sqlite3
+import stat
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from tensor_dedup import libc
+from tensor_dedup.sqlite import connect
+from tensor_dedup.store import buffers
+
+# What `direct` and `map` count in.
+PAGE = buffers.PAGE
+Mode: TypeAlias = Literal["read", "direct", "create", "modify", "modify direct", "lock"]
+
+# linux/fs.h: share the blocks of another file, copied only when one of the two is written.
+_FICLONE = 0x40049409
+_COPY_STEP = 1 << 30
+_POLL_S = 0.02
+_ANY = 1 << 20
+# A file is extended by at most an eighth of what is free: others write, too.
+_SHARE = 8
+_CANNOT_CLONE = {errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL}
+_CANNOT_CLONE |= {errno.ENOSYS, errno.EPERM, errno.ETXTBSY}
+_FLAGS: dict[Mode, int] = {
+    # Non-blocking: opening a pipe nobody writes to would wait for ever.
+    "read": os.O_RDONLY | os.O_NONBLOCK,
+    "direct": os.O_RDONLY | os.O_NONBLOCK | os.O_DIRECT,
+    "create": os.O_RDWR | os.O_CREAT | os.O_EXCL,
+    "modify": os.O_RDWR,
+    "modify direct": os.O_RDWR | os.O_DIRECT,
+    "lock": os.O_RDWR | os.O_CREAT,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FileStatus:
+    """What the file system says about a path or an open file; equal ones mean it did not change."""
+
+    kind: Literal["file", "folder", "other"]
+    size: int
+    device: int
+    inode: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+class Handle:
+    """One open file. Its owner closes it once; any thread may read and write through it."""
+
+    __slots__ = ("__weakref__", "_fd", "path")
+
+    def __init__(self, fd: int, path: Path) -> None:
+        self._fd = fd
+        self.path = path
+
+    @property
+    def fd(self) -> int:
+        """The descriptor; OSError (EBADF) after take()."""
+        if self._fd < 0:
+            raise OSError(errno.EBADF, "the file was closed", str(self.path))
+        return self._fd
+
+    def take(self) -> int:
+        """The descriptor, which this object then no longer has; -1 when it had none."""
+        fd, self._fd = self._fd, -1
+        return fd
+
+
+class Files(ABC):
+    """Every operation the store does on files. OSError, with the file's name, when one fails.
+
+    Nothing is durable before fsync (bytes) and sync_folder (names). Safe from any thread.
+    """
+
+    @abstractmethod
+    def open(self, path: Path, mode: Mode) -> Handle:
+        """Open a file: `read` one, `create` a new one, `modify` one, or one to `lock` on.
+
+        `direct` reads and `modify direct` writes past the page cache, whole pages only: memory,
+        offset and size are multiples of PAGE; OSError (EINVAL) where the file system cannot.
+        FileExistsError when `create` finds one. `lock` makes a missing file, and falls back to
+        reading where it may not write.
+        """
+
+    @abstractmethod
+    def close(self, handle: Handle) -> None:
+        """Close; a second time does nothing. Locks taken through it are let go."""
+
+    @abstractmethod
+    def status(self, path: Path) -> FileStatus | None:
+        """What is at a path, links followed; None when nothing is."""
+
+    def resolved(self, path: Path) -> Path:
+        """The absolute path that links lead to, be anything there or not."""
+        return Path(os.path.realpath(path))
+
+    @abstractmethod
+    def status_of(self, handle: Handle) -> FileStatus:
+        """What an open file is now."""
+
+    @abstractmethod
+    def pread(self, handle: Handle, view: memoryview, offset: int) -> int:
+        """Fill `view` from `offset`; how many bytes there were, fewer only at the file's end."""
+
+    @abstractmethod
+    def cached_bytes(self, handle: Handle, start: int, nbytes: int) -> int | None:
+        """How much of a range the page cache holds, about; None where the kernel does not say."""
+
+    @abstractmethod
+    def map(self, handle: Handle, start: int, nbytes: int) -> memoryview:
+        """A range from a multiple of PAGE as memory: read when it is touched, private once written.
+
+        It stays when the file is closed or unlinked, until nothing refers to it.
+        """
+
+    @abstractmethod
+    def pwrite(self, handle: Handle, data: bytes | memoryview, offset: int) -> None:
+        """Write all of `data` at `offset`."""
+
+    @abstractmethod
+    def begin_writing(self, handle: Handle, start: int, nbytes: int) -> None:
+        """A hint that a range will be synced: then there is less to wait for. Never fails."""
+
+    @abstractmethod
+    def grow(self, handle: Handle, size: int) -> None:
+        """A hint that a file will have about so many bytes. Never fails.
+
+        It may be extended to that by zeros that take room already: who gives it must truncate it.
+        """
+
+    @abstractmethod
+    def truncate(self, handle: Handle, size: int) -> None:
+        """Cut, or extend with zeros, to `size` bytes."""
+
+    @abstractmethod
+    def fsync(self, handle: Handle) -> None:
+        """The file's bytes are durable when this returns. The file's name is not: sync_folder."""
+
+    @abstractmethod
+    def sync_folder(self, path: Path) -> None:
+        """The names in this folder are durable when this returns."""
+
+    @abstractmethod
+    def clone(self, source: Handle, target: Handle) -> bool:
+        """Make `target` share all of `source`'s blocks; False where the file system cannot."""
+
+    @abstractmethod
+    def copy_range(self, source: Handle, target: Handle, start: int, nbytes: int) -> int:
+        """Copy bytes to the same place in `target`; how many, fewer only at the source's end."""
+
+    @abstractmethod
+    def rename(self, source: Path, target: Path) -> None:
+        """Move within one file system, in one step, in place of what was at `target`."""
+
+    @abstractmethod
+    def unlink(self, path: Path) -> None:
+        """Remove a file; FileNotFoundError when there is none."""
+
+    @abstractmethod
+    def mkdir(self, path: Path) -> bool:
+        """Make a folder whose parent exists; False when it was there."""
+
+    @abstractmethod
+    def rmdir(self, path: Path) -> None:
+        """Remove a folder that is empty; FileNotFoundError when there is none."""
+
+    @abstractmethod
+    def listdir(self, path: Path) -> list[str]:
+        """The names in a folder, sorted; none when there is no such folder."""
+
+    @abstractmethod
+    def flock(self, handle: Handle, *, exclusive: bool, wait_s: float) -> bool:
+        """Lock a file against other handles; False when that takes longer than `wait_s`."""
+
+    @abstractmethod
+    def free_bytes(self, path: Path) -> int:
+        """How many bytes this user can still write to the file system of `path`."""
+
+    @abstractmethod
+    def free_handles(self) -> int:
+        """How many more files this process may open, about; never fails."""
+
+    @abstractmethod
+    def database(self, path: Path) -> sqlite3.Connection:
+        """Open (or make) a SQLite file, for the index only; the connection does its own files."""
+
+    @abstractmethod
+    def token(self) -> str:
+        """A word that no file of any process has in its name yet."""
+
+    @abstractmethod
+    def now(self) -> int:
+        """Seconds since 1970."""
+
+
+# A forked child has its parent's descriptors, and a file stays locked until all of them are closed:
+# the locks of its parent are not the child's to hold. Nobody forks between opening and noting.
+_LOCKS: "weakref.WeakSet[Handle]" = weakref.WeakSet()
+_opening = threading.RLock()
+
+
+def _in_child() -> None:
+    # This unlocks nothing of the parent's. A handle has no descriptor then: closing it later cannot
+    # close another file of this number.
+    global _opening
+    _opening = threading.RLock()
+    for handle in list(_LOCKS):
+        fd = handle.take()
+        if fd >= 0:
+            os.close(fd)
+    _LOCKS.clear()
+
+
+os.register_at_fork(
+    before=lambda: _opening.acquire(),
+    after_in_parent=lambda: _opening.release(),
+    after_in_child=_in_child,
+)
+
+
+class RealFiles(Files):
+    """The disk, as Linux gives it. Holds nothing: one serves any number of stores.
+
+    Files opened to `lock` on are closed in forked children: a lock is its process' own.
+    """
+
+    def open(self, path: Path, mode: Mode) -> Handle:
+        if mode != "lock":
+            return self._open(path, mode)
+        with _opening:
+            handle = self._open(path, mode)
+            _LOCKS.add(handle)
+            return handle
+
+    def _open(self, path: Path, mode: Mode) -> Handle:
+        flags = _FLAGS[mode] | os.O_CLOEXEC
+        try:
+            return Handle(os.open(path, flags, 0o644), path)
+        except OSError as error:
+            if mode == "lock" and error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+                # flock needs no right to write: a store that is only read has readers too.
+                return Handle(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
+            raise
+
+    def close(self, handle: Handle) -> None:
+        # A fork between the two would leave a child the lock, and nobody to close it.
+        with _opening if handle in _LOCKS else nullcontext():
+            fd = handle.take()
+            if fd >= 0:
+                os.close(fd)
+
+    def status(self, path: Path) -> FileStatus | None:
+        try:
+            return _status(os.stat(path))  # noqa: PTH116 (one call style for all of this file)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            if error.errno == errno.ELOOP:  # a link that leads to itself leads to nothing
+                return None
+            raise
+
+    def status_of(self, handle: Handle) -> FileStatus:
+        with _naming(handle):
+            return _status(os.fstat(handle.fd))
+
+    def pread(self, handle: Handle, view: memoryview, offset: int) -> int:
+        done = 0
+        with _naming(handle):
+            while done < view.nbytes:
+                count = os.preadv(handle.fd, [view[done:]], offset + done)
+                if count == 0:
+                    break
+                done += count
+        return done
+
+    def cached_bytes(self, handle: Handle, start: int, nbytes: int) -> int | None:
+        return libc.cached_bytes(handle.fd, start, nbytes)
+
+    def map(self, handle: Handle, start: int, nbytes: int) -> memoryview:
+        with _naming(handle):
+            return buffers.map_file(handle.fd, start, nbytes)
+
+    def pwrite(self, handle: Handle, data: bytes | memoryview, offset: int) -> None:
+        view, done = memoryview(data), 0
+        with _naming(handle):
+            while done < view.nbytes:
+                done += os.pwrite(handle.fd, view[done:], offset + done)
+
+    def begin_writing(self, handle: Handle, start: int, nbytes: int) -> None:
+        libc.begin_writing(handle.fd, start, nbytes)
+
+    def grow(self, handle: Handle, size: int) -> None:
+        # Not measured on others; btrfs keeps the room when the file is truncated.
+        with suppress(OSError):
+            if not libc.is_ext4(handle.fd):
+                return
+            more = size - os.fstat(handle.fd).st_size
+            most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)  # beyond which a signal kills
+            if more < self.free_bytes(handle.path) // _SHARE and not 0 <= most < size:
+                libc.grow(handle.fd, size)
+
+    def truncate(self, handle: Handle, size: int) -> None:
+        with _naming(handle):
+            os.ftruncate(handle.fd, size)
+
+    def fsync(self, handle: Handle) -> None:
+        with _naming(handle):
+            os.fsync(handle.fd)
+
+    def sync_folder(self, path: Path) -> None:
+        handle = Handle(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), path)
+        try:
+            self.fsync(handle)
+        finally:
+            self.close(handle)
+
+    def clone(self, source: Handle, target: Handle) -> bool:
+        try:
+            fcntl.ioctl(target.fd, _FICLONE, source.fd)
+        except OSError as error:
+            if error.errno in _CANNOT_CLONE:
+                return False
+            error.filename = str(target.path)
+            raise
+        return True
+
+    def copy_range(self, source: Handle, target: Handle, start: int, nbytes: int) -> int:
+        done = 0
+        with _naming(target):
+            while done < nbytes:
+                count = _copy_some(source.fd, target.fd, start + done, nbytes - done)
+                if count == 0:
+                    break
+                done += count
+        return done
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.replace(source, target)  # noqa: PTH105
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)  # noqa: PTH108
+
+    def mkdir(self, path: Path) -> bool:
+        try:
+            os.mkdir(path)  # noqa: PTH102
+        except FileExistsError:
+            return False
+        return True
+
+    def rmdir(self, path: Path) -> None:
+        os.rmdir(path)  # noqa: PTH106
+
+    def listdir(self, path: Path) -> list[str]:
+        try:
+            return sorted(os.listdir(path))  # noqa: PTH208
+        except FileNotFoundError:
+            return []
+
+    def flock(self, handle: Handle, *, exclusive: bool, wait_s: float) -> bool:
+        kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
+        with _naming(handle):
+            return _poll_lock(handle.fd, kind, time.monotonic() + wait_s)
+
+    def free_bytes(self, path: Path) -> int:
+        status = os.statvfs(path)
+        return status.f_bavail * status.f_frsize
+
+    def free_handles(self) -> int:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            held = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+        except OSError:  # which takes a descriptor itself
+            return 0
+        return _ANY if most == resource.RLIM_INFINITY else max(0, most - held)
+
+    def database(self, path: Path) -> sqlite3.Connection:
+        return connect(path, timeout_s=30.0)
+
+    def token(self) -> str:
+        return f"{os.getpid()}-{os.urandom(6).hex()}"
+
+    def now(self) -> int:
+        return int(time.time())
+
+
+@contextmanager
+def _naming(handle: Handle) -> Iterator[None]:
+    """Errors of calls on descriptors do not know the file's name: add it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(handle.path)
+        raise
+
+
+def _status(found: os.stat_result) -> FileStatus:
+    mode = found.st_mode
+    kind: Literal["file", "folder", "other"] = (
+        "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "other"
+    )
+    return FileStatus(
+        kind, found.st_size, found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+    )
+
+
+def _copy_some(source: int, target: int, offset: int, nbytes: int) -> int:
+    try:
+        return os.copy_file_range(source, target, min(nbytes, _COPY_STEP), offset, offset)
+    except OSError as error:
+        if error.errno not in _CANNOT_CLONE:
+            raise
+    # Between some file systems only user space can copy.
+    return os.pwrite(target, os.pread(source, min(nbytes, 8 << 20), offset), offset)
+
+
+def _poll_lock(fd: int, kind: int, deadline: float) -> bool:
+    pause = _POLL_S / 16  # most are held for a moment
+    while True:
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_S)
+        else:
+            return True

@@ -1,0 +1,452 @@
+"""Writing a state dict as a new folder of numbered data files with an index. Needs torch.
+
+The folder appears atomically, complete and durable, or not at all. Bytes go through a few reused
+buffers: one thread fills them, others write them past the page cache and hash them. They take
+`num_buffers` times `buffer_size_mb` of memory at most.
+"""
+
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from tensor_dedup.errors import ConfigError, UnsupportedError
+from tensor_dedup.formats.serverless.artifact import (
+    CANONICAL,
+    HASH_LEAF_BYTES,
+    TreeHash,
+    Verifier,
+    describe,
+    index_multihash,
+    verification_name,
+)
+from tensor_dedup.formats.serverless.storage_graph import StorageGraph
+from tensor_dedup.formats.serverless.tensor_index import (
+    ALIGNMENT,
+    Fields,
+    IndexEntry,
+    encode_index,
+    encode_index_cbor,
+)
+from tensor_dedup.store.buffers import PAGE, allocate
+from tensor_dedup.store.direct import DIRECT_BYTES, DirectFile
+from tensor_dedup.store.errors import ExportTargetError, os_errors
+from tensor_dedup.store.files import Files, Handle, RealFiles
+from tensor_dedup.store.init import workers
+from tensor_dedup.store.interchange.storages import HeldStorages, copy_into, hold
+from tensor_dedup.store.objects import make_folders
+
+DATA_NAME = "tensor.data_"
+_LEAST_BYTES = 1 << 20
+# More memory would be slower: to touch it for the first time costs more than to use some again.
+_MOST_BYTES: Final = 8 << 20
+# So many threads wait for the disk.
+_WRITERS: Final = 3
+MAX_FILE_BYTES: Final = 10_000_000_000
+_VIEW_STEP = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StreamingConfig:
+    """The buffering of a save. The defaults are tensorcast's.
+
+    There are `num_buffers` buffers, each of at most `buffer_size_mb` MiB: the default is more than
+    is ever taken. With `enable_async_write`, bytes are written and hashed in threads of their own.
+
+    Raises:
+        ConfigError: a number is not a positive integer.
+    """
+
+    num_buffers: int = 4
+    buffer_size_mb: int = 256
+    enable_async_write: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("num_buffers", "buffer_size_mb"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"streaming_config: {name} is {value!r}; give a number from 1")
+
+    @classmethod
+    def of(cls, given: "Mapping[str, Any] | StreamingConfig | None") -> "StreamingConfig":
+        """Return the configuration that a caller passed as a mapping."""
+        if isinstance(given, StreamingConfig):
+            return given
+        unknown = set(given or {}) - set(cls.__dataclass_fields__)
+        if unknown:
+            raise ConfigError(
+                f"streaming_config: no setting {min(unknown)!r}; use one of "
+                f"{', '.join(cls.__dataclass_fields__)}"
+            )
+        wanted = (given or {}).get("enable_async_write", True)
+        if type(wanted) is not bool:
+            raise ConfigError(
+                f"streaming_config: enable_async_write is {wanted!r}; give True or False"
+            )
+        return cls(**(given or {}))
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The size of one buffer in bytes, a multiple of the page size."""
+        return self.buffer_size_mb << 20
+
+
+class DataFiles:
+    """The files `tensor.data_0`, `tensor.data_1`, ... written as one contiguous range of bytes.
+
+    Each file has at most `limit` bytes.
+    """
+
+    def __init__(self, files: Files, folder: Path, limit: int) -> None:
+        if limit < PAGE:
+            raise ConfigError(f"files of {limit} bytes are too small; give {PAGE} or more")
+        self._files = files
+        self._folder = folder
+        # Whole pages, so that a reader past the page cache can read any file from its beginning.
+        self._limit = limit // PAGE * PAGE
+        self._opening = threading.Lock()
+        self._handles: list[Handle] = []
+        self._direct: list[DirectFile] = []
+
+    def write(self, view: memoryview, start: int) -> None:
+        """Write bytes at offset `start` of the range, creating files as needed; from any thread."""
+        done = 0
+        while done < view.nbytes:
+            number, at = divmod(start + done, self._limit)
+            with view[done : done + self._limit - at] as part:
+                self._open(number)
+                if part.nbytes >= DIRECT_BYTES:
+                    self._direct[number].write(part, at)
+                else:
+                    self._files.pwrite(self._handles[number], part, at)
+                done += part.nbytes
+
+    def _open(self, number: int) -> None:
+        with self._opening:
+            while len(self._handles) <= number:
+                path = self._folder / f"{DATA_NAME}{len(self._handles)}"
+                self._handles.append(self._files.open(path, "create"))
+                self._direct.append(DirectFile(self._files, self._handles[-1]))
+
+    def sync(self) -> None:
+        """Make all bytes durable, once no thread writes. At least one file exists afterwards."""
+        self._open(0)
+        for handle, direct in zip(self._handles, self._direct, strict=True):
+            direct.finish()
+            self._files.fsync(handle)
+
+    def close(self) -> None:
+        """Close all files, once no thread writes."""
+        for direct in self._direct:
+            direct.close()
+        while self._handles:
+            self._files.close(self._handles.pop())
+
+
+class DataHashes:
+    """The hashes of the data on its way. What fills up the last page is not part of it."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self.tree = TreeHash()
+        self.verifier = Verifier(total)
+
+    def work(self, view: memoryview, start: int) -> Iterator[tuple[bool, Callable[[], None]]]:
+        """Yield the hashing of a buffer that begins at `start`: whether in order, and what to do.
+
+        What is in order is for one thread, buffer after buffer; the rest is for any.
+        """
+        counted = view[: max(0, self._total - start)]
+        yield True, partial(self.verifier.update, counted)
+        last = start + counted.nbytes == self._total
+        if start % HASH_LEAF_BYTES or (counted.nbytes % HASH_LEAF_BYTES and not last):
+            yield True, partial(self.tree.update, counted)
+            return
+        for at in range(0, counted.nbytes, HASH_LEAF_BYTES):
+            leaf = counted[at : at + HASH_LEAF_BYTES]
+            yield False, partial(self.tree.leaf, (start + at) // HASH_LEAF_BYTES, leaf)
+
+
+class Stream:
+    """A byte stream that is written and hashed in the background, filled by one thread.
+
+    `room` returns the free rest of a buffer, and `commit` says how much of it was filled. `finish`
+    waits for the last byte; `close` ends the threads, whatever happened. `room`, `commit` and
+    `finish` raise what writing raised.
+    """
+
+    def __init__(
+        self,
+        data: DataFiles,
+        hashes: DataHashes | None,
+        config: StreamingConfig,
+        expected_bytes: int,
+    ) -> None:
+        self._data = data
+        self._hashes = hashes
+        self._size = _buffer_bytes(expected_bytes, config)
+        self._unmade = config.num_buffers
+        self._current: memoryview | None = None
+        self._filled = 0
+        self._start = 0
+        self._busy: deque[tuple[memoryview, list[Future[None]]]] = deque()
+        self._pools: list[ThreadPoolExecutor] = []
+        if config.enable_async_write:
+            sizes = {"write": _WRITERS, "hash": workers(), "chain": 1}
+            self._pools = [
+                ThreadPoolExecutor(size, f"tensor-dedup-{name}") for name, size in sizes.items()
+            ]
+
+    def room(self) -> memoryview:
+        """Return free memory to fill, of at least one byte."""
+        if self._current is None:
+            self._current = self._buffer()
+        return self._current[self._filled :]
+
+    def _buffer(self) -> memoryview:
+        if self._unmade:
+            self._unmade -= 1
+            return allocate(self._size)[: self._size]
+        buffer, work = self._busy.popleft()
+        for future in work:
+            future.result()
+        return buffer
+
+    def commit(self, nbytes: int) -> None:
+        """Say that the next `nbytes` of the room were filled."""
+        self._filled += nbytes
+        if self._filled == self._size:
+            self._send()
+
+    def pad(self, nbytes: int) -> None:
+        """Append zero bytes."""
+        while nbytes:
+            with self.room()[:nbytes] as part:
+                part[:] = bytes(part.nbytes)
+                count = part.nbytes
+            self.commit(count)
+            nbytes -= count
+
+    def _send(self) -> None:
+        if self._current is None or not self._filled:
+            return
+        view, start = self._current[: self._filled], self._start
+        buffer, self._current = self._current, None
+        self._start += self._filled
+        self._filled = 0
+        write = partial(self._data.write, view, start)
+        hashing = self._hashes.work(view, start) if self._hashes is not None else ()
+        futures: list[Future[None]] = []
+        if self._pools:
+            writers, hashers, chain = self._pools
+            futures.append(writers.submit(write))
+            futures += ((chain if ordered else hashers).submit(work) for ordered, work in hashing)
+        else:
+            write()
+            for _, work in hashing:
+                work()
+        self._busy.append((buffer, futures))
+
+    def finish(self) -> None:
+        """Wait until all bytes are written, durable and hashed."""
+        self._send()
+        for _, work in self._busy:
+            for future in work:
+                future.result()
+        self._data.sync()
+
+    def close(self) -> None:
+        """End the threads and close the files."""
+        for pool in self._pools:
+            pool.shutdown(cancel_futures=True)
+        self._data.close()
+
+
+def _buffer_bytes(expected: int, config: StreamingConfig) -> int:
+    # All buffers together hold at most half of it, or nothing would be written meanwhile.
+    share = max(_LEAST_BYTES, expected // (2 * config.num_buffers))
+    size = min(config.buffer_bytes, _MOST_BYTES, share, max(expected, 1))
+    # Whole leaves, so that threads can hash what is in different buffers.
+    step = HASH_LEAF_BYTES if size > HASH_LEAF_BYTES else PAGE
+    return size // step * step if size >= step else step
+
+
+def save_dict(
+    state_dict: Mapping[str, torch.Tensor],
+    path: str | PathLike[str],
+    streaming_config: Mapping[str, Any] | StreamingConfig | None = None,
+    *,
+    views: Mapping[str, Collection[str]] | None = None,
+    fields: Fields = 6,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    verification: bool = True,
+    files: Files | None = None,
+) -> dict[str, Any]:
+    """Write tensors to a new folder, each storage once; return the descriptor.
+
+    `path` is a folder that is empty or does not exist; it appears when everything is durable, or
+    not at all. `streaming_config` has num_buffers (4), buffer_size_mb (256) and enable_async_write
+    (True), and so bounds the memory used. `views` names selections of tensors that get a
+    verification file of their own. `fields` is 6, or 5 for ServerlessLLM, which knows no storage
+    offsets. `max_file_bytes` limits each data file. `files` is the file system.
+
+    The descriptor holds tensorcast's fields, and `storage_entries` and `tensor_aliases`, from which
+    `rebuild_index` restores `tensor_index.json`. With `verification=False` no byte is hashed: there
+    is neither `verification.json` nor `artifact_descriptor.json`, `load_dict` has nothing to
+    compare, and what is returned has only those two fields.
+
+    Nobody may write to the tensors meanwhile. Use one thread for each folder.
+
+    Raises:
+        ConfigError: an argument is invalid.
+        UnsupportedError: a tensor has no dense storage, or 5 fields cannot describe it.
+        ExportTargetError: the folder is not empty.
+        StoreError: the disk failed.
+    """
+    config = StreamingConfig.of(streaming_config)
+    held = hold(state_dict)
+    entries = held.graph.index_entries()
+    _check(held.graph, entries, fields, views or {})
+    if views and not verification:
+        raise ConfigError("a view is a verification file; leave out views, or verification=False")
+    target, disk = Path(path).absolute(), files or RealFiles()
+    with os_errors(target), new_folder(disk, target) as folder:
+        data = DataFiles(disk, folder, max_file_bytes)
+        total = max((e.offset + e.size for e in entries), default=0)
+        hashes = DataHashes(total) if verification else None
+        _write_data(held, Stream(data, hashes, config, total))
+        index = encode_index(entries, fields)
+        blobs = {
+            "tensor_index.json": index,
+            "tensor_index.cbor": encode_index_cbor(entries, fields),
+        }
+        descriptor = held.graph.to_json()
+        if hashes is not None:
+            found = describe(index_multihash(index), hashes.tree.multihash(), total)
+            descriptor = found | descriptor
+            blobs["artifact_descriptor.json"] = json.dumps(descriptor, indent=2).encode()
+            blobs[verification_name(CANONICAL)] = hashes.verifier.result().encode()
+        for view, names in (views or {}).items():
+            blobs[verification_name(view)] = _verify_view(held, view, names)
+        for name, blob in blobs.items():
+            write_file(disk, folder / name, blob)
+    return descriptor
+
+
+def _check(
+    graph: StorageGraph,
+    entries: Collection[IndexEntry],
+    fields: Fields,
+    views: Mapping[str, Collection[str]],
+) -> None:
+    for entry in entries:
+        if fields == 5 and entry.storage_offset:
+            raise UnsupportedError(
+                f"{entry.name!r} begins {entry.storage_offset} elements into its storage, which 5 "
+                "fields cannot say; save 6 fields, or a copy of the tensor",
+                tensor=entry.name,
+            )
+    known = {alias.name for alias in graph.tensor_aliases}
+    for view, names in views.items():
+        missing = set(names) - known
+        if missing or view == CANONICAL:
+            what = f"has no tensor {min(missing)!r}" if missing else "needs a name"
+            raise ConfigError(f"the view {view!r} {what}; name tensors of the state dict")
+    if len({verification_name(view) for view in views}) != len(views):
+        raise ConfigError(
+            "two views would have one file name; use letters, digits, '.', '_' and '-' in their ids"
+        )
+
+
+def _write_data(held: HeldStorages, stream: Stream) -> None:
+    try:
+        for storage_id in held.graph.offsets():
+            _copy(held.storages[storage_id], stream)
+        stream.finish()
+    finally:
+        stream.close()
+
+
+def _copy(storage: torch.Tensor, stream: Stream) -> None:
+    done = 0
+    while done < storage.nbytes:
+        with stream.room() as room:
+            copied = copy_into(room, storage, done)
+        done += copied
+        stream.commit(copied)
+    stream.pad(-done % ALIGNMENT)
+
+
+def _verify_view(held: HeldStorages, view: str, names: Collection[str]) -> bytes:
+    """Return the verification file of a view, laid out as if it were the whole."""
+    graph = held.graph.select(list(names))
+    offsets = graph.offsets()
+    total = max((offsets[e.storage_id] + e.nbytes for e in graph.storage_entries), default=0)
+    verifier = Verifier(total, view)
+    buffer, at = allocate(_VIEW_STEP), 0
+    for storage_id, offset in offsets.items():
+        verifier.update(memoryview(bytes(offset - at)))
+        storage, at = held.storages[storage_id], offset
+        while at < offset + storage.nbytes:
+            copied = copy_into(buffer, storage, at - offset)
+            verifier.update(buffer[:copied])
+            at += copied
+    return verifier.result().encode()
+
+
+@contextmanager
+def new_folder(files: Files, target: Path) -> Iterator[Path]:
+    """Provide a temporary folder beside `target` to fill, which then becomes `target`.
+
+    Its files must be durable when the block ends. A crash leaves at most a hidden folder
+    `.NAME.*.partial`.
+
+    Raises:
+        ExportTargetError: `target` exists already and is not an empty folder.
+    """
+    _check_free(files, target)
+    make_folders(files, target.parent)
+    partial = target.parent / f".{target.name}.{files.token()}.partial"
+    files.mkdir(partial)
+    try:
+        yield partial
+        files.sync_folder(partial)
+        _check_free(files, target)
+        files.rename(partial, target)
+    except BaseException:
+        with suppress(OSError):
+            remove_folder(files, partial)
+        raise
+    files.sync_folder(target.parent)
+
+
+def _check_free(files: Files, target: Path) -> None:
+    status = files.status(target)
+    if status is not None and (status.kind != "folder" or files.listdir(target)):
+        raise ExportTargetError.at(target, "it is not an empty folder")
+
+
+def remove_folder(files: Files, folder: Path) -> None:
+    """Remove a folder that holds only files."""
+    for name in files.listdir(folder):
+        files.unlink(folder / name)
+    files.rmdir(folder)
+
+
+def write_file(files: Files, path: Path, blob: bytes) -> None:
+    """Write a new file, durably."""
+    handle = files.open(path, "create")
+    try:
+        files.pwrite(handle, blob, 0)
+        files.fsync(handle)
+    finally:
+        files.close(handle)

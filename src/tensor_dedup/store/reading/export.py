@@ -1,0 +1,75 @@
+"""Writing the files of a checkpoint byte for byte as they were imported."""
+
+from pathlib import Path
+
+from tensor_dedup.store.errors import ExportTargetError
+from tensor_dedup.store.files import Files, Handle
+from tensor_dedup.store.hashing import ProgressListener
+from tensor_dedup.store.objects import make_folders
+from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredFile
+
+# Whole leaves, so that verifying a piece reads nothing twice.
+_STEP = 32 << 20
+
+
+def export(
+    files: Files, checkpoint: StoredCheckpoint, directory: Path, progress: ProgressListener
+) -> list[Path]:
+    """Write all files of an open checkpoint to a folder that is empty or missing.
+
+    Returns their paths. Each file appears under its name when it is complete and durable. Raises
+    the errors of reading.
+
+    Raises:
+        ExportTargetError: the target is not empty, or not a folder.
+    """
+    status = files.status(directory)
+    if status is not None and (status.kind != "folder" or files.listdir(directory)):
+        raise ExportTargetError.at(directory, "it is not an empty folder")
+    progress.start(checkpoint.nbytes)
+    written = []
+    for file in checkpoint.files:
+        target = directory.joinpath(file.path)
+        make_folders(files, target.parent)
+        _write(files, checkpoint, file, target, progress)
+        written.append(target)
+    return written
+
+
+def _write(
+    files: Files,
+    checkpoint: StoredCheckpoint,
+    file: StoredFile,
+    target: Path,
+    progress: ProgressListener,
+) -> None:
+    partial = target.with_name(f".{files.token()}.partial")
+    handle = files.open(partial, "create")
+    try:
+        _fill(files, checkpoint, file, handle, progress)
+        files.fsync(handle)
+        files.close(handle)
+        files.rename(partial, target)
+        files.sync_folder(target.parent)
+    except BaseException:
+        files.close(handle)
+        if files.status(partial) is not None:
+            files.unlink(partial)
+        raise
+
+
+def _fill(
+    files: Files,
+    checkpoint: StoredCheckpoint,
+    file: StoredFile,
+    handle: Handle,
+    progress: ProgressListener,
+) -> None:
+    at = 0
+    for piece in file.pieces:
+        for start in range(0, piece.nbytes, _STEP):
+            stop = min(start + _STEP, piece.nbytes)
+            data = checkpoint.read_piece(piece.digest, start, stop, piece.nbytes)
+            files.pwrite(handle, memoryview(data), at + start)
+            progress.advance(len(data))
+        at += piece.nbytes

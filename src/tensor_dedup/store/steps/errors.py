@@ -1,0 +1,122 @@
+"""The errors about the steps of a run: their names, numbers, metrics and options.
+
+StoreError
+  UnknownStepError      the run has no such step
+  BadStepError          a step is not a whole number from 0 on
+  BadMetricError        a metric is not a number
+    UnknownMetricError    no step has it
+    UnknownGoalError      nothing says which value of it is best
+  BadOptionError        an option of CheckpointStore, or what is given to `register_provider`, makes
+                        no sense (`kind`)
+  PinnedStepError       a kept step is neither replaced nor deleted
+  TakenStepError        an import would replace a step, or what pins one
+  NotATrainingError     the checkpoint was imported, not saved by a run
+
+Each ends in the next step. Those of saving and loading are in `tensor_dedup.training.errors`, those
+of the store itself in `tensor_dedup.store.errors`.
+"""
+
+import shlex
+from enum import Enum
+from pathlib import PurePath
+from typing import Any, Self
+
+from tensor_dedup.errors import WRONG_USE
+from tensor_dedup.store.errors import AdvisedError, NameTakenError, UnknownNameError
+
+
+class UnknownStepError(UnknownNameError):
+    """The run has no such step."""
+
+    advice = "see `tensor-dedup runs show`"
+
+    @classmethod
+    def of(cls, root: PurePath, run: str, step: int, has: str = "") -> Self:
+        """Return the error about a step of a run in the store at `root`, with what it `has`."""
+        verb = "list" if has == "none" else f"show {shlex.quote(run)}"
+        look = f"see `tensor-dedup runs {verb} --store {shlex.quote(str(root))}`"
+        what = f"the run {run!r} has no step {step}{has and f'; it has {has}'}; {look}"
+        return cls(f"{root}: {what}", path=str(root), run=run, step=step)
+
+
+class BadStepError(AdvisedError):
+    """The step is not a whole number from 0 on."""
+
+    exit_status = WRONG_USE
+    advice = "count epochs, trees or batches from 0 or 1"
+
+
+class BadMetricError(AdvisedError):
+    """A metric is not a number."""
+
+    exit_status = WRONG_USE
+    advice = 'give numbers by name, as in {"val_loss": 0.5}'
+
+
+class UnknownMetricError(BadMetricError):
+    """No step of the run has a metric of this name."""
+
+    advice = "name one that was saved with a step"
+
+
+class UnknownGoalError(BadMetricError):
+    """Neither the run's `keep_best` nor the name of a metric says which value of it is best."""
+
+    advice = 'say "min" or "max" (on the command line: --mode)'
+
+
+class PinnedStepError(AdvisedError):
+    """The step is pinned, so it is neither replaced nor deleted."""
+
+    exit_status = WRONG_USE
+    advice = "first unpin it, or run `tensor-dedup runs keep RUN STEP --remove`"
+
+
+class TakenStepError(NameTakenError):
+    """An import would replace a step of a run, or has the name that pins one."""
+
+    advice = "choose another name; `tensor-dedup runs delete` is what deletes a step"
+
+
+class NotATrainingError(AdvisedError):
+    """A checkpoint of this name exists, but this run has not saved it."""
+
+    exit_status = WRONG_USE
+    advice = "give the run another id, or the checkpoint another name"
+
+
+class BadOption(Enum):
+    """The options of a run, or of its adapters, that can be invalid; the value is the next step."""
+
+    RETENTION = 'keep_last=5, keep_every=10 or keep_best=("val_loss", 3, "min")'
+    LIMIT = "let one save or more be unfinished, and give the pool bytes, or none"
+    COMPRESS = 'give "auto", "always" or None'
+    DRAIN = "drain to a folder or a remote of its own"
+    FILES = 'give a folder, or texts by path, as in {"config.json": "{}"}'
+    WEIGHTS = 'name a part of what is saved, as in weights="model", or give ""'
+    RUN = "call the run something else, and give the step to `load`"
+    FAST = "give keep_fast=1 or more, or None, and drain_backlog=1 or more, beside `drain`"
+    PROVIDER = "give a type, or its module and name, and StateProvider(name=, state=, restore=)"
+
+
+class BadOptionError(AdvisedError):
+    """An option of CheckpointStore or `register_provider` is invalid; `kind` says which."""
+
+    exit_status = WRONG_USE
+
+    # By position only: `facts` may have a `kind` of its own.
+    def __init__(self, message: str, kind: BadOption, /, **facts: object) -> None:
+        super().__init__(message, **facts)
+        self.kind = kind
+
+    @classmethod
+    def of(cls, kind: BadOption, where: str, what: str, **facts: object) -> Self:
+        """Return the error about an option; its message ends in the next step."""
+        return cls(f"{where}: {what}; {kind.value}", kind, path=where, **facts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.message, self.kind, self.facts)
+
+
+def _rebuild(message: str, kind: BadOption, facts: dict[str, Any]) -> BadOptionError:
+    return BadOptionError(message, kind, **facts)

@@ -1,0 +1,126 @@
+"""The notes of a step in its manifest, as texts. No I/O.
+
+The notes hold no time, because clocks are set back: `sequence` orders the steps of a run. The time
+of the reference's file is that of saving, for people.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from msgspec import structs
+
+from tensor_dedup.store.format.manifests import PART, Manifest, encode_manifest
+from tensor_dedup.store.steps.errors import BadMetricError
+from tensor_dedup.store.steps.retention import Goals
+
+_RUN, _STEP, _ADAPTER, _METRICS = "run", "step", "adapter", "metrics"
+_SEQUENCE, _GOALS = "sequence", "goals"
+# What JSON has no number for.
+_TEXTS: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """The notes of a step's manifest.
+
+    The run, the step, the adapter that took it apart, its metrics, which part of the tensors is the
+    model that engines load ("" for all), and its place in the order of saving: greater than that of
+    every step that the run had when the save began. Steps of earlier versions have none. `goals`
+    says which value of a metric is best, where the run's `keep_best` said so.
+    """
+
+    run: str
+    step: int
+    adapter: str
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    part: str = ""
+    sequence: int | None = None
+    goals: Goals = field(default_factory=dict)
+
+    def to_texts(self) -> dict[str, str]:
+        """Return the texts that a manifest holds."""
+        found = {
+            _RUN: self.run,
+            _STEP: str(self.step),
+            _ADAPTER: self.adapter,
+            _METRICS: json.dumps(
+                {name: _wire(value) for name, value in self.metrics.items()}, allow_nan=False
+            ),
+        }
+        found |= {PART: self.part} if self.part else {}
+        found |= {_GOALS: json.dumps(self.goals)} if self.goals else {}
+        return found | ({} if self.sequence is None else {_SEQUENCE: str(self.sequence)})
+
+    @classmethod
+    def from_texts(cls, texts: Mapping[str, str]) -> "Notes | None":
+        """Parse the notes of a manifest.
+
+        None when no run made it, or a later version of this program did.
+        """
+        try:
+            metrics = {k: _number(v) for k, v in json.loads(texts[_METRICS]).items()}
+            part = texts.get(PART, "")
+            place = texts.get(_SEQUENCE)
+            sequence = None if place is None else int(place)
+            goals = _goals(json.loads(texts.get(_GOALS, "{}")))
+            run, step = texts[_RUN], int(texts[_STEP])
+            return cls(run, step, texts[_ADAPTER], metrics, part, sequence, goals)
+        except (KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+            return None
+
+
+def content_name(manifest: Manifest) -> str:
+    """Return the name that a step's manifest would have without its place in the order of saving.
+
+    Steps for which it is the same are the same to the last byte, whenever each was saved.
+    """
+    notes = {key: text for key, text in manifest.notes.items() if key != _SEQUENCE}
+    return encode_manifest(structs.replace(manifest, notes=notes))[0]
+
+
+def _goals(wire: dict[str, Any]) -> Goals:
+    # What a later version may say besides is nothing that this one could use.
+    return {name: mode for name, mode in wire.items() if mode in ("min", "max")}
+
+
+def _wire(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _number(wire: Any) -> float:
+    # Earlier versions wrote what is not finite without quotes: Python reads that as a float.
+    return _TEXTS[wire] if isinstance(wire, str) else float(wire)
+
+
+def checked(metrics: Mapping[str, object] | None) -> dict[str, float]:
+    """Return metrics as plain numbers, sorted by name.
+
+    Scalars of numpy and torch, and arrays and tensors of one element, are accepted.
+
+    Raises:
+        BadMetricError: a metric is not a number, or is too large for a float, or they are not given
+            by name.
+    """
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise BadMetricError.at("metrics", f"{metrics!r} has no names")
+    found = {}
+    for name, value in sorted((metrics or {}).items(), key=lambda each: str(each[0])):
+        try:
+            found[str(name)] = float(value)  # type: ignore[arg-type]
+        except OverflowError as error:  # the number itself may have too many digits to be shown
+            what = f"the metric {name!r} is a number too large for a float"
+            raise BadMetricError.at("metrics", what, metric=str(name)) from error
+        except (TypeError, ValueError, RuntimeError) as error:
+            what = f"the metric {name!r} is {value!r}"
+            raise BadMetricError.at("metrics", what, metric=str(name)) from error
+    return found
+
+
+def shown(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Return metrics for JSON, with null for numbers that are not finite."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}

@@ -1,0 +1,594 @@
+"""The runs in a store: names and order of their steps, their metrics and differences.
+
+A step is the checkpoint RUN@STEP, and RUN@STEP@pin is the reference that keeps one whatever the
+retention rules say. Numbers are written without leading zeros, since a name is what people type
+after store://; whoever lists steps sorts them by number.
+
+The order of saving counts, not the steps' numbers: when a training went back to step 5 and saved 6
+again, the steps 8 to 10 of its first attempt are older than that. Each step has its place in that
+order in its manifest, as a number greater than those of all steps that were there. No clock is
+asked for it, because clocks are set back. Steps of earlier versions have no such number; the time
+of their reference, in ns since 1970, stands for it, so that what is saved now comes after them. Of
+two steps with one number (file systems tick every few milliseconds), the greater one counts as the
+later.
+"""
+
+import logging
+import re
+import threading
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from itertools import takewhile
+from typing import NamedTuple
+
+from tensor_dedup.errors import StoreError
+from tensor_dedup.store.errors import (
+    BadNameError,
+    DamagedFileError,
+    MissingObjectError,
+    NewerFormatError,
+    UnknownNameError,
+)
+from tensor_dedup.store.files import FileStatus
+from tensor_dedup.store.format.manifests import Manifest, Piece
+from tensor_dedup.store.format.names import MAX_NAME, check_form, check_name, file_of
+from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.steps.errors import (
+    BadOption,
+    BadOptionError,
+    BadStepError,
+    NotATrainingError,
+    PinnedStepError,
+    TakenStepError,
+    UnknownStepError,
+)
+from tensor_dedup.store.steps.notes import Notes, content_name, shown
+from tensor_dedup.store.steps.retention import Goals
+
+_LOG = logging.getLogger("tensor_dedup")
+# Eighteen digits fit everywhere; nobody counts further.
+_NAME = re.compile(r"(?P<run>.+)@(?P<step>0|[1-9][0-9]{0,17})(?P<pin>@pin)?", re.DOTALL)
+PIN = "@pin"
+_LARGEST = 10**18 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepName:
+    """The parsed name of a run's reference: of a step, or the one that keeps a step."""
+
+    run: str
+    step: int
+    kept: bool
+
+    @property
+    def name(self) -> str:
+        """The name in the store."""
+        return f"{self.run}@{self.step}{PIN if self.kept else ''}"
+
+
+def step_name(run: str, step: int, *, kept: bool = False) -> str:
+    """Return the name of a step or, with `kept`, of the reference that keeps it.
+
+    Raises:
+        BadStepError: the step is not a whole number from 0 to 10**18 - 1.
+        BadNameError: the run's name is invalid.
+    """
+    if type(step) is not int or not 0 <= step <= _LARGEST:
+        raise BadStepError.at(f"run {run!r}", f"the step {step!r}", step=repr(step))
+    return check_name(f"{run}@{step}{PIN if kept else ''}")
+
+
+def check_run(run: object) -> str:
+    """Return `run` if it is a valid name of a run.
+
+    Raises:
+        BadNameError: it is not valid.
+    """
+    # With the longest step, so that a run that began can go on. Whether the file of a step can be
+    # called so is for that step to say: steps with shorter numbers may be there, to be read.
+    longest = f"@{_LARGEST}{PIN}"
+    try:
+        if isinstance(run, str):
+            check_form(run + longest)
+            return run
+    except BadNameError:  # about a name that nobody has given
+        pass
+    most = MAX_NAME - len(longest)
+    if isinstance(run, str) and len(run) > most:
+        what = f"it has {len(run)} characters, and a run's name {most} at most; give a shorter one"
+        raise BadNameError(f"{run[:most]!r}...: {what}", name=run)
+    raise BadNameError.at(repr(run), "this cannot be the name of a run", name=run)
+
+
+def check_no_step_s_name(objects: Objects, run: str) -> None:
+    """Check that a run that begins is not called like a step, as what names a step would be.
+
+    Earlier versions let runs be called so; those that have steps go on.
+
+    Raises:
+        BadOptionError: it is.
+    """
+    found = parse_step_name(run)
+    if found is not None and not found.kept and not step_numbers(objects, run):
+        what = f"that is the name of the step {found.step} of the run {found.run!r}"
+        raise BadOptionError.of(BadOption.RUN, f"run {run!r}", what, run=run)
+
+
+def parse_step_name(name: str) -> StepName | None:
+    """Parse a name; return None if it is not that of a step."""
+    found = _NAME.fullmatch(name)
+    return StepName(found["run"], int(found["step"]), bool(found["pin"])) if found else None
+
+
+def is_pin_among(name: str, names: Collection[str]) -> bool:
+    """Return whether a name is the pin of a step, and the step is among `names`."""
+    found = parse_step_name(name)
+    return found is not None and found.kept and step_name(found.run, found.step) in names
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of a run.
+
+    `nbytes` counts its tensors and small files; `saved_at` is in seconds since 1970. `goals` says
+    which value of a metric is best, where the run's `keep_best` said so.
+    """
+
+    run: str
+    step: int
+    name: str
+    manifest: str
+    adapter: str
+    metrics: dict[str, float]
+    nbytes: int
+    pinned: bool
+    saved_at: int
+    goals: Goals = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the step as a JSON object."""
+        return asdict(self) | {"metrics": shown(self.metrics)}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How two steps differ: names of tensors, and the bytes of those that differ.
+
+    `renamed` has, by their names in the first step, the names of equal tensors that the second one
+    has under another name only. They are neither added nor removed.
+    """
+
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    changed: tuple[str, ...]
+    unchanged: int
+    changed_bytes: int
+    metrics: dict[str, tuple[float | None, float | None]]
+    renamed: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the difference as a JSON object."""
+        metrics = {
+            name: [None if value is None else shown({"": value})[""] for value in both]
+            for name, both in self.metrics.items()
+        }
+        return asdict(self) | {"metrics": metrics}
+
+
+def steps_text(count: int) -> str:
+    """Return a number of steps, for people."""
+    return f"{count} step{'s' * (count != 1)}"
+
+
+def step_numbers(objects: Objects, run: str) -> list[int]:
+    """Return the numbers of all names that look like steps of a run, in order, imports included."""
+    found = (parse_step_name(name) for name in objects.names())
+    return sorted(each.step for each in found if each and each.run == run and not each.kept)
+
+
+def kept_steps(objects: Objects, run: str) -> set[int]:
+    """Return the steps of a run that are kept whatever the retention rules say."""
+    found = (parse_step_name(name) for name in objects.names())
+    return {each.step for each in found if each and each.run == run and each.kept}
+
+
+def check_replaceable(objects: Objects, run: str, step: int) -> None:
+    """Check that saving this step replaces nothing but an earlier state of it.
+
+    A step that cannot be read may be replaced: it is how a training that went back mends it. The
+    answer is stable only while the caller holds `naming`.
+
+    Raises:
+        PinnedStepError: the step is pinned.
+        NotATrainingError: a checkpoint that is no step of this run has its name.
+    """
+    check_not_kept(objects, run, step)
+    name = step_name(run, step)
+    if objects.files.status(objects.layout.refs / file_of(name)) is None:
+        return
+    try:
+        manifest_of(objects, run, step)
+    except (UnknownStepError, DamagedFileError, MissingObjectError):
+        pass
+    except NotATrainingError as error:
+        what = f"the step {step} of the run {run!r} would replace {name!r}, which was imported"
+        raise NotATrainingError.at(
+            objects.layout.root, what, name=name, run=run, step=step
+        ) from error
+
+
+def check_no_step(objects: Objects, name: str) -> None:
+    """Check that an import under this name replaces no step of a run.
+
+    The answer is stable only while the caller holds `naming`.
+
+    Raises:
+        TakenStepError: it is the name of a step, or one that keeps a step.
+    """
+    found = parse_step_name(name)
+    if found is None:
+        return
+    facts = {"name": name, "run": found.run, "step": found.step}
+    if found.kept:
+        what = f"{name!r} is what pins the step {found.step} of the run {found.run!r}"
+        raise TakenStepError.at(objects.layout.root, what, **facts)
+    if objects.files.status(objects.layout.refs / file_of(name)) is None:
+        return
+    with suppress(UnknownStepError, NotATrainingError, DamagedFileError, MissingObjectError):
+        manifest_of(objects, found.run, found.step)
+        what = f"{name!r} is the step {found.step} of the run {found.run!r}"
+        raise TakenStepError.at(objects.layout.root, what, **facts)
+
+
+def check_pin(objects: Objects, run: str, step: int) -> None:
+    """Check that nothing but a step has the name that keeps this step.
+
+    An import of an earlier version may have it. The answer is stable only while the caller holds
+    `naming`.
+
+    Raises:
+        NotATrainingError: an imported checkpoint has that name.
+    """
+    name = step_name(run, step, kept=True)
+    try:
+        notes = Notes.from_texts(objects.manifest(objects.ref(name)).notes)
+    except (UnknownNameError, DamagedFileError, MissingObjectError):
+        return
+    if notes is None or notes.run != run:
+        what = f"{name!r} was imported, and pins no step of the run {run!r}"
+        raise NotATrainingError.at(objects.layout.root, what, name=name, run=run, step=step)
+
+
+def pin_step(objects: Objects, run: str, step: int) -> None:
+    """Keep a step whatever the retention rules say, in a session.
+
+    Raises:
+        UnknownStepError: the run has no such step.
+        NotATrainingError: the checkpoint of its name, or of the pin's, was imported.
+    """
+    name = step_name(run, step, kept=True)
+    manifest, _, _ = manifest_of(objects, run, step)
+    objects.set_ref(name, manifest, replace=True, check_name=lambda: check_pin(objects, run, step))
+    try:
+        found, _, _ = manifest_of(objects, run, step)
+    except UnknownStepError:  # deleted just before
+        objects.drop_ref(name)
+        raise
+    if found != manifest:  # replaced just before; from now on it is not
+        objects.set_ref(name, found, replace=True)
+
+
+def check_not_kept(objects: Objects, run: str, step: int) -> None:
+    """Raise PinnedStepError if this step may be neither replaced nor deleted.
+
+    The answer is stable only while the caller holds `naming`.
+    """
+    try:
+        path = objects.layout.refs / file_of(step_name(run, step, kept=True))
+    except BadNameError:  # too long a name for any file: nothing can pin the step
+        return
+    if objects.files.status(path) is not None:
+        what = f"the step {step} of {run!r} is pinned"
+        raise PinnedStepError.at(objects.layout.root, what, run=run, step=step)
+
+
+def check_no_kept_step(objects: Objects, name: str) -> None:
+    """Raise PinnedStepError if this is the name of a step that is pinned; as `check_not_kept`."""
+    found = parse_step_name(name)
+    if found is not None and not found.kept:
+        check_not_kept(objects, found.run, found.step)
+
+
+def run_names(objects: Objects) -> list[str]:
+    """Return the names of the runs in a store. An import under a step's name makes no run.
+
+    A run of which no step can be read is left out.
+    """
+    found = {
+        each.run for name in objects.names() if (each := parse_step_name(name)) and not each.kept
+    }
+    return sorted(run for run in found if _has_step(objects, run))
+
+
+def _has_step(objects: Objects, run: str) -> bool:
+    for step in step_numbers(objects, run):
+        with suppress(StoreError):
+            manifest_of(objects, run, step)
+            return True
+    return False
+
+
+def manifests_of_run(objects: Objects, run: str) -> Iterator[tuple[int, Manifest]]:
+    """Yield the steps of a run and their manifests, in order.
+
+    Imported and missing ones are left out.
+    """
+    for step in step_numbers(objects, run):
+        with suppress(UnknownStepError, NotATrainingError):
+            yield step, manifest_of(objects, run, step)[1]
+
+
+def manifest_of(objects: Objects, run: str, step: int) -> tuple[str, Manifest, Notes]:
+    """Return the name of a step's manifest, the manifest, and its notes.
+
+    Raises:
+        UnknownStepError: the run has no such step.
+        NotATrainingError: the checkpoint of this name is no step of this run.
+    """
+    name = step_name(run, step)
+    try:
+        manifest = objects.ref(name)
+    except UnknownNameError as error:
+        known = step_numbers(objects, run)
+        has = f"{steps_text(len(known))}, from {known[0]} to {known[-1]}" if known else "none"
+        has = f"step {known[0]} only" if len(known) == 1 else has
+        raise UnknownStepError.of(objects.layout.root, run, step, has) from error
+    content = objects.manifest(manifest)
+    notes = Notes.from_texts(content.notes)
+    if notes is None or (notes.run, notes.step) != (run, step):
+        whose = "was imported" if notes is None else f"is step {notes.step} of {notes.run!r}"
+        raise NotATrainingError.at(objects.layout.root, f"{name!r} {whose}", name=name)
+    return manifest, content, notes
+
+
+def saved_ns(objects: Objects, run: str, step: int) -> int:
+    """Return the time at which a step was saved, in ns since 1970; 0 if it is gone."""
+    status = objects.files.status(objects.layout.refs / file_of(step_name(run, step)))
+    return status.mtime_ns if status is not None else 0
+
+
+class StepPlace(NamedTuple):
+    """The place of a step in the order of saving, and the state in which its reference was seen.
+
+    That state is its file's or, in a remote, what it leads to: it is only compared. `manifest` is
+    the name of its manifest, and `content` its `content_name`; None where that cannot be read.
+    """
+
+    sequence: int
+    reference: object
+    manifest: str | None
+    content: str | None = None
+
+    @property
+    def readable(self) -> bool:
+        """Whether the manifest can be read."""
+        return self.manifest is not None
+
+
+def in_save_order(places: Mapping[int, StepPlace]) -> list[int]:
+    """Return steps in the order of saving, those of one sequence number by step."""
+
+    def key(step: int) -> tuple[int, bool, int]:
+        return places[step].sequence, not places[step].readable, step
+
+    return sorted(places, key=key)
+
+
+def describe(objects: Objects, run: str, step: int, kept: Iterable[int]) -> Step:
+    """Describe a step without reading its tensors. Raises the errors of `manifest_of`."""
+    manifest, content, notes = manifest_of(objects, run, step)
+    name = step_name(run, step)
+    saved_at = saved_ns(objects, run, step) // 10**9
+    return Step(
+        run,
+        step,
+        name,
+        manifest,
+        notes.adapter,
+        dict(notes.metrics),
+        content.nbytes,
+        step in kept,
+        saved_at,
+        notes.goals,
+    )
+
+
+def describe_all(objects: Objects, run: str) -> list[Step]:
+    """Describe all steps of a run, in order; imported and missing ones are left out.
+
+    A step that cannot be read is left out too, and logged, because the others are useful without
+    it.
+    """
+    kept = kept_steps(objects, run)
+    found = []
+    for step in step_numbers(objects, run):
+        try:
+            found.append(describe(objects, run, step, kept))
+        except (DamagedFileError, MissingObjectError) as error:
+            _LOG.warning("left out step %d of run %r: %s", step, run, error)
+        except (UnknownStepError, NotATrainingError):
+            pass
+    return found
+
+
+def tensors_of(objects: Objects, content: Manifest, seen: dict[bytes, list[Piece]]) -> list[Piece]:
+    """Return the tensors of a manifest. Pages in `seen` are not read again."""
+    pieces: list[Piece] = []
+    for page in content.pages:
+        if page not in seen:
+            seen[page] = list(objects.page(page.hex()).pieces)
+        pieces += seen[page]
+    return [piece for piece in pieces if piece.name is not None]
+
+
+def latest_digests(objects: Objects, order: "StepOrder", least: int) -> dict[str, bytes]:
+    """Return the digests of the tensors of a run's latest readable step, by name.
+
+    Those of fewer than `least` bytes are left out; without a step there are none.
+    """
+    for step in reversed(in_save_order(order.places(readable=True))):
+        with suppress(StoreError):
+            pieces = tensors_of(objects, manifest_of(objects, order.run, step)[1], {})
+            large = (piece for piece in pieces if piece.nbytes >= least)
+            return {piece.name: piece.digest for piece in large if piece.name is not None}
+    return {}
+
+
+def difference(objects: Objects, one: tuple[str, int], two: tuple[str, int]) -> Difference:
+    """Compare two steps, in a session. Raises the errors of `manifest_of`."""
+    seen: dict[bytes, list[Piece]] = {}
+    (_, first, old_notes), (_, second, new_notes) = (
+        manifest_of(objects, *one),
+        manifest_of(objects, *two),
+    )
+    old = {piece.name: piece for piece in tensors_of(objects, first, seen)}
+    new = {piece.name: piece for piece in tensors_of(objects, second, seen)}
+    both = defaultdict(list)
+    for name in new.keys() & old.keys():
+        both[old[name] == new[name]].append(name or "")
+    metrics = {
+        name: (old_notes.metrics.get(name), new_notes.metrics.get(name))
+        for name in sorted({*old_notes.metrics, *new_notes.metrics})
+    }
+    renamed = _renamed(
+        [piece for name, piece in old.items() if name not in new],
+        [piece for name, piece in new.items() if name not in old],
+    )
+    there = {*renamed.values()}
+    return Difference(
+        tuple(name or "" for name in new if name not in old and name not in there),
+        tuple(name or "" for name in old if name not in new and name not in renamed),
+        tuple(sorted(both[False])),
+        len(both[True]),
+        sum(new[name].nbytes for name in both[False]),
+        metrics,
+        renamed,
+    )
+
+
+def _renamed(removed: Iterable[Piece], added: Iterable[Piece]) -> dict[str, str]:
+    """Pair tensors of equal content, each once; of several, those whose names end alike."""
+    alike = defaultdict[tuple[object, ...], list[str]](list)
+    for piece in removed:
+        alike[piece.digest, piece.dtype, piece.shape].append(piece.name or "")
+    found = {}
+    for piece in added:
+        names = alike.get((piece.digest, piece.dtype, piece.shape))
+        if piece.name and names:
+            _, name = max((_same_ending(name, piece.name), name) for name in names)
+            names.remove(name)
+            found[name] = piece.name
+    return found
+
+
+def _same_ending(one: str, other: str) -> int:
+    """How many characters at the ends of two names are the same."""
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+class StepOrder:
+    """The order of the steps of a run, as one handle knows it. Any thread, in a session.
+
+    An import may have a name like a step's; only the manifest tells, and it is read once.
+    """
+
+    def __init__(self, objects: Objects, run: str) -> None:
+        self.run = run
+        self._objects = objects
+        # By step: the state of its reference, and its place, or None for an import.
+        self._known: dict[int, tuple[FileStatus, StepPlace | None]] = {}
+        self._last: int | None = None
+        self._lock = threading.Lock()
+
+    def places(self, *, readable: bool = False) -> dict[int, StepPlace]:
+        """Return each step, by number, with its place.
+
+        Of a step whose manifest cannot be read, nothing but a clock says when it was saved: it
+        comes behind the last one that is dated no later. With `readable`, it is left out.
+        """
+        found: dict[int, StepPlace] = {}
+        unreadable: dict[int, FileStatus] = {}
+        for step in step_numbers(self._objects, self.run):
+            status = self.status(step)
+            if status is None:
+                continue
+            try:
+                place = self._read(step, status)
+            except (DamagedFileError, MissingObjectError, NewerFormatError):
+                unreadable[step] = status
+                continue
+            if place is not None:
+                found[step] = place
+        if readable or not unreadable:
+            return found
+        dated = [(self._known[step][0].mtime_ns, place.sequence) for step, place in found.items()]
+        for step, status in unreadable.items():
+            before = (sequence for when, sequence in dated if when <= status.mtime_ns)
+            found[step] = StepPlace(max(before, default=0), status, None)
+        return {step: found[step] for step in sorted(found)}
+
+    def place(self, step: int) -> StepPlace | None:
+        """Return the place of one step, or None if there is none; an unreadable one is the first"""
+        status = self.status(step)
+        if status is None:
+            return None
+        try:
+            return self._read(step, status)
+        except (DamagedFileError, MissingObjectError, NewerFormatError):
+            return StepPlace(0, status, None)
+
+    def status(self, step: int) -> FileStatus | None:
+        """Return the present state of a step's reference; None when there is none."""
+        return self._objects.files.status(
+            self._objects.layout.refs / file_of(step_name(self.run, step))
+        )
+
+    def next(self) -> int:
+        """Return a number greater than those of all steps that any process has saved."""
+        with self._lock:
+            if self._last is None:
+                self._last = self._greatest()
+            self._last = self._objects.next_sequence(self._last, self._greatest)
+            return self._last
+
+    def at_least(self, sequence: int) -> None:
+        """Give all further steps places behind this one, which a step elsewhere has."""
+        with self._lock:
+            self._last = max(self._greatest() if self._last is None else self._last, sequence)
+
+    def _greatest(self) -> int:
+        there = self.places(readable=True).values()
+        return max((place.sequence for place in there), default=0)
+
+    def renew_lock(self) -> None:
+        """Begin anew in a forked child, where the holder of the lock does not exist."""
+        self._lock = threading.Lock()
+
+    def _read(self, step: int, status: FileStatus) -> StepPlace | None:
+        known = self._known.get(step)
+        if known is not None and known[0] == status:
+            return known[1]
+        try:
+            manifest, content, notes = manifest_of(self._objects, self.run, step)
+        except UnknownStepError:  # deleted just now
+            return None
+        except NotATrainingError:
+            self._known[step] = (status, None)
+            return None
+        sequence = status.mtime_ns if notes.sequence is None else notes.sequence
+        place = StepPlace(sequence, status, manifest, content_name(content))
+        self._known[step] = (status, place)
+        return place

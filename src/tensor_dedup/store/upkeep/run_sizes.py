@@ -1,0 +1,314 @@
+"""The sizes of runs: what their steps hold and share, and how much of each tensor changes.
+
+Everything is computed from references, manifests, pages and tables: no tensor is read, and a page
+is decoded once, however many steps have it.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+
+from tensor_dedup.store.errors import MissingObjectError, UnknownNameError
+from tensor_dedup.store.format.external import EXTERNAL
+from tensor_dedup.store.format.manifests import Manifest, Piece
+from tensor_dedup.store.format.names import file_of
+from tensor_dedup.store.format.tables import Record, Table
+from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.steps.notes import Notes
+from tensor_dedup.store.steps.runs import manifests_of_run, parse_step_name, tensors_of
+from tensor_dedup.store.upkeep.gc import Held, file_bytes, held_in, needed, refuse_unless_certain
+from tensor_dedup.store.upkeep.inventory import take_containers
+from tensor_dedup.store.upkeep.stats import disk_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RunStats:
+    """The sizes of a run, or of all runs together (`run_id` is then None).
+
+    `total_chunks` counts references to tensors in the manifests of its steps, `unique_chunks` the
+    distinct digests among them; `dedup_ratio` is unique / total, where lower is more reuse;
+    `total_bytes` is what the distinct tensors take on disk, encoded as they are.
+    """
+
+    run_id: str | None
+    checkpoints: int
+    total_chunks: int
+    unique_chunks: int
+    dedup_ratio: float
+    total_bytes: int
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the sizes as a JSON object."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What a step added to its run: the tensors that no earlier step had, and their bytes.
+
+    `stored_bytes` is what these take on disk, with the bases of differences that no earlier step
+    needed; `dedup_ratio` is that of the run up to here, as in RunStats.
+    """
+
+    step: int
+    tensors: int
+    new_tensors: int
+    nbytes: int
+    new_bytes: int
+    stored_bytes: int
+    dedup_ratio: float
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the growth as a JSON object."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class RunCost:
+    """What a run costs beside everything else in the store, or what all runs cost together.
+
+    `disk_bytes` is what all that the run needs takes on disk, encoded as it is: its pieces, and the
+    bases of those that are stored as differences. Of these, `unique_bytes` are needed by nothing
+    else, and `shared_bytes` by another run or checkpoint as well. What lies only in files that were
+    indexed in place takes nothing. `store_bytes` are all files of the store: bookkeeping, what is
+    unused and the trash, too.
+
+    If only the run were deleted, `gc` would give back `reclaimable_bytes`: whole containers, and
+    the run's own manifests and references. `dead_bytes` nobody would use either, but they lie in
+    containers that others need.
+    """
+
+    reclaimable_bytes: int
+    dead_bytes: int
+    unique_bytes: int
+    shared_bytes: int
+    store_bytes: int
+
+    @property
+    def disk_bytes(self) -> int:
+        """What all that the run needs takes on disk."""
+        return self.unique_bytes + self.shared_bytes
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the cost as a JSON object."""
+        return asdict(self) | {"disk_bytes": self.disk_bytes}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChanges:
+    """How often a tensor of a run was the same in a step as in the step before, and how often not.
+
+    A step counts only if the step before has a tensor of that name, too.
+    """
+
+    name: str
+    identical: int
+    changed: int
+
+    @property
+    def percent(self) -> float | None:
+        """The share of steps in which it was identical, in percent; None if there is no pair."""
+        pairs = self.identical + self.changed
+        return round(100 * self.identical / pairs, 1) if pairs else None
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the counts as a JSON object."""
+        return asdict(self) | {"identical_percent": self.percent}
+
+
+def run_stats(objects: Objects, runs: Iterable[str], run_id: str | None) -> RunStats:
+    """Measure the steps of some runs together, in a session. Reads no tensor data."""
+    seen: dict[bytes, list[Piece]] = {}
+    sizes: dict[bytes, int] = {}
+    steps = total = 0
+    for run in runs:
+        for _, content in manifests_of_run(objects, run):
+            tensors = tensors_of(objects, content, seen)
+            steps += 1
+            total += len(tensors)
+            sizes |= {piece.digest: piece.nbytes for piece in tensors}
+    stored = sum(stored_bytes(_tables(objects), sizes).values())
+    ratio = len(sizes) / total if total else 1.0
+    return RunStats(run_id, steps, total, len(sizes), round(ratio, 4), stored)
+
+
+def stored_bytes(tables: Iterable[Table], wanted: Collection[bytes]) -> dict[bytes, int]:
+    """Return the bytes that each of these pieces takes on disk, where it takes least.
+
+    Leaves of them that are pieces of their own are among the result.
+    """
+    tables = list(tables)
+    least = _least(tables, wanted)
+    parts = _least(tables, {part for each in least.values() for part in each.parts.values()})
+    return {digest: record.stored for digest, record in (parts | least).items()}
+
+
+def _least(tables: Iterable[Table], wanted: Collection[bytes]) -> dict[bytes, Record]:
+    """The records of these pieces, each where it takes least."""
+    least: dict[bytes, Record] = {}
+    for table in tables:
+        for record in table.records:
+            if record.digest in wanted:
+                known = least.setdefault(record.digest, record)
+                if record.stored < known.stored:
+                    least[record.digest] = record
+    return least
+
+
+def _tables(objects: Objects) -> Iterator[Table]:
+    """The tables of all containers that are there."""
+    for container in objects.containers():
+        with suppress(MissingObjectError):
+            yield objects.table(container)
+
+
+def growth(objects: Objects, run: str) -> list[Growth]:
+    """Measure what each step of a run added to it, in order, in a session. Reads no tensor data."""
+    seen: dict[bytes, list[Piece]] = {}
+    known: dict[bytes, int] = {}
+    total = 0
+    needed_before = set[bytes]()
+    found: list[tuple[int, int, dict[bytes, int], int, float]] = []
+    for step, content in manifests_of_run(objects, run):
+        tensors = tensors_of(objects, content, seen)
+        new = {piece.digest: piece.nbytes for piece in tensors if piece.digest not in known}
+        known |= new
+        total += len(tensors)
+        ratio = len(known) / total if total else 1.0
+        found.append((step, len(tensors), new, content.nbytes, ratio))
+    held: dict[ContainerId, dict[bytes, Record]] = {}
+    for container in objects.containers():
+        with suppress(MissingObjectError):
+            table = objects.table(container)
+            held[container] = {record.digest: record for record in table.records}
+    records = _own_records(held, held.keys())
+    grown = []
+    for step, count, new, nbytes, ratio in found:
+        taken = _with_bases(new, records)
+        stored = sum(taken[digest] for digest in taken.keys() - needed_before)
+        needed_before.update(taken)
+        added = len(new), nbytes, sum(new.values()), stored
+        grown.append(Growth(step, count, *added, round(ratio, 4)))
+    return grown
+
+
+def tensor_changes(objects: Objects, run: str) -> list[TensorChanges]:
+    """Count in how many steps of a run each tensor changed, in a session. Reads no tensor data.
+
+    A step is compared with the one of the next smaller number. Tensors stand in the order in which
+    they first appear.
+    """
+    counts: dict[str, list[int]] = {}
+    pages: dict[bytes, list[Piece]] = {}  # of the step before
+    kept: Counter[bytes] = Counter()  # in how many steps a page was that of the step before
+
+    def count_kept(gone: Iterable[bytes]) -> None:
+        for page in gone:
+            for piece in pages[page]:
+                counts[piece.name or ""][0] += kept[page]
+            del kept[page]
+
+    for _, content in manifests_of_run(objects, run):
+        now = {page: pages.get(page) or _tensors(objects, page) for page in content.pages}
+        gone = pages.keys() - now.keys()
+        before = {piece.name: piece for page in gone for piece in pages[page]}
+        for page, pieces in now.items():
+            if page in pages:  # names are unique: none of these tensors is in another page
+                kept[page] += 1
+                continue
+            for piece in pieces:
+                count = counts.setdefault(piece.name or "", [0, 0])
+                if piece.name in before:
+                    count[before[piece.name] != piece] += 1
+        count_kept(gone)
+        pages = now
+    count_kept(pages)
+    return [TensorChanges(name, *count) for name, count in counts.items()]
+
+
+def _tensors(objects: Objects, page: bytes) -> list[Piece]:
+    return [piece for piece in objects.page(page.hex()).pieces if piece.name is not None]
+
+
+@dataclass(slots=True)
+class _Part:
+    """What some of the references of a store lead to: manifests and pages, and their files."""
+
+    pages: set[bytes] = field(default_factory=set)
+    objects: set[str] = field(default_factory=set)
+
+    def add(self, name: str, manifest: Manifest) -> None:
+        self.pages |= set(manifest.pages)
+        self.objects |= {name, *(page.hex() for page in manifest.pages)}
+
+
+def run_cost(objects: Objects, runs: Collection[str]) -> RunCost:
+    """Compute what some runs cost beside what else the store holds, in a session.
+
+    Reads no tensor data.
+
+    Raises:
+        UnfitForCollectionError: something is damaged or lost, so `gc` would free nothing.
+        DamagedFileError, MissingObjectError, NewerFormatError: a reference, manifest or page cannot
+            be read.
+    """
+    own, others = _Part(), _Part()
+    references = 0
+    for name in objects.names():
+        with suppress(UnknownNameError):  # deleted since the names were read
+            manifest_name = objects.ref(name)
+            manifest = objects.manifest(manifest_name)
+            if _is_of(name, manifest, runs):
+                own.add(manifest_name, manifest)
+                status = objects.files.status(objects.layout.refs / file_of(name))
+                references += status.size if status is not None else 0
+            else:
+                others.add(manifest_name, manifest)
+    theirs = _live(objects, others.pages)
+    ours = _live(objects, own.pages)
+    found = take_containers(objects, theirs | ours)
+    refuse_unless_certain(found)
+    held = found.readable()
+    now, then = needed(theirs.keys() | ours.keys(), held), needed(theirs, held)
+    freed = file_bytes(objects, now.containers) - file_bytes(objects, then.containers)
+    manifests = (objects.layout.manifest(name) for name in own.objects - others.objects)
+    sizes = (objects.files.status(path) for path in manifests)
+    freed += references + sum(status.size for status in sizes if status is not None)
+    unused = ours.keys() - theirs.keys() - then.anchors
+    dead = sum(record.stored for record in held_in(found, then) if record.digest in unused)
+    records = _own_records(held, now.containers)
+    mine = _with_bases(ours, records)
+    others_too = mine.keys() & _with_bases(theirs, records).keys()
+    shared = sum(mine[digest] for digest in others_too)
+    return RunCost(max(0, freed), dead, sum(mine.values()) - shared, shared, disk_bytes(objects))
+
+
+def _own_records(held: Held, containers: Collection[ContainerId]) -> dict[bytes, Record]:
+    """The records of the pieces that the store itself holds, each where it takes least."""
+    found: dict[bytes, Record] = {}
+    for container in containers:
+        for digest, record in held[container].items() if container.kind != EXTERNAL else ():
+            if digest not in found or record.stored < found[digest].stored:
+                found[digest] = record
+    return found
+
+
+def _with_bases(live: Iterable[bytes], own: Mapping[bytes, Record]) -> dict[bytes, int]:
+    """What these pieces take on disk, with the bases that they are differences from."""
+    needing = {digest: own[digest] for digest in live if digest in own}
+    bases = {base for record in needing.values() for base in record.bases}
+    return {d: own[d].stored for d in needing.keys() | (bases & own.keys())}
+
+
+def _is_of(name: str, manifest: Manifest, runs: Collection[str]) -> bool:
+    """Whether a name is that of a step of one of these runs, or pins one; an import's is not."""
+    parsed, notes = parse_step_name(name), Notes.from_texts(manifest.notes)
+    if parsed is None or notes is None or parsed.run not in runs:
+        return False
+    return (notes.run, notes.step) == (parsed.run, parsed.step)
+
+
+def _live(objects: Objects, pages: Iterable[bytes]) -> dict[bytes, int]:
+    """The pieces on these pages, with their sizes."""
+    return {p.digest: p.nbytes for page in pages for p in objects.page(page.hex()).pieces}

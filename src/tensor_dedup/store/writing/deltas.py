@@ -1,0 +1,563 @@
+"""Delta containers that are being written: tensors encoded, or stored against others.
+
+A plan says how a tensor is stored: by a codec, against an anchor, or both. Leaves that the anchor
+has at the same place are left out, whatever becomes of the others: they are encoded, stored as they
+are, or become pieces of their own. Their digests are compared, and neither the tensor nor the
+anchor is read for that. `tensor_dedup.store.writing.encoder` and
+`tensor_dedup.training.policy` make plans that need a codec, `LeafSharing` finds anchors
+that have leaves in common.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from tensor_dedup.digest import LEAF_BYTES, leaf_digests
+from tensor_dedup.store.codecs.interface import LEAVES, WORTH
+from tensor_dedup.store.codecs.leaves import AS_IT_IS, wrap
+from tensor_dedup.store.codecs.parts import codec_of, leaf_bytes
+from tensor_dedup.store.codecs.records import entry, head_bytes
+from tensor_dedup.store.errors import (
+    CorruptTensorError,
+    DamagedFileError,
+    MissingObjectError,
+    NewerFormatError,
+)
+from tensor_dedup.store.files import Handle
+from tensor_dedup.store.format.tables import DIGEST_BYTES, ENCODED, Record, part_of
+from tensor_dedup.store.hashing import Hashed, Hasher, changed
+from tensor_dedup.store.index import PieceAlike, StoreIndex
+from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.reading.decoding import are_leaves
+from tensor_dedup.store.reading.reader import StoredPieces
+from tensor_dedup.store.writing.containers import (
+    ContainerWriter,
+    Fresh,
+    NewPiece,
+    changed_in_memory,
+    kind_for,
+)
+
+if TYPE_CHECKING:
+    from tensor_dedup.store.codecs.choice import CodecChoice
+    from tensor_dedup.store.codecs.interface import Codec
+
+_LEAF_HEAD = len(wrap(AS_IT_IS, b""))
+# Steps that each change another leaf repeat what all before them have changed. With this share of a
+# leaf, three of them take as much as if each leaf were stored once, as it is.
+_CHEAP = 0.5
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """A stored piece that is not a delta, its concatenated leaf digests, and the reader of it.
+
+    Without `pieces` nothing of it can be read, which only codecs need.
+    """
+
+    digest: bytes
+    nbytes: int
+    leaves: bytes
+    pieces: StoredPieces | None = None
+
+    def read(self, start: int, stop: int) -> bytearray:
+        """Return a verified range of the piece.
+
+        Raises:
+            CorruptTensorError, MissingObjectError: no intact copy of it is in the store.
+        """
+        assert self.pieces is not None
+        return self.pieces.read_piece(self.digest, start, stop, self.nbytes)
+
+    def has_leaf(self, start: int, nbytes: int) -> bool:
+        """Return whether the piece has a leaf of this size at this place."""
+        return are_leaves(self.nbytes, start, start + nbytes)
+
+    def in_common(self, leaves: bytes) -> tuple[bool, ...]:
+        """Return for each leaf of a piece whether this one has the same at the same place."""
+        ours = (self.leaves[at : at + DIGEST_BYTES] for at in range(0, len(leaves), DIGEST_BYTES))
+        theirs = (leaves[at : at + DIGEST_BYTES] for at in range(0, len(leaves), DIGEST_BYTES))
+        return tuple(one == other for one, other in zip(ours, theirs, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to store a new piece: by which codec, and against which anchor.
+
+    `common` says which of its leaves are those of the anchor; they take no space. If there are any,
+    the other leaves are stored as they are where no codec is chosen or it saves too little. With
+    `held`, they become pieces of their own, and those in `held` are: they take no space either.
+    """
+
+    choice: "CodecChoice | None"
+    anchor: Anchor | None
+    common: tuple[bool, ...] = ()
+    held: frozenset[int] | None = None
+
+    @property
+    def by_leaf(self) -> bool:
+        """Whether some leaves are the anchor's."""
+        return any(self.common)
+
+    @property
+    def codec(self) -> str:
+        """The name of the codec that the record has."""
+        if self.in_parts:
+            return codec_of(self.own)
+        return LEAVES if self.by_leaf or self.choice is None else self.choice.codec.name
+
+    @property
+    def own(self) -> list[int]:
+        """The numbers of the leaves that are not the anchor's."""
+        return [number for number, common in enumerate(self.common) if not common]
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether the leaves that are not the anchor's become pieces of their own."""
+        return self.held is not None and self.by_leaf and not all(self.common)
+
+    @property
+    def base(self) -> bytes | None:
+        """The digest of the base that the record has."""
+        return None if self.anchor is None else self.anchor.digest
+
+    def has_leaf(self, start: int) -> bool:
+        """Return whether the leaf at `start` is the anchor's."""
+        return bool(self.common) and self.common[start // LEAF_BYTES]
+
+
+def plan_of(
+    choice: "CodecChoice | None",
+    anchor: Anchor | None,
+    nbytes: int,
+    leaves: bytes,
+    held: "LeafSharing | None" = None,
+) -> Plan | None:
+    """Return the plan for a piece with these leaf digests; None if it is best stored as it is.
+
+    If `held` is given, which knows which ones are, leaves may become pieces of their own: where no
+    codec makes them much smaller. What a codec makes of them is stored with each later step again.
+    """
+    plan = Plan(choice, anchor, anchor.in_common(leaves) if anchor is not None else ())
+    if held is not None and plan.by_leaf and (choice is None or not _is_cheap(choice)):
+        in_parts = replace(plan, held=held.held(plan, nbytes, leaves))
+        if saves_by_leaf(in_parts, nbytes):
+            return in_parts
+    if choice is None:
+        return plan if saves_by_leaf(plan, nbytes) else None
+    if plan.by_leaf:
+        return plan
+    return Plan(choice, anchor if choice.codec.against_base else None)
+
+
+def _is_cheap(choice: "CodecChoice") -> bool:
+    """Whether what a codec makes of changed leaves may be stored once more by each later step."""
+    return choice.codec.against_base and choice.share <= _CHEAP
+
+
+def anchor_of(pieces: StoredPieces, digest: bytes) -> Anchor | None:
+    """Return the anchor for deltas against a piece: itself, or what it is stored against."""
+    found = pieces.anchor(digest)
+    records = [] if found is None else pieces.records(found)
+    for record in records:
+        if record.base is None:
+            return Anchor(record.digest, record.nbytes, record.leaves, pieces)
+    return None
+
+
+def own_bytes(plan: Plan, nbytes: int) -> int:
+    """Return the size of the leaves of a piece of `nbytes` that are nowhere else."""
+    return sum(leaf_bytes(number, nbytes) for number in plan.own if number not in (plan.held or ()))
+
+
+def saves_by_leaf(plan: Plan, nbytes: int) -> bool:
+    """Return whether a piece is worth being stored by this plan even if no codec saves anything."""
+    if not plan.by_leaf:
+        return False
+    heads = head_bytes(nbytes) + _LEAF_HEAD * len(plan.own)
+    return own_bytes(plan, nbytes) + heads <= nbytes * WORTH
+
+
+class LeafSharing:
+    """The search for stored pieces that have leaves in common with new ones, in a session.
+
+    Names and shapes do not matter, places do: a leaf is found at the offset it has in the new
+    piece. Close it. One thread.
+    """
+
+    def __init__(
+        self, objects: Objects, index: StoreIndex, without: Collection[bytes] = ()
+    ) -> None:
+        """Begin a search; nothing is found against pieces with a digest in `without`."""
+        self._objects, self._index, self._without = objects, index, without
+        self._records: dict[ContainerId, dict[int, Record]] = {}
+        self._pieces: StoredPieces | None = None
+        # By the leaves of a piece and what it would be stored against.
+        self._held: dict[tuple[bytes, bytes | None], frozenset[int]] = {}
+
+    def close(self) -> None:
+        """Close what the last search has opened."""
+        if self._pieces is not None:
+            self._pieces.close()
+        self._pieces = None
+
+    def find(
+        self, wanted: Iterable[tuple[Hashed, int]], *, readable: bool = False, parts: bool = False
+    ) -> dict[bytes, Anchor]:
+        """Return, by the digests of new pieces, the anchor that has most of the leaves of each.
+
+        `wanted` are pieces and their sizes. What would save less than a tenth is left out; with
+        `parts`, leaves that are pieces of their own count as saved. If `readable`, the anchors can
+        be read until the next call.
+        """
+        self.close()
+        found = {}
+        for hashed, nbytes in wanted:
+            anchor = None if nbytes < LEAF_BYTES else self._best(hashed, nbytes, parts=parts)
+            if anchor is not None:
+                found[hashed.digest] = anchor
+        if not readable or not found:
+            return found
+        digests = {anchor.digest for anchor in found.values()}
+        self._pieces = StoredPieces(self._objects, self._index, digests)
+        return {key: replace(anchor, pieces=self._pieces) for key, anchor in found.items()}
+
+    def held(self, plan: Plan, nbytes: int, leaves: bytes) -> frozenset[int]:
+        """Return which leaves of a new piece, beside the anchor's, are pieces that it can refer to.
+
+        These are no deltas, so that nothing is against what is itself against something.
+        """
+        key = leaves, plan.base
+        if key not in self._held:
+            self._held[key] = self._find_held(plan, nbytes, leaves)
+        return self._held[key]
+
+    def _find_held(self, plan: Plan, nbytes: int, leaves: bytes) -> frozenset[int]:
+        wanted = {number: part_of(leaves, number, nbytes) for number in plan.own}
+        found = self._index.find(wanted.values())
+        containers = {place.container for places in found.values() for place in places}
+        if not self._index.fresh and not self._index.still_so(containers):
+            self._index.refresh()
+            found = self._index.find(wanted.values())
+        there = {d for d, places in found.items() if any(place.base is None for place in places)}
+        return frozenset(n for n, d in wanted.items() if d in there and d not in self._without)
+
+    def _best(self, hashed: Hashed, nbytes: int, *, parts: bool) -> Anchor | None:
+        best, least = None, nbytes
+        for record in self._alike(hashed.leaves):
+            if record.digest == hashed.digest or record.digest in self._without:
+                continue
+            anchor = Anchor(record.digest, record.nbytes, record.leaves)
+            plan = Plan(None, anchor, anchor.in_common(hashed.leaves))
+            own = own_bytes(plan, nbytes)
+            # Of two that have as much, one of more leaves is no part of another tensor.
+            better = own < least or (
+                own == least and best is not None and record.nbytes > best.nbytes
+            )
+            if better and (plan.by_leaf if parts else saves_by_leaf(plan, nbytes)):
+                best, least = anchor, own
+        if parts and best is not None:
+            return best if plan_of(None, best, nbytes, hashed.leaves, self) is not None else None
+        return best
+
+    def _alike(self, leaves: bytes) -> Iterator[Record]:
+        """The records of the pieces that may have leaves in common with a new one."""
+        found = self._index.find_alike(leaves)
+        containers = {each.container for each in found}
+        if not self._index.fresh and not self._index.still_so(containers):
+            self._index.refresh()
+            found = self._index.find_alike(leaves)
+        for each in found:
+            record = self._record(each)
+            if record is not None and record.base is None:
+                yield record
+
+    def _record(self, place: PieceAlike) -> Record | None:
+        if place.container not in self._records:
+            self._records[place.container] = {}
+            with suppress(MissingObjectError, DamagedFileError, NewerFormatError):
+                table = self._objects.table(place.container)
+                self._records[place.container] = {each.offset: each for each in table.records}
+        return self._records[place.container].get(place.offset)
+
+
+class EncodedWriter(ContainerWriter):
+    """A delta container that is being written, from files and from memory.
+
+    Its end and its threads are those of a ContainerWriter. `tensors` and `saved_bytes` count the
+    tensors that codecs have encoded from files, and the bytes that this saved; `leaf_shared_bytes`
+    the leaves that were left out because an anchor has them, from files or memory.
+    """
+
+    def __init__(
+        self, objects: Objects, hasher: Hasher, parts: "PartsWriter | None" = None
+    ) -> None:
+        """Begin a container; leaves that plans make pieces of their own go to `parts`."""
+        super().__init__(objects, hasher, ENCODED)
+        self._parts = parts
+        self.saved_bytes = 0
+        self.tensors = 0
+        self.leaf_shared_bytes = 0
+
+    def encode(
+        self,
+        source: Handle,
+        piece: NewPiece,
+        leaves: bytes,
+        plan: Plan,
+        *,
+        before_leaf: Callable[[], None] = _nothing,
+    ) -> int | None:
+        """Encode and store a piece of an open file; return its size, or None if that saves nothing.
+
+        Nothing is stored then. `leaves` are its concatenated leaf digests. One leaf per thread is
+        in memory at a time. `before_leaf` is called by each thread before it begins one, and may
+        raise to end it all.
+
+        Raises:
+            ChangedFileError: the piece no longer has its leaf digests.
+        """
+        if plan.anchor is not None and plan.anchor.digest == piece.digest:
+            return None  # somebody else has stored it meanwhile: nothing is against itself
+        start = self._reserve(0)
+        limit, at = start + int(piece.nbytes * WORTH), start + head_bytes(piece.nbytes)
+        handle, head = self._opened(), bytearray()
+
+        def work(first: int) -> bytes | None:
+            before_leaf()
+            if plan.has_leaf(first):
+                return b""
+            return encoded_leaf(self._read(source, piece, leaves, first), first, plan)
+
+        try:
+            for chunk in self._hasher.each(work, range(0, piece.nbytes, LEAF_BYTES)):
+                if chunk is None or at + len(chunk) > limit:
+                    self._take_back(handle, start)
+                    return None
+                self._objects.files.pwrite(handle, chunk, at)
+                head += entry(chunk)
+                at += len(chunk)
+        except (CorruptTensorError, MissingObjectError):
+            self._take_back(handle, start)  # the anchor is not what it should be
+            return None
+        self._objects.files.pwrite(handle, bytes(head), start)
+        self._end = at
+        hashed = Hashed(piece.digest, leaves)
+        self._add(hashed, start, at - start, piece.nbytes, plan)
+        if plan.choice is not None:
+            self.tensors += 1
+            self.saved_bytes += own_bytes(plan, piece.nbytes) if plan.by_leaf else piece.nbytes
+            self.saved_bytes -= at - start
+        return at - start
+
+    def _add(self, hashed: Hashed, start: int, stored: int, nbytes: int, plan: Plan) -> None:
+        self._records.append(
+            Record(hashed.digest, start, stored, nbytes, plan.codec, plan.base, hashed.leaves)
+        )
+        if plan.by_leaf:
+            self.leaf_shared_bytes += nbytes - own_bytes(plan, nbytes)
+
+    def encode_all(self, planned: Sequence[tuple[Fresh, Plan]]) -> Iterator[int | None]:
+        """Encode and store pieces in memory on all threads; yield the size of each, or None.
+
+        None means that encoding saved nothing. All leaves of a piece that a codec has encoded are
+        in memory at once.
+
+        Raises:
+            ChangedModelError: a piece was written to.
+        """
+
+        encoded = [
+            (piece, plan)
+            for piece, plan in planned
+            if plan.choice is not None and not plan.in_parts
+        ]
+        work = [(piece, plan, at) for piece, plan in encoded for at in _leaves(piece)]
+        # Waking threads for little takes longer than it saves.
+        large = sum(piece.view.nbytes for piece, _ in encoded) > LEAF_BYTES
+        each = self._hasher.each if large else map
+        chunks = iter(each(lambda one: _encoded_in_memory(*one), work))
+        for piece, plan in planned:
+            if plan.choice is None or plan.in_parts:
+                yield self.put_by_leaf(piece, plan)
+            else:
+                yield self._put_encoded(piece, plan, [next(chunks) for _ in _leaves(piece)])
+
+    def put_by_leaf(self, piece: Fresh, plan: Plan) -> int:
+        """Store those leaves of a piece in memory that its anchor does not have, as they are.
+
+        Return the bytes that took.
+
+        Raises:
+            ChangedModelError: one of them was written to.
+        """
+        if plan.in_parts:
+            return self._put_in_parts(piece, plan)
+        own = [at for at in _leaves(piece) if not plan.has_leaf(at)]
+        head = head_bytes(piece.nbytes)
+        stored = head + sum(_LEAF_HEAD + min(LEAF_BYTES, piece.nbytes - at) for at in own)
+        self._flush()
+        start, handle, files = self._reserve(stored), self._opened(), self._objects.files
+
+        def work(numbered: tuple[int, int]) -> bytes:
+            number, at = numbered
+            chunk = wrap(AS_IT_IS, _checked_leaf(piece, at))
+            files.pwrite(handle, chunk, start + head + number * (_LEAF_HEAD + LEAF_BYTES))
+            return entry(chunk)
+
+        entries = iter(self._hasher.each(work, list(enumerate(own))))
+        heads = [entry(b"") if plan.has_leaf(at) else next(entries) for at in _leaves(piece)]
+        files.pwrite(handle, b"".join(heads), start)
+        files.begin_writing(handle, start, stored)
+        self._add(piece.hashed, start, stored, piece.nbytes, plan)
+        return stored
+
+    def _put_in_parts(self, piece: Fresh, plan: Plan) -> int:
+        assert self._parts is not None
+        written = sum(
+            self._parts.put_leaf(piece, number, plan.choice)
+            for number in plan.own
+            if number not in (plan.held or ())
+        )
+        head = entry(b"") * len(plan.common)
+        start = self._reserve(len(head))
+        self._write(head, start)
+        self._add(piece.hashed, start, len(head), piece.nbytes, plan)
+        return len(head) + written
+
+    def encode_small(self, piece: Fresh, plan: Plan) -> int | None:
+        """Store a piece in memory of one leaf, in this thread; as `encode_all` otherwise."""
+        return self._put_encoded(piece, plan, [_encoded_in_memory(piece, plan, 0)])
+
+    def _put_encoded(self, piece: Fresh, plan: Plan, chunks: Sequence[bytes | None]) -> int | None:
+        whole = [chunk for chunk in chunks if chunk is not None]
+        stored = head_bytes(piece.view.nbytes) + sum(map(len, whole))
+        if len(whole) < len(chunks) or stored > piece.view.nbytes * WORTH:
+            return None
+        at = start = self._reserve(stored)
+        for part in (b"".join(map(entry, whole)), *whole):
+            self._write(part, at)
+            at += len(part)
+        self._add(piece.hashed, start, stored, piece.nbytes, plan)
+        return stored
+
+    def _take_back(self, handle: Handle, start: int) -> None:
+        self._objects.files.truncate(handle, start)
+        self._end = start
+
+    def _read(self, source: Handle, piece: NewPiece, leaves: bytes, first: int) -> memoryview:
+        data = memoryview(bytearray(min(LEAF_BYTES, piece.nbytes - first)))
+        count = self._objects.files.pread(source, data, piece.start + first)
+        number = first // LEAF_BYTES * DIGEST_BYTES
+        if count != len(data) or leaf_digests(data) != [leaves[number : number + DIGEST_BYTES]]:
+            raise changed(source, f"its bytes at {piece.start} were written while it was read")
+        return data
+
+
+class PartsWriter:
+    """Stores leaves of pieces in memory as pieces of their own, once each.
+
+    They get containers of their own: one stays for as long as one of its pieces does, and a leaf
+    may serve steps long after the others of its step are gone. What is as small as that in a pack
+    goes to the step's.
+    """
+
+    def __init__(
+        self, slab: ContainerWriter, pack: ContainerWriter, encoder: EncodedWriter
+    ) -> None:
+        self._writers = {"slab": slab, "pack": pack}
+        self._encoder = encoder
+        self._written: set[bytes] = set()
+
+    def put_leaf(self, piece: Fresh, number: int, choice: "CodecChoice | None") -> int:
+        """Store a leaf, encoded if that is worth it; return what it takes, 0 if it was stored.
+
+        Raises:
+            ChangedModelError: it was written to.
+        """
+        nbytes = leaf_bytes(number, piece.nbytes)
+        digest = part_of(piece.leaves, number, piece.nbytes)
+        if digest in self._written:
+            return 0
+        self._written.add(digest)
+        at = number * LEAF_BYTES
+        leaf = piece.leaves[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+        changes = piece.leaf_changes[number : number + 1]
+        part = Fresh(
+            piece.name,
+            piece.dtype,
+            piece.view[at : at + nbytes],
+            changes[0] if changes else b"",
+            Hashed(digest, leaf),
+            piece.private,
+            changes,
+        )
+        if choice is not None:
+            codec = _alone(choice.codec) if choice.codec.against_base else choice.codec
+            plan = Plan(replace(choice, codec=codec), None)
+            stored = self._encoder.encode_small(part, plan)
+            if stored is not None:
+                return stored
+        self._writers[kind_for(nbytes)].put(part)
+        return nbytes
+
+
+def _leaves(piece: Fresh) -> range:
+    return range(0, piece.view.nbytes, LEAF_BYTES)
+
+
+def _checked_leaf(piece: Fresh, at: int) -> memoryview:
+    """Return a leaf that stays as it was hashed: of memory that others write to, a copy."""
+    if piece.private:
+        return piece.view[at : at + LEAF_BYTES]
+    data = bytes(piece.view[at : at + LEAF_BYTES])
+    number = at // LEAF_BYTES * DIGEST_BYTES
+    if leaf_digests(data) != [piece.hashed.leaves[number : number + DIGEST_BYTES]]:
+        raise changed_in_memory(piece.name)
+    return memoryview(data)
+
+
+def _encoded_in_memory(piece: Fresh, plan: Plan, at: int) -> bytes | None:
+    if plan.has_leaf(at):
+        return b""
+    data = _checked_leaf(piece, at)
+    try:
+        return encoded_leaf(data, at, plan)
+    except (CorruptTensorError, MissingObjectError):
+        return None  # the anchor is not what it should be
+
+
+def encoded_leaf(data: memoryview, first: int, plan: Plan) -> bytes | None:
+    """Encode a leaf that is not the anchor's; return None if it does not decode to the same bytes.
+
+    Where other leaves are the anchor's, one that is not worth encoding is returned as it is.
+    """
+    if plan.choice is None:
+        return wrap(AS_IT_IS, data)
+    codec, base = plan.choice.codec, None
+    if plan.anchor is not None and codec.against_base:
+        if plan.anchor.has_leaf(first, len(data)):
+            base = memoryview(plan.anchor.read(first, first + len(data)))
+        else:
+            codec = _alone(codec)
+    blob = codec.encode(data, base, plan.choice.effort)
+    if plan.by_leaf and len(blob) > len(data) * WORTH:
+        return wrap(AS_IT_IS, data)
+    back = bytearray(len(data))
+    codec.decode(memoryview(blob), base, memoryview(back))
+    # A bytearray compares memory; two memoryviews compare number by number, and let no thread run.
+    if back != data:
+        return wrap(AS_IT_IS, data) if plan.by_leaf else None
+    return wrap(codec.name, blob) if plan.by_leaf else blob
+
+
+def _alone(codec: "Codec") -> "Codec":
+    """The codec for what has no counterpart: new rows, where others are stored against a base."""
+    from tensor_dedup.store.codecs.choice import CODECS  # and with it numpy
+
+    return CODECS[f"planes{codec.width}"]

@@ -1,0 +1,520 @@
+"""Importing a checkpoint: new tensors go to containers, known ones are only referred to.
+
+The order is containers, index, pages and manifest, reference, and each is durable before the next
+begins. All of it happens under the session's lock, and everything that the reference will lead to
+is looked up once more before the reference is written.
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from tensor_dedup.digest import digests_by_place
+from tensor_dedup.errors import StoreError
+from tensor_dedup.formats.checkpoint import check_text
+from tensor_dedup.formats.weights import read_header
+from tensor_dedup.store.errors import LostHitError, NameTakenError
+from tensor_dedup.store.files import Files, FileStatus, Handle
+from tensor_dedup.store.format import manifests
+from tensor_dedup.store.format.manifests import FileEntry, Piece
+from tensor_dedup.store.hashing import (
+    Hashed,
+    Hasher,
+    ProgressListener,
+    SilentListener,
+    changed,
+)
+from tensor_dedup.store.index import StoreIndex
+from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.writing.containers import (
+    ContainerWriter,
+    Copied,
+    NewPiece,
+    hash_copy,
+    index_in_place,
+    kind_for,
+)
+from tensor_dedup.store.writing.deltas import (
+    Anchor,
+    EncodedWriter,
+    LeafSharing,
+    Plan,
+    own_bytes,
+    plan_of,
+)
+from tensor_dedup.store.writing.sources import (
+    ImportFile,
+    ImportSource,
+    Segment,
+    aliases_of,
+    segments_of,
+)
+from tensor_dedup.store.writing.transaction import OrderedTransaction
+
+if TYPE_CHECKING:
+    from tensor_dedup.store.writing.encoder import Encoder
+
+# A file stays whole when at most this part of it is in the store already: bytes that are stored
+# twice count against the promise that a fine-tune costs what differs and 0.1 %.
+KNOWN_SHARE = 1 / 2000
+# Smaller ones share containers: two files and four syncs for each would cost more than it gives.
+RAW_FROM = 1 << 20
+_SAMPLE_SHARE = 1 / 32
+_SAMPLE_TENSORS = 4
+
+KnownDigests: TypeAlias = Callable[[Path, int], Mapping[tuple[int, int], str]]
+"""Gives the digests that are known of an open file (path, descriptor), by (start, nbytes)."""
+
+
+class ImportListener(Protocol):
+    """A receiver of the digests of each imported file, while the file is still open."""
+
+    def imported(
+        self, fd: int, before: FileStatus, began_ns: int, digests: Mapping[tuple[int, int], str]
+    ) -> None:
+        """Receive the digests of tensors and their leaves, by (start, nbytes). Must not raise.
+
+        The open file `fd` had the status `before` when hashing began at `began_ns` (ns since 1970),
+        and still has it.
+        """
+
+
+class NullListener:
+    """An ImportListener that ignores everything."""
+
+    def imported(
+        self, fd: int, before: FileStatus, began_ns: int, digests: Mapping[tuple[int, int], str]
+    ) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImportResult:
+    """The result of an import. Sizes in bytes count headers, tensors and small files.
+
+    `known_bytes` were in the store already (or occurred twice); of the `new_bytes`,
+    `leaf_shared_bytes` are leaves that new tensors have in common with stored ones, and take no
+    space; `stored_bytes` is what the import added to the disk, bookkeeping included. `saved_bytes`
+    is what encoding saved on the `encoded_tensors` new tensors; `base` is the checkpoint they were
+    compared with. `external_bytes` are those of files that were indexed in place. With `unchanged`,
+    the name held the same before, and nothing was written.
+    """
+
+    name: str
+    manifest: str
+    files: int
+    tensors: int
+    new_tensors: int
+    new_bytes: int
+    known_bytes: int
+    stored_bytes: int
+    containers: tuple[str, ...]
+    skipped: tuple[str, ...]
+    encoded_tensors: int = 0
+    saved_bytes: int = 0
+    external_bytes: int = 0
+    leaf_shared_bytes: int = 0
+    base: str | None = None
+    unchanged: bool = False
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the result as a JSON object."""
+        names = self.__dataclass_fields__
+        return {name: getattr(self, name) for name in names}
+
+
+class Import:
+    """The files of one import on their way into a transaction, in a session."""
+
+    def __init__(
+        self,
+        objects: Objects,
+        index: StoreIndex,
+        hasher: Hasher,
+        transaction: OrderedTransaction,
+        progress: ProgressListener,
+        hints: ImportListener,
+        encoder: "Encoder | None",
+        in_place: bool,
+    ) -> None:
+        self._encoder = encoder
+        self._in_place = in_place
+        self._objects = objects
+        self._index = index
+        self._hasher = hasher
+        self._progress = progress
+        self._hints = hints
+        self._fresh: set[bytes] = set()
+        self._transaction = transaction
+        self._writers = {
+            kind: transaction.own(ContainerWriter(objects, hasher, kind))
+            for kind in ("slab", "pack")
+        }
+        self.encoded = transaction.own(EncodedWriter(objects, hasher))
+        self._sharing = LeafSharing(objects, index)
+        self.files: list[FileEntry] = []
+        self.pieces: list[Piece] = []
+        self.new_tensors = 0
+        self.new_bytes = 0
+        self.external_bytes = 0
+
+    def add(self, file: ImportFile) -> None:
+        """Store what is new in a file.
+
+        Raises:
+            ChangedFileError: the file was modified meanwhile.
+            CheckpointFilesError: a link now leads out of the checkpoint with it.
+        """
+        files = self._objects.files
+        handle = file.open_with(files)
+        try:
+            before, began_ns = files.status_of(handle), time.time_ns()
+            self._check_unchanged(handle, file, before)
+            in_place = self._in_place and file.weights
+            hashed = self._hash(handle, file) if in_place else self._store(handle, file)
+            if files.status_of(handle) != before:
+                raise changed(handle, "it was written while it was read")
+            if in_place:
+                container = index_in_place(self._objects, file, before, hashed)
+                self._transaction.add_container(container)
+                self.external_bytes += file.nbytes
+            self._remember(handle, file, before, began_ns, hashed)
+        finally:
+            files.close(handle)
+        self.files.append(FileEntry(file.stored_as, file.nbytes, len(hashed), file.prefix))
+        self.pieces += [
+            Piece(found.digest, part.nbytes, part.name, part.dtype, part.shape)
+            for part, found in zip(file.segments, hashed, strict=True)
+        ]
+
+    def _remember(
+        self,
+        handle: Handle,
+        file: ImportFile,
+        before: FileStatus,
+        began_ns: int,
+        hashed: Sequence[Hashed],
+    ) -> None:
+        digests: dict[tuple[int, int], str] = {}
+        for part, found in zip(file.segments, hashed, strict=True):
+            if part.name is not None:
+                digests |= digests_by_place(part.start, part.nbytes, found.leaf_list)
+        if digests:
+            self._hints.imported(handle.fd, before, began_ns, digests)
+
+    def _check_unchanged(self, handle: Handle, file: ImportFile, now: FileStatus) -> None:
+        if now.kind != "file" or now.size != file.nbytes:
+            raise changed(handle, f"it has no longer {file.nbytes} bytes")
+        # Its header was read through another descriptor, some time ago.
+        if file.weights and segments_of(read_header(file.path, fd=handle.fd)) != file.segments:
+            raise changed(handle, "its header is another one now")
+
+    def _hash(self, handle: Handle, file: ImportFile) -> list[Hashed]:
+        return hash_copy(self._hasher, handle, file.segments, self._progress)
+
+    def _store(self, handle: Handle, file: ImportFile) -> list[Hashed]:
+        if self._encoder is not None and file.weights:
+            return self._encode(self._encoder, handle, file)
+        if self._may_stay_whole(handle, file):
+            return self._copy_whole(handle, file.segments)
+        hashed = hash_copy(self._hasher, handle, file.segments, self._progress)
+        news = self._news(file.segments, hashed)
+        self._write(handle, news, self._by_leaf(news))
+        return hashed
+
+    def _may_stay_whole(self, handle: Handle, file: ImportFile) -> bool:
+        large = file.weights and file.nbytes >= RAW_FROM
+        return large and self._looks_new(handle, file.segments)
+
+    def _encode(self, encoder: "Encoder", handle: Handle, file: ImportFile) -> list[Hashed]:
+        """Store the new tensors that this makes smaller encoded, the rest as ever."""
+        # Progress is that of encoding, which takes several times as long as hashing.
+        hashed = hash_copy(self._hasher, handle, file.segments, SilentListener())
+        known = self._index.find({found.digest for found in hashed})
+        new = [
+            (part, found)
+            for part, found in zip(file.segments, hashed, strict=True)
+            if found.digest not in known
+        ]
+        alike = self._alike(new, readable=True)
+        plans = {}
+        for part, found in new:
+            plan = encoder.plan(handle, part, file.prefix, found, alike.get(found.digest))
+            if plan is not None:
+                plans[found.digest] = plan
+        if not plans and self._may_stay_whole(handle, file):
+            return self._copy_whole(handle, file.segments)
+        news = self._news(file.segments, hashed)
+        self._progress.advance(file.nbytes - sum(new.nbytes for new, _ in news))
+        self._write(handle, news, plans, self._progress)
+        return hashed
+
+    def _alike(
+        self, pieces: Sequence[tuple[Segment | NewPiece, Hashed]], *, readable: bool = False
+    ) -> dict[bytes, Anchor]:
+        """The anchors that have leaves in common with new pieces, by the digests of these."""
+        return self._sharing.find(
+            ((found, part.nbytes) for part, found in pieces), readable=readable
+        )
+
+    def _by_leaf(self, news: Sequence[tuple[NewPiece, Hashed]]) -> dict[bytes, Plan]:
+        """How to store the pieces that have leaves in common with what is stored."""
+        alike = self._alike(news)
+        plans = {
+            found.digest: plan_of(None, alike[found.digest], new.nbytes, found.leaves)
+            for new, found in news
+            if found.digest in alike
+        }
+        return {digest: plan for digest, plan in plans.items() if plan is not None}
+
+    def _looks_new(self, handle: Handle, segments: Sequence[Segment]) -> bool:
+        """Whether nothing of the largest tensors is known: copying the file is then not in vain."""
+        enough = sum(part.nbytes for part in segments) * _SAMPLE_SHARE
+        sample: list[Segment] = []
+        for part in sorted(segments, key=lambda part: -part.nbytes)[:_SAMPLE_TENSORS]:
+            if sum(chosen.nbytes for chosen in sample) < enough:
+                sample.append(part)
+        hashed = hash_copy(self._hasher, handle, sample, None)
+        digests = {found.digest for found in hashed}
+        if self._index.find(digests) or digests & self._fresh:
+            return False
+        return not self._alike(list(zip(sample, hashed, strict=True)))
+
+    def _copy_whole(self, handle: Handle, segments: Sequence[Segment]) -> list[Hashed]:
+        nbytes = sum(part.nbytes for part in segments)
+        copy = Copied(self._objects, handle, nbytes)
+        try:
+            # What is hashed is the copy: whatever was written to the source meanwhile, the
+            # container holds what its table says.
+            hashed = hash_copy(self._hasher, copy.handle, segments, self._progress)
+            news = self._news(segments, hashed)
+            plans = self._by_leaf(news)
+            new_bytes = sum(
+                own_bytes(plans[new.digest], new.nbytes) if new.digest in plans else new.nbytes
+                for new, _ in news
+            )
+            if nbytes - new_bytes > nbytes * KNOWN_SHARE:
+                self._write(copy.handle, news, plans)
+                copy.discard()
+            else:
+                self._transaction.add_container(copy.keep(segments, hashed))
+        except BaseException:
+            copy.discard()
+            raise
+        return hashed
+
+    def _news(
+        self, segments: Sequence[Segment], hashed: Sequence[Hashed]
+    ) -> list[tuple[NewPiece, Hashed]]:
+        """The pieces that are nowhere yet, each digest once; from now on they count as known."""
+        known = self._index.find({found.digest for found in hashed} - self._fresh)
+        news = []
+        for part, found in zip(segments, hashed, strict=True):
+            if part.nbytes and found.digest not in known and found.digest not in self._fresh:
+                self._fresh.add(found.digest)
+                self.new_tensors += part.name is not None
+                self.new_bytes += part.nbytes
+                news.append((NewPiece(part.start, part.nbytes, found.digest), found))
+        return news
+
+    def _write(
+        self,
+        handle: Handle,
+        news: Sequence[tuple[NewPiece, Hashed]],
+        plans: Mapping[bytes, Plan],
+        progress: ProgressListener | None = None,
+    ) -> None:
+        """Store pieces of an open file by their plans, and as they are where there is none."""
+        plain = []
+        for new, found in news:
+            plan = plans.get(new.digest)
+            if plan is None or self.encoded.encode(handle, new, found.leaves, plan) is None:
+                plain.append(new)
+            if progress is not None:
+                progress.advance(new.nbytes)
+        for kind, writer in self._writers.items():
+            writer.add(handle, [new for new in plain if kind_for(new.nbytes) == kind])
+
+    def close(self) -> None:
+        """Close what was opened to find leaves that are stored already."""
+        self._sharing.close()
+
+    def check_hits(self) -> None:
+        """Look up again everything in the store that the manifest refers to.
+
+        Raises:
+            LostHitError: something is no longer there.
+        """
+        wanted = {piece.digest for piece in self.pieces if piece.nbytes}
+        held = self._index.find(wanted, external=self._in_place)
+        lost = wanted - held.keys()
+        if lost:
+            raise LostHitError.at(
+                self._objects.layout.root,
+                f"{len(lost)} of {len(wanted)} pieces were removed meanwhile, {min(lost).hex()} "
+                "is the first",
+                lost=len(lost),
+            )
+        places = [place for found in held.values() for place in found]
+        bases = self._index.find({base for place in places for base in place.bases})
+        places += [place for found in bases.values() for place in found]
+        self._transaction.settle({place.container for place in places})
+
+
+def import_source(
+    objects: Objects,
+    index: StoreIndex,
+    hasher: Hasher,
+    source: ImportSource,
+    name: str,
+    *,
+    replace: bool,
+    progress: ProgressListener,
+    hints: ImportListener,
+    encoder: "Encoder | None" = None,
+    in_place: bool = False,
+    check_name: Callable[[], None],
+) -> ImportResult:
+    """Store a checkpoint and commit it under a name, in a session. Atomic with respect to the name.
+
+    `check_name` runs under the lock of names, just before the name changes, and may raise.
+    With `in_place` its weights stay where they are and are indexed there; small files are stored.
+    With an `encoder`, whose base is already chosen, tensors are stored encoded where that saves
+    space; the encoder is closed.
+    """
+    for file in source.files if in_place else ():
+        # Where the weights are is written down, as text that is not of this locale.
+        text = os.fsencode(file.path.absolute()).decode("utf-8", "surrogateescape")
+        check_text(text, file.path)
+    progress.start(source.nbytes)
+    with ExitStack() as undo:
+        if encoder is not None:
+            undo.callback(encoder.close)
+        transaction = undo.enter_context(OrderedTransaction(objects, index))
+        work = Import(objects, index, hasher, transaction, progress, hints, encoder, in_place)
+        undo.callback(work.close)
+        for file in source.files:
+            work.add(file)  # hash it, look its pieces up, encode and write what is new
+        manifest, blobs = manifests.build(work.files, work.pieces, aliases_of(source.files))
+        for part, blob in blobs.items():
+            transaction.add_object(part, blob)
+        transaction.commit(
+            name, manifest, replace=replace, check_hits=work.check_hits, check_name=check_name
+        )
+    containers = transaction.containers
+    stored = sum(_size_on_disk(objects, container) for container in containers)
+    return ImportResult(
+        name=name,
+        manifest=manifest,
+        files=len(work.files),
+        tensors=sum(piece.name is not None for piece in work.pieces),
+        new_tensors=work.new_tensors,
+        new_bytes=work.new_bytes,
+        known_bytes=source.nbytes - work.new_bytes - work.external_bytes,
+        external_bytes=work.external_bytes,
+        stored_bytes=stored + transaction.object_bytes,
+        containers=tuple(f"{c.name}.{c.kind}" for c in containers),
+        skipped=source.skipped,
+        encoded_tensors=work.encoded.tensors,
+        saved_bytes=work.encoded.saved_bytes,
+        leaf_shared_bytes=work.encoded.leaf_shared_bytes,
+        base=encoder.base_name if encoder is not None and work.encoded.tensors else None,
+    )
+
+
+def unchanged(
+    objects: Objects,
+    index: StoreIndex,
+    hasher: Hasher,
+    source: ImportSource,
+    name: str,
+    *,
+    in_place: bool,
+) -> ImportResult | None:
+    """Return the result of importing what a name holds already; None if not all of it is there.
+
+    Only what has as many files and bytes is read and hashed. That is done before anything is
+    written: another checkpoint of the same sizes would be stored whole for a name that is taken.
+
+    Raises:
+        NameTakenError: the name holds something else.
+    """
+    taken = NameTakenError.at(objects.layout.root, f"{name!r} is there already", name=name)
+    try:
+        manifest = objects.ref(name)
+        content = objects.manifest(manifest)
+    except StoreError as error:
+        raise taken from error
+    if (len(content.files), content.nbytes) != (len(source.files), source.nbytes):
+        raise taken
+    if expected_manifest(objects.files, hasher, source, lambda _path, _fd: {}) != manifest:
+        raise taken
+    pieces = objects.pieces(manifest, content)
+    wanted = {piece.digest for piece in pieces if piece.nbytes}
+    if wanted - index.find(wanted, external=in_place).keys():
+        return None
+    return ImportResult(
+        name=name,
+        manifest=manifest,
+        files=len(content.files),
+        tensors=sum(piece.name is not None for piece in pieces),
+        new_tensors=0,
+        new_bytes=0,
+        known_bytes=source.nbytes,
+        stored_bytes=0,
+        containers=(),
+        skipped=source.skipped,
+        unchanged=True,
+    )
+
+
+def _size_on_disk(objects: Objects, container: ContainerId) -> int:
+    layout = objects.layout
+    paths = {
+        layout.container(container.name, container.kind),
+        layout.table(container.name, container.kind),
+    }
+    found = [objects.files.status(path) for path in paths]
+    return sum(status.size for status in found if status is not None)
+
+
+def expected_manifest(
+    files: Files, hasher: Hasher, source: ImportSource, known: KnownDigests
+) -> str:
+    """Return the name of the manifest that importing `source` would make.
+
+    Only what is unknown is hashed. `known(path, fd)` returns the known digests of each open file.
+    They are trusted, so the result may decide no more than whether something is imported again.
+    """
+    entries: list[FileEntry] = []
+    pieces: list[Piece] = []
+    for file in source.files:
+        handle = file.open_with(files)
+        try:
+            digests = _digests(hasher, handle, file, known(file.path, handle.fd))
+        finally:
+            files.close(handle)
+        entries.append(FileEntry(file.stored_as, file.nbytes, len(digests), file.prefix))
+        pieces += [
+            Piece(digest, part.nbytes, part.name, part.dtype, part.shape)
+            for part, digest in zip(file.segments, digests, strict=True)
+        ]
+    return manifests.build(entries, pieces, aliases_of(source.files))[0]
+
+
+def _digests(
+    hasher: Hasher, handle: Handle, file: ImportFile, known: Mapping[tuple[int, int], str]
+) -> Sequence[bytes]:
+    unknown: list[Segment] = [s for s in file.segments if (s.start, s.nbytes) not in known]
+    hashed = {
+        (segment.start, segment.nbytes): found.digest
+        for segment, found in zip(unknown, hash_copy(hasher, handle, unknown, None), strict=True)
+    }
+    return [
+        hashed.get((s.start, s.nbytes)) or bytes.fromhex(known[s.start, s.nbytes])
+        for s in file.segments
+    ]

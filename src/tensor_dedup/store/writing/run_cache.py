@@ -1,0 +1,330 @@
+"""The state that a handle keeps between saves, so that a step costs only what is new in it.
+
+LastStep     which pieces the last step had and where they are stored, by page of its manifest: a
+             page whose names and bytes are the same is not looked at again, so an ensemble that
+             grows at its end costs what is new and one comparison of lists for each page
+AnchorMemory decoded leaves of the tensors that others are stored against: an anchor serves many
+             steps, and decoding it is a third of what encoding a step costs
+RunCache     the connection to the index and the threads that hash: closing the last connection
+             writes the whole index to disk, and opening one reads its schema; together that takes
+             longer than a save
+
+A forked child never uses its parent's state.
+"""
+
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from tensor_dedup import sqlite
+from tensor_dedup.store.errors import os_errors
+from tensor_dedup.store.format.manifests import PAGE_ENTRIES
+from tensor_dedup.store.hashing import Hasher
+from tensor_dedup.store.index import PieceLocation, StoreIndex, open_index
+from tensor_dedup.store.locks import session
+from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.writing.containers import PACK_BELOW
+from tensor_dedup.store.writing.deltas import Anchor
+
+Row: TypeAlias = tuple[bytes, str | None, str | None, tuple[int, ...] | None]
+"""A piece: change hash, name, dtype, shape. Without the last three: a whole small file."""
+Places: TypeAlias = tuple[ContainerId, ...]
+"""The containers a piece is read from: its own, and those of what it is a delta against."""
+# So many containers with about as much of small pieces are put together: the files of a step stay
+# few, and a piece is written again as often as its ensemble has grown by as much. With sixteen, a
+# run of twenty steps stored its trees twice.
+_TIER = 32
+_TIER_BITS = 5
+_SMALLEST_BITS = 12
+_MOST = 64 << 20
+# What a child inherited: closing it would end what the parent is doing, so it stays as it is.
+_INHERITED: list["_Kept"] = []
+
+
+class StoredPiece(NamedTuple):
+    """A stored piece: its digest, its size, and the containers it is read from."""
+
+    digest: bytes
+    nbytes: int
+    places: Places
+
+    @property
+    def small(self) -> bool:
+        """Whether it shares a container with many other pieces."""
+        return self.nbytes < PACK_BELOW
+
+
+@dataclass(slots=True)
+class PieceTable:
+    """The rows of pieces in order, stored by column.
+
+    A step has thousands of them, and none is an object that the garbage collector has to visit.
+    """
+
+    hashes: list[bytes]
+    names: list[str | None]
+    dtypes: list[str | None]
+    shapes: list[tuple[int, ...] | None]
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    def __iter__(self) -> Iterator[Row]:
+        return zip(self.hashes, self.names, self.dtypes, self.shapes, strict=True)
+
+    def pages(self) -> "list[PieceTable]":
+        """Split the rows as the pages of a manifest are split."""
+        starts = range(0, len(self), PAGE_ENTRIES)
+        return [self._part(slice(at, at + PAGE_ENTRIES)) for at in starts]
+
+    def _part(self, where: slice) -> "PieceTable":
+        columns = self.names[where], self.dtypes[where], self.shapes[where]
+        return PieceTable(self.hashes[where], *columns)
+
+
+class PageState:
+    """A page in the store: its pieces, its name, and the size of its file.
+
+    `held` has its pieces by change hash, `weights` the bytes of the small ones in each place.
+    """
+
+    __slots__ = ("containers", "file_bytes", "held", "name", "nbytes", "rows", "weights")
+
+    def __init__(
+        self, rows: PieceTable, held: Mapping[bytes, StoredPiece], name: str, file_bytes: int
+    ) -> None:
+        self.rows = rows
+        self.name, self.file_bytes = name, file_bytes
+        self.nbytes = sum(held[key].nbytes for key in rows.hashes)
+        self.take(held)
+
+    def take(self, held: Mapping[bytes, StoredPiece]) -> None:
+        """Record the current places of its pieces."""
+        self.held = {key: held[key] for key in self.rows.hashes}
+        self.weights: Counter[Places] = Counter()
+        for known in self.held.values():
+            if known.small:
+                self.weights[known.places] += known.nbytes
+        places = {known.places for known in self.held.values()}
+        self.containers = frozenset(container for each in places for container in each)
+
+
+@dataclass(slots=True)
+class LastStep:
+    """The step that was saved last, and the files of the containers that hold it.
+
+    `manifest` is what its `name` led to, which keeps them.
+    """
+
+    pages: list[PageState] = field(default_factory=list)
+    containers: dict[ContainerId, tuple[Path, int]] = field(default_factory=dict)
+    name: str = ""
+    manifest: str = ""
+
+    def page(self, number: int) -> PageState | None:
+        """Return the page of this number, or None if there is none."""
+        return self.pages[number] if number < len(self.pages) else None
+
+    def known(self, alive: set[ContainerId]) -> dict[bytes, StoredPiece]:
+        """Return the pieces that can be read from these containers alone, by change hash."""
+        found: dict[bytes, StoredPiece] = {}
+        for page in self.pages:
+            found |= page.held
+        if len(alive) == len(self.containers):
+            return found
+        return {key: known for key, known in found.items() if alive.issuperset(known.places)}
+
+    def digests(self) -> dict[str, bytes]:
+        """Return the digests of the tensors that are no small ones, by name."""
+        named = ((row[1], page.held[row[0]]) for page in self.pages for row in page.rows)
+        return {name: known.digest for name, known in named if name and not known.small}
+
+    def moved(self, change: "Rewritten") -> "LastStep":
+        """Return the same step after a container was replaced."""
+        if change.gone not in self.containers:
+            return self
+        pages = []
+        for page in self.pages:
+            if change.gone in page.containers:
+                held = {
+                    key: known._replace(places=change.places.get(known.digest, known.places))
+                    for key, known in page.held.items()
+                }
+                page = PageState(page.rows, held, page.name, page.file_bytes)
+            pages.append(page)
+        used = {container for page in pages for container in page.containers}
+        files = {**self.containers, **change.files}
+        return LastStep(pages, {each: files[each] for each in used}, self.name, self.manifest)
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A container that was replaced: where its pieces are now, by digest, and in which files.
+
+    `deltas` has what pieces are now stored against, by digest; `files` the path and the size of
+    every container that is needed to read what was in it.
+    """
+
+    gone: ContainerId
+    places: dict[bytes, Places]
+    files: dict[ContainerId, tuple[Path, int]]
+    deltas: dict[bytes, bytes]
+
+
+def nearest(
+    places: Sequence[PieceLocation], under: Mapping[bytes, Sequence[PieceLocation]]
+) -> Places:
+    """Return the containers that a piece is read from: one that needs no other, if there is one.
+
+    `under` has the places of all that it is stored against in some of its `places`. The result is
+    empty if something that each of its deltas is against is missing.
+    """
+    for place in places:
+        if place.base is None:
+            return (place.container,)
+    for place in places:
+        anchors = [
+            next((each.container for each in under.get(base, ()) if each.base is None), None)
+            for base in place.bases
+        ]
+        there = [container for container in anchors if container is not None]
+        if len(there) == len(anchors):
+            return (place.container, *dict.fromkeys(there))
+    return ()
+
+
+def packs_to_merge(held: Iterable[tuple[Places, int]]) -> set[ContainerId]:
+    """Return the containers whose small pieces should be rewritten into one."""
+    weights: Counter[ContainerId] = Counter()
+    for places, nbytes in held:
+        if places:
+            weights[places[0]] += nbytes
+    tiers: dict[int, set[ContainerId]] = {}
+    for container, nbytes in weights.items():
+        tier = max(0, nbytes.bit_length() - _SMALLEST_BITS) // _TIER_BITS
+        tiers.setdefault(tier, set()).add(container)
+    return {each for tier in tiers.values() if len(tier) >= _TIER for each in tier}
+
+
+class AnchorMemory:
+    """The decoded leaves of anchors that one handle keeps. Safe from any thread.
+
+    Their size is bounded; of a larger model, those of the first tensors are kept.
+    """
+
+    def __init__(self, most_bytes: int = _MOST) -> None:
+        self._most = most_bytes
+        self._lock = threading.Lock()
+        self._leaves: dict[tuple[bytes, int], bytearray] = {}
+        self._used: set[tuple[bytes, int]] = set()
+        self._nbytes = 0
+
+    def begin(self) -> None:
+        """Begin a save: drop what the previous one did not use."""
+        with self._lock:
+            self._leaves = {key: self._leaves[key] for key in self._used if key in self._leaves}
+            self._nbytes = sum(map(len, self._leaves.values()))
+            self._used = set()
+
+    def read(self, anchor: Anchor, start: int, stop: int) -> bytearray:
+        """Return a leaf of an anchor, already verified. It must not be written to."""
+        key = (anchor.digest, start)
+        with self._lock:
+            self._used.add(key)
+            known = self._leaves.get(key)
+        if known is not None and len(known) == stop - start:
+            return known
+        data = Anchor.read(anchor, start, stop)
+        with self._lock:
+            if key not in self._leaves and self._nbytes + len(data) <= self._most:
+                self._leaves[key] = data
+                self._nbytes += len(data)
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class KeptAnchor(Anchor):
+    """An anchor whose decoded leaves are kept in memory. Raises the errors of Anchor."""
+
+    memory: AnchorMemory = field(default_factory=AnchorMemory)
+
+    def read(self, start: int, stop: int) -> bytearray:
+        """Return a verified leaf of the anchor."""
+        return self.memory.read(self, start, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    owner: int
+    index: StoreIndex
+    hasher: Hasher
+    undo: ExitStack
+
+    def close(self) -> None:
+        self.forsake()
+        if self.owner == os.getpid():
+            self.hasher.close()
+
+    def forsake(self) -> None:
+        """Close the index and tell the threads to end, without waiting for them.
+
+        Collections of garbage call this, and one may run inside any allocation: while a thread
+        starts, too, in which its own locks are held, and joining another one takes them.
+        """
+        if self.owner == os.getpid():
+            self.undo.close()
+        else:
+            _INHERITED.append(self)
+
+
+class RunCache:
+    """The sessions of one handle, one at a time. `close` drops what is kept between them."""
+
+    def __init__(self, objects: Objects, workers: int) -> None:
+        self._objects, self._workers = objects, workers
+        self._finalizer: weakref.finalize[[], RunCache] | None = None
+        self._kept: _Kept | None = None
+
+    @contextmanager
+    def session(self) -> Iterator[tuple[StoreIndex, Hasher]]:
+        """Open a session, during which no sweep runs. OSErrors become StoreErrors."""
+        objects = self._objects
+        with os_errors(objects.layout.root), session(objects.files, objects.layout):
+            kept = self._usable()
+            try:
+                yield kept.index, kept.hasher
+            except BaseException:
+                # Whatever it was, it may have been this; that comes first, and so it is raised.
+                with suppress(OSError, sqlite.Error):
+                    self.close()
+                raise
+            if kept.index.broken:
+                self.close()
+
+    def close(self) -> None:
+        """Close the index and end the threads; the next session opens them again."""
+        finalizer, self._finalizer = self._finalizer, None
+        kept, self._kept = self._kept, None
+        if kept is not None and finalizer is not None and finalizer.detach() is not None:
+            kept.close()
+
+    def _usable(self) -> _Kept:
+        if self._kept is not None and self._kept.owner != os.getpid():
+            self.close()
+        if self._kept is None:
+            with ExitStack() as undo:
+                hasher = Hasher(self._objects.files, self._workers)
+                undo.callback(hasher.close, wait=False)
+                index = undo.enter_context(open_index(self._objects))
+                index.relax()
+                self._kept = _Kept(os.getpid(), index, hasher, undo.pop_all())
+            self._finalizer = weakref.finalize(self, self._kept.forsake)
+        else:
+            self._kept.index.fresh = False
+        return self._kept

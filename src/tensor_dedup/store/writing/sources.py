@@ -1,0 +1,241 @@
+"""The files of an import: weights and what belongs to them, from a path or the Hub's cache."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
+from tensor_dedup.formats.checkpoint import (
+    Checkpoint,
+    CheckpointFile,
+    check_text,
+    open_checkpoint,
+)
+from tensor_dedup.formats.hub_cache import HIDDEN, MODELS, SNAPSHOTS
+from tensor_dedup.formats.links import ANYWHERE, LinkBoundary
+from tensor_dedup.formats.naming import is_index
+from tensor_dedup.formats.weights import Header, aliases_in
+from tensor_dedup.store.files import Files, Handle, RealFiles
+from tensor_dedup.store.format.names import name_of, shortened
+
+# Unless open_checkpoint chose them: second copies, states of a training run, and formats that are
+# not read; they would be stored as blind bytes.
+_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".npz",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A contiguous part of a file; it is a tensor if it has a name."""
+
+    start: int
+    nbytes: int
+    name: str | None = None
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ImportFile:
+    """A file to import: its path, its name in an export, and its segments.
+
+    `aliases` maps the file's second names of tensors to the names they stand for; `links` is where
+    links on the way to the file may lead.
+    """
+
+    path: Path
+    stored_as: str
+    prefix: str
+    segments: tuple[Segment, ...]
+    weights: bool
+    aliases: tuple[tuple[str, str], ...] = ()
+    links: LinkBoundary = ANYWHERE
+
+    def open_with(self, files: Files) -> Handle:
+        """Open the file to read it.
+
+        Raises:
+            CheckpointFilesError: by now, a link leads elsewhere with it.
+        """
+        handle = files.open(self.path, "read")
+        try:
+            self.links.check_open(self.path, handle.fd)
+        except BaseException:
+            files.close(handle)
+            raise
+        return handle
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the file in bytes."""
+        return sum(segment.nbytes for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class ImportSource:
+    """All files of a checkpoint, weights first, and the names of those that are left out."""
+
+    files: tuple[ImportFile, ...]
+    skipped: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all files in bytes."""
+        return sum(file.nbytes for file in self.files)
+
+
+def read_source(files: Files, path: Path, *, follow_links: bool = False) -> ImportSource:
+    """Find the files to import at a path: reads headers and names, no tensor data.
+
+    The other files of a folder are included (config, tokenizer, indexes), except hidden ones and
+    weights that `open_checkpoint` does not choose. Symbolic links are followed as
+    `open_checkpoint` does it. Raises the errors of `open_checkpoint`.
+    """
+    checkpoint = open_checkpoint(path, follow_links=follow_links)
+    status = files.status(checkpoint.path)
+    if status is None or status.kind != "folder":
+        root = checkpoint.path.parent
+        taken = [_weights(file, root, checkpoint.links) for file in checkpoint.files]
+        if is_index(checkpoint.path.name):
+            taken.append(_verbatim(files, checkpoint.path, checkpoint.path.name, ANYWHERE))
+        return ImportSource(tuple(taken), ())
+    return _folder(files, checkpoint)
+
+
+def _folder(files: Files, checkpoint: Checkpoint) -> ImportSource:
+    links = checkpoint.links
+    weights = [_weights(file, checkpoint.path, links) for file in checkpoint.files]
+    chosen = {file.stored_as for file in weights}
+    others: list[ImportFile] = []
+    skipped: list[str] = []
+    for name, path in _walk(files, checkpoint.path, links):
+        if name in chosen:
+            continue
+        if name.endswith(_WEIGHTS):
+            skipped.append(name)
+        else:
+            others.append(_verbatim(files, path, name, links))
+    return ImportSource((*weights, *others), tuple(skipped))
+
+
+def small_files(files: Files, root: Path) -> dict[str, bytes]:
+    """Read the files of a folder beside its weights (config, tokenizer), by relative path.
+
+    Raises:
+        CheckpointNotFoundError: the folder does not exist.
+        CheckpointFilesError: a link leads out of it.
+    """
+    status = files.status(root)
+    if status is None or status.kind != "folder":
+        raise CheckpointNotFoundError(
+            f"{root}: no folder; give one with a model's configuration", path=str(root)
+        )
+    found = {}
+    links = LinkBoundary.around(root)
+    for name, path in sorted(_walk(files, root, links)):
+        if not name.endswith(_WEIGHTS):
+            handle = _verbatim(files, path, name, links).open_with(files)
+            try:
+                data = bytearray(files.status_of(handle).size)
+                found[name] = bytes(data[: files.pread(handle, memoryview(data), 0)])
+            finally:
+                files.close(handle)
+    return found
+
+
+def _walk(files: Files, root: Path, links: LinkBoundary) -> Iterator[tuple[str, Path]]:
+    """Every file below a folder by its relative name; links followed, no folder twice.
+
+    Where links to files lead is not checked: not every file is read.
+    """
+    top = files.status(root)
+    seen = {(top.device, top.inode)} if top is not None else set()
+    waiting = [("", root)]
+    while waiting:
+        prefix, folder = waiting.pop(0)
+        for name in files.listdir(folder):
+            status = None if name.startswith(".") else files.status(folder / name)
+            if status is None:
+                continue
+            if status.kind == "file":
+                yield prefix + name, folder / name
+            elif status.kind == "folder" and (status.device, status.inode) not in seen:
+                seen.add((status.device, status.inode))
+                links.check(folder / name)
+                waiting.append((f"{prefix}{name}/", folder / name))
+
+
+def _weights(file: CheckpointFile, root: Path, links: LinkBoundary) -> ImportFile:
+    stored_as, segments = file.path.relative_to(root).as_posix(), segments_of(file.header)
+    aliases = aliases_in(file.header)
+    check_text(stored_as, file.path)
+    return ImportFile(file.path, stored_as, file.prefix, segments, True, aliases, links)
+
+
+def segments_of(header: Header) -> tuple[Segment, ...]:
+    """Return the tensors as they lie in the file, and the bytes before, between and after them.
+
+    The latter have no names. The segments cover the whole file.
+    """
+    found: list[Segment] = []
+    at = 0
+    for spec in header.tensors:
+        if spec.start > at:
+            found.append(Segment(at, spec.start - at))
+        found.append(Segment(spec.start, spec.nbytes, spec.name, spec.dtype, spec.shape))
+        at = spec.start + spec.nbytes
+    if at < header.file_size:
+        found.append(Segment(at, header.file_size - at))
+    return tuple(found)
+
+
+def aliases_of(files: Sequence[ImportFile]) -> dict[str, str]:
+    """Return the second names of tensors in all these files, prefixed by their folders."""
+    return {
+        file.prefix + alias: file.prefix + name for file in files for alias, name in file.aliases
+    }
+
+
+def _verbatim(files: Files, path: Path, name: str, links: LinkBoundary) -> ImportFile:
+    check_text(name, path)
+    links.check(path)
+    status = files.status(path)
+    if status is None:
+        raise ChangedFileError(
+            f"{path}: it went away; import again when nobody changes the folder", path=str(path)
+        )
+    if status.kind != "file":
+        raise CheckpointNotFoundError(f"{path}: not a regular file; remove it", path=str(path))
+    segments = (Segment(0, status.size),) if status.size else ()
+    return ImportFile(path, name, "", segments, False, links=links)
+
+
+@dataclass(frozen=True, slots=True)
+class HubSnapshot:
+    """One revision of a repository, and the name `ORG/NAME@REVISION` it has in a store."""
+
+    path: Path
+    name: str
+
+
+def snapshots(root: Path, files: Files | None = None) -> Iterator[HubSnapshot]:
+    """Yield every snapshot of every model in a cache, by name; data sets and spaces are skipped."""
+    disk = files or RealFiles()
+    for folder in disk.listdir(root):
+        if not folder.startswith(MODELS):
+            continue
+        for revision in disk.listdir(root / folder / SNAPSHOTS):
+            path = root / folder / SNAPSHOTS / revision
+            status = disk.status(path)
+            if not revision.startswith(HIDDEN) and status is not None and status.kind == "folder":
+                yield HubSnapshot(path, shortened(name_of(path), f"@{revision}"))

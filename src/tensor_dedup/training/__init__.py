@@ -1,0 +1,32 @@
+"""Training checkpoints in the store: every step of every run, at the cost of what changed.
+
+    from tensor_dedup.training import CheckpointStore
+
+    with CheckpointStore("checkpoints", "run-001", keep_last=5) as run:
+        run.save(model, step=epoch, metrics={"val_loss": loss})
+        model = run.load(run.best("val_loss"), original=model)
+
+A step is an ordinary checkpoint of the store, named RUN@STEP.
+"""
+
+from tensor_dedup.store.steps.runs import Step
+from tensor_dedup.store.upkeep.run_sizes import RunStats
+from tensor_dedup.training.background import PendingSave
+from tensor_dedup.training.capture import HostPool
+from tensor_dedup.training.checkpoint_store import (
+    CheckpointStore,
+    TensorCasStore,
+    list_runs,
+)
+from tensor_dedup.training.commit import Saved
+
+__all__ = [
+    "CheckpointStore",
+    "HostPool",
+    "PendingSave",
+    "RunStats",
+    "Saved",
+    "Step",
+    "TensorCasStore",
+    "list_runs",
+]

@@ -1,0 +1,127 @@
+"""Arrays that need a conversion to be pieces: unusual dtypes, and memory not in C order."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from tensor_dedup.store.gathered import GatheredArray
+from tensor_dedup.training.adapters.plain import Wire, dtype_of, dtype_wire
+from tensor_dedup.training.errors import DamagedStateError, UnsupportedArrayError
+from tensor_dedup.training.state import NUMPY_CODES, NamedValue
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_CODES: Final = frozenset(NUMPY_CODES.values())
+
+
+def storable(array: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any] | NamedValue, Wire]":
+    """Return what can be a piece, and the original dtype, or None if it is unchanged.
+
+    Times become 64-bit integers. Strings and records become bytes, in one more dimension, with
+    zeros between fields. Nothing is copied.
+
+    Raises:
+        UnsupportedArrayError: the dtype depends on the machine or holds Python objects, or the
+            array is of a subclass of numpy.ndarray.
+    """
+    import numpy as np
+
+    if type(array) not in (np.ndarray, np.memmap):
+        raise UnsupportedArrayError.at("", f"a {type(array).__qualname__}")
+    dtype = array.dtype
+    if dtype.str in _CODES:
+        return array, None
+    try:
+        little = dtype.newbyteorder("<")
+    except TypeError as error:  # a type of numpy's newer kind, such as texts of any length
+        raise UnsupportedArrayError.at("", f"an array of dtype {dtype}") from error
+    if little.str in _CODES:
+        return array, dtype_wire(dtype)  # the piece has the order of this format
+    if dtype.kind in "mM":
+        return array.view(np.dtype(np.int64).newbyteorder(dtype.byteorder)), dtype.str
+    if dtype.kind not in "USV" or dtype.hasobject:
+        raise UnsupportedArrayError.at("", f"an array of dtype {dtype}")
+    try:
+        return _as_bytes(array), dtype_wire(dtype)
+    except ValueError as error:
+        raise UnsupportedArrayError.at("", f"an array of dtype {dtype}: {error}") from error
+
+
+def restored(stored: Any, wire: Wire) -> Any:
+    """Return the array that `storable` converted.
+
+    Raises:
+        DamagedStateError: `storable` never writes this dtype or shape.
+    """
+    import numpy as np
+
+    dtype = dtype_of(wire)
+    if dtype.newbyteorder("<").str in _CODES:
+        return stored.astype(dtype)
+    if dtype.kind in "mM":
+        return stored.view(dtype.newbyteorder("<")).astype(dtype)
+    if stored.dtype != np.uint8 or stored.shape[-1:] != (dtype.itemsize,):
+        raise DamagedStateError.at("#structure", f"no array of {dtype}: {stored.shape}")
+    if not stored.size:
+        return np.zeros(stored.shape[:-1], dtype)
+    return np.ndarray(stored.shape[:-1], dtype, stored.data)
+
+
+def blank_gaps(rows: "np.ndarray[Any, Any]", dtype: "np.dtype[Any]") -> None:
+    """Zero the padding bytes between the fields of records, whose content is undefined."""
+    for start, stop in _gaps(dtype):
+        rows[..., start:stop] = 0
+
+
+def order_of(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> list[int] | None:
+    """Return the order of dimensions in memory, outermost first.
+
+    The result is None for C order, and for arrays with gaps between elements.
+    """
+    large = [number for number, size in enumerate(shape) if size != 1]
+    if 0 in shape or len(large) < 2:
+        return None
+    order = sorted(range(len(shape)), key=lambda number: -strides[number])
+    expected = itemsize
+    for number in reversed(order):
+        if shape[number] != 1 and strides[number] != expected:
+            return None
+        expected *= shape[number]
+    kept = [number for number in order if number in large]
+    return None if kept == large else order
+
+
+def ordered(array: "np.ndarray[Any, Any]", order: Sequence[int]) -> "np.ndarray[Any, Any]":
+    """Return the same elements with another order of dimensions in memory.
+
+    Raises:
+        DamagedStateError: `order` is not a permutation of the dimensions.
+    """
+    import numpy as np
+
+    if sorted(order) != list(range(array.ndim)):
+        raise DamagedStateError.at("#structure", f"{order} is no order of {array.ndim} dimensions")
+    held = np.empty([array.shape[number] for number in order], array.dtype)
+    result = held.transpose([order.index(number) for number in range(array.ndim)])
+    result[...] = array
+    return result
+
+
+def _as_bytes(array: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any] | NamedValue":
+    import numpy as np
+
+    shape = (*array.shape, array.dtype.itemsize)
+    if not array.size or not array.dtype.itemsize:
+        return np.zeros(shape, np.uint8)
+    rows = array[..., np.newaxis].view(np.uint8)
+    gaps = _gaps(array.dtype)
+    return NamedValue("", "U8", shape, GatheredArray(rows, gaps)) if gaps else rows
+
+
+def _gaps(dtype: "np.dtype[Any]") -> "list[tuple[int, int]]":
+    if dtype.fields is None:
+        return []
+    spans = sorted((field[1], field[1] + field[0].itemsize) for field in dtype.fields.values())
+    ends = [0, *(stop for _, stop in spans)]
+    starts = [*(start for start, _ in spans), dtype.itemsize]
+    return [(end, start) for end, start in zip(ends, starts, strict=True) if start > end]

@@ -1,0 +1,174 @@
+"""The common parts of adapters for tree ensembles: append-only reading, and their estimators.
+
+With `append_only=True` the caller declares that an ensemble only grows, and trees that an adapter
+has read are not read again: a change to a tree that was saved before goes unnoticed. Every save
+checks that there are at least as many trees as before, and that the last known one is unchanged.
+Otherwise all of them are read again.
+"""
+
+import importlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from operator import is_
+from typing import Any, NamedTuple, TypeVar
+
+from tensor_dedup.training.adapters.base import StateProvider
+from tensor_dedup.training.adapters.rebuild import StructureAdapter, mismatched
+from tensor_dedup.training.errors import DamagedStateError, UnsupportedValueError
+from tensor_dedup.training.state import StateChunk
+
+_LOG = logging.getLogger("tensor_dedup")
+_Columns = TypeVar("_Columns", bound=tuple[list[Any], ...])
+_BROKEN = (
+    "a %s was declared append-only, and trees of it that were saved are gone or changed: all of "
+    "it is read"
+)
+
+
+class _Read(NamedTuple):
+    """Objects, and a column of values for each thing that was read of them."""
+
+    objects: list[Any]
+    columns: tuple[list[Any], ...]
+
+
+class AppendOnlyMemory:
+    """The memory an adapter has of the model that it last took apart. One thread at a time."""
+
+    def __init__(self) -> None:
+        # By the identity of the first object, which is held, or of what holds the trees.
+        self._last: dict[int, Any] = {}
+        self._next: dict[int, Any] = {}
+
+    def begin(self) -> None:
+        """Begin taking a model apart."""
+        self._next = {}
+
+    def end(self) -> None:
+        """End taking a model apart: drop what was remembered of the model before."""
+        self._last, self._next = self._next, {}
+
+    def known(self, key: object) -> Any:
+        """Return what was remembered of this very object, or None."""
+        return self._last.get(id(key))
+
+    def keep(self, key: object, value: object) -> None:
+        """Remember a value for an object until the next model. `value` must hold the object."""
+        self._next[id(key)] = value
+
+
+_current: ContextVar[AppendOnlyMemory | None] = ContextVar("appended", default=None)
+
+
+def append_only_memory() -> AppendOnlyMemory | None:
+    """Return the memory of the adapter that is running, or None if it has none."""
+    return _current.get()
+
+
+def warn_not_append_only(kind: str) -> None:
+    """Log a warning that an ensemble declared append-only did not just grow."""
+    _LOG.warning(_BROKEN, kind)
+
+
+def read_columns(
+    objects: Sequence[Any], columns_of: Callable[[Sequence[Any]], _Columns | None]
+) -> _Columns | None:
+    """Return `columns_of(objects)`: columns with one item for each object.
+
+    Of the objects that were read in the previous step, only the last is read again, to compare it.
+    """
+    memory = append_only_memory()
+    if memory is None:
+        return columns_of(objects)
+    columns = _longer(memory.known(objects[0]), objects, columns_of) or columns_of(objects)
+    if columns is not None:
+        memory.keep(objects[0], _Read(list(objects), columns))
+    return columns
+
+
+def _longer(
+    known: _Read | None,
+    objects: Sequence[Any],
+    columns_of: Callable[[Sequence[Any]], _Columns | None],
+) -> _Columns | None:
+    """Return the known columns with the new items; None where known objects have changed."""
+    if known is None:
+        return None
+    count = len(known.objects)
+    # Which objects they are is cheap to ask; what is in them, of the last one only.
+    if count <= len(objects) and all(map(is_, known.objects, objects)):
+        new = columns_of(objects[count - 1 :])
+        if new is not None and [column[0] for column in new] == [c[-1] for c in known.columns]:
+            pairs = zip(known.columns, new, strict=True)
+            return tuple(old + column[1:] for old, column in pairs)  # type: ignore[return-value]
+    warn_not_append_only(type(objects[0]).__name__)
+    return None
+
+
+class GrowingAdapter(StructureAdapter):
+    """An adapter whose ensembles can be declared append-only."""
+
+    def __init__(self, *, append_only: bool = False) -> None:
+        """With `append_only`, do not read saved trees again while the same object grows.
+
+        The adapter keeps them in memory; use one for each run. Do not use it if trees are changed,
+        pruned or reweighted afterwards (DART, refitting): the old trees would be saved. Every save
+        checks that there are no fewer trees, and that the last known one is unchanged; otherwise it
+        logs a warning and reads all of them.
+        """
+        self._memory = AppendOnlyMemory() if append_only else None
+        self._lock = threading.Lock()
+
+    def chunks(self, model: Any) -> Iterator[StateChunk]:
+        # docstring inherited
+        if self._memory is None:
+            return super().chunks(model)
+        with self._lock, _at_work(self._memory):  # which others must not find while they take some
+            return iter(list(super().chunks(model)))
+
+
+@contextmanager
+def _at_work(memory: AppendOnlyMemory) -> Iterator[None]:
+    token = _current.set(memory)
+    memory.begin()
+    try:
+        yield
+        memory.end()
+    finally:
+        _current.reset(token)
+
+
+def estimator_provider(package: str, title: str, base: str) -> StateProvider:
+    """Return a provider for the estimators of a boosting package; messages call it `title`.
+
+    They have scikit-learn's interface: a class and attributes. `base` is their common base class,
+    as "module:name". Only classes of the package itself are restored, because a checkpoint has no
+    code of other classes. Imports nothing.
+    """
+    module, _, name = base.partition(":")
+
+    def state(estimator: Any) -> dict[str, object]:
+        kind = type(estimator)
+        if kind.__module__.partition(".")[0] != package:
+            what = f"a {kind.__qualname__}, made from {title}'s estimators"
+            raise UnsupportedValueError.at("", what)
+        return {"class": kind.__name__, "state": dict(vars(estimator))}
+
+    def restore(state: Any, original: Any) -> Any:
+        found = getattr(importlib.import_module(package), state["class"], None)
+        every = getattr(importlib.import_module(module), name)
+        if not isinstance(found, type) or not issubclass(found, every):
+            raise DamagedStateError.at("", f"{title} has no estimator {state['class']!r}")
+        kind: Any = found
+        if original is not None and type(original) is not kind:
+            article = "an" if package[0] in "aeioux" else "a"
+            raise mismatched(original, f"{article} {package}.{kind.__name__}")
+        estimator = kind.__new__(kind) if original is None else original
+        estimator.__dict__.clear()
+        estimator.__dict__.update(state["state"])
+        return estimator
+
+    return StateProvider(f"{package}.estimator", state, restore, flat=frozenset({"state"}))

@@ -1,0 +1,199 @@
+"""Navigating UBJSON as XGBoost writes it, without creating Python objects for its values.
+
+A value is a marker followed by its content: numbers of fixed size, `S` length text, `{` key value …
+`}` with keys as length and text, `[` with `$` type and `#` count, either of them or neither (then
+until `]`). Lengths and counts are numbers with their marker. Everything is big-endian.
+"""
+
+import struct
+from collections.abc import Generator
+from typing import Final
+
+from tensor_dedup.training.errors import UnsupportedValueError
+
+_SIZES: Final = {"i": 1, "U": 1, "I": 2, "l": 4, "L": 8, "d": 4, "D": 8, "C": 1}
+_EMPTY: Final = "ZTFN"
+_INTEGERS: Final = {"i": ">b", "U": ">B", "I": ">h", "l": ">i", "L": ">q"}
+# By marker: the bytes of a number with its marker, 0 for what is no number.
+_STEPS: Final = [0] * 256
+for _marker, _size in _SIZES.items():
+    _STEPS[ord(_marker)] = 1 + _size
+for _marker in _EMPTY:
+    _STEPS[ord(_marker)] = 1
+_MAX_DEPTH: Final = 64
+_MANY: Final = 16
+# A search for objects may go on to the end of the data. It pays where that is not much farther than
+# the objects are long; in data of a thousand arrays, a thousand searches would.
+_SEARCHED: Final = 4096
+# Numbers that are looked at together: few enough where hardly two are written alike.
+_AHEAD: Final = 512
+
+Buffer = bytes | bytearray
+
+
+def skip(data: Buffer, at: int, depth: int = 0) -> int:
+    """Return the end of the value that begins at `at`.
+
+    Raises:
+        UnsupportedValueError: there is no valid value.
+    """
+    try:
+        return _skip(data, at, depth)
+    except (IndexError, struct.error) as error:
+        raise _unknown(at) from error
+
+
+def members(data: Buffer, at: int) -> Generator[tuple[str, int], int | None, None]:
+    """Yield the key and the start of each value of the object at `at`, one at a time.
+
+    A caller that knows where a value ends may `send` that offset, so that the value need not be
+    scanned.
+    """
+    if data[at : at + 1] != b"{":
+        raise _unknown(at)
+    at += 1
+    while data[at : at + 1] != b"}":
+        length, at = _integer(data, at)
+        key, at = bytes(data[at : at + length]).decode("utf-8", "replace"), at + length
+        end = yield key, at
+        at = skip(data, at) if end is None else end
+
+
+def find(data: Buffer, at: int, *path: str) -> int | None:
+    """Return the offset of the value that these keys lead to, from the object at `at`, or None."""
+    for key in path:
+        if data[at : at + 1] != b"{":
+            return None
+        found = next((start for name, start in members(data, at) if name == key), None)
+        if found is None:
+            return None
+        at = found
+    return at
+
+
+def array(data: Buffer, at: int) -> tuple[int, int] | None:
+    """Return the start and the number of the items of an array with a count and mixed types."""
+    if data[at : at + 2] != b"[#":
+        return None
+    count, at = _integer(data, at + 2)
+    return at, count
+
+
+def integers(data: bytes, at: int) -> list[bytes] | None:
+    """Return the integers of an array of mixed types, still encoded, or None for other arrays."""
+    place = array(data, at)
+    if place is None:
+        return None
+    found, start = [], place[0]
+    for _ in range(place[1]):
+        end = start + _STEPS[data[start]]
+        found.append(data[start:end])
+        start = end
+    return found if all(chr(item[0]) in _INTEGERS for item in found if item) else None
+
+
+def number(item: bytes) -> int:
+    """Return the value of one of the items of `integers`."""
+    return int(struct.unpack(_INTEGERS[chr(item[0])], item[1:])[0])
+
+
+def objects(data: Buffer, at: int, count: int) -> list[int]:
+    """Return where each of `count` consecutive objects begins, and where the last one ends.
+
+    They are found by their first bytes, up to the first count, which are equal for objects with the
+    same fields. If that finds another number of objects, each is scanned in turn.
+    """
+    if not count:
+        return [at]
+    if (end := data.find(b"#", at)) < 0:
+        raise _unknown(at)
+    mark = bytes(data[at:end])
+    for leap in (True, False):
+        starts = _marked(data, at, mark, leap, count)
+        if len(starts) == count:
+            return [*starts, skip(data, starts[-1])]
+    starts = [at]
+    for _ in range(count):
+        starts.append(skip(data, starts[-1]))
+    return starts
+
+
+def _marked(data: Buffer, at: int, mark: bytes, leap: bool, count: int) -> list[int]:
+    """Return where the mark occurs, up to once more than `count` times.
+
+    With `leap`, first try the size of the last object.
+    """
+    starts, last, place = [at], at, data.find(mark, at + 1)
+    while place >= 0 and len(starts) <= count:
+        starts.append(place)
+        last, guess = place, 2 * place - last
+        found = leap and data.startswith(mark, guess)
+        place = guess if found else data.find(mark, place + len(mark))
+    return starts
+
+
+def _skip(data: Buffer, at: int, depth: int) -> int:
+    if step := _STEPS[data[at]]:
+        return at + step
+    marker = chr(data[at])
+    if marker == "S":
+        length, at = _integer(data, at + 1)
+        return at + length
+    if depth > _MAX_DEPTH:
+        raise _unknown(at)
+    if marker == "[":
+        return _skip_array(data, at + 1, depth + 1)
+    if marker == "{":
+        at += 1
+        while data[at] != ord("}"):
+            length, at = _integer(data, at)
+            at = _skip(data, at + length, depth + 1)
+        return at + 1
+    raise _unknown(at)
+
+
+def _skip_array(data: Buffer, at: int, depth: int) -> int:
+    kind = None
+    if data[at] == ord("$"):
+        kind, at = chr(data[at + 1]), at + 2
+    if data[at] != ord("#"):
+        while data[at] != ord("]"):
+            at = _skip(data, at, depth)
+        return at + 1
+    count, at = _integer(data, at + 1)
+    if kind is not None:
+        return at + count * _SIZES[kind] if kind in _SIZES else _refuse(at)
+    while count and (step := _STEPS[data[at]]):  # numbers, one after the other: the most
+        alike = _alike(data, at, step, min(count, _AHEAD))
+        at += alike * step
+        count -= alike
+    if count > _MANY and data[at] == ord("{") and len(data) - at < count * _SEARCHED:
+        return objects(data, at, count)[-1]
+    for _ in range(count):
+        at = _skip(data, at, depth)
+    return at
+
+
+def _alike(data: Buffer, at: int, step: int, count: int) -> int:
+    """Return how many of the next `count` numbers are written as the first is."""
+    markers = data[at : at + count * step : step]
+    return len(markers) - len(markers.lstrip(markers[:1]))
+
+
+def _integer(data: Buffer, at: int) -> tuple[int, int]:
+    """Return the number at `at`, which is not negative, and its end."""
+    form = _INTEGERS.get(chr(data[at]))
+    if form is None:
+        raise _unknown(at)
+    (number,) = struct.unpack_from(form, data, at + 1)
+    if not 0 <= number <= len(data):
+        raise _unknown(at)
+    return number, at + 1 + struct.calcsize(form)
+
+
+def _refuse(at: int) -> int:
+    raise _unknown(at)
+
+
+def _unknown(at: int) -> UnsupportedValueError:
+    return UnsupportedValueError.at("", f"no UBJSON as XGBoost writes it at byte {at}", at=at)

@@ -1,0 +1,174 @@
+"""What the first step of a run is stored against: another checkpoint of the store that is near it.
+
+Fine-tunes of one base, runs of a sweep and a run that is begun again have most of their bits from
+elsewhere. The base is the checkpoint that the user names or, without one, of those that have the
+run's largest tensors under the same names, the one that differs in the fewest bits of some samples.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from tensor_dedup.errors import StoreError
+from tensor_dedup.store.codecs.choice import Sample, distance, places
+from tensor_dedup.store.format.manifests import Piece, by_file, loose
+from tensor_dedup.store.format.names import file_of
+from tensor_dedup.store.index import StoreIndex
+from tensor_dedup.store.objects import Objects
+from tensor_dedup.store.reading.reader import StoredPieces
+from tensor_dedup.store.steps.runs import parse_step_name
+from tensor_dedup.store.writing.encoder import RELATED, element_width
+
+# Bounds on the search: tensors that are compared, checkpoints that are looked at.
+_LARGEST, _CHECKPOINTS = 4, 64
+# The end of a name, a dtype and a size in bytes.
+_Ending: TypeAlias = tuple[str, str | None, int]
+
+
+class Candidate(Protocol):
+    """A new tensor, in memory or in a file, of which a sample can be read."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the step."""
+
+    @property
+    def dtype(self) -> str | None:
+        """Its dtype."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+
+    @property
+    def leaves(self) -> bytes:
+        """Its concatenated leaf digests."""
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Return some of its bytes, which need not be verified."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstStep:
+    """What is known of the base of a run's first step.
+
+    `name` is that of the checkpoint to use; without one the nearest is looked for.
+    """
+
+    run: str
+    name: str | None
+
+    def bases(
+        self, objects: Objects, index: StoreIndex, tensors: Sequence[Candidate]
+    ) -> dict[str, bytes]:
+        """Return digests of stored tensors near these, by name; none if nothing is related."""
+        with suppress(StoreError):  # it was deleted, or is damaged
+            name = self.name or _nearest(objects, index, tensors, self)
+            if name is not None:
+                held = _by_ending(_tensors(objects, name), tensors)
+                found = ((each.name, _counterpart(each, held)) for each in tensors)
+                return {name: piece.digest for name, piece in found if piece is not None}
+        return {}
+
+
+def _nearest(
+    objects: Objects, index: StoreIndex, tensors: Sequence[Candidate], first: FirstStep
+) -> str | None:
+    largest = sorted(tensors, key=lambda tensor: -tensor.nbytes)[:_LARGEST]
+    best: str | None = None
+    least, compared = math.inf, set[tuple[bytes | None, ...]]()
+    for name in _names(objects, first.run) if largest else ():
+        with suppress(StoreError):  # gone or damaged: it is not used
+            held = _by_ending(_tensors(objects, name), largest)
+            pieces = [_counterpart(tensor, held) for tensor in largest]
+            wanted = {piece.digest for piece in pieces if piece is not None}
+            if not wanted:
+                continue
+            with closing(StoredPieces(objects, index, wanted, name)) as opened:
+                # Steps around one anchor are equally far.
+                anchors = [None if each is None else opened.anchor(each.digest) for each in pieces]
+                if tuple(anchors) in compared:
+                    continue
+                compared.add(tuple(anchors))
+                pairs = zip(largest, anchors, strict=True)
+                far = [_distance(tensor, anchor, opened) for tensor, anchor in pairs]
+            # An optimizer's state is in no base, though a tensor may be called alike. What a
+            # checkpoint lacks speaks for another one.
+            there = [each for each in far if each is not None and each < RELATED]
+            rank = sum(there) + 0.5 * (len(far) - len(there))
+            if there and rank < least:
+                best, least = name, rank
+    return best
+
+
+def _names(objects: Objects, besides: str) -> Iterator[str]:
+    """The checkpoints to look at: of each other run one step, those that were named last first."""
+    steps: dict[str, tuple[int, str]] = {}
+    names = []
+    for name in objects.names():
+        step = parse_step_name(name)
+        if step is None:
+            names.append(name)
+        elif not step.kept and step.run != besides:
+            steps[step.run] = max(steps.get(step.run, (-1, "")), (step.step, name))
+    names += [name for _, name in steps.values()]
+    dated = []
+    for name in names:
+        status = objects.files.status(objects.layout.refs / file_of(name))
+        if status is not None:
+            dated.append((-status.mtime_ns, name))
+    return (name for _, name in sorted(dated)[:_CHECKPOINTS])
+
+
+def _tensors(objects: Objects, name: str) -> dict[str, Piece]:
+    manifest = objects.ref(name)
+    content = objects.manifest(manifest)
+    pieces = objects.pieces(manifest, content)
+    found = {piece.name: piece for piece in loose(content, pieces) if piece.name is not None}
+    for file, held in by_file(content, pieces):
+        found |= {f"{file.prefix}{each.name}": each for each in held if each.name is not None}
+    return found
+
+
+def _by_ending(held: Mapping[str, Piece], tensors: Sequence[Candidate]) -> dict[_Ending, Piece]:
+    """Those of the dtypes and sizes of `tensors`, by each ending of their names.
+
+    Of several that end alike it is the one with the shortest name.
+
+    Where the same weights are called `model.0.weight` in a step and `0.weight` in a checkpoint of
+    them alone, nobody has to say that they are. A wrong pair costs the reading of a sample.
+    """
+    kinds = {(tensor.dtype, tensor.nbytes) for tensor in tensors}
+    fit = {name: piece for name, piece in held.items() if (piece.dtype, piece.nbytes) in kinds}
+    found: dict[_Ending, Piece] = {}
+    for name in sorted(fit, key=len):
+        for ending in _endings(name):
+            found.setdefault((ending, fit[name].dtype, fit[name].nbytes), fit[name])
+    return found
+
+
+def _counterpart(tensor: Candidate, held: Mapping[_Ending, Piece]) -> Piece | None:
+    """The tensor of the same dtype and size whose name has the longest ending in common."""
+    found = (held.get((each, tensor.dtype, tensor.nbytes)) for each in _endings(tensor.name))
+    return next(filter(None, found), None)
+
+
+def _endings(name: str) -> Iterator[str]:
+    """Yield the name, and what is left of it without its first parts, one after the other."""
+    yield name
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name
+
+
+def _distance(tensor: Candidate, anchor: bytes | None, opened: StoredPieces) -> float | None:
+    """The mean share of bits in which samples differ; None where there is nothing to compare."""
+    if anchor is None:
+        return None
+    found = []
+    for start, stop in places(tensor.nbytes, element_width(tensor.dtype)):
+        base = memoryview(opened.read_piece(anchor, start, stop, tensor.nbytes))
+        found.append(distance(Sample(memoryview(bytes(tensor.read(start, stop))), base)))
+    return sum(found) / len(found)

@@ -1,0 +1,714 @@
+"""Capturing a step: what may change before it is saved is copied, unless the store already has it.
+
+    capture = StepCapture(chunks, context)  in the training thread: small pieces are copied here
+    capture.guard()                         and large ones whose writes nobody counts
+    capture.work()                          large ones, one by one, in any number of threads
+    capture.hold()                          returns when the model may change
+    capture.arriving()                      in the background: large ones, as they are captured
+    capture.snapshot(...)                   there, too: everything
+
+Chunks are taken in their provider's order, each before the next is made: what is small is packed
+with others into one block, and so is what is small on a device, whose copy is started. Frozen ones
+are left where they lie, and made in the background.
+
+A large tensor on the host is handled in one of two ways. If it had not changed at the previous
+save, it is hashed in place, which reads it once, and is not copied if the store has these bytes.
+Otherwise it is copied at once and hashed in the background. The tensor's content decides in the
+end; its history only determines what is tried first. What lies in another order than a piece has is
+put in order as it is copied; what is not copied, as it is read.
+
+Copies go into a pool of bounded size, which is reused from step to step: writing to fresh memory
+takes three times as long as writing to memory that held the previous step. Copies from a device run
+on a stream of their own while the device goes on computing, and the device waits for them, not the
+host: the kernels of the optimizer start when the copies are done, and Python continues at once.
+"""
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+import os
+import threading
+import time
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
+
+from tensor_dedup.store.buffers import PAGE, allocate
+from tensor_dedup.store.gathered import FlatBytes, copy_flat, flat_bytes, place_of
+from tensor_dedup.store.hashing import change_hash
+from tensor_dedup.store.steps.notes import Notes
+from tensor_dedup.store.writing.containers import PACK_BELOW, Want, changed_in_memory
+from tensor_dedup.store.writing.run_cache import StoredPiece
+from tensor_dedup.training.commit import StepSnapshot
+from tensor_dedup.training.state import (
+    NamedValue,
+    StateChunk,
+    in_groups,
+    is_tensor,
+    tensor_fault,
+)
+
+if TYPE_CHECKING:
+    from tensor_dedup.store.errors import ChangedModelError
+
+
+# More than this share of a block is not left unused.
+_SLACK: Final = 8
+# Small tensors of a device are packed into blocks of this size, each where any dtype may begin.
+_PACKED: Final = 1 << 20
+_ALIGNED: Final = 64
+_NOT_YET: Final = NamedValue("", "U8", (0,), b"")
+
+
+def default_bytes() -> int:
+    """A quarter of the machine's memory, in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+
+
+class HostPool:
+    """Blocks of host memory, at most `capacity` bytes in total. Safe from any thread.
+
+    Beyond that there is only what must be copied at once, until it is given back.
+
+    Page-locked blocks are known to CUDA, so that a device can copy into them asynchronously.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.reset()
+
+    def __repr__(self) -> str:
+        return f"HostPool({self._allocated} of {self.capacity} bytes)"
+
+    def reset(self) -> None:
+        """Forget everything, in a forked child: the parent's threads hold the lock and blocks."""
+        self._lock = threading.Lock()
+        # By whether they are page-locked; in order of their sizes, for a model may have thousands.
+        self._free: dict[bool, list[memoryview]] = {False: [], True: []}
+        self._allocated = 0
+
+    @property
+    def allocated(self) -> int:
+        """The size in bytes of all blocks, unused ones included."""
+        return self._allocated
+
+    def take(
+        self, nbytes: int, *, page_locked: bool = False, beyond: bool = False
+    ) -> memoryview | None:
+        """Take a block of at least `nbytes` until `give`; return None if there is no room now.
+
+        With `beyond` there is, unless the machine has no memory.
+        """
+        size = -(-nbytes // PAGE) * PAGE
+        with self._lock:
+            free = self._free[page_locked]
+            at = bisect_left(free, size, key=_size)
+            if at < len(free) and _size(free[at]) <= size + size // _SLACK:
+                return free.pop(at)
+            self._shrink(self.capacity - size)
+            if self._allocated + size > self.capacity and not beyond:
+                return None
+            block = _allocate(size, page_locked)
+            self._allocated += block.nbytes if block is not None else 0
+            return block
+
+    def _shrink(self, most: int) -> None:
+        """Free unused blocks until at most `most` bytes are allocated."""
+        for free in self._free.values():
+            while free and self._allocated > most:
+                self._allocated -= free.pop().nbytes
+
+    def give(self, block: memoryview, *, page_locked: bool = False) -> None:
+        """Return a block from `take` to the pool."""
+        with self._lock:
+            insort(self._free[page_locked], block, key=_size)
+            self._shrink(self.capacity)
+
+    def clear(self) -> None:
+        """Free all unused blocks."""
+        with self._lock:
+            self._shrink(0)
+
+
+def _size(block: memoryview) -> int:
+    return block.nbytes
+
+
+def _allocate(nbytes: int, page_locked: bool) -> memoryview | None:
+    try:
+        if not page_locked:
+            return allocate(nbytes, huge=True)
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy().data
+    except (OSError, MemoryError, RuntimeError):  # the last is torch's way to say the same
+        return None
+
+
+class DeviceSnapshot(Protocol):
+    """The copies of one save from one device."""
+
+    def copy(
+        self, tensor: "torch.Tensor", into: memoryview
+    ) -> "tuple[torch.Tensor, Callable[[], None]]":
+        """Start copying a tensor into memory of `into`.
+
+        Returns the copy, contiguous in C order, and a function that waits until it is done, safe
+        from any thread.
+        """
+        ...
+
+    def hold(self) -> None:
+        """Make work submitted to the device from now on wait for the copies that were started."""
+        ...
+
+
+class SnapshotDevice(Protocol):
+    """A kind of device, and a way to copy its tensors to the host."""
+
+    def takes(self, tensor: "torch.Tensor") -> bool:
+        """Return whether the tensor is on this device."""
+        ...
+
+    def begin(self, tensor: "torch.Tensor") -> DeviceSnapshot:
+        """Begin copies from this tensor's device.
+
+        They show the tensors as they are after all work submitted to the device so far.
+        """
+        ...
+
+
+class CudaDevice:
+    """CUDA devices, each with one stream for copies."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, Any] = {}
+
+    def takes(self, tensor: "torch.Tensor") -> bool:
+        # docstring inherited
+        return tensor.is_cuda
+
+    def begin(self, tensor: "torch.Tensor") -> "DeviceSnapshot":
+        # docstring inherited
+        import torch
+
+        number = tensor.device.index
+        if number not in self._streams:
+            stream: Any = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+            self._streams[number] = stream
+        return _CudaCopies(tensor.device, self._streams[number])
+
+
+class _CudaCopies:
+    def __init__(self, device: "torch.device", stream: Any) -> None:
+        import torch
+
+        self._device, self._stream = device, stream
+        self._event: Any = None  # of the last copy
+        stream.wait_stream(torch.cuda.current_stream(device))
+
+    def copy(
+        self, tensor: "torch.Tensor", into: memoryview
+    ) -> "tuple[torch.Tensor, Callable[[], None]]":
+        # docstring inherited
+        import torch
+
+        host = host_tensor(tensor, into)
+        with torch.cuda.stream(self._stream):
+            # Resolved here, not on the stream of the model: this one would not wait for that.
+            host.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(self._stream)
+        # Its memory is not given to others before the copy is done, even if the model lets go.
+        tensor.record_stream(self._stream)
+        return host, self._event.synchronize
+
+    def hold(self) -> None:
+        # docstring inherited
+        import torch
+
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+def host_tensor(tensor: "torch.Tensor", memory: memoryview) -> "torch.Tensor":
+    """Return an empty contiguous host tensor of the same dtype and shape, in this memory."""
+    import torch
+
+    nbytes = tensor.numel() * tensor.element_size()
+    flat = torch.frombuffer(memory[:nbytes], dtype=torch.uint8)
+    return flat.view(tensor.dtype).view(tensor.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureContext:
+    """What the captures of one handle have in common.
+
+    `known` has the pieces in the store, by change hash; `changing` the names of large tensors that
+    had changed at the previous save. `make_room` waits until an earlier save has given back what it
+    has of the pool, and returns False where there is none; `committed` gives up `known`.
+    """
+
+    pool: HostPool
+    devices: Sequence[SnapshotDevice]
+    changing: set[str]
+    known: Mapping[bytes, StoredPiece]
+    make_room: Callable[[], bool] = lambda: False
+    committed: Callable[[], None] = lambda: None
+
+
+@dataclass(slots=True)
+class _Large:
+    """A large piece in memory that belongs to the model, and its indices in the snapshot."""
+
+    name: str
+    view: FlatBytes
+    written: Callable[[], bool]
+    places: list[int]
+
+    @property
+    def counted(self) -> bool:
+        """Whether a write to it will be noticed."""
+        return self.written is not _never
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A copy in the pool of one large piece or of small ones, and its indices in the snapshot.
+
+    `waits` wait until it is made, where a device makes it. `key` is its change hash when that is
+    known; `known` means that the store has these bytes.
+    """
+
+    block: memoryview
+    nbytes: int
+    page_locked: bool
+    places: list[int]
+    small: bool = False
+    waits: list[Callable[[], None]] = field(default_factory=list)
+    key: bytes | None = None
+    known: bool = False
+
+
+class StepCapture:
+    """The capture of one step. Made in the training thread; every method may run in any thread.
+
+    Raises:
+        StateError: from the constructor, if a part of the model cannot be stored.
+    """
+
+    def __init__(self, chunks: Iterable[StateChunk], context: CaptureContext) -> None:
+        self._context = context
+        # In the order of the chunks: `place` is an index in these.
+        self._pieces: list[NamedValue] = []
+        self._groups: list[str] = []
+        self._unmade: list[tuple[int, StateChunk]] = []
+        self._large: dict[Hashable, _Large] = {}
+        self._hashes: dict[str, bytes] = {}
+        self._same: dict[str, StoredPiece] = {}
+        self._copied: list[_Copy] = []
+        self._packed: _Copy | None = None  # of small pieces of the host; there may be room in it
+        self._streams: dict[Any, DeviceSnapshot] = {}
+        self._written: list[tuple[str, Callable[[], bool]]] = []  # of what is on devices
+        self._held = False
+        self._lock = threading.Lock()
+        self._arrived = threading.Condition(self._lock)
+        self._without_room: list[_Large] = []
+        self._error: ChangedModelError | None = None
+        try:
+            self._take(chunks)
+        except BaseException:
+            self.release()
+            raise
+        large = list(self._large.values())
+        self.large_bytes = sum(each.view.nbytes for each in large)
+        # What must not wait comes first; then the largest, so that threads end together.
+        order = sorted(large, key=lambda each: (each.counted, -each.view.nbytes))
+        self._waiting = deque(order)
+        self._untried = len(large)
+        self._all_tried = threading.Event()
+        self.ended: float | None = None
+        """When the last large tensor was captured, by `time.perf_counter`; None until then."""
+        if not large:
+            self._end()
+
+    def _take(self, chunks: Iterable[StateChunk]) -> None:
+        """Take the chunks in order, each before the next is made.
+
+        Small tensors on devices are copied first, and the device waits for them at once, since
+        forward passes change them; so it does for large ones when a write to them would not be
+        noticed. The other ones of devices follow, as far as there is room.
+        """
+        small: list[tuple[int, StateChunk]] = []
+        later: list[tuple[int, StateChunk]] = []
+        nbytes = 0
+        for place, chunk in enumerate(chunks):
+            self._groups.append(chunk.group)
+            held = chunk.source
+            if type(held) is NamedValue and type(held.data) is bytes:  # an ensemble has thousands
+                self._pieces.append(chunk.piece())
+                continue
+            self._pieces.append(_NOT_YET)
+            if chunk.make is not None and chunk.frozen:
+                self._unmade.append((place, chunk))
+            elif (size := self._size_on_device(chunk)) is None:
+                self._pieces[place] = self._on_host(place, chunk)
+            elif size < PACK_BELOW:
+                small.append((place, chunk))
+                nbytes += -(-size // _ALIGNED) * _ALIGNED
+                if nbytes >= _PACKED:
+                    self._pack(small)
+                    small, nbytes = [], 0
+            elif _writes_of(chunk.source) is _never:
+                self._stage(place, chunk)
+            else:
+                later.append((place, chunk))
+        self._pack(small)
+        for copies in self._streams.values():
+            copies.hold()
+        for place, chunk in later:
+            self._stage(place, chunk)
+
+    def _on_host(self, place: int, chunk: StateChunk) -> NamedValue:
+        """Return a piece that no device copies, a small one as a copy; note a large one.
+
+        It may be on a device that there is no room for: it is read there, part by part.
+        """
+        piece = chunk.piece()
+        view = flat_bytes(piece.data)
+        if chunk.frozen or (isinstance(view, memoryview) and type(view.obj) is bytes):
+            return piece
+        if view.nbytes < PACK_BELOW:
+            return replace(piece, data=self._copy_small(place, view))
+        written = _writes_of(chunk.source)
+        large = self._large.get(place_of(view))
+        if large is None:
+            self._large[place_of(view)] = _Large(piece.name, view, written, [place])
+        else:  # the same memory, perhaps written to by way of this one
+            large.places.append(place)
+            large.written = _either(large.written, written)
+        return piece
+
+    def _copy_small(self, place: int, view: FlatBytes) -> memoryview:
+        """Copy a small piece of the host into a block with others.
+
+        It may change, or make room for the next chunk, before anybody asks again. So where there is
+        no room, other saves are waited for, one by one, and then the pool grows.
+
+        The first block is small, as most models need no other.
+        """
+        packed, pool = self._packed, self._context.pool
+        size = -(-view.nbytes // _ALIGNED) * _ALIGNED
+        if packed is None or packed.nbytes + size > packed.block.nbytes:
+            room = min(2 * packed.block.nbytes, _PACKED) if packed else PACK_BELOW
+            while (block := pool.take(room)) is None and self._context.make_room():
+                pass
+            if block is None and (block := pool.take(PACK_BELOW, beyond=True)) is None:
+                raise MemoryError
+            packed = self._packed = _Copy(block, 0, False, [], small=True)
+            self._copied.append(packed)
+        copy = packed.block[packed.nbytes : packed.nbytes + view.nbytes]
+        copy[:] = view[:]
+        packed.nbytes += size
+        packed.places.append(place)
+        return copy
+
+    def _device(self, value: Any) -> SnapshotDevice | None:
+        """Return the device of a tensor that has bytes; None for what is on the host."""
+        if not is_tensor(value):
+            return None
+        device = next((each for each in self._context.devices if each.takes(value)), None)
+        return None if device is None or tensor_fault(value) or not value.numel() else device
+
+    def _size_on_device(self, chunk: StateChunk) -> int | None:
+        """Return the size of a tensor on a device in bytes; None for what is on the host."""
+        return None if self._device(chunk.source) is None else chunk.nbytes
+
+    def _pack(self, chunks: list[tuple[int, StateChunk]]) -> None:
+        """Start copying small tensors of devices into one block, as far as there is room."""
+        sizes = [-(-(chunk.nbytes or 0) // _ALIGNED) * _ALIGNED for _, chunk in chunks]
+        block = self._context.pool.take(sum(sizes), page_locked=True) if chunks else None
+        if block is None:
+            for place, chunk in chunks:
+                self._pieces[place] = self._on_host(place, chunk)
+            return
+        places = [place for place, _ in chunks]
+        copy = _Copy(block, sum(sizes), True, places, small=True)
+        self._copied.append(copy)
+        for (place, chunk), size in zip(chunks, sizes, strict=True):
+            copy.waits = [self._start(place, chunk, block[:size])]  # they are made in turn
+            block = block[size:]
+
+    def _stage(self, place: int, chunk: StateChunk) -> None:
+        """Start copying a large tensor from its device, if there is room."""
+        nbytes = chunk.nbytes or 0
+        block = self._context.pool.take(nbytes, page_locked=True)
+        if block is None:
+            self._pieces[place] = self._on_host(place, chunk)
+            return
+        copy = _Copy(block, nbytes, True, [place])
+        self._copied.append(copy)
+        self._written.append((chunk.name, _writes_of(chunk.source)))
+        copy.waits.append(self._start(place, chunk, block))
+
+    def _start(self, place: int, chunk: StateChunk, block: memoryview) -> Callable[[], None]:
+        """Start copying a tensor from its device; return a function that waits for the copy."""
+        tensor = chunk.source
+        if (device := self._device(tensor)) is not None and tensor.device not in self._streams:
+            self._streams[tensor.device] = device.begin(tensor)
+        host, wait = self._streams[tensor.device].copy(tensor.detach(), block)
+        self._pieces[place] = StateChunk(host, chunk.name).piece()
+        return wait
+
+    def lacks_room(self) -> bool:
+        """Wait for all copies; return whether there was no room for some.
+
+        Tensors without room stay uncopied.
+        """
+        self._all_tried.wait()
+        return bool(self._without_room)
+
+    def guard(self) -> bool:
+        """Capture tensors whose writes torch does not count; return whether all had room."""
+        self._work(lambda large: not large.counted)
+        with self._lock:
+            return all(large.counted for large in self._without_room)
+
+    def work(self) -> None:
+        """Capture waiting tensors until there are none. Several threads may do so together."""
+        self._work(lambda _: True)
+
+    def _work(self, wanted: Callable[[_Large], bool]) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting or not wanted(self._waiting[0]):
+                    return
+                large = self._waiting.popleft()
+            captured = False
+            try:
+                captured = self._capture(large)
+            finally:
+                with self._lock:
+                    self._untried -= 1
+                    if not captured:
+                        self._without_room.append(large)
+                    if not self._untried:
+                        self._end()
+                    self._arrived.notify_all()
+
+    def _end(self) -> None:
+        self.ended = self.ended or time.perf_counter()
+        self._all_tried.set()
+
+    def retry(self) -> None:
+        """Try again to copy the tensors that there was no room for."""
+        self._all_tried.wait()
+        with self._lock:
+            self._without_room = [large for large in self._without_room if not self._capture(large)]
+
+    def _capture(self, large: _Large) -> bool:
+        """Find a piece in the store, or copy it; return False when there is no room."""
+        if large.name not in self._context.changing:
+            # At the first step there is nothing that it could be equal to.
+            key = change_hash(large.view) if self._context.known else b""
+            if key in self._context.known:
+                self._check(large)
+                self._found(large.places, key)
+                return True
+            self._context.changing.add(large.name)
+        block = self._context.pool.take(large.view.nbytes)
+        if block is None:
+            return False
+        nbytes = large.view.nbytes
+        try:
+            copy_flat(large.view, block[:nbytes])
+        except BaseException:
+            self._context.pool.give(block)
+            raise
+        self._check(large)
+        for place in large.places:
+            self._pieces[place] = replace(self._pieces[place], data=block[:nbytes])
+        self._copied.append(_Copy(block, nbytes, False, large.places))
+        return True
+
+    def _check(self, large: _Large) -> None:
+        if large.written():
+            self._error = changed_in_memory(large.name)
+
+    def _found(self, places: Sequence[int], key: bytes) -> None:
+        """Note that the store has these pieces, whose bytes are not needed any more."""
+        for place in places:
+            piece = self._pieces[place]
+            self._hashes[piece.name], self._same[piece.name] = key, self._context.known[key]
+            self._pieces[place] = replace(piece, data=b"")
+
+    def hold(self) -> None:
+        """Wait until the model may be changed, except for what there was no room for.
+
+        Work submitted to a device from now on starts after the copies. Call it in the training
+        thread.
+        """
+        self.work()
+        self._all_tried.wait()
+        self._hold()
+        for copies in self._streams.values():
+            copies.hold()
+
+    def _hold(self) -> None:
+        """Note what was written to on devices before anybody was told to wait."""
+        with self._lock:
+            written = [name for name, was_written in self._written if was_written()]
+            if written and not self._held:
+                self._error = changed_in_memory(written[0])
+            self._held = True
+
+    def arriving(self) -> Iterator[tuple[bytes, Want]]:
+        """Yield large pieces as they are captured, with their change hashes, until all are.
+
+        What the store has, or what there was no room for, is not among them. Every call begins
+        with the first. One caller at a time, who is not the one that captures.
+
+        Raises:
+            ChangedModelError: a tensor was changed before it was copied.
+        """
+        number = 0
+        while (copy := self._copy(number)) is not None:
+            number += 1
+            if copy.small:
+                continue
+            self._hash_copy(copy)
+            if self._error is not None:
+                raise self._error
+            if copy.key is not None and not copy.known:
+                first = self._pieces[copy.places[0]]
+                yield copy.key, Want(first.name, first.dtype, copy.block[: copy.nbytes], True)
+
+    def _copy(self, number: int) -> _Copy | None:
+        """Return a copy when it is there; None if there are not so many."""
+        with self._arrived:
+            self._arrived.wait_for(lambda: number < len(self._copied) or not self._untried)
+            return self._copied[number] if number < len(self._copied) else None
+
+    def snapshot(self, notes: Notes, files: Mapping[str, bytes]) -> StepSnapshot:
+        """Return the step when everything is copied. Call it once.
+
+        Raises:
+            ChangedModelError: a tensor was changed before it was copied.
+        """
+        self._all_tried.wait()
+        for wait in (wait for copy in self._copied for wait in copy.waits):
+            wait()
+        self._hold()
+        if self._error is not None:
+            raise self._error
+        for place, chunk in self._unmade:
+            self._pieces[place] = chunk.piece()
+        for copy in self._copied:
+            self._hash_copy(copy)
+        copied = (place for copy in self._copied for place in copy.places)
+        private = {self._pieces[place].name for place in copied} - self._same.keys()
+        ordered = in_groups(self._pieces, self._groups)
+        check = self._check_in_place
+        return StepSnapshot(
+            notes,
+            ordered,
+            files,
+            self._hashes,
+            self._same,
+            private,
+            again=self._again,
+            check_unchanged=check,
+            committed=self._context.committed,
+        )
+
+    def _again(self, name: str, key: bytes) -> tuple[FlatBytes, bool] | None:
+        """Return the bytes of a piece that the store had, and whether they are a copy in the pool.
+
+        None where they are in memory no more: the model may have been changed since.
+        """
+        for copy in self._copied:
+            if copy.key == key:
+                return copy.block[: copy.nbytes], True
+        for large in self._large.values():
+            names = {self._pieces[place].name for place in large.places}
+            if name in names and change_hash(large.view) == key:
+                return large.view, False
+        return None
+
+    def _check_in_place(self) -> None:
+        """See that nobody wrote to what there was no room for; call it when that has been stored.
+
+        Raises:
+            ChangedModelError: somebody did.
+        """
+        with self._lock:
+            written = [large.name for large in self._without_room if large.written()]
+        if written:
+            raise changed_in_memory(written[0])
+
+    def _hash_copy(self, copy: _Copy) -> None:
+        """Hash a copy that is made; one that the store turns out to have is not written."""
+        if copy.small or copy.key is not None:
+            return
+        for wait in copy.waits:
+            wait()
+        first = self._pieces[copy.places[0]]
+        copy.key = key = change_hash(copy.block[: copy.nbytes])
+        copy.known = key in self._context.known
+        if copy.known:
+            self._context.changing.discard(first.name)
+            self._found(copy.places, key)
+            return
+        for place in copy.places:
+            self._hashes[self._pieces[place].name] = key
+
+    def settle(self) -> None:
+        """Capture no more, and wait for the threads that are capturing."""
+        with self._lock:
+            self._untried -= len(self._waiting)
+            self._waiting.clear()
+            if not self._untried:
+                self._end()
+        self._all_tried.wait()
+
+    def committed(self) -> None:
+        """Give up what this step was compared with, when it has its name."""
+        self._context.committed()
+
+    def release(self) -> None:
+        """Return the copies to the pool, when nobody reads the snapshot any more."""
+        self._pieces, self._written, self._without_room = [], [], []
+        self._unmade, self._large, self._packed = [], {}, None
+        copied, self._copied = self._copied, []
+        kept = self._context
+        kept.committed()
+        for copy in copied:
+            kept.pool.give(copy.block, page_locked=copy.page_locked)
+        # The handle, which made room, is not kept: whoever drops it may still hold the save.
+        self._context = CaptureContext(kept.pool, kept.devices, kept.changing, {})
+
+
+def _writes_of(value: Any) -> Callable[[], bool]:
+    """Return a function that tells whether torch has written to a tensor since.
+
+    Nobody counts what others write.
+    """
+    if not is_tensor(value) or value.is_inference():
+        return _never
+    version = value._version
+    return lambda: value._version != version
+
+
+def _never() -> bool:
+    return False
+
+
+def _either(one: Callable[[], bool], other: Callable[[], bool]) -> Callable[[], bool]:
+    """Return a function that tells of both writes; `_never` if nobody counts one of them."""
+    if one is _never or other is _never:
+        return _never
+    return lambda: one() or other()

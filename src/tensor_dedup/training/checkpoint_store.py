@@ -1,0 +1,798 @@
+"""The checkpoints of one run: saving, loading, retention and deletion."""
+
+import logging
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from tensor_dedup.errors import StoreError
+from tensor_dedup.store.buffers import BufferPool
+from tensor_dedup.store.errors import (
+    DamagedFileError,
+    MissingObjectError,
+    NameTakenError,
+    NoSpaceError,
+    UnknownNameError,
+)
+from tensor_dedup.store.format.names import check_name, file_of
+from tensor_dedup.store.reading.bulk_reader import BulkReader, plan
+from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredTensor
+from tensor_dedup.store.steps.errors import (
+    BadOption,
+    BadOptionError,
+    NotATrainingError,
+    PinnedStepError,
+    UnknownStepError,
+)
+from tensor_dedup.store.steps.notes import Notes, checked
+from tensor_dedup.store.steps.retention import Mode, Retention, best, goal, is_whole
+from tensor_dedup.store.steps.runs import (
+    Step,
+    StepOrder,
+    StepPlace,
+    check_no_step_s_name,
+    check_not_kept,
+    check_pin,
+    check_replaceable,
+    check_run,
+    describe_all,
+    in_save_order,
+    kept_steps,
+    manifest_of,
+    pin_step,
+    step_name,
+    step_numbers,
+)
+from tensor_dedup.store.store import LocalStore
+from tensor_dedup.store.upkeep.gc import DEFAULT_GRACE_HOURS, GcPlan
+from tensor_dedup.store.upkeep.run_sizes import run_stats
+from tensor_dedup.store.writing.sources import small_files
+from tensor_dedup.suggestions import perhaps
+from tensor_dedup.training.adapters import ModelAdapter, adapter_for, by_name, chunks_of
+from tensor_dedup.training.background import (
+    ExtractedStep,
+    Hook,
+    PendingSave,
+    Saves,
+    with_notes,
+)
+from tensor_dedup.training.capture import HostPool, default_bytes
+from tensor_dedup.training.commit import Saved, Saver, StepSnapshot, StepSource
+from tensor_dedup.training.errors import DrainError
+from tensor_dedup.training.policy import Compress
+from tensor_dedup.training.state import NUMPY_CODES, NamedValue, in_groups, value
+from tensor_dedup.training.tiers.drain import Drain
+
+if TYPE_CHECKING:
+    import torch
+
+    from tensor_dedup.remote.remote import Remote
+    from tensor_dedup.training.state import Value
+
+_LOG = logging.getLogger("tensor_dedup")
+StrPath = str | PathLike[str]
+_READERS = 8  # the disk wants several requests even where there are fewer cores
+# A region of memory is let go when the tensors in it are copied.
+_REGION = 64 << 20
+_AHEAD = 2
+# Up to so much, threads take longer to begin than one takes to read it all.
+_ALONE_BYTES = 4 << 20
+_ALONE_PIECES = 256
+
+
+class CheckpointStore:
+    """The checkpoints of one run in a store.
+
+        with CheckpointStore("checkpoints", "run-001", keep_last=5) as run:
+            run.save(model, step=epoch, metrics={"val_loss": loss})
+            model = run.load(run.best("val_loss"), original=model)
+
+    To save without waiting for the disk, hook the optimizer that changes the model:
+
+            run.hook(optimizer)
+            run.save_async({"model": model, "optimizer": optimizer}, step=step)
+
+    A step takes space only for what no step of any run in the store has yet. Every save compares
+    each tensor by content: one that was changed in place is saved, whatever its name or address.
+
+    When a training returns to an earlier step and continues from there, the later steps of its
+    first attempt are stale: `latest` and `keep_last` go by the order of saving. Each step has its
+    place in that order in its manifest, so no clock has a say in it.
+
+    There may be any number of handles, runs and processes at once. Methods may be called from any
+    thread; saves take turns. Errors of the store and its disk are StoreErrors; one of them,
+    StateError, says that a model cannot be taken apart.
+    """
+
+    def __init__(
+        self,
+        root: "StrPath | LocalStore",
+        run_id: str,
+        adapter: ModelAdapter | None = None,
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: tuple[str, int, Mode] | None = None,
+        compress: Compress = "auto",
+        base: str | None = None,
+        config: "StrPath | Mapping[str, str | bytes] | None" = None,
+        weights: str = "",
+        pool_bytes: "int | HostPool | None" = None,
+        in_flight: int = 1,
+        drain: "StrPath | LocalStore | Remote | None" = None,
+        keep_fast: int | None = 1,
+        drain_backlog: int = 8,
+    ) -> None:
+        """Open the store in the folder `root`, or make one, for the run `run_id`.
+
+        `adapter` takes models apart and puts them together; by default it is chosen by the type of
+        what is saved.
+
+        After each save, steps that no rule keeps are deleted. The rules keep the `keep_last` steps
+        that were saved last, the multiples of `keep_every`, and by `keep_best=(metric, count, "min"
+        or "max")` the best ones by a metric. Pinned steps and the one just saved stay, and without
+        a rule all do. So they do while no step has the metric of `keep_best`, or all have NaN; the
+        first save without it logs a warning, since its name may be misspelt.
+
+        `config` (a folder, or texts by path) is kept with each step, so that engines can load
+        `store://RUN@STEP`. When the model is only a part of what is saved, as in `{"model": ...,
+        "optimizer": ...}`, `weights="model"` says which.
+
+        New tensors are stored encoded where that saves a tenth. With `compress="auto"` a save
+        leaves what takes long to a thread that works while no save runs; `close` and `gc` wait for
+        it, and what is not encoded when a program ends without `close` stays as it was saved. With
+        "always" each save encodes everything, with None nothing is encoded. In any case, leaves
+        (2 MiB) that a tensor has in common with a stored one, at the same offset, are not stored
+        again where that saves a tenth.
+
+        The first step of a run is stored against the checkpoint of the store called `base`, an
+        import or a step of another run; without one, the nearest is found by comparing samples.
+        Later steps are stored against the one before. Tensors are paired by how their names end.
+
+        `pool_bytes` bounds the memory for the copies of `save_async`, by default a quarter of the
+        machine's, or is a pool that several handles share, and with it one bound; `in_flight` is
+        how many of its saves may be unfinished at once.
+
+        `drain` is a second tier, slower and lasting, behind a fast `root`: the folder of a store,
+        or a remote or its URL (`s3://`, `gs://`, `az://`, `file://`). A step is saved when it is
+        committed in `root`; a thread then copies to the second tier what that lacks, in the order
+        of saving, and the step appears there when it is durable, the same to the last byte. Steps,
+        metrics and pins are those of both, and a step is loaded from where it is. The rules above
+        go by the second tier and delete from both; of what is drained, `root` keeps the `keep_fast`
+        steps that were saved last (None: all), and what is not drained stays. A copy that fails is
+        tried again, after half a second to a minute; while `drain_backlog` steps are not drained, a
+        save waits. The second tier must be there when this is called, since it alone knows which
+        step is the latest; later on it may be away. Only one `root` at a time may drain a run, and
+        to one second tier: `root` notes which it is, unless `keep_fast` is None.
+
+        Raises:
+            BadNameError: the run's name is invalid.
+            BadOptionError: an option is invalid, or one is given that needs `drain`, or the run is
+                called as a step of another run would be; `kind` says which.
+            NotAStoreError: `root` or `drain` holds something else.
+            UnknownNameError: the run has no step, and there is no checkpoint `base`.
+            OtherTierError: `drain` is empty, as a disk that is not mounted, or is not what the run
+                was drained to.
+            DivergedTierError: another `root` has drained to it, without what this one has not yet.
+            StoreIOError, StoreAccessError: the second store cannot be read.
+            RemoteUrlError: a URL names no remote.
+            RemoteUnreachableError: the remote does not answer.
+            RemoteAccessError, ReadOnlyRemoteError: it refuses, or cannot be written to.
+            NotARemoteError: it holds something else.
+            NoConditionsError: its server knows no conditional writes, so steps could be lost.
+        """
+        _check_limits(run_id, in_flight, pool_bytes)
+        _check_kinds(run_id, config, weights, drain)
+        if drain is None and (keep_fast, drain_backlog) != (1, 8):
+            what = f"keep_fast={keep_fast}, drain_backlog={drain_backlog} without `drain`"
+            raise BadOptionError.of(BadOption.FAST, f"run {run_id!r}", what)
+        self.run_id = check_run(run_id)
+        self._retention = Retention(keep_last, keep_every, keep_best)
+        self._warned: set[str] = set()
+        self.store = root if isinstance(root, LocalStore) else LocalStore.open(root)
+        with self.store.handle.translated():
+            check_no_step_s_name(self.store.handle.objects, self.run_id)
+        self._adapter = adapter
+        self._config, self._weights = self._small_files(config), weights
+        self._steps = StepOrder(self.store.handle.objects, self.run_id)
+        objects, workers = self.store.handle.objects, self.store.worker_count
+        self._saver = Saver(objects, workers, self._steps, compress=compress, base=base)
+        pool = pool_bytes
+        if not isinstance(pool, HostPool):
+            pool = HostPool(default_bytes() if pool is None else pool)
+        self._saves = Saves(self.commit, self._saver, pool, in_flight=in_flight, threads=workers)
+        self._drain: Drain | None = None
+        if drain is not None:
+            from tensor_dedup.training.tiers.remote_tier import second_tier
+
+            tier = second_tier(drain, self.store, self._steps, lets_go=keep_fast is not None)
+            self._drain = Drain(
+                self.store,
+                tier,
+                self._steps,
+                self._retention,
+                wait_for_encoding=self._saver.wait_for_encoding,
+                keep_fast=keep_fast,
+                backlog=drain_backlog,
+            )
+            weakref.finalize(self, self._drain.forsake)  # nobody waits for what fails any more
+        if base is not None and not self._places():  # else nothing needs it any more
+            with self.store.handle.locked():
+                self.store.handle.objects.ref(check_name(base))  # raises if there is none
+
+    def __repr__(self) -> str:
+        count = "?"
+        with suppress(StoreError), self.store.handle.translated():
+            count = str(len(step_numbers(self.store.handle.objects, self.run_id)))
+        shown = f"{str(self.store.path)!r}, {self.run_id!r}, steps={count}"
+        if self._drain is not None:
+            shown += f", undrained={len(self._drain.undrained())}"
+        return f"CheckpointStore({shown})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, raised: BaseException | None, *_: object) -> None:
+        try:
+            if raised is not None:  # whoever sees to an error does not wait for less disk
+                self._saves.close()
+                self._saver.drop_encoding()
+            self.close()
+        except StoreError as error:
+            if raised is None:
+                raise
+            what = "drained" if isinstance(error, DrainError) else "saved"
+            raised.add_note(f"and a step was not {what}: {with_notes(error)}")  # that comes first
+
+    def close(self) -> None:
+        """Wait for saves in the background, encode what they left, free what is held between saves.
+
+        With a second tier, wait until all is drained, too. A later save opens it again. Raises the
+        error of a failed background save, and DrainError.
+        """
+        self._saves.check()
+        if self._drain is not None:
+            self._drain.release()
+        self._saves.close()
+        self._saver.close()
+        try:
+            self._saves.wait()
+        except StoreError as error:
+            try:
+                self._close_drain()
+            except StoreError as other:
+                error.add_note(f"and {with_notes(other)}")
+            raise
+        self._close_drain()
+
+    def _close_drain(self) -> None:
+        if self._drain is not None:
+            self._drain.close()
+
+    def save(
+        self,
+        model: Any,
+        step: int,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        files: "Mapping[str, str | bytes] | None" = None,
+    ) -> Saved:
+        """Save a step, replacing the one of this number; it is committed and durable on return.
+
+        The model must not be written to meanwhile. `metrics` are numbers by name; one that is NaN
+        is saved, is never the best, and is warned of once. `files` are small files by path, added
+        to those of `config`.
+
+        Raises:
+            ChangedModelError: a write to the model was noticed.
+            PinnedStepError: the step is pinned, so it is not replaced.
+            NotATrainingError: an imported checkpoint has the name RUN@STEP; it is not replaced.
+            BadStepError, BadMetricError, NamedTwiceError: an argument is invalid.
+            StateError: the model cannot be taken apart.
+            NestedSaveError: a signal handler, or a provider, called it in the middle of a save.
+            NoSpaceError, StoreIOError: the disk failed; all saved steps are as they were.
+        """
+        self._saves.wait()
+        return self.commit(self.snapshot(model, step, metrics, files=files))
+
+    def append(
+        self,
+        model: Any,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        files: "Mapping[str, str | bytes] | None" = None,
+    ) -> Saved:
+        """Save as the step after all existing ones, imported ones included; otherwise as `save`.
+
+        Concurrent calls, in any process, get different steps.
+        """
+        self._saves.wait()
+        while True:
+            with self.store.handle.locked():
+                there = {*step_numbers(self.store.handle.objects, self.run_id)}
+            if self._drain is not None:
+                there |= self._drain.numbers()
+            extracted = self.snapshot(model, max(there, default=-1) + 1, metrics, files=files)
+            with suppress(NameTakenError):  # somebody was quicker: what was written is used again
+                return self.commit(extracted.as_new())
+
+    def save_async(
+        self,
+        model: Any,
+        step: int,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        files: "Mapping[str, str | bytes] | None" = None,
+        lazy: bool | None = None,
+    ) -> PendingSave:
+        """Start saving a step as it is now; the result's `wait` returns what was saved.
+
+        On return the model may be changed, since what the store does not have was copied. When
+        `lazy`, only small tensors, plain values and whatever is not a torch tensor with counted
+        writes (numpy arrays, tensors made in inference mode) were copied, and `before_update` waits
+        for the rest: until then large tensors must stay as they are. A change that torch counts is
+        a ChangedModelError; it counts none made through `.data` or through an array that shares a
+        tensor's memory. By default it is lazy when an optimizer is hooked.
+
+        Waits while `in_flight` saves are unfinished. What does not fit into the pool is waited for
+        until it is written.
+
+        An error of a background save is raised once, by the next call of this method, `save`,
+        `before_update`, `close` or its own `wait`. If this call raises it, it has saved nothing.
+        Otherwise it raises the errors of `save`.
+        """
+        step_name(self.run_id, step)
+        self._check_replaceable(step)
+        return self._saves.start(lambda: self._extract(model, step, metrics, files), lazy=lazy)
+
+    def before_update(self) -> None:
+        """Wait until the model may be changed; call it before the optimizer's step.
+
+        It waits only for what `save_async` has not copied yet. For copies from a device, the
+        device's next work waits, and this returns at once. Raises the error of a failed save.
+        """
+        self._saves.before_update()
+
+    def hook(self, optimizer: "torch.optim.Optimizer") -> Hook:
+        """Call `before_update` before each step of an optimizer, and make `save_async` lazy.
+
+        Hook every optimizer that changes what is saved. `remove` of the result ends it.
+        """
+        return self._saves.hook(optimizer)
+
+    def snapshot(
+        self,
+        model: Any,
+        step: int,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        files: "Mapping[str, str | bytes] | None" = None,
+    ) -> StepSnapshot:
+        """Take a step apart for `commit`. Nothing is written; it may use the model's own memory."""
+        extracted = self._extract(model, step, metrics, files)
+        taken = [(chunk.piece(), chunk.group) for chunk in extracted.chunks]
+        ordered = in_groups((piece for piece, _ in taken), (group for _, group in taken))
+        return StepSnapshot(extracted.notes, ordered, extracted.files)
+
+    def _extract(
+        self,
+        model: Any,
+        step: int,
+        metrics: Mapping[str, Any] | None,
+        files: "Mapping[str, str | bytes] | None",
+    ) -> ExtractedStep:
+        step_name(self.run_id, step)
+        adapter = self._adapter or adapter_for(model)
+        # An adapter of tensorcas' own interface has no name, and needs none: it is given to `load`.
+        name = getattr(adapter, "name", type(adapter).__name__)
+        numbers, goals = checked(metrics), self._retention.goals
+        notes = Notes(self.run_id, step, name, numbers, self._weights, goals=goals)
+        small = {**self._config, **self._small_files(files)}
+        return ExtractedStep(notes, chunks_of(adapter, model), small)
+
+    def commit(self, snapshot: StepSource) -> Saved:
+        """Store a snapshot, then delete the steps that no rule keeps.
+
+        With a second tier, that is done when the step is drained, and this waits first while
+        `drain_backlog` steps are not. Any thread may call it. Raises the errors of `save`.
+        """
+        self._saves.check()
+        return self._saves.run(lambda: self._commit(snapshot))
+
+    def _commit(self, snapshot: StepSource) -> Saved:
+        step = snapshot.notes.step
+        if not snapshot.new:  # before the work; it is looked at again after it
+            self._check_replaceable(step)
+        if self._drain is not None:
+            self._drain.wait_for_room()
+        try:
+            saved = self._saver.commit(snapshot)
+        except NoSpaceError:
+            if self._drain is None or not self._drain.free_space():
+                raise
+            saved = self._saver.commit(snapshot)
+        snapshot.committed()  # before the step is drained, and others are let go of
+        self._warn_of_metrics(snapshot.notes)
+        if self._drain is not None:  # which applies the rules to what is drained
+            if snapshot.notes.run == self.run_id:
+                self._drain.add(step)
+            return saved
+        try:
+            self._delete_unretained(step)
+        except StoreError as error:  # the step is there: a save that did its work does not fail
+            _LOG.warning("saved %s; no older step was let go of: %s", saved.name, error)
+        return saved
+
+    def load(self, step: int, original: Any = None) -> Any:
+        """Load the model as it was saved, into `original` where the adapter can or must.
+
+        Every byte is verified. The cost depends on this step alone.
+
+        Raises:
+            UnknownStepError: the run has no such step.
+            NotATrainingError: the checkpoint of this name was imported.
+            CorruptTensorError, MissingObjectError: no intact copy of a tensor is in the store.
+            StateError: the state cannot be restored, or not into `original`.
+        """
+        if self._drain is not None:
+            adapter, values = self._drain.read(step, self._read)
+            return adapter.reconstruct(values, original)
+        try:
+            opened = self.store.checkpoint(step_name(self.run_id, step))
+        except UnknownNameError:
+            with self.store.handle.locked():
+                manifest_of(
+                    self.store.handle.objects, self.run_id, step
+                )  # says which steps there are
+            raise
+        with opened as checkpoint, self.store.handle.translated():
+            adapter, values = self._read(checkpoint)
+        return adapter.reconstruct(values, original)
+
+    def _read(self, checkpoint: StoredCheckpoint) -> "tuple[ModelAdapter, dict[str, Value]]":
+        notes = Notes.from_texts(checkpoint.notes)
+        if notes is None:
+            what = f"{checkpoint.name!r} was imported"
+            raise NotATrainingError.at(self.store.path, what, name=checkpoint.name)
+        adapter = self._adapter or by_name(notes.adapter)
+        return adapter, load_values(checkpoint, max(_READERS, self.store.worker_count))
+
+    def manifest(self, step: int) -> str:
+        """Return the name of the manifest of a step as `load` would find it.
+
+        The name follows from the content, so it tells whether a step was saved again since.
+
+        Raises:
+            UnknownStepError: the run has no such step.
+            NotATrainingError: the checkpoint of this name was imported.
+        """
+        if self._drain is not None:
+            return self._drain.manifest(step)
+        with self.store.handle.locked():
+            return manifest_of(self.store.handle.objects, self.run_id, step)[0]
+
+    def steps(self) -> list[int]:
+        """Return the steps of the run in order. Each is complete; imports are not included."""
+        return list(self._places())
+
+    def _places(self) -> "Mapping[int, StepPlace]":
+        if self._drain is not None:
+            return self._drain.places()
+        with self.store.handle.locked():
+            return self._steps.places()
+
+    def latest(self) -> int | None:
+        """Return the step that was saved last, or None if nothing was saved yet.
+
+        That is the greatest one, unless a training went back: saving step 6 when 10 is there makes
+        6 the latest. Of two that were saved at one moment it is either.
+        """
+        order = in_save_order(self._places())
+        return order[-1] if order else None
+
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """Return the metrics of each step, in order."""
+        return {each.step: each.metrics for each in self._described()}
+
+    def _described(self) -> list[Step]:
+        if self._drain is not None:
+            return self._drain.described()
+        with self.store.handle.locked():
+            return describe_all(self.store.handle.objects, self.run_id)
+
+    def best(self, metric: str, mode: Mode | None = None) -> int:
+        """Return the step with the least metric (mode "min") or with the greatest ("max").
+
+        Without a mode, the `keep_best` of this handle says which, or else that of the steps, or
+        else the name of the metric, as `val_loss` and `accuracy` do. Of equal ones, the earliest is
+        returned.
+
+        Raises:
+            UnknownMetricError: no step has it.
+            UnknownGoalError: `mode` is not given, and nothing else says which is best.
+        """
+        steps = self._described()
+        noted = (step.goals for step in reversed(steps))
+        chosen = mode if mode is not None else goal(metric, (self._retention.goals, *noted))
+        return best({step.step: step.metrics for step in steps}, metric, chosen, self.run_id)
+
+    def delete(self, step: int) -> None:
+        """Delete a step; `gc` frees its space.
+
+        Raises:
+            UnknownStepError: the run has no such step.
+            PinnedStepError: the step is pinned.
+            NotATrainingError: the checkpoint of this name is no step of this run.
+        """
+        if self._drain is not None:
+            self._drain.delete(step)
+        else:
+            self._delete(step)
+
+    def _delete(self, step: int, seen: object = None) -> None:
+        """Delete a step; one that is not as it was `seen` has been saved again, and stays."""
+        objects, name = self.store.handle.objects, step_name(self.run_id, step)
+        with self._naming():
+            if seen is not None and self._steps.status(step) != seen:
+                return
+            # Under the lock of names: whoever pins it meanwhile comes before or after.
+            check_not_kept(objects, self.run_id, step)
+            with suppress(DamagedFileError, MissingObjectError):  # that may be why it is to go
+                manifest_of(objects, self.run_id, step)
+            try:
+                objects.files.unlink(objects.layout.refs / file_of(name))
+            except FileNotFoundError as error:
+                raise UnknownStepError.of(self.store.path, self.run_id, step) from error
+            objects.files.sync_folder(objects.layout.refs)
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Hold the lock under which names of the store change; hold it for a moment only."""
+        with self.store.handle.locked(), self.store.handle.objects.naming():
+            yield
+
+    def prune(self, *, dry_run: bool = False, among: Collection[int] | None = None) -> list[int]:
+        """Delete the steps that no rule keeps, as each save does; `gc` frees their space.
+
+        Returns these steps; with `dry_run` they stay. Others than those in `among` stay too. The
+        step that was saved last is never deleted, nor is one that cannot be read.
+        """
+        if self._drain is not None:
+            return self._drain.prune(dry_run=dry_run, among=among)
+        return self._delete_unretained(None, dry_run=dry_run, among=among)
+
+    def pin(self, step: int) -> None:
+        """Keep a step whatever the retention rules say, until `unpin`; it is not replaced either.
+
+        Raises:
+            UnknownStepError: the run has no such step.
+            NotATrainingError: the checkpoint of this name is no step of this run, or one was
+                imported under the name that would pin it.
+        """
+        if self._drain is not None:
+            self._drain.pin(step)
+            return
+        with self.store.handle.locked():
+            pin_step(self.store.handle.objects, self.run_id, step)
+
+    def unpin(self, step: int) -> None:
+        """Stop keeping a step whatever the rules say. Without effect when it is not pinned.
+
+        Raises:
+            NotATrainingError: a checkpoint was imported under the name that would pin it.
+        """
+        if self._drain is not None:
+            self._drain.unpin(step)
+            return
+        objects, name = self.store.handle.objects, step_name(self.run_id, step, kept=True)
+
+        def check() -> None:
+            check_pin(objects, self.run_id, step)
+
+        with self.store.handle.locked(), suppress(UnknownNameError):
+            objects.drop_ref(name, check_name=check)
+
+    def pinned(self) -> set[int]:
+        """Return the steps that are pinned."""
+        if self._drain is not None:
+            return self._drain.kept()
+        with self.store.handle.locked():
+            return kept_steps(self.store.handle.objects, self.run_id)
+
+    def gc(self, grace_hours: float = DEFAULT_GRACE_HOURS) -> GcPlan:
+        """Free the space of what no step of any run, and no checkpoint, uses, as Store.gc does.
+
+        Saves in the background and encoding are waited for.
+        """
+        self._saves.finish()
+        self._saver.finish_encoding()
+        return self.store.gc(grace_hours)
+
+    def drain(self, *, wait: bool = True, timeout: float | None = None) -> None:
+        """Drain everything that is on the fast tier only, whoever has saved it.
+
+        Every save starts that for its step; this is for steps that others have committed there, as
+        ranks do, and to wait. Without a second tier it does nothing.
+
+        Raises:
+            DrainError: a step could not be copied, or not in `timeout` seconds. It stays where it
+                is, and is tried again.
+        """
+        if self._drain is None:
+            return
+        self._drain.start()
+        if wait:
+            self._saves.check()  # a step is drained when it is encoded, so while no save runs
+            self._drain.wait(timeout)
+
+    def undrained(self) -> list[int]:
+        """Return the steps that are still to be copied to the second tier, in that order."""
+        return [] if self._drain is None else self._drain.undrained()
+
+    def stats(self) -> dict[str, object]:
+        """Measure this run, without reading tensors.
+
+        Keys: run_id, checkpoints, total_chunks (tensors in its steps), unique_chunks (distinct
+        ones), dedup_ratio (unique / total: lower is more reuse), total_bytes (what the distinct
+        ones take on disk). With a second tier, they are of the fast one alone, and there are
+        undrained (how many steps) and drain_error (the error of the last copy, or None).
+        """
+        with self.store.handle.locked():
+            found = run_stats(self.store.handle.objects, [self.run_id], self.run_id).to_dict()
+        if self._drain is not None:
+            error = self._drain.error
+            found |= {
+                "undrained": len(self._drain.undrained()),
+                "drain_error": None if error is None else str(error),
+            }
+        return found
+
+    def _warn_of_metrics(self, notes: Notes) -> None:
+        """Say once what of a step's metrics is hardly meant: a rule's that is missing, and NaN."""
+        for name in (*self._retention.goals, *notes.metrics):
+            value = notes.metrics.get(name)
+            if name in self._warned or (value is not None and not math.isnan(value)):
+                continue
+            self._warned.add(name)
+            if value is None:
+                what = f"has no metric {name!r}{perhaps(name, notes.metrics)}, by which keep_best "
+                what += "chooses; while no step has it, none is deleted"
+            else:
+                what = f"has NaN as its metric {name!r}, which is never the best"
+            _LOG.warning(
+                "%s: the step %s %s", self.store.path, step_name(notes.run, notes.step), what
+            )
+
+    def _delete_unretained(
+        self, saved: int | None, *, dry_run: bool = False, among: Collection[int] | None = None
+    ) -> list[int]:
+        """Delete the steps that no rule keeps, but none whose manifest cannot be read.
+
+        `saved` was saved just now; None stands for the latest step.
+        """
+        if not self._retention.any:
+            return []
+        with self.store.handle.locked():
+            places = self._steps.places(readable=True)
+        order = in_save_order(places)
+        if not order:
+            return []
+        metrics = {step: {} for step in order} if self._retention.best is None else self.metrics()
+        last = order[-1] if saved is None else saved
+        dropped = [
+            step
+            for step in self._retention.dropped(metrics, self.pinned(), last, order)
+            if step in places  # else it was saved since then
+            and (among is None or step in among)
+        ]
+        for step in dropped if not dry_run else ():
+            with suppress(UnknownStepError, PinnedStepError, NotATrainingError):
+                self._delete(step, places[step].reference)
+        return dropped
+
+    def _check_replaceable(self, step: int) -> None:
+        with self.store.handle.translated():
+            check_replaceable(self.store.handle.objects, self.run_id, step)
+        if self._drain is not None:
+            self._drain.check_replaceable(step)
+
+    def _small_files(
+        self, config: "StrPath | Mapping[str, str | bytes] | None"
+    ) -> dict[str, bytes]:
+        if config is None:
+            return {}
+        if isinstance(config, Mapping):
+            return {
+                path: data.encode() if isinstance(data, str) else bytes(data)
+                for path, data in config.items()
+            }
+        with self.store.handle.translated():
+            return small_files(self.store.handle.objects.files, Path(config))
+
+
+def _check_limits(run: str, in_flight: int, pool_bytes: int | HostPool | None) -> None:
+    given = pool_bytes.capacity if isinstance(pool_bytes, HostPool) else pool_bytes
+    if not is_whole(in_flight, 1) or not (given is None or is_whole(given, 0)):
+        what = f"in_flight={in_flight!r}, pool_bytes={pool_bytes!r}"
+        raise BadOptionError.of(BadOption.LIMIT, f"run {run!r}", what)
+
+
+def _check_kinds(run: str, config: object, weights: object, drain: object) -> None:
+    """Check what only a later save, or nothing that says so, would notice."""
+    where = f"run {run!r}"
+    if not isinstance(config, str | PathLike | Mapping | None):
+        raise BadOptionError.of(BadOption.FILES, where, f"config={config!r}")
+    if not isinstance(weights, str):
+        raise BadOptionError.of(BadOption.WEIGHTS, where, f"weights={weights!r}")
+    if isinstance(drain, str | PathLike | LocalStore | None):
+        return
+    from tensor_dedup.remote.remote import Remote
+
+    if not isinstance(drain, Remote):
+        raise BadOptionError.of(BadOption.DRAIN, where, f"drain={drain!r}")
+
+
+class TensorCasStore(CheckpointStore):
+    """CheckpointStore under the name, and with the arguments, that tensorcas gives it."""
+
+
+def list_runs(root: "StrPath | LocalStore") -> list[str]:
+    """Return the names of the runs that have steps in the store in the folder `root`, sorted.
+
+    Raises:
+        NotAStoreError: there is no store; none is made.
+    """
+    store = root if isinstance(root, LocalStore) else LocalStore.open(root, create=False)
+    return store.runs()
+
+
+def load_values(checkpoint: StoredCheckpoint, threads: int) -> "dict[str, Value]":
+    """Read the tensors of an open step, by name and in order, verified.
+
+    Each is an array or a piece with memory of its own. Peak memory is little more than the step's
+    size.
+
+    Raises:
+        CorruptTensorError, MissingObjectError: no intact copy of a tensor is in the store.
+    """
+    tensors = {tensor.name: tensor for tensor in checkpoint}
+    named = defaultdict(list)
+    for tensor in tensors.values():
+        named[bytes.fromhex(tensor.digest) if tensor.nbytes else b""].append(tensor)
+    found: dict[str, Value] = {}
+    for tensor in named.pop(b"", ()):
+        found[tensor.name] = _value(tensor, memoryview(b""))
+    sizes = {digest: same[0].nbytes for digest, same in named.items()}
+    for digest, view in _read(checkpoint, sizes, threads):
+        for tensor in named[digest]:
+            found[tensor.name] = _value(tensor, view[: tensor.nbytes])
+    return {name: found[name] for name in tensors}
+
+
+def _read(
+    checkpoint: StoredCheckpoint, sizes: Mapping[bytes, int], threads: int
+) -> Iterator[tuple[bytes, memoryview]]:
+    """Yield the bytes of pieces, in any order, each valid until the next is asked for."""
+    if len(sizes) <= _ALONE_PIECES and sum(sizes.values()) <= _ALONE_BYTES:
+        for digest, nbytes in sizes.items():
+            yield digest, memoryview(checkpoint.read_piece(digest, 0, nbytes, nbytes))
+        return
+    waiting = dict(sizes)
+    with BulkReader(checkpoint, threads, BufferPool(0), verify=True, mapped=False) as filler:
+        for filled in filler.fill(plan(checkpoint, sizes, _REGION), _AHEAD):
+            for record in filled.span.records:
+                start = record.offset - filled.span.start
+                if waiting.pop(record.digest, None) is not None:
+                    yield record.digest, filled.memory[start : start + record.nbytes]
+        yield from filler.read(list(waiting.items()), _AHEAD * _REGION)
+
+
+def _value(tensor: StoredTensor, view: memoryview) -> "Value":
+    if tensor.dtype in NUMPY_CODES:
+        return value(NamedValue(tensor.name, tensor.dtype, tensor.shape, view))
+    return NamedValue(tensor.name, tensor.dtype, tensor.shape, bytearray(view))

@@ -1,0 +1,202 @@
+"""The errors of saving and loading the steps of a run, and of taking a model's state apart.
+
+StoreError
+  - of its use:    NamedTwiceError       two tensors have one name, or a file a tensor's place
+                   ForkedSaveError       a save of another process is waited for
+                   NestedSaveError       a signal handler saves in the middle of a save
+  - of the world:  BrokenSaveError       a background save ended with an unexpected error
+                   DrainError            steps are on the fast tier only
+                   OtherTierError        the second tier is not the one of before, or not mounted
+                   DivergedTierError     the second tier has gone on without this fast tier
+                   DivergedStepError     two fast tiers have saved a step, and neither is later
+  - StateError, taking a model apart:
+                   UnsupportedValueError    a Python value has no form in a checkpoint
+                   UnsupportedArrayError    an array or a tensor has none
+                   CyclicStateError         a container holds itself
+                   UnknownModelError        no adapter takes an object of this type
+                   UnknownAdapterError      no adapter has this name
+                   ProviderTakenError       a type or a name has a provider already
+  - StateError, putting it together:
+                   DamagedStateError        what is stored is not what `extract` wrote
+                   UnknownProviderError     a provider that it needs is not registered here
+                   ForbiddenClassError      it names a class that is not on the list
+                   MismatchedOriginalError  `original` is another kind of object
+
+A StateError names the place in the object, as Python would write it. Each ends in the next step.
+Those about steps and their names are in `tensor_dedup.store.steps.errors`.
+"""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import ClassVar, Self
+
+from tensor_dedup.errors import StoreError
+from tensor_dedup.store.errors import AdvisedError
+
+
+class NamedTwiceError(AdvisedError):
+    """Two parts of one checkpoint have the same name."""
+
+    advice = "give each tensor and each file a name of its own"
+
+
+class ForkedSaveError(AdvisedError):
+    """A process waited for a save that began before the process was forked."""
+
+    advice = "wait for it in the process that called save_async"
+
+
+class BrokenSaveError(AdvisedError):
+    """A background save ended with an unexpected error. Nothing was committed."""
+
+    advice = "save again, and report what its thread has printed"
+
+
+class NestedSaveError(AdvisedError):
+    """In the middle of a save, its thread began another one of the same handle, or waited for one.
+
+    A signal handler does, or a provider that saves. Nothing was saved, and the first save goes on.
+    """
+
+    advice = "let the signal handler note the signal, and save when the call has returned"
+
+
+class DrainError(AdvisedError):
+    """Steps are on the fast tier only, since they could not be copied to the second one.
+
+    They stay there. The error of the copy is its cause.
+    """
+
+    advice = "see to its cause; the next handle with this `drain` copies them first"
+
+
+class OtherTierError(StoreError):
+    """The second tier is not the one that the fast tier has drained this run to.
+
+    It may not be mounted. Nothing was made or written there, and the fast tier keeps what it has.
+    """
+
+    @classmethod
+    def of(cls, fast: PurePath, run: str, known: str, where: str, note: PurePath) -> Self:
+        """Return the error about the one at `where`, where `known` was that of the last one."""
+        now = "what is there now" if known == where else where
+        what = f"the run {run!r} was drained to {known}, and {now} is empty or another one"
+        advice = "mount that disk, or give the second tier of before; "
+        advice += f"to start over with this one on purpose, delete {note}"
+        facts = {"run": run, "second": where, "known": known, "note": str(note)}
+        return cls(f"{fast}: {what}; {advice}", path=str(fast), **facts)
+
+
+class DivergedTierError(StoreError):
+    """The second tier has steps that this fast tier, which has later ones, has not seen.
+
+    Two fast tiers were used in turn, and this one had not drained its last steps when the other one
+    went on. Drained now, they would come after what was trained since. Both tiers keep what they
+    have, and nobody is served the wrong one.
+    """
+
+    @classmethod
+    def of(
+        cls, fast: PurePath, run: str, steps: Sequence[int], where: str, theirs: Sequence[int]
+    ) -> Self:
+        """Return the error about the undrained `steps` at `fast`, and `theirs` at `where`."""
+        store = shlex.quote(str(fast))
+        what = f"{where} has got {_numbered(theirs)} of the run {run!r} from elsewhere, and "
+        what += f"{_numbered(steps)} here, saved without them, would come after them"
+        push = f"{shlex.quote(f'{run}@STEP')} {shlex.quote(where)} --replace --store {store}"
+        advice = "nothing was copied, and both keep what they have; for each of these here, either "
+        advice += f"`tensor-dedup push {push}`, or "
+        advice += f"`tensor-dedup runs delete {shlex.quote(run)} --step STEP --store {store}`"
+        facts = {"run": run, "steps": [*steps], "second": where, "theirs": [*theirs]}
+        return cls(f"{fast}: {what}; {advice}", path=str(fast), **facts)
+
+
+class DivergedStepError(AdvisedError):
+    """The two tiers have different states of a step, and nothing says which one is later.
+
+    Two fast tiers were used in turn. The second tier's state counts, and both stay.
+    """
+
+    advice = (
+        "save the step again to replace both; or open the fast tier without `drain`, load the step "
+        "there, save it under another number if it is to stay, and delete it there"
+    )
+
+
+class StateError(StoreError):
+    """The state of a model cannot be taken apart or put together."""
+
+    advice: ClassVar[str] = "see the documentation of adapters"
+
+    @classmethod
+    def at(cls, place: str, what: str, **facts: object) -> Self:
+        """Return the error about the value at `place`; its message ends in the next step."""
+        return cls(f"{place or 'the model'}: {what}; {cls.advice}", place=place, **facts)
+
+
+class UnsupportedValueError(StateError):
+    """A Python value cannot be stored in a checkpoint."""
+
+    advice = "remove it, save it as plain values and arrays, or register a StateProvider for it"
+
+
+class UnsupportedArrayError(StateError):
+    """An array or a tensor has elements that cannot be stored in a checkpoint."""
+
+    advice = "convert it to a dense array of numbers first"
+
+
+class CyclicStateError(StateError):
+    """A list or dict holds itself, or is nested too deeply to follow."""
+
+    advice = "save a structure without circles"
+
+
+class UnknownModelError(StateError):
+    """No adapter accepts an object of this type."""
+
+    advice = "pass an adapter, or register a StateProvider for its type"
+
+
+class UnknownAdapterError(StateError):
+    """No adapter has this name."""
+
+    advice = "pass the adapter that saved it"
+
+
+class ProviderTakenError(StateError):
+    """A type or a name already has a provider; a second one would read the first one's state."""
+
+    advice = "register each type, and each name, once in a process"
+
+
+class DamagedStateError(StateError):
+    """What is stored is not what an adapter wrote."""
+
+    advice = "load another step, or run `tensor-dedup verify --full`"
+
+
+class UnknownProviderError(StateError):
+    """The checkpoint needs a provider that this process does not have."""
+
+    advice = "register it (tensor_dedup.training.adapters.register_provider) and load again"
+
+
+class ForbiddenClassError(StateError):
+    """The checkpoint names a class that may not be looked up on a checkpoint's behalf."""
+
+    advice = "pass an `original` of that class"
+
+
+class MismatchedOriginalError(StateError):
+    """The `original` object cannot take this state."""
+
+    advice = 'pass an `original` built like what was saved, such as {"model": model}'
+
+
+def _numbered(steps: Sequence[int]) -> str:
+    """Return steps, in order, for people."""
+    if len(steps) == 1:
+        return f"the step {steps[0]}"
+    return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"

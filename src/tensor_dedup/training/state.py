@@ -1,0 +1,370 @@
+"""The values of a checkpoint: named pieces, each with a dtype, a shape and its bytes.
+
+    for piece in pieces({"weight": tensor, "scale": array}):
+        write(piece.name, piece.dtype, piece.shape, piece.data)
+
+A StateChunk is what a piece is made from when its turn comes, with hints for the save.
+
+Neither numpy nor torch is imported before an array or a tensor of theirs is met.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from tensor_dedup.dtypes import BITS
+from tensor_dedup.formats.pytorch.machine import DTYPES
+from tensor_dedup.store.gathered import Gathered, GatheredArray, flat_bytes, parts_in_order
+from tensor_dedup.training.errors import DamagedStateError, UnsupportedArrayError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from typing_extensions import Buffer
+
+    Value: TypeAlias = "np.ndarray[Any, Any]" | "torch.Tensor" | "NamedValue"
+else:  # msgspec looks the names of annotations up, for `help` and `inspect.signature`
+    Value = Buffer = Any
+
+# A dtype's name -> numpy's code for it, of the byte order this format has.
+NUMPY_CODES: Final[Mapping[str, str]] = {
+    "BOOL": "|b1",
+    "U8": "|u1",
+    "I8": "|i1",
+    "U16": "<u2",
+    "I16": "<i2",
+    "U32": "<u4",
+    "I32": "<i4",
+    "U64": "<u8",
+    "I64": "<i8",
+    "F16": "<f2",
+    "F32": "<f4",
+    "F64": "<f8",
+    "C64": "<c8",
+    "C128": "<c16",
+}
+_NAMES: Final = {code: name for name, code in NUMPY_CODES.items()}
+
+
+class NamedValue(msgspec.Struct, frozen=True, gc=False):
+    """One named value of a checkpoint.
+
+    `dtype` is a safetensors name (`F32`, `BF16`, `U8`), or `C128` or `C32`. `data` has its elements
+    in C order, little-endian and contiguous, in host memory, or, in what a save is made of, gathers
+    them so. It may share the model's memory, and is valid as long as the model is not changed.
+    `msgspec.structs.replace` makes a changed copy.
+    """
+
+    # A Struct, for an ensemble has thousands in every step: a dataclass takes ten times as long to
+    # make, and each is one more for the garbage collector to look at. They hold no circles.
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: "Buffer | Gathered"
+
+    @property
+    def nbytes(self) -> int:
+        """The size of `data` in bytes."""
+        return flat_bytes(self.data).nbytes
+
+
+_T = TypeVar("_T")
+_BYTES: Final = (bytes, bytearray, memoryview)
+# The group whose pieces follow all others.
+LAST_GROUP: Final = "#"
+
+
+class StateChunk(msgspec.Struct, frozen=True, eq=False):
+    """What one piece of a step is made from, as a provider hands it to a save, with hints.
+
+    `source` is a tensor, an array, a NamedValue or bytes. Instead of it, `make` may be given: a
+    function that serialises something and returns one of these; it is called once in each save,
+    when the chunk's turn comes. In a state (of `StateProvider`), `source` may be whatever the state
+    may hold, and the hints are those of everything in it.
+
+    The hints are no part of the checkpoint, except for the order of its pieces:
+
+    * `group`: the pieces of one group lie together, in the manifest and in containers. The longest
+      group comes first, after it those that move when it grows. Without a name, it is that of all
+      other tensors and arrays.
+    * `frozen`: until the save has ended, nobody writes to the memory of `source`, so a background
+      save does not copy what is on the host; or to what `make` reads, which is then called in the
+      thread of the save. A change is a ChangedModelError where the save notices it.
+    """
+
+    source: Any = None
+    name: str = ""
+    group: str = ""
+    frozen: bool = False
+    make: "Callable[[], Value | Buffer] | None" = None
+
+    @property
+    def residence(self) -> "Literal['unmade', 'device', 'host']":
+        """Where the bytes are: nowhere before `make` was called, on a device, or on the host."""
+        if self.make is not None:
+            return "unmade"
+        return "device" if is_tensor(self.source) and _is_elsewhere(self.source) else "host"
+
+    @property
+    def nbytes(self) -> int | None:
+        """The size of the bytes, or None while they are not made."""
+        if self.make is not None:
+            return None
+        held = self.source
+        return int(held.nbytes if hasattr(held, "nbytes") else memoryview(held).nbytes)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the bytes lie in the order of a piece, so that it shares their memory."""
+        if is_tensor(self.source):
+            return bool(self.source.is_contiguous())
+        return not is_array(self.source) or _lies_in_order(self.source)
+
+    def piece(self) -> NamedValue:
+        """Return the piece, made now if need be. It may share the memory of the source.
+
+        Where that lies in another order, its bytes are gathered when they are read.
+
+        Raises:
+            UnsupportedArrayError: it cannot be stored, as `pieces` says.
+        """
+        held = self.source  # of an ensemble there are thousands, which are pieces already
+        if type(held) is NamedValue and held.name == self.name:
+            return held
+        return _piece(self.name, self.value())
+
+    def value(self) -> "Value":
+        """Return the source, bytes as a piece."""
+        held: Any = self.source if self.make is None else self.make()
+        if isinstance(held, _BYTES):
+            view = memoryview(held)
+            # Views with gaps or of another order are no bytes yet.
+            view = view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
+            return NamedValue(self.name, "U8", (view.nbytes,), view)
+        found: Value = held
+        return found
+
+
+def in_groups(items: "Iterable[_T]", groups: Iterable[str]) -> "list[_T]":
+    """Return what belongs to chunks of these groups in the order of a checkpoint.
+
+    The longest group comes first, of equal ones that without a name, then the earlier one.
+    """
+    members: dict[str, list[_T]] = {"": []}
+    for item, group in zip(items, groups, strict=True):
+        if (found := members.get(group)) is None:
+            found = members[group] = []
+        found.append(item)
+    last = members.pop(LAST_GROUP, [])
+    longest_first: list[list[_T]] = sorted(members.values(), key=len, reverse=True)
+    return [*chain.from_iterable(longest_first), *last]
+
+
+def pieces(tensors: "Mapping[str, Value]") -> list[NamedValue]:
+    """Return the values as pieces, in order, each named by its key.
+
+    Contiguous little-endian arrays and tensors on the CPU are not copied; conjugates and those on a
+    device, with other strides or the other byte order are. Any thread may call it, while nobody
+    writes to the values.
+
+    Raises:
+        UnsupportedArrayError: one cannot be stored, such as arrays of objects, records, strings or
+            times, quantised, sparse or meta tensors, and tensors of unknown subclasses.
+    """
+    return [_in_memory(_piece(name, held)) for name, held in tensors.items()]
+
+
+def _in_memory(piece: NamedValue) -> NamedValue:
+    """Return a piece whose bytes lie in order, as a copy if need be."""
+    return replace(piece, data=piece.data[:]) if isinstance(piece.data, Gathered) else piece
+
+
+def value(piece: NamedValue) -> "np.ndarray[Any, Any] | NamedValue":
+    """Return a writable array with memory of its own, or the piece itself if numpy lacks its dtype.
+
+    Raises:
+        DamagedStateError: the number of bytes does not match the shape.
+    """
+    code = NUMPY_CODES.get(piece.dtype)
+    if code is None:
+        return piece
+    import numpy as np
+
+    try:
+        flat = np.frombuffer(flat_bytes(piece.data)[:], np.dtype(code))
+        return flat.reshape(piece.shape).copy()
+    except ValueError as error:
+        what = f"{piece.nbytes} bytes are no {piece.dtype} of shape {piece.shape}"
+        raise DamagedStateError.at(piece.name, what) from error
+
+
+def of_its_size(piece: NamedValue) -> NamedValue:
+    """Return a piece that somebody else has made, whose bytes are those of its dtype and shape.
+
+    Raises:
+        UnsupportedArrayError: they are fewer or more, so that nobody could load it.
+    """
+    bits = BITS.get(piece.dtype)
+    if bits is not None and bits * math.prod(piece.shape) != 8 * piece.nbytes:
+        what = f"{piece.nbytes} bytes are no {piece.dtype} of shape {piece.shape}"
+        raise UnsupportedArrayError.at(piece.name, what)
+    return piece
+
+
+def raw(held: "Value") -> memoryview:
+    """Return the bytes of a piece, an array or a tensor, flat."""
+    return flat_bytes(_piece("", held).data)[:]
+
+
+def is_tensor(held: object) -> bool:
+    """Return whether it is a torch tensor. Does not import torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(held, torch.Tensor)
+
+
+def is_array(held: object) -> bool:
+    """Return whether it is a numpy array. Does not import numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(held, numpy.ndarray)
+
+
+def _piece(name: str, held: object) -> NamedValue:
+    if isinstance(held, NamedValue):
+        found = held if held.name == name else replace(held, name=name)
+        return of_its_size(found)
+    if is_tensor(held):
+        return _of_tensor(name, held)
+    if is_array(held):
+        return _of_array(name, held)
+    kind = type(held).__qualname__
+    raise UnsupportedArrayError.at(name, f"a {kind} is no array, tensor or Piece", type=kind)
+
+
+def _of_array(name: str, array: Any) -> NamedValue:
+    import numpy as np
+
+    if isinstance(array, np.ma.MaskedArray):
+        raise UnsupportedArrayError.at(name, "a masked array")
+    dtype = array.dtype if _is_little(array.dtype) else array.dtype.newbyteorder("<")
+    known = _NAMES.get(dtype.str)
+    if known is None:
+        raise UnsupportedArrayError.at(name, f"an array of dtype {array.dtype}", dtype=dtype.str)
+    plain = np.asarray(array)  # of a subclass, too
+    data = plain.reshape(-1).view(np.uint8).data if _lies_in_order(plain) else GatheredArray(plain)
+    return NamedValue(name, known, tuple(array.shape), data)
+
+
+def _lies_in_order(array: Any) -> bool:
+    return bool(array.flags.c_contiguous) and _is_little(array.dtype)
+
+
+def _is_little(dtype: Any) -> bool:
+    return dtype.byteorder != ">" and (dtype.byteorder != "=" or sys.byteorder == "little")
+
+
+def _of_tensor(name: str, tensor: Any) -> NamedValue:
+    known = dtype_names().get(tensor.dtype)
+    if fault := tensor_fault(tensor):
+        raise UnsupportedArrayError.at(name, fault)
+    if known is None:
+        raise UnsupportedArrayError.at(name, f"a tensor of dtype {tensor.dtype}")
+    shape = tuple(tensor.shape)
+    if not tensor.numel():
+        return NamedValue(name, known, shape, memoryview(b""))
+    import torch
+
+    held = tensor.detach()
+    if _is_elsewhere(held) or held.is_conj() or held.is_neg():
+        return NamedValue(name, known, shape, GatheredTensor(held))
+    if not held.is_contiguous():
+        # numpy lacks some dtypes. It has the one of 16 bytes.
+        whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        kind = whole.get(held.element_size())
+        bits = held if kind is None else held.view(kind)
+        return NamedValue(name, known, shape, GatheredArray(bits.numpy()))
+    # Not view(-1): one element is contiguous whatever its stride, and would keep it.
+    flat = held.as_strided((held.numel(),), (1,), held.storage_offset())
+    return NamedValue(name, known, shape, memoryview(flat.view(torch.uint8).numpy()))
+
+
+class GatheredTensor(Gathered):
+    """The bytes of a tensor in C order, on whatever device it is, conjugate and negative or not.
+
+    A device has copied a part when it is read; its copies come after what was submitted before.
+    """
+
+    __slots__ = ("_stream", "_tensor")
+
+    def __init__(self, tensor: "torch.Tensor") -> None:
+        self._tensor, self._stream = tensor.detach(), None
+        if tensor.is_cuda:
+            import torch
+
+            # That of the model: other threads have the device's first one.
+            self._stream = torch.cuda.current_stream(tensor.device)
+        super().__init__(tensor.numel(), tensor.element_size())
+
+    @property
+    def place(self) -> Hashable:
+        # docstring inherited
+        held = self._tensor
+        seen = held.is_conj(), held.is_neg()
+        return held.device, held.data_ptr(), held.shape, held.stride(), held.dtype, *seen
+
+    def _gather(self, memory: memoryview, first: int) -> None:
+        # docstring inherited
+        import torch
+
+        flat = torch.frombuffer(memory, dtype=torch.uint8).view(self._tensor.dtype)
+        at = 0
+        with self._in_order():
+            for part in parts_in_order(self._tensor, first, first + flat.numel()):
+                flat[at : at + part.numel()].view(part.shape).copy_(part)
+                at += part.numel()
+
+    def _in_order(self) -> AbstractContextManager[object]:
+        import torch
+
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def _is_elsewhere(tensor: Any) -> bool:
+    """Return whether a tensor's memory is not the host's."""
+    return bool(tensor.device.type != "cpu")
+
+
+@cache
+def dtype_names() -> "Mapping[torch.dtype, str]":
+    """Return the names of those torch dtypes that have one here. Imports torch."""
+    import torch
+
+    # Two numbers in a byte have a shape of their own in other formats: not here.
+    named = {name: dtype.name for name, dtype in DTYPES.items() if dtype.name != "F4"}
+    return {getattr(torch, name): our for name, our in named.items() if hasattr(torch, name)}
+
+
+def tensor_fault(tensor: "torch.Tensor") -> str | None:
+    """Return why a tensor has no dense bytes of its own, or None if it has."""
+    import torch
+
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return (
+            f"a {type(tensor).__module__}.{type(tensor).__qualname__}, a kind of tensor of its own"
+        )
+    if tensor.is_quantized:
+        return "a quantised tensor"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout != torch.strided:
+        return f"a tensor of layout {tensor.layout}"
+    if tensor.is_meta:
+        return "a meta tensor, which has no bytes"
+    return None

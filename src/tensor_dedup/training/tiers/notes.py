@@ -1,0 +1,295 @@
+"""What a fast tier notes of the second one behind it, and which of two states of a step counts.
+
+    tiers/RUN    which second tier has the steps that the fast one lets go of
+    drains/RUN   up to which place the steps here were drained, and the last places that were seen
+                 there; by the identity of a second tier, for one that lets go of nothing may have
+                 several
+
+The later place in the order of saving counts, where whoever gave it knew of the other state. A fast
+tier may die before its last steps are drained, and another one that goes on from the second tier
+does not know of them: so it gives its own places far behind (`next_turn`), and what it has seen of
+the second tier is noted before it saves anything. With that, each tier can tell what it does not
+know of:
+
+    a state there that is later than one here that was not drained was made without that
+    a state there that was not seen, and is earlier than one here, is one that this was made without
+    places there that were not seen, between the last seen one and those here: another fast tier has
+    gone on meanwhile, and did not know of these here, either
+
+The first two concern one step: the second tier's state is served, both stay, and the step is named
+(`DivergedStepError`). The third one concerns the order of all steps, so nothing is drained before
+somebody has decided (`DivergedTierError`).
+
+No note says more than is true. What it lacks is found by content: a state that both tiers have was
+drained, and one that is the same but for its place is no other one.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from tensor_dedup.errors import StoreError
+from tensor_dedup.store.errors import StoreIOError
+from tensor_dedup.store.format.identity import (
+    SeenPlaces,
+    TierNote,
+    note_in,
+    note_text,
+    seen_in,
+    seen_text,
+)
+from tensor_dedup.store.format.names import file_of
+from tensor_dedup.store.locks import draining
+from tensor_dedup.store.steps.runs import StepPlace
+from tensor_dedup.store.store import LocalStore
+from tensor_dedup.training.errors import DivergedTierError, OtherTierError
+from tensor_dedup.training.tiers.second_tier import SecondTier, TierContent, ahead, text_at
+
+# So many places are one fast tier's, from when it goes on from another one's last. How many steps
+# that one has not drained is unknown, and they must not get the later places.
+_TURN: Final = 1 << 20
+# Of so many turns the last places are noted. Steps of earlier versions, whose places are times,
+# have one each.
+_TURNS: Final = 64
+_RECORD_WAIT_S: Final = 2.0
+_SENT: Final = 16  # copies go one by one, so few are under way or have failed
+
+
+class TierNotes:
+    """The notes of one handle about the second tier of its run. Any thread."""
+
+    def __init__(self, fast: LocalStore, second: SecondTier, run: str, *, lets_go: bool) -> None:
+        """Read the notes; `lets_go` says whether what is drained may leave the fast tier.
+
+        Raises:
+            OtherTierError: the second tier is not the one that the fast one has drained the run to.
+        """
+        self._fast, self._second, self._run, self._lets_go = fast, second, run, lets_go
+        self._note, self._noted = self._read_note(), False
+        self.check()
+        self._identity = None if self._note is None else self._note.identity
+        with suppress(StoreError):  # it may be that nothing can be written there
+            self._identity = second.identity(make=True)
+        self._seen = self._recorded() or SeenPlaces()
+
+    # Which one it is
+
+    def _read_note(self) -> TierNote | None:
+        """Read the note on the fast tier; one that lets go of nothing may be drained anywhere."""
+        return tier_note(self._fast, self._run) if self._lets_go else None
+
+    def check(self) -> None:
+        """Check that the second tier is still the one that was drained to: a disk may be unmounted.
+
+        Raises:
+            OtherTierError: it is not.
+        """
+        if self._note is not None and self._second.identity() != self._note.identity:
+            raise other_tier(self._fast, self._run, self._note, self._second.where)
+
+    def identify(self) -> None:
+        """Check the second tier, or see which it is if nothing was drained to it yet."""
+        self._note = self._note or self._read_note()
+        if self._note is None:
+            identity = self._second.identity(make=True)
+            if identity is None:
+                what = f"no identity could be written to {self._second.where}"
+                raise StoreIOError.at(self._fast.path, what)
+            self._note = TierNote(identity, self._second.where)
+        self.check()
+        if self._note.identity != self._identity:
+            self._identity = self._note.identity
+            self._seen = self._recorded() or SeenPlaces()
+
+    def bind(self) -> None:
+        """Note on the fast tier which second tier has its steps, before it lets go of any."""
+        if not self._noted and self._note is not None and self._lets_go:
+            if self._read_note() is None:
+                _publish(self._fast, note_text(self._run, self._note), self._path)
+            self._noted = True
+
+    @property
+    def _path(self) -> Path:
+        return note_path(self._fast, self._run)
+
+    # What is known of it
+
+    @property
+    def drained(self) -> int:
+        """The place up to which each step that is or was on the fast tier was drained."""
+        return self._seen.drained
+
+    def meet(self, near: Mapping[int, StepPlace], there: TierContent) -> None:
+        """Take note of what the second tier has, as it was just before the fast one was `near`.
+
+        Raises:
+            DivergedTierError: another fast tier has drained since this one has looked, and some
+                that it has not drained would come after that.
+        """
+        recorded = self._recorded()  # by now: what has left the fast tier was recorded before
+        known = _merged(self._seen, recorded or SeenPlaces())
+        places = {step: place for step, place in there.places.items() if place.readable}
+        own = {place.manifest for place in near.values()} | {*known.sent}
+        known = _with(known, (p.sequence for p in places.values() if p.manifest in own))
+        new = {s: p for s, p in places.items() if not _has(known, p.sequence)}
+        waiting = {s: p for s, p in near.items() if ahead(p, places.get(s))}
+        last = max((p.sequence for s, p in places.items() if s not in new), default=0)
+        theirs = sorted(step for step, place in new.items() if place.sequence > last)
+        if theirs:
+            first = min(new[step].sequence for step in theirs)
+            late = sorted(step for step, place in waiting.items() if place.sequence >= first)
+            if recorded is None:
+                # Of an earlier version, or never used with a second tier: nobody knows what was
+                # seen there, so it is refused only where something would be replaced.
+                late = [step for step in late if step in new]
+            if late:
+                where = self._second.where
+                raise DivergedTierError.of(self._fast.path, self._run, late, where, theirs)
+        # What one here would replace stays unseen: it was made without that.
+        kept = {new[step].sequence // _TURN for step in waiting if step in new}
+        learned = (place.sequence for place in new.values())
+        self._seen = _with(known, (each for each in learned if each // _TURN not in kept))
+        self._record()
+
+    def sending(self, place: StepPlace) -> None:
+        """Note durably that a step is about to be copied, so that it is one's own there.
+
+        It may be saved again before anybody knows what has come of the copy. Its place alone would
+        not do: where the copy fails, another fast tier may give the same one.
+        """
+        assert place.manifest is not None, "what cannot be read is not copied"
+        self._seen = _merged(SeenPlaces(sent=(place.manifest,)), self._seen)
+        self._record()
+
+    def copied(self, place: int) -> None:
+        """Know a step that was copied by the place that it has there."""
+        self._seen = _with(self._seen, [place])
+
+    def note_drained(self, drained: int) -> None:
+        """Note that all steps with a place up to this one are in the second tier, and durable."""
+        self._seen = _merged(self._seen, SeenPlaces(drained))
+        self._record()
+
+    def _recorded(self) -> SeenPlaces | None:
+        """Read what was seen of this second tier; None where nothing is noted."""
+        with self._fast.handle.translated():
+            found = _seen_of(self._fast, self._run).get(self._identity or "")
+        note = tier_note(self._fast, self._run)
+        if note is None or note.identity != self._identity or not note.drained:
+            return found
+        # Of an earlier version: all that it had drained to there it had seen.
+        return _merged(found or SeenPlaces(), SeenPlaces(note.drained, (note.drained,)))
+
+    def _record(self) -> None:
+        """Make what is known durable.
+
+        A full disk must not keep its drained steps for want of it: the next step tries again. What
+        is not recorded is found by content while one of the last drained steps is here.
+        """
+        if self._identity is None or self._seen == self._recorded():
+            return
+        objects = self._fast.handle.objects
+        # No save takes that lock: it would wait for the disk here. Who changes a name on a remote
+        # holds it until that answers; what is not recorded then is found by content.
+        with (
+            suppress(StoreError),
+            self._fast.handle.translated(),
+            draining(objects.files, objects.layout, wait_s=_RECORD_WAIT_S),
+            self._fast.handle.locked(),
+        ):
+            found = _seen_of(self._fast, self._run)
+            self._seen = _merged(self._seen, found.pop(self._identity, SeenPlaces()))
+            text = seen_text(self._run, {**found, self._identity: self._seen})
+            objects.publish(text, _seen_path(self._fast, self._run))
+
+    # Which state counts
+
+    def diverged(self, near: StepPlace | None, there: StepPlace | None) -> bool:
+        """Whether each tier's state of a step was made without the other one's."""
+        if near is None or there is None or not (near.readable and there.readable):
+            return False
+        if near.manifest == there.manifest or near.content == there.content:
+            return False
+        if near.sequence > there.sequence:
+            return there.manifest not in self._seen.sent and not self._knows(there.sequence)
+        return near.sequence > self.drained or near.sequence == there.sequence
+
+    def _knows(self, place: int) -> bool:
+        """Whether a place there was seen, by this handle or by another one of this fast tier."""
+        if not _has(self._seen, place):
+            self._seen = _merged(self._seen, self._recorded() or SeenPlaces())
+        return _has(self._seen, place)
+
+    def counts(self, near: StepPlace | None, there: StepPlace | None) -> bool:
+        """Whether the fast tier's state of a step counts: the second one has it, or none later."""
+        return not ahead(there, near) and not self.diverged(near, there)
+
+    def undrained(self, near: StepPlace | None, there: StepPlace | None) -> bool:
+        """Whether the fast tier's state of a step is on that tier only, and not to be lost."""
+        return ahead(near, there) or self.diverged(near, there)
+
+
+def next_turn(last: int) -> int:
+    """Return a place behind all that whoever gave this one may have given without draining them."""
+    return (last // _TURN + 1) * _TURN
+
+
+def _with(seen: SeenPlaces, places: Iterable[int]) -> SeenPlaces:
+    """Add places that are known: of each turn the last one is kept."""
+    last = {place // _TURN: place for place in sorted([*seen.last, *places])}
+    return replace(seen, last=tuple(last.values())[-_TURNS:])
+
+
+def _merged(one: SeenPlaces, other: SeenPlaces) -> SeenPlaces:
+    sent = tuple(dict.fromkeys([*other.sent, *one.sent]))[-_SENT:]
+    return _with(replace(one, drained=max(one.drained, other.drained), sent=sent), other.last)
+
+
+def _has(seen: SeenPlaces, place: int) -> bool:
+    """Whether the second tier was seen to have a place of this turn that is no earlier.
+
+    Drains go in order: one that comes later has a later place, among those of its fast tier.
+    """
+    last = seen.last
+    at = bisect_left(last, place)
+    if at < len(last) and last[at] // _TURN == place // _TURN:
+        return True
+    return len(last) == _TURNS and place < last[0]  # of those nothing is noted any more
+
+
+def tier_note(fast: LocalStore, run: str) -> TierNote | None:
+    """Return the fast tier's note of the second tier that it has drained a run to.
+
+    None if it has drained nothing yet, or by an earlier version.
+    """
+    with fast.handle.translated():
+        text = text_at(fast.handle.objects, note_path(fast, run))
+    return None if text is None else note_in(text, run)
+
+
+def note_path(fast: LocalStore, run: str) -> Path:
+    """Return the path of a run's note."""
+    return fast.handle.objects.layout.tiers / file_of(run)
+
+
+def other_tier(fast: LocalStore, run: str, note: TierNote, where: str) -> OtherTierError:
+    """Return the error about a second tier that is not the one of the note."""
+    return OtherTierError.of(fast.path, run, note.where, where, note_path(fast, run))
+
+
+def _seen_path(fast: LocalStore, run: str) -> Path:
+    return fast.handle.objects.layout.drains / file_of(run)
+
+
+def _seen_of(fast: LocalStore, run: str) -> dict[str, SeenPlaces]:
+    """Read what was seen on each second tier of a run."""
+    text = text_at(fast.handle.objects, _seen_path(fast, run))
+    return {} if text is None else seen_in(text, run)
+
+
+def _publish(fast: LocalStore, text: bytes, path: Path) -> None:
+    with fast.handle.locked(), fast.handle.objects.naming():
+        fast.handle.objects.publish(text, path)

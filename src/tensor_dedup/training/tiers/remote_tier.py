@@ -1,0 +1,462 @@
+"""A remote as the second tier of a run: what lasts behind a fast store.
+
+A step travels by a push, and comes back by a pull. A remote has no lock, and conditions on single
+objects instead. So what must not happen between a look at the fast tier and a change of a name on
+the remote is kept out by a lock on the fast tier (`drain.lock`), which no save takes: only one fast
+tier at a time may drain a run. What anybody else does to a name meanwhile, the conditions tell.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Final, TypeVar
+
+from tensor_dedup.errors import StoreError
+from tensor_dedup.remote import layout, transfer
+from tensor_dedup.remote.buckets import ObjectStatus
+from tensor_dedup.remote.conditions import check_remote, prepare
+from tensor_dedup.remote.errors import (
+    CorruptRemoteTensorError,
+    DamagedRemoteError,
+    MissingRemoteError,
+    RemoteNameTakenError,
+)
+from tensor_dedup.remote.pull import list_refs, open_pulled, read_content
+from tensor_dedup.remote.push import NameGuard, refer
+from tensor_dedup.remote.remote import Remote
+from tensor_dedup.remote.results import SilentTransfer
+from tensor_dedup.remote.urls import is_url
+from tensor_dedup.store.errors import (
+    BadNameError,
+    CorruptTensorError,
+    MissingObjectError,
+    NewerFormatError,
+    NoStoreError,
+    UnknownNameError,
+)
+from tensor_dedup.store.format.identity import TEXT_BYTES, TierNote, identity_in, new_text
+from tensor_dedup.store.format.manifests import Manifest
+from tensor_dedup.store.locks import draining, pulling
+from tensor_dedup.store.reading.reader import StoredCheckpoint
+from tensor_dedup.store.steps.errors import (
+    NotATrainingError,
+    PinnedStepError,
+    UnknownStepError,
+)
+from tensor_dedup.store.steps.notes import Notes, content_name
+from tensor_dedup.store.steps.runs import (
+    Step,
+    StepOrder,
+    StepPlace,
+    kept_steps,
+    parse_step_name,
+    step_name,
+    step_numbers,
+)
+from tensor_dedup.store.store import LocalStore
+from tensor_dedup.training.tiers.notes import other_tier, tier_note
+from tensor_dedup.training.tiers.second_tier import (
+    OutdatedError,
+    SecondTier,
+    StoreTier,
+    TierContent,
+)
+
+_LOG = logging.getLogger("tensor_dedup")
+_UNREADABLE: Final = (DamagedRemoteError, MissingRemoteError, NewerFormatError)
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """What the manifest of a name says: its notes, None where no run made it, and its size.
+
+    `content` is its `content_name`.
+    """
+
+    notes: Notes | None
+    nbytes: int
+    content: str
+
+    @classmethod
+    def of(cls, content: Manifest) -> "_Described":
+        return cls(Notes.from_texts(content.notes), content.nbytes, content_name(content))
+
+
+@dataclass(frozen=True, slots=True)
+class _Ref:
+    """A reference as it was listed: what it leads to, and when it was written.
+
+    `state` is the name of the manifest or, of a damaged reference, something else that changes when
+    it does. `modified` is 0 where it was not listed.
+    """
+
+    state: str
+    damaged: bool
+    modified: float
+
+
+class RemoteTier:
+    """A remote behind a fast store. Any thread."""
+
+    own_damage: tuple[type[StoreError], ...] = (
+        CorruptRemoteTensorError,
+        DamagedRemoteError,
+        MissingRemoteError,
+    )
+
+    def __init__(
+        self, remote: Remote, fast: LocalStore, order: StepOrder, note: TierNote | None = None
+    ) -> None:
+        """See that the remote can be written to, and make one where nothing is.
+
+        Raises:
+            OtherTierError: the run was drained, as the `note` says, and nothing is there now.
+            NoConditionsError: the server could lose names.
+            RemoteError: it cannot be reached or written to, or is something else.
+        """
+        self._bucket, self._fast, self._run = remote.bucket, fast, order.run
+        self.where = remote.url
+        # Manifests never change. A reference is read again when it is listed with another state.
+        self._manifests: dict[str, _Described] = {}
+        self._refs: dict[str, tuple[ObjectStatus, _Ref | None]] = {}
+        # Where its marker alone is lost, it is that tier, and `prepare` says what to do.
+        if (
+            note is not None
+            and self._bucket.get(layout.MARKER, layout.TEXT_BYTES) is None
+            and self._bucket.head(layout.HEAD) is None
+        ):
+            raise other_tier(fast, self._run, note, self.where)
+        prepare(self._bucket)
+
+    def identity(self, *, make: bool = False) -> str | None:
+        # docstring inherited
+        found = self._bucket.get(layout.IDENTITY, TEXT_BYTES)
+        if make and (found is None or identity_in(found[0]) is None):
+            check_remote(self._bucket)
+            # Whoever was first, that is it.
+            self._bucket.put_if(layout.IDENTITY, new_text(), None if found is None else found[1])
+            found = self._bucket.get(layout.IDENTITY, TEXT_BYTES)
+        return None if found is None else identity_in(found[0])
+
+    def session(self) -> AbstractContextManager[None]:
+        # docstring inherited; a remote has nothing to hold
+        return nullcontext()
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        # docstring inherited; outside of a session of the fast store, so that it stops no gc
+        objects = self._fast.handle.objects
+        with self._fast.handle.translated(), draining(objects.files, objects.layout):
+            yield
+
+    # What is there
+
+    def content(self) -> TierContent:
+        # docstring inherited
+        steps, kept = self._listed()
+        places, taken, unreadable = dict[int, StepPlace](), set[int](), dict[int, _Ref]()
+        for step, ref in steps.items():
+            place = self._place_of(step, ref)
+            if place is None:
+                taken.add(step)
+            elif place.readable:
+                places[step] = place
+            else:
+                unreadable[step] = ref
+        # As in a store: such a step comes behind the last one that is dated no later.
+        dated = [(steps[step].modified, place.sequence) for step, place in places.items()]
+        for step, ref in unreadable.items():
+            before = (sequence for when, sequence in dated if when <= ref.modified)
+            places[step] = StepPlace(max(before, default=0), ref.state, None)
+        return TierContent({step: places[step] for step in sorted(places)}, kept, taken)
+
+    def _listed(self) -> tuple[dict[int, _Ref], set[int]]:
+        """The references of the run's steps, whose manifests are read, and the steps with pins."""
+        listed = list_refs(self._bucket, self._run)
+        parsed = {name: step for name in listed if (step := parse_step_name(name)) is not None}
+        found = {name: listed[name] for name, step in parsed.items() if step.run == self._run}
+        new = [name for name, status in found.items() if self._known(name) != status]
+        read = self._bucket.each(lambda name: self._ref(name, found[name].modified), new)
+        for name, ref in zip(new, read, strict=True):
+            self._refs[name] = (found[name], ref)
+        steps, kept = dict[int, _Ref](), set[int]()
+        for name in found:
+            ref = self._refs[name][1]
+            if ref is not None and parsed[name].kept:
+                kept.add(parsed[name].step)
+            elif ref is not None:
+                steps[parsed[name].step] = ref
+        for _ in self._bucket.each(self._described, {ref.state for ref in steps.values()}):
+            pass
+        return steps, kept
+
+    def _known(self, name: str) -> ObjectStatus | None:
+        return self._refs[name][0] if name in self._refs else None
+
+    def _ref(self, name: str, modified: float = 0.0) -> _Ref | None:
+        """Read a reference as it is now; None if there is none, or the name was deleted."""
+        key = layout.ref_key(name)
+        found = self._bucket.get(key, layout.TEXT_BYTES)
+        if found is None:
+            return None
+        try:
+            manifest = layout.referred(found[0], name, self._bucket.at(key))
+        except _UNREADABLE:
+            return _Ref(layout.damaged_state(found[1]), True, modified)
+        return None if manifest is None else _Ref(manifest, False, modified)
+
+    def _described(self, manifest: str) -> _Described | None:
+        """What a manifest says; None if it cannot be read, or is none."""
+        if manifest not in self._manifests:
+            try:
+                _, content = read_content(self._bucket, manifest)
+            except _UNREADABLE:
+                return None
+            self._manifests[manifest] = _Described.of(content)
+        return self._manifests[manifest]
+
+    def _place_of(self, step: int, ref: _Ref) -> StepPlace | None:
+        """The place of a step, first among all where it cannot be read; None if it is none."""
+        described = None if ref.damaged else self._described(ref.state)
+        if described is None:
+            return StepPlace(0, ref.state, None)
+        notes = described.notes
+        if notes is None or (notes.run, notes.step) != (self._run, step):
+            return None
+        sequence = notes.sequence
+        if sequence is None:  # of an earlier version, whose steps go by the time of the reference
+            status = self._bucket.head(layout.ref_key(step_name(self._run, step)))
+            sequence = 0 if status is None else int(status.modified * 1e9)
+        return StepPlace(sequence, ref.state, ref.state, described.content)
+
+    def place(self, step: int) -> StepPlace | None:
+        # docstring inherited
+        ref = self._ref(step_name(self._run, step))
+        return None if ref is None else self._place_of(step, ref)
+
+    def described(self) -> list[Step]:
+        # docstring inherited
+        steps, kept = self._listed()
+        found = []
+        for step, ref in sorted(steps.items()):
+            place, described = self._place_of(step, ref), self._manifests.get(ref.state)
+            if place is not None and described is not None and described.notes is not None:
+                notes = described.notes
+                found.append(
+                    Step(
+                        self._run,
+                        step,
+                        step_name(self._run, step),
+                        ref.state,
+                        notes.adapter,
+                        dict(notes.metrics),
+                        described.nbytes,
+                        step in kept,
+                        int(ref.modified),
+                        notes.goals,
+                    )
+                )
+        return found
+
+    def is_kept(self, step: int) -> bool:
+        # docstring inherited
+        try:
+            name = step_name(self._run, step, kept=True)
+        except BadNameError:  # too long a name for any file: nothing can pin the step
+            return False
+        return self._ref(name) is not None
+
+    def read(self, step: int, read: Callable[[StoredCheckpoint], _T], *, afresh: bool) -> _T:
+        # docstring inherited; a name on the fast tier could come back after it was deleted there
+        objects, name = self._fast.handle.objects, step_name(self._run, step)
+        with self._fast.handle.translated():
+            with (
+                pulling(objects.files, objects.layout),
+                self._fast.handle.session() as (index, hasher),
+            ):
+                here = objects, index, hasher
+                opened = open_pulled(self._bucket, name, here, SilentTransfer(), afresh=afresh)
+            with opened as checkpoint:
+                return read(checkpoint)
+
+    # What changes
+
+    def copy(self, step: int, manifest: str, place: StepPlace | None) -> None:
+        # docstring inherited
+        fast, name = self._fast, step_name(self._run, step)
+        try:
+            with fast.handle.locked():
+                outgoing = transfer.outgoing(fast, name)
+                content = fast.handle.objects.manifest(outgoing.manifest)
+        except UnknownNameError as error:
+            raise OutdatedError from error
+        if outgoing.manifest != manifest:
+            raise OutdatedError
+        guard = _StepGuard(self, step, manifest, place)
+        try:
+            # One that cannot be read there may be the same: then what is gone of it is sent again.
+            transfer.push_to(
+                *(fast, self._bucket, [outgoing], SilentTransfer()),
+                replace=place is not None,
+                guard=guard,
+            )
+        except RemoteNameTakenError as error:
+            raise OutdatedError from error
+        except self.own_damage:
+            raise
+        except (CorruptTensorError, MissingObjectError):
+            guard.check_near()  # else it was deleted, and gc has taken what it was
+            raise
+        self._manifests[outgoing.manifest] = _Described.of(content)
+
+    def copy_pin(self, step: int, manifest: str) -> bool:
+        # docstring inherited
+        if not self._is_kept_near(step):
+            return False
+        with self.naming():
+            place = self.place(step)
+            # A pin of an earlier state than this tier's is a pin of nothing that counts.
+            if not self._is_kept_near(step) or place is None or place.manifest != manifest:
+                return False
+            self._pin(step, manifest)
+            return True
+
+    def _is_kept_near(self, step: int) -> bool:
+        with self._fast.handle.locked():
+            return step in kept_steps(self._fast.handle.objects, self._run)
+
+    def pin(self, step: int) -> None:
+        # docstring inherited
+        with self.naming():
+            place = self.place(step)
+            if place is None or place.manifest is None:
+                raise UnknownStepError.of(self._fast.path, self._run, step)
+            self._pin(step, place.manifest)
+
+    def _pin(self, step: int, manifest: str) -> None:
+        """Let the pin lead to what the step leads to, in `naming`.
+
+        No push is needed: all that it leads to is there, and in use.
+        """
+        self.check_pin(step)
+        refer(self._bucket, step_name(self._run, step, kept=True), manifest, lambda _: None)
+
+    def check_pin(self, step: int) -> None:
+        # docstring inherited
+        name = step_name(self._run, step, kept=True)
+        ref = self._ref(name)
+        described = None if ref is None or ref.damaged else self._described(ref.state)
+        if described is not None and (described.notes is None or described.notes.run != self._run):
+            what = f"{name!r} pins no step of the run {self._run!r}"
+            raise NotATrainingError.at(self.where, what, name=name, run=self._run, step=step)
+
+    def unpin(self, step: int) -> None:
+        # docstring inherited
+        if self.is_kept(step):
+            refer(self._bucket, step_name(self._run, step, kept=True), None, lambda _: None)
+
+    def check_deletable(self, step: int) -> None:
+        # docstring inherited
+        facts = {"run": self._run, "step": step}
+        if self.is_kept(step):
+            what = f"the step {step} of {self._run!r} is pinned"
+            raise PinnedStepError.at(self.where, what, **facts)
+        name = step_name(self._run, step)
+        ref = self._ref(name)
+        if ref is not None and self._place_of(step, ref) is None:
+            raise NotATrainingError.at(self.where, f"{name!r} is no step of this run", **facts)
+
+    def remove(self, step: int) -> bool:
+        # docstring inherited
+        there: list[str | None] = []
+        # It says so also where nothing was: what a drain that was killed has sent may come yet.
+        refer(self._bucket, step_name(self._run, step), None, there.append)
+        return any(there)
+
+    def settle(self) -> None:
+        # docstring inherited; all names lie in one folder, where they lie in folders
+        self._bucket.settle(layout.ref_key(self._run))
+
+
+class _StepGuard(NameGuard):
+    """Lets a push change the name of a step while both tiers have it as they were seen."""
+
+    def __init__(self, tier: RemoteTier, step: int, manifest: str, place: StepPlace | None) -> None:
+        self._tier, self._step, self._manifest = tier, step, manifest
+        self._place = place
+
+    def lock(self) -> AbstractContextManager[None]:
+        # docstring inherited
+        return self._tier.naming()
+
+    def check(self, there: str | None) -> None:
+        # docstring inherited
+        self.check_near()
+        if there is None or there == self._manifest:
+            return
+        self._tier.check_deletable(self._step)
+        if self._place is None or there != self._place.reference:
+            raise OutdatedError
+
+    def check_near(self) -> None:
+        """Check that the fast tier has the step as it was when the push began."""
+        fast = self._tier._fast
+        try:
+            with fast.handle.locked():
+                now = fast.handle.objects.ref(step_name(self._tier._run, self._step))
+        except UnknownNameError as error:
+            raise OutdatedError from error
+        if now != self._manifest:
+            raise OutdatedError
+
+
+def second_tier(
+    drain: str | PathLike[str] | LocalStore | Remote,
+    fast: LocalStore,
+    order: StepOrder,
+    *,
+    lets_go: bool,
+) -> SecondTier:
+    """Open the second tier of a run, behind a fast one that `lets_go` of what is drained.
+
+    Raises:
+        OtherTierError: it is not the one that the run was drained to.
+        StoreError: it cannot be opened.
+    """
+    if isinstance(drain, LocalStore):
+        return StoreTier(drain, fast, order)
+    # What lets go of nothing may be drained anywhere, as to a second copy.
+    note = tier_note(fast, order.run) if lets_go else None
+    if not isinstance(drain, Remote) and not is_url(str(drain)):
+        return StoreTier(_second_store(drain, fast, order, note), fast, order)
+    remote = drain if isinstance(drain, Remote) else Remote.open(drain)
+    folder = remote.store_folder()
+    if folder is not None:
+        return StoreTier(LocalStore.open(folder, create=False), fast, order)
+    return RemoteTier(remote, fast, order, note)
+
+
+def _second_store(
+    folder: str | PathLike[str], fast: LocalStore, order: StepOrder, note: TierNote | None
+) -> LocalStore:
+    """Open the store of a second tier, or make it, which for a run that has steps is said.
+
+    Raises:
+        OtherTierError: the run was drained, as the `note` says, and nothing is there now.
+    """
+    try:
+        return LocalStore.open(folder, create=False)
+    except NoStoreError as error:
+        if note is not None:
+            raise other_tier(fast, order.run, note, str(Path(folder))) from error
+        made = LocalStore.open(folder)
+    with fast.handle.translated():
+        if step_numbers(fast.handle.objects, order.run):
+            what = "%s: the run %r has steps here, and a new store is made in %s; if they had been "
+            what += "drained there before, end this, and mount that disk"
+            _LOG.warning(what, fast.path, order.run, made.path)
+    return made

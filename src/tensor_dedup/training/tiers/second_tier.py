@@ -1,0 +1,346 @@
+"""What lasts behind a fast tier: the interface of a second tier, and a store as one.
+
+A remote is the other one (`remote_tier`). Which of two states of a step counts is the same for
+both: `notes`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from tensor_dedup.errors import StoreError
+from tensor_dedup.store.errors import (
+    DamagedFileError,
+    MissingObjectError,
+    UnknownNameError,
+)
+from tensor_dedup.store.format.identity import (
+    TEXT_BYTES,
+    identity_in,
+    new_text,
+)
+from tensor_dedup.store.format.names import file_of
+from tensor_dedup.store.hashing import Hasher
+from tensor_dedup.store.index import StoreIndex
+from tensor_dedup.store.objects import ContainerId, Objects
+from tensor_dedup.store.reading.reader import StoredCheckpoint, StoredPieces
+from tensor_dedup.store.steps.errors import (
+    NotATrainingError,
+    UnknownStepError,
+)
+from tensor_dedup.store.steps.runs import (
+    Step,
+    StepOrder,
+    StepPlace,
+    check_not_kept,
+    check_pin,
+    check_replaceable,
+    describe_all,
+    kept_steps,
+    manifest_of,
+    pin_step,
+    step_name,
+    step_numbers,
+)
+from tensor_dedup.store.store import LocalStore
+from tensor_dedup.store.writing.transfer import Transfer
+
+_T = TypeVar("_T")
+
+
+class OutdatedError(Exception):
+    """The step was deleted or saved again while it was copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierContent:
+    """What a second tier has of a run: its steps, pins, and other names that look like steps."""
+
+    places: dict[int, StepPlace]
+    kept: set[int]
+    taken: set[int]
+
+
+class SecondTier(Protocol):
+    """Where the steps of one run are drained to.
+
+    A name that both tiers have is changed within `naming`, which holds in all handles of either
+    tier that drain; `session` is held around several calls. All methods raise the tier's
+    StoreErrors; `own_damage` are those that are about it alone, and about no step in particular.
+    """
+
+    where: str
+    own_damage: tuple[type[StoreError], ...]
+
+    def identity(self, *, make: bool = False) -> str | None:
+        """Return what tells this tier from others; None if there is none, and it is not to `make`.
+
+        An empty place of the same address has none, or another one. None is made there.
+        """
+
+    def session(self) -> AbstractContextManager[None]:
+        """Hold the tier open, so that what is seen of it can be read."""
+
+    def naming(self) -> AbstractContextManager[None]:
+        """Hold the lock under which a step appears on this tier, or goes from both."""
+
+    def content(self) -> TierContent:
+        """Return what it has of the run."""
+
+    def place(self, step: int) -> StepPlace | None:
+        """Return the place of a step as it is now, or None if there is none."""
+
+    def described(self) -> list[Step]:
+        """Describe each step that can be read, in order."""
+
+    def read(self, step: int, read: Callable[[StoredCheckpoint], _T], *, afresh: bool) -> _T:
+        """Return what `read` makes of a step; with `afresh`, of nothing that the fast tier has.
+
+        Raises:
+            UnknownNameError: there is no such step.
+        """
+
+    def check_deletable(self, step: int) -> None:
+        """Raise PinnedStepError or NotATrainingError if it may not be deleted."""
+
+    def is_kept(self, step: int) -> bool:
+        """Return whether a step is pinned here."""
+
+    def remove(self, step: int) -> bool:
+        """Remove a step durably, in `naming`; return whether it was there."""
+
+    def copy(self, step: int, manifest: str, place: StepPlace | None) -> None:
+        """Copy a state of a step from the fast tier, the one at `place` being an earlier one.
+
+        Raises:
+            OutdatedError: meanwhile either tier has got another state.
+        """
+
+    def copy_pin(self, step: int, manifest: str) -> bool:
+        """Pin a step if the fast tier does, and both have this state; return whether it is so."""
+
+    def pin(self, step: int) -> None:
+        """Pin a step that is here. Raises UnknownStepError and NotATrainingError."""
+
+    def check_pin(self, step: int) -> None:
+        """Raise NotATrainingError if something else has the name that pins a step."""
+
+    def unpin(self, step: int) -> None:
+        """Remove a step's pin durably, in `naming`."""
+
+    def settle(self) -> None:
+        """Make durable what others may have named just before they died."""
+
+
+class StoreTier:
+    """A store behind a fast one."""
+
+    own_damage: tuple[type[StoreError], ...] = ()
+
+    def __init__(self, second: LocalStore, fast: LocalStore, order: StepOrder) -> None:
+        self.where = str(second.path)
+        self._second, self._fast, self._order = second, fast, order
+        self._run = order.run
+        self._there = StepOrder(second.handle.objects, order.run)
+        self._settled = set[ContainerId]()
+
+    @property
+    def path(self) -> Path:
+        """The folder of the store."""
+        return self._second.path
+
+    @property
+    def _objects(self) -> Objects:
+        return self._second.handle.objects
+
+    def identity(self, *, make: bool = False) -> str | None:
+        # docstring inherited
+        with self._second.handle.translated():
+            found = self._identity()
+        return self._make_identity() if found is None and make else found
+
+    def _make_identity(self) -> str | None:
+        objects = self._objects
+        LocalStore.open(self.path, create=False, files=objects.files)  # raises if it is gone
+        with self._second.handle.locked():
+            new = objects.tmp_path()
+            objects.publish(new_text(), new)  # not in the lock, which others wait for
+            with objects.naming():
+                if self._identity() is None:
+                    objects.place(new, objects.layout.identity)
+                else:  # another fast tier was faster
+                    objects.files.unlink(new)
+            return self._identity()
+
+    def _identity(self) -> str | None:
+        text = text_at(self._objects, self._objects.layout.identity)
+        return None if text is None else identity_in(text)
+
+    def session(self) -> AbstractContextManager[None]:
+        # docstring inherited
+        return self._second.handle.locked()
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        # docstring inherited
+        with self._second.handle.locked(), self._objects.naming():
+            yield
+
+    def content(self) -> TierContent:
+        # docstring inherited
+        with self._second.handle.locked():
+            places = self._there.places()
+            taken = {*step_numbers(self._objects, self._run)} - places.keys()
+            return TierContent(places, kept_steps(self._objects, self._run), taken)
+
+    def place(self, step: int) -> StepPlace | None:
+        # docstring inherited
+        with self._second.handle.locked():
+            return self._there.place(step)
+
+    def described(self) -> list[Step]:
+        # docstring inherited
+        with self._second.handle.locked():
+            return describe_all(self._objects, self._run)
+
+    def read(self, step: int, read: Callable[[StoredCheckpoint], _T], *, afresh: bool) -> _T:
+        # docstring inherited; nothing of it is on the fast tier
+        with (
+            self._second.checkpoint(step_name(self._run, step)) as checkpoint,
+            self._second.handle.translated(),
+        ):
+            return read(checkpoint)
+
+    def check_deletable(self, step: int) -> None:
+        # docstring inherited
+        check_not_kept(self._objects, self._run, step)
+        with suppress(DamagedFileError, MissingObjectError, UnknownStepError):
+            manifest_of(self._objects, self._run, step)
+
+    def is_kept(self, step: int) -> bool:
+        # docstring inherited
+        with self._second.handle.locked():
+            return step in kept_steps(self._objects, self._run)
+
+    def remove(self, step: int) -> bool:
+        # docstring inherited
+        return unlink(self._objects, [file_of(step_name(self._run, step))])
+
+    def copy(self, step: int, manifest: str, place: StepPlace | None) -> None:
+        # docstring inherited
+        check = partial(self._check_copy, step, manifest, place)
+        with self._second.handle.session() as (index, hasher):
+            self._copy(step, manifest, check, index, hasher)
+
+    def _copy(
+        self,
+        step: int,
+        manifest: str,
+        check: Callable[[], None],
+        index: StoreIndex,
+        hasher: Hasher,
+    ) -> None:
+        objects, name = self._fast.handle.objects, step_name(self._run, step)
+        with Transfer(self._objects, index, hasher, self._settled) as transfer:
+            with self._fast.handle.session(update=False) as (near, _):
+                try:
+                    now, content, _ = manifest_of(objects, self._run, step)
+                except (UnknownStepError, NotATrainingError) as error:
+                    raise OutdatedError from error
+                if now != manifest:
+                    raise OutdatedError
+                pieces = objects.pieces(manifest, content)
+                parts = [*dict.fromkeys(page.hex() for page in content.pages), manifest]
+                blobs = {part: objects.read(objects.layout.manifest(part)) for part in parts}
+                missing = transfer.missing({piece.digest: piece.nbytes for piece in pieces})
+                # From here on gc may come: what is open can be read.
+                source = StoredPieces(objects, near, set(missing), name)
+            with source:
+                transfer.send(source, missing)
+            transfer.publish(name, manifest, blobs, check)
+
+    def _check_copy(self, step: int, manifest: str, place: StepPlace | None) -> None:
+        """Check that a copy is to appear; nobody deletes the step meanwhile.
+
+        What it replaces is what was looked at: somebody may have saved the step here since.
+        """
+        try:
+            now = self._fast.handle.objects.ref(step_name(self._run, step))
+        except UnknownNameError as error:
+            raise OutdatedError from error
+        there = self._there.place(step)
+        if now != manifest or there != place or not ahead(self._order.place(step), there):
+            raise OutdatedError
+        check_replaceable(self._objects, self._run, step)
+
+    def copy_pin(self, step: int, manifest: str) -> bool:
+        # docstring inherited
+        near, name = self._fast.handle.objects, step_name(self._run, step)
+
+        def is_to_be() -> bool:
+            held = None
+            with suppress(StoreError):
+                held = self._objects.ref(name)
+            # A pin of an earlier state than this tier's is a pin of nothing that counts.
+            return step in kept_steps(near, self._run) and held == manifest
+
+        def check() -> None:
+            if not is_to_be():
+                raise OutdatedError
+
+        with self._second.handle.locked():
+            if not is_to_be():
+                return False
+            check_pin(self._objects, self._run, step)
+            pin = step_name(self._run, step, kept=True)
+            self._objects.set_ref(pin, manifest, replace=True, check_name=check)
+            return True
+
+    def pin(self, step: int) -> None:
+        # docstring inherited
+        with self._second.handle.locked():
+            pin_step(self._objects, self._run, step)
+
+    def check_pin(self, step: int) -> None:
+        # docstring inherited
+        check_pin(self._objects, self._run, step)
+
+    def unpin(self, step: int) -> None:
+        # docstring inherited
+        unlink(self._objects, [file_of(step_name(self._run, step, kept=True))])
+
+    def settle(self) -> None:
+        # docstring inherited
+        with self._second.handle.locked():
+            self._objects.files.sync_folder(self._objects.layout.refs)
+
+
+def ahead(one: StepPlace | None, other: StepPlace | None) -> bool:
+    """Whether one state of a step counts rather than another: it is there, whole and later."""
+    if one is None or not one.readable:
+        return False
+    if other is not None and one.manifest == other.manifest:
+        return False  # the same, whatever clocks say of steps of earlier versions
+    return other is None or not other.readable or one.sequence > other.sequence
+
+
+def unlink(objects: Objects, files: Iterable[str]) -> bool:
+    """Remove references durably, under the lock of names; return whether any was there."""
+    found = False
+    for file in files:
+        with suppress(FileNotFoundError):
+            objects.files.unlink(objects.layout.refs / file)
+            found = True
+    # Also where another process has removed them: it may have died before that was durable.
+    objects.files.sync_folder(objects.layout.refs)
+    return found
+
+
+def text_at(objects: Objects, path: Path) -> bytes | None:
+    """Read a small text; None if it is not there or cannot be read."""
+    with suppress(MissingObjectError, DamagedFileError):
+        return objects.read(path, TEXT_BYTES)
+    return None

@@ -1,0 +1,646 @@
+"""vLLM engines whose weights are a GPU's shared memory, over the fake driver.
+
+The fake's memory is host memory, so vLLM's CPU engine computes with it; every mapping is read-only,
+and a write to one would end this process.
+"""
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+import transformers as hf
+from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeBackendFactory
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.platforms import PlatformEnum, current_platform
+from vllm.utils import mem_utils
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
+
+import engines
+import gpus
+import managers
+import plain
+import quantised
+import shared
+import tiny_checkpoints as checkpoints
+from fake_driver import GRANULARITY, FakeDriver, RefusingDriver
+from gpu_loads import Lender, key_of, weights
+from tensor_dedup import report, shared_bytes, shares_memory, unshare, verify
+from tensor_dedup.errors import AuditError, ConfigError, UnsupportedError
+from tensor_dedup.loader import process_state
+from tensor_dedup.loader.cuda.blocks import BLOCK_BYTES
+from tensor_dedup.loader.cuda.devices import DEVICES
+from tensor_dedup.loader.cuda.gpu import Gpu
+from tensor_dedup.loader.cuda.residents import DeviceRequest, copy_of
+from tensor_dedup.loader.cuda.shared import SharedGpu
+from tensor_dedup.loader.cuda.tensors import CPU
+from tensor_dedup.loader.deferred.trace import UntraceableError
+from tensor_dedup.loader.residents.slab import OutOfMemoryError
+from tensor_dedup.memory_manager.client import connect
+from tensor_dedup.memory_manager.client.names import checkpoint_name
+from tensor_dedup.memory_manager.cuda.driver import Access, Driver
+from tensor_dedup.memory_manager.errors import MemoryManagerError
+from tensor_dedup.patches.vllm import arguments
+from tensor_dedup.patches.vllm.run import LoadRun
+
+pytestmark = pytest.mark.vllm
+_PLACE = torch.device("cpu")
+_GPUS: list[SharedGpu] = []
+
+
+class FakeGenerators:
+    """Of torch's module of a GPU what has to do with random numbers."""
+
+    def __init__(self) -> None:
+        self.one = torch.Generator().manual_seed(5)
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        return [self.one.get_state()]
+
+    def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
+        self.one.set_state(states[0])
+
+
+@contextmanager
+def on(driver: object) -> Iterator[SharedGpu]:
+    """Within the block vLLM's device is a GPU of this driver's."""
+    gpu = SharedGpu(Gpu(cast("Driver", driver), "0"), _PLACE, CPU)
+    with DEVICES.replaced("cpu", lambda _device: gpu):
+        _GPUS.append(gpu)
+        yield gpu
+
+
+@pytest.fixture
+def driver() -> Iterator[gpus.Full]:
+    made = gpus.Full()
+    yield made
+    layerwise.LAYERWISE_INFO.clear()  # where vLLM keeps what it has reloaded
+    gc.collect()
+    assert all(gpu.gpu.reap(wait=True) == 0 for gpu in _GPUS)
+    _GPUS.clear()
+    assert made.left() == {}
+    assert gpus.in_use() == 0
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> checkpoints.Pair:
+    pair = checkpoints.make("llama", tmp_path_factory.mktemp("gpu-engines"))
+    engines.warm_up(pair.base)
+    return pair
+
+
+def tokens_of(path: Path) -> list[Any]:
+    llm = plain.engine(path)
+    found = plain.tokens(plain.outputs(llm))
+    engines.drop(llm)
+    del llm
+    gc.collect()
+    return found
+
+
+def accesses(llm: Any, driver: FakeDriver) -> dict[str, Access]:
+    return {name: driver.access(p.data_ptr()) for name, p in shared.parameters(llm).items()}
+
+
+def test_the_second_engine_costs_what_differs_and_both_answer_as_plain_ones(
+    llama: checkpoints.Pair, driver: gpus.Full
+) -> None:
+    expected = [tokens_of(path) for path in (llama.base, llama.fine_tune)]
+    with on(driver):
+        base = engines.sharing(llama.base)
+        first = gpus.in_use()
+        assert set(accesses(base, driver).values()) == {Access.READ}
+        unique = sum(each.nbytes for each in shared.parameters(base).values())
+        assert unique <= first <= unique + 2 * GRANULARITY
+        # What is resident needs no room: so little is left that nothing else would fit.
+        different = checkpoints.different(llama.base, llama.fine_tune)
+        driver.room = first + unique // 2
+        tuned = engines.sharing(llama.fine_tune)
+        last = engines.last_report()
+        assert last.shared_bytes > last.total_bytes / 2
+        assert gpus.in_use() - first <= last.private_bytes + 2 * GRANULARITY < unique
+        assert not last.skipped, last.skipped
+        together = shared.shared_parameters(tuned, base)
+        assert together
+        assert len(together) < len(shared.parameters(base)), different
+        assert [plain.tokens(plain.outputs(llm)) for llm in (base, tuned)] == expected
+        assert verify().ok
+        assert verify().residents >= len(shared.parameters(base))
+        engines.drop(base, tuned)
+        del base, tuned
+
+
+def test_one_that_is_reloaded_leaves_the_other_and_keeps_its_addresses(
+    llama: checkpoints.Pair, driver: gpus.Full
+) -> None:
+    tuned_alone = tokens_of(llama.fine_tune)
+    with on(driver):
+        first, second = engines.sharing(llama.base), engines.sharing(llama.base)
+        assert shared.everything(first, second)
+        assert engines.last_report().bytes_materialised == 0
+        before = shared.contents(second)
+        places = {n: p.data_ptr() for n, p in shared.parameters(first).items()}
+        assert unshare(first) >= sum(len(each) for each in before.values())
+        assert {n: p.data_ptr() for n, p in shared.parameters(first).items()} == places
+        assert set(accesses(first, driver).values()) == {Access.READ_WRITE}
+        assert not shared.shared_parameters(first, second)
+        shared.reload(first, llama.fine_tune)
+        assert plain.tokens(plain.outputs(first)) == tuned_alone
+        assert shared.contents(second) == before
+        assert unshare(first) == 0
+        engines.drop(first, second)
+        del first, second
+
+
+def test_a_reload_that_finds_no_room_is_refused_before_anything_moves(
+    llama: checkpoints.Pair, driver: gpus.Full
+) -> None:
+    """Graphs have captured addresses: what moves would leave them to read the old weights."""
+    tuned_alone = tokens_of(llama.fine_tune)
+    with on(driver):
+        first, second = engines.sharing(llama.base), engines.sharing(llama.base)
+        before = shared.contents(first)
+        places = {n: p.data_ptr() for n, p in shared.parameters(first).items()}
+        driver.room = gpus.in_use()
+        for write in (lambda llm: shared.reload(llm, llama.fine_tune), unshare):
+            with pytest.raises(OutOfMemoryError, match="nothing moved"):
+                write(first)
+            assert {n: p.data_ptr() for n, p in shared.parameters(first).items()} == places
+            assert shared.contents(first) == before
+            assert shared.everything(first, second)
+            assert set(accesses(first, driver).values()) == {Access.READ}
+        driver.room = 1 << 40
+        shared.reload(first, llama.fine_tune)
+        assert {n: p.data_ptr() for n, p in shared.parameters(first).items()} == places
+        assert plain.tokens(plain.outputs(first)) == tuned_alone
+        assert shared.contents(second) == before
+        engines.drop(first, second)
+        del first, second
+
+
+def test_a_load_that_falls_back_leaves_random_numbers_as_plain_loading_does(
+    llama: checkpoints.Pair, driver: gpus.Full, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = FakeGenerators()
+    monkeypatch.setattr(process_state, "accelerator", lambda: gpu)
+    begun = gpu.get_rng_state_all()
+
+    def finish(self: LoadRun) -> None:
+        torch.rand(3, generator=gpu.one)  # as a constructor may
+        raise UntraceableError("it does not want to")
+
+    monkeypatch.setattr(LoadRun, "finish", finish)
+    with on(driver):
+        llm = engines.sharing(llama.base)
+        assert ("<model>", "it does not want to") in engines.last_report().skipped
+        assert torch.equal(gpu.get_rng_state_all()[0], begun[0])
+        engines.drop(llm)
+        del llm
+
+
+def test_what_vllm_processes_on_the_device_is_shared_by_content(
+    tmp_path: Path, driver: gpus.Full, llama: checkpoints.Pair
+) -> None:
+    path = quantised.make("w8a8", llama.base, tmp_path / "quantised")
+    expected = tokens_of(path)
+    with on(driver):
+        first = engines.sharing(path)
+        made = gpus.in_use()
+        assert engines.last_report().bytes_hashed > 0
+        second = engines.sharing(path)
+        last = engines.last_report()
+        assert gpus.in_use() == made
+        assert last.shared_bytes > 0.99 * last.total_bytes, last.skipped
+        assert [n for n in shared.shared_parameters(first, second) if "qkv_proj.weight" in n]
+        assert plain.tokens(plain.outputs(second)) == expected
+        engines.drop(first, second)
+        del first, second
+
+
+def test_a_gpu_that_has_no_room_gets_private_weights_and_the_reason_is_said(
+    llama: checkpoints.Pair, driver: gpus.Full
+) -> None:
+    expected = tokens_of(llama.base)
+    refusing = RefusingDriver(driver)
+    with on(refusing):
+        driver.room = 0
+        llm = engines.sharing(llama.base)
+        reasons = {reason for _, reason in engines.last_report().skipped}
+        assert reasons
+        assert all("the GPU has no" in reason for reason in reasons)
+        assert set(accesses(llm, driver).values()) == {Access.NONE}
+        assert plain.tokens(plain.outputs(llm)) == expected
+        engines.drop(llm)
+        del llm
+
+
+# Embedding and head are three blocks each; with 256 more rows, half a MiB of a fourth.
+_LARGE: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 512,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 3 * BLOCK_BYTES // 2048,
+    "max_position_embeddings": 512,
+}
+
+
+def with_large_vocabulary(folder: Path) -> tuple[Path, Path]:
+    """A base, and one with 256 more rows."""
+    make: Any = hf.LlamaForCausalLM
+    base = checkpoints.save(make(hf.LlamaConfig(**_LARGE)), folder / "base")
+    engines.warm_up(base)
+    return base, checkpoints.grown_vocabulary(base, folder / "grown", rows=256)
+
+
+def test_an_audit_reaches_the_blocks_of_others(driver: gpus.Full, tmp_path: Path) -> None:
+    base, grown = with_large_vocabulary(tmp_path)
+    with on(driver) as gpu:
+        llm = engines.sharing(base)
+        blocks = list(gpu._blocks.values())
+        assert len(blocks) == 6
+        for each in blocks:  # past the protection of every mapping
+            os.pwrite(each.slabs[0].source.fileno, b"spoiled", 0)
+        del blocks, each
+        with pytest.raises(AuditError):
+            engines.sharing(grown, audit=1.0)
+        engines.drop(llm)
+        del llm
+
+
+@pytest.mark.parametrize("managed", [False, True], ids=["alone", "managed"])
+def test_a_grown_vocabulary_costs_its_new_rows_and_a_writer_has_its_own(
+    driver: gpus.Full, tmp_path: Path, managed: bool
+) -> None:
+    tmp_path.chmod(0o700)
+    base, grown = with_large_vocabulary(tmp_path)
+    other = checkpoints.mapped(grown, tmp_path / "other", lambda _, tensor: tensor * 1.5)
+    expected = [tokens_of(path) for path in (base, grown, other)]
+    budget = "--budget", str(1 << 30)
+    lender = gpus.running(tmp_path, *budget) if managed else nullcontext()
+    config: dict[str, Any] = {"memory_manager": str(tmp_path / "m.sock")} if managed else {}
+    with lender as manager, on(driver):
+        first = engines.sharing(base, **config)
+        before = manager.overview().totals.resident_bytes if manager else gpus.in_use()
+        second = engines.sharing(grown, **config)
+        last = engines.last_report()
+        assert not last.skipped, last.skipped
+        assert last.leaf_shared_bytes == 6 * BLOCK_BYTES
+        assert last.bytes_materialised == last.private_bytes - 6 * BLOCK_BYTES == 1 << 20
+        after = manager.overview().totals.resident_bytes if manager else gpus.in_use()
+        assert after - before == 1 << 20  # and nothing else
+        theirs = shared.parameters(first)
+        common = [
+            shared_bytes(mine, theirs[name]) for name, mine in shared.parameters(second).items()
+        ]
+        assert sum(common) == last.shared_bytes + last.leaf_shared_bytes
+        assert verify().ok
+        assert [plain.tokens(plain.outputs(llm)) for llm in (first, second)] == expected[:2]
+        shared.reload(second, other)
+        assert set(accesses(second, driver).values()) == {Access.READ_WRITE}
+        assert plain.tokens(plain.outputs(second)) == expected[2]
+        assert set(accesses(first, driver).values()) == {Access.READ}
+        assert plain.tokens(plain.outputs(first)) == expected[0]
+        third = engines.sharing(grown, **config)
+        assert plain.tokens(plain.outputs(third)) == expected[1]
+        assert unshare(first) >= 6 * BLOCK_BYTES
+        assert plain.tokens(plain.outputs(first)) == expected[0]
+        assert plain.tokens(plain.outputs(third)) == expected[1]
+        assert verify().ok
+        engines.drop(first, second, third)
+        del first, second, third, theirs
+
+
+def external_bytes(llm: Any) -> int:
+    """What the plan of another such engine on this GPU leaves out, for somebody has it already."""
+    config = llm.llm_engine.vllm_config
+    return get_model_loader(config.load_config).get_external_weight_memory(config)
+
+
+def test_a_manager_keeps_what_no_engine_uses(
+    llama: checkpoints.Pair, driver: gpus.Full, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    with gpus.running(tmp_path) as manager, on(driver):
+        socket = str(tmp_path / "m.sock")
+        expected = None
+        for number in range(2):
+            llm = engines.sharing(llama.base, memory_manager=socket)
+            last = engines.last_report()
+            assert not last.skipped, last.skipped
+            assert last.shared_bytes == (last.total_bytes if number else 0)
+            expected = expected or plain.tokens(plain.outputs(llm))
+            assert plain.tokens(plain.outputs(llm)) == expected
+            [row] = manager.overview().checkpoints
+            assert row.name == str(llama.base)
+            assert row.nbytes == row.leased_bytes > 0
+            assert external_bytes(llm) == row.nbytes
+            engines.drop(llm)
+            del llm
+            gc.collect()
+    # The manager's process is gone, and with it the memory.
+
+
+def test_the_plan_leaves_out_no_more_than_the_engine_can_share(
+    llama: checkpoints.Pair, driver: gpus.Full, tmp_path: Path
+) -> None:
+    """Others may have the checkpoint in their own dtype, under its name too."""
+    tmp_path.chmod(0o700)
+    with gpus.running(tmp_path) as manager, on(driver) as gpu:
+        socket = tmp_path / "m.sock"
+        llm = engines.sharing(llama.base, memory_manager=str(socket))
+        own = engines.last_report().total_bytes
+        assert external_bytes(llm) == own
+        client = connect(socket, keep_connected=False, device=gpu.gpu.device.uuid)
+        lender = Lender(client, gpu.gpu, checkpoint_name(str(llama.base)))
+        other = weights(7, 4 * own)
+        key = key_of(other)
+        wanted = DeviceRequest("other", key, other.nbytes, copy_of(other, gpu.gpu))
+        held = lender.put([wanted])
+        assert manager.overview().checkpoints[0].nbytes == own + other.nbytes
+        assert external_bytes(llm) == own
+        engines.drop(llm)
+        del llm, held
+        gc.collect()
+        client.close()
+
+
+def test_what_engines_write_to_stays_private(driver: gpus.Full) -> None:
+    from tensor_dedup.loader.cuda.provider import GpuProvider
+    from tensor_dedup.loader.residents.manager import ManagerResidents
+
+    with on(driver) as gpu:
+        provider = GpuProvider(gpu, ManagerResidents())
+        for name in ("layers.0.attn._k_scale", "layers.0.attn.v_scale", "moe.expert_map"):
+            assert provider.reason(name)
+        assert provider.reason("layers.0.attn.qkv_proj.weight_scale") is None
+
+
+def test_vllms_profile_counts_shared_memory_for_whoever_made_it_and_once(
+    llama: checkpoints.Pair, driver: gpus.Full, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own function, over the memory of the fake GPU: torch's allocator has none of it."""
+    total = 1 << 30
+    accelerator = torch.accelerator
+    monkeypatch.setattr(accelerator, "memory_stats", lambda *_: {})
+    monkeypatch.setattr(accelerator, "memory_reserved", lambda *_: 0)
+    monkeypatch.setattr(accelerator, "get_memory_info", lambda *_: (total - gpus.in_use(), total))
+    monkeypatch.setattr(accelerator, "empty_cache", lambda: None)
+    monkeypatch.setattr(accelerator, "reset_peak_memory_stats", lambda *_: None)
+    monkeypatch.setattr(current_platform, "is_integrated_gpu", lambda *_: False)
+
+    def measured() -> tuple[Any, int]:
+        before = mem_utils.MemorySnapshot(device=_PLACE)
+        llm = engines.sharing(llama.base)
+        with mem_utils.memory_profiling(before) as result:
+            pass
+        return llm, result.non_kv_cache_memory
+
+    with on(driver):
+        first, counted = measured()
+        unique = sum(each.nbytes for each in shared.parameters(first).values())
+        assert unique <= counted <= unique + 2 * GRANULARITY
+        second, again = measured()
+        assert again == 0
+        assert shares_memory(*[next(iter(shared.parameters(m).values())) for m in (first, second)])
+        engines.drop(first, second)
+        del first, second
+    assert report().models
+
+
+# Engines that sleep.
+
+
+class IdleBackend(SleepModeBackend):
+    """In the place of vLLM's allocator for GPUs, which has nothing of a CPU engine to offload."""
+
+    def suspend(self, level: int = 1) -> None:
+        self._state = "SUSPENDED"
+
+    def resume(self, tags: list[str] | None = None) -> None:
+        self._state = "RUNNING"
+
+
+@dataclass
+class Sleepers:
+    """Engines that may sleep, and the managers of the GPU's memory and of the machine's."""
+
+    socket: str
+    device: gpus.GpuManager
+    host: managers.Manager
+
+    def engine(self, path: Path) -> Any:
+        return plain.engine(
+            path, tensor_dedup={"memory_manager": self.socket}, enable_sleep_mode=True
+        )
+
+    def on_gpu(self) -> int:
+        """Bytes that are resident in the GPU's memory, by whichever process."""
+        return self.device.overview().totals.resident_bytes
+
+    def in_host_memory(self) -> int:
+        return self.host.overview().totals.resident_bytes
+
+
+@pytest.fixture
+def sleepers(
+    driver: gpus.Full, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Sleepers]:
+    """CPU engines that sleep by the functions of the worker for GPUs.
+
+    Real are `LLM` from `enable_sleep_mode` on, scheduler, executor, `Worker.sleep` and `wake_up` of
+    vLLM, both managers in processes of their own, and everything of ours. Stood in for are the
+    platform's word that it can sleep (and, where our check of the arguments asks, that it is CUDA),
+    the functions of the CPU's worker that ignore all of it (away, so those of its base class are
+    called), torch's accelerator, and vLLM's allocator, which offloads what is not shared.
+    """
+    total = 1 << 40
+    monkeypatch.setattr(type(current_platform), "is_sleep_mode_available", lambda _: True)
+    monkeypatch.setitem(SleepModeBackendFactory._registry, "cumem", lambda: IdleBackend)
+    for name in ("sleep", "wake_up"):
+        monkeypatch.delattr(CPUWorker, name)
+    accelerator = torch.accelerator
+    monkeypatch.setattr(accelerator, "synchronize", lambda *_: None)
+    monkeypatch.setattr(accelerator, "get_memory_info", lambda *_: (total - gpus.in_use(), total))
+    monkeypatch.setattr(Worker, "synchronize_device", lambda *_: None)
+    may_sleep = arguments._may_sleep
+
+    def asked_on_cuda(settings: object) -> bool:
+        with mock.patch.object(type(current_platform), "_enum", PlatformEnum.CUDA):
+            return may_sleep(settings)
+
+    monkeypatch.setattr(arguments, "_may_sleep", asked_on_cuda)
+    tmp_path.chmod(0o700)
+    with gpus.running(tmp_path) as device, managers.running(tmp_path) as host, on(driver):
+        yield Sleepers(str(tmp_path / "m.sock"), device, host)
+
+
+@pytest.fixture(scope="module")
+def answers(llama: checkpoints.Pair) -> list[tuple[plain.Answer, ...]]:
+    """What plain vLLM answers for the base and the fine-tune, its weights not packed, as here."""
+    found = []
+    for path in (llama.base, llama.fine_tune):
+        with plain.kept_as("plain"):
+            llm = plain.engine(path)
+            found.append(plain.outputs(llm))
+        engines.drop(llm)
+        del llm
+        gc.collect()
+    return found
+
+
+def addresses(llm: Any) -> dict[str, int]:
+    return {name: each.data_ptr() for name, each in shared.parameters(llm).items()}
+
+
+def test_engines_fall_asleep_and_wake_in_each_order_and_answer_as_plain_ones(
+    llama: checkpoints.Pair,
+    answers: list[tuple[plain.Answer, ...]],
+    driver: gpus.Full,
+    sleepers: Sleepers,
+) -> None:
+    pair = [sleepers.engine(path) for path in (llama.base, llama.fine_tune)]
+    common = shared.shared_parameters(*pair)
+    assert 0 < len(common) < len(shared.parameters(pair[0]))
+    unique, made = sleepers.on_gpu(), gpus.in_use()
+    places = [addresses(llm) for llm in pair]
+    base_first, tune_first = (0, 1), (1, 0)
+    for falling, waking in product((base_first, tune_first), repeat=2):
+        first, last = falling
+        pair[first].sleep(level=1)
+        assert pair[first].llm_engine.is_sleeping()
+        assert set(accesses(pair[first], driver).values()) == {Access.NONE}
+        assert sleepers.on_gpu() >= sum(
+            each.nbytes for name, each in shared.parameters(pair[last]).items() if name in common
+        )
+        assert plain.outputs(pair[last]) == answers[last]
+        pair[last].sleep(level=1)
+        # One of each tensor in host memory for both; what the first was told is used, its thread
+        # sees to within a second.
+        managers.until(lambda: sleepers.on_gpu() == gpus.in_use() == 0)
+        assert sleepers.in_host_memory() == unique
+        for number in waking:
+            assert pair[number].wake_up()
+            assert addresses(pair[number]) == places[number]
+            assert set(accesses(pair[number], driver).values()) == {Access.READ}
+            assert plain.outputs(pair[number]) == answers[number]
+        assert [plain.outputs(llm) for llm in pair] == answers
+        assert verify().ok  # and leaves mappings behind, which must not keep the next from sleeping
+        if waking == base_first:
+            assert shared.shared_parameters(*pair) == common
+            assert gpus.in_use() == made
+        else:  # which uses a part of the base's slab of small tensors, and makes another of these
+            assert gpus.in_use() <= 2 * made
+    engines.drop(*pair)
+    del pair
+
+
+def test_what_an_engine_shares_while_it_is_awake_is_not_copied(
+    llama: checkpoints.Pair,
+    answers: list[tuple[plain.Answer, ...]],
+    driver: gpus.Full,
+    sleepers: Sleepers,
+) -> None:
+    pair = [sleepers.engine(llama.base) for _ in range(2)]
+    assert shared.everything(*pair)
+    before = sleepers.on_gpu()
+    pair[0].sleep(level=1)
+    assert (sleepers.on_gpu(), sleepers.in_host_memory()) == (before, 0)
+    assert plain.outputs(pair[1]) == answers[0]
+    # The one that is awake is dropped: the one that sleeps is the last to have them.
+    engines.drop(pair.pop())
+    gc.collect()
+    managers.until(lambda: sleepers.on_gpu() == 0)
+    assert sleepers.in_host_memory() == before
+    # And whoever is dropped asleep leaves them to nobody.
+    engines.drop(pair.pop())
+    gc.collect()
+    assert gpus.in_use() == 0
+    assert sleepers.host.overview().totals.leases == 0
+
+
+def test_who_is_loaded_while_the_others_sleep_shares_with_them_when_they_wake(
+    llama: checkpoints.Pair,
+    answers: list[tuple[plain.Answer, ...]],
+    driver: gpus.Full,
+    sleepers: Sleepers,
+) -> None:
+    pair = [sleepers.engine(path) for path in (llama.base, llama.fine_tune)]
+    assert shared.shared_parameters(*pair)
+    for llm in pair:
+        llm.sleep(level=1)
+    managers.until(lambda: sleepers.on_gpu() == 0)
+    third = sleepers.engine(llama.base)
+    assert plain.outputs(third) == answers[0]
+    for llm in pair:
+        assert not llm.wake_up(tags=["weights"])
+        assert llm.wake_up(tags=["kv_cache"])
+    assert shared.everything(third, pair[0])
+    assert [plain.outputs(llm) for llm in (third, *pair)] == [answers[0], *answers]
+    # What one of them has woken to, and then reloads, is its own.
+    shared.reload(pair[0], llama.fine_tune)
+    assert shared.nothing(third, pair[0])
+    assert [plain.outputs(llm) for llm in (third, *pair)] == [answers[0], answers[1], answers[1]]
+    engines.drop(third, *pair)
+    del third, llm, pair
+
+
+def test_one_that_finds_no_room_when_it_wakes_sleeps_on(
+    llama: checkpoints.Pair,
+    answers: list[tuple[plain.Answer, ...]],
+    driver: gpus.Full,
+    sleepers: Sleepers,
+) -> None:
+    pair = [sleepers.engine(path) for path in (llama.base, llama.fine_tune)]
+    assert shared.shared_parameters(*pair)
+    for llm in pair:
+        llm.sleep(level=1)
+    managers.until(lambda: sleepers.on_gpu() == 0)
+    sleepers.device.refuse("create")  # neither has the manager room for it,
+    driver.room = 0  # nor this process
+    with pytest.raises(MemoryManagerError):
+        pair[0].wake_up()
+    assert pair[0].llm_engine.is_sleeping()
+    assert set(accesses(pair[0], driver).values()) == {Access.NONE}
+    sleepers.device.refuse()
+    driver.room = 1 << 40
+    for llm, expected in zip(pair, answers, strict=True):
+        assert llm.wake_up()
+        assert plain.outputs(llm) == expected
+    engines.drop(*pair)
+    del llm, pair
+
+
+def test_level_2_is_refused_and_after_wake_up_the_engine_goes_on(
+    llama: checkpoints.Pair,
+    answers: list[tuple[plain.Answer, ...]],
+    driver: gpus.Full,
+    sleepers: Sleepers,
+) -> None:
+    pair = [sleepers.engine(path) for path in (llama.base, llama.fine_tune)]
+    assert shared.shared_parameters(*pair)
+    with pytest.raises(UnsupportedError, match=r"use level 1.*wake_up\(\) first"):
+        pair[0].sleep(level=2)
+    assert set(accesses(pair[0], driver).values()) == {Access.READ}
+    assert plain.outputs(pair[1]) == answers[1]
+    assert pair[0].llm_engine.is_sleeping()  # vLLM pauses before it asks the worker
+    assert pair[0].wake_up()
+    assert plain.outputs(pair[0]) == answers[0]
+    engines.drop(*pair)
+    del pair
+
+
+@pytest.mark.usefixtures("sleepers")
+def test_engines_without_a_memory_manager_do_not_sleep(llama: checkpoints.Pair) -> None:
+    with pytest.raises(ConfigError, match="memory_manager='auto'"):
+        plain.engine(llama.base, tensor_dedup=True, enable_sleep_mode=True)

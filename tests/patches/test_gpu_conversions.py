@@ -1,0 +1,331 @@
+"""Models that go to a GPU share read-only memory there, over the fake driver.
+
+The device is one of torch's own, `fakegpu`, which the CPU computes for (`torch_gpu`). It stays for
+a whole process, so each test is a process; what each of them asserts, it asserts there.
+"""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fresh
+import gpus
+import tiny_checkpoints as checkpoints
+from fake_driver import FakeDriver, RefusingDriver
+from tensor_dedup import TensorDedupConfig, enable, move, report, shares_memory, sweep, unshare
+from tensor_dedup.loader.cuda.devices import DEVICES
+from tensor_dedup.loader.cuda.gpu import Gpu
+from tensor_dedup.loader.unsharing.device_copies import COPIES
+from tensor_dedup.loader.unsharing.unshare import verify
+from tensor_dedup.memory_manager.cuda.driver import Access
+
+PLACE = "fakegpu"
+
+
+def install(driver: Any = None) -> FakeDriver:
+    import torch_gpu
+
+    return torch_gpu.install(driver)
+
+
+def model(seed: int = 0) -> Any:
+    """Linear layers, and twins: norms of equal bytes."""
+    torch.manual_seed(seed)
+    parts = nn.Linear(64, 64), nn.LayerNorm(64), nn.LayerNorm(64), nn.BatchNorm1d(64)
+    return nn.Sequential(*parts).eval()
+
+
+def pair() -> tuple[Any, Any]:
+    models = model(), model()
+    for each in models:
+        sweep(each)
+        each.to(PLACE)
+    assert one_memory(*models)
+    return models
+
+
+def one_memory(a: nn.Module, b: nn.Module) -> bool:
+    return all(shares_memory(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def answer(of: nn.Module, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    inputs = torch.arange(128, dtype=torch.float32).view(2, 64).div_(100).to(dtype)
+    with torch.no_grad():
+        result: torch.Tensor = of(inputs.to(PLACE))
+    return result.cpu()
+
+
+def gpu() -> Gpu:
+    [opened] = DEVICES.opened()
+    return opened.gpu
+
+
+def nothing_is_left(fake: FakeDriver) -> None:
+    gc.collect()
+    assert gpu().reap(wait=True) == 0
+    assert fake.left() == {}
+
+
+def in_one_process() -> str:
+    fake = install()
+    plain = model().to(PLACE)
+    right, half = answer(plain), answer(plain.half(), torch.float16)
+    first, second = pair()
+    assert {fake.access(p.data_ptr()) for p in first.parameters()} == {Access.READ}
+    assert len({p.data_ptr() for p in first.parameters()}) == len(list(first.parameters()))
+    # Buffers are written by forward passes: each model has its own.
+    assert not shares_memory(first[3].running_mean, second[3].running_mean)
+    assert torch.equal(answer(first), right)
+    assert torch.equal(answer(second), right)
+    assert verify().ok
+    assert verify().residents >= 6
+    assert "devices" in report().to_dict()
+    assert not report().devices
+
+    # A cast there is followed, and so is the way back to host memory.
+    first.half()
+    second.half()
+    assert one_memory(first, second)
+    assert torch.equal(answer(first, torch.float16), half)
+    for each in (first, second):
+        each.cpu()
+        assert not any(p.device.type == PLACE for p in each.parameters())
+        # torch makes new parameters on the way to and from this device, unlike cuda: they are
+        # not known for those that were shared.
+        sweep(each)
+    assert one_memory(first, second)
+    for each in (first, second):
+        each.to(PLACE)
+    assert one_memory(first, second)
+    assert torch.equal(answer(second, torch.float16), half)
+    del first, second
+
+    # Who writes has memory of its own first, and the other does not notice.
+    first, second = pair()
+    first.load_state_dict({n: v * 2 for n, v in second.state_dict().items()})
+    assert {fake.access(p.data_ptr()) for p in first.parameters()} == {Access.NONE}
+    assert torch.equal(answer(second), right)
+    third = model()
+    sweep(third)
+    third.to(PLACE)
+    assert one_memory(second, third)
+    for each in third.parameters():
+        each.grad = torch.ones_like(each)
+    torch.optim.SGD(third.parameters(), lr=0.1).step()
+    assert torch.equal(answer(second), right)
+    assert not torch.equal(answer(third), right)
+
+    # Whole slabs become private where they are.
+    fourth = model()
+    sweep(fourth)
+    move(fourth, PLACE)
+    places = [p.data_ptr() for p in fourth.parameters()]
+    assert unshare(fourth) > 0
+    assert [p.data_ptr() for p in fourth.parameters()] == places
+    with torch.no_grad():
+        fourth[0].weight.zero_()
+    assert torch.equal(answer(second), right)
+
+    # What somebody else put there is shared where it is.
+    loaded = [model(1).to(PLACE) for _ in range(2)]
+    expected = answer(loaded[0])
+    made = [sweep(each) for each in loaded]
+    assert made[0].private_bytes >= loaded[0][0].weight.nbytes  # norms are as above
+    assert made[1].private_bytes == 0
+    assert one_memory(*loaded)
+    assert torch.equal(answer(loaded[1]), expected)
+    assert sweep(loaded[1]).private_bytes == 0
+    # With comparisons asked for nothing is shared on a GPU, and it says so.
+    other = model(2).to(PLACE)
+    refused = sweep(other, TensorDedupConfig(verify_bytes=True))
+    assert refused.shared_bytes == 0
+    assert all("verify_bytes" in reason for _, reason in refused.skipped)
+
+    del plain, first, second, third, fourth, loaded, other, each
+    nothing_is_left(fake)
+    return "done"
+
+
+def test_models_of_one_process_share_and_stay_apart_when_one_writes() -> None:
+    assert fresh.call_forked(in_one_process) == "done"
+
+
+def without_a_driver() -> str:
+    """Where a GPU's memory cannot be mapped, ordinary copies are shared as ever, and it is said."""
+    fake = install(RefusingDriver(FakeDriver(), refuse=1))
+    first, second = model(), model()
+    for each in (first, second):
+        sweep(each)
+        each.to(PLACE)
+    assert {p.device.type for p in first.parameters()} == {PLACE}
+    assert len(COPIES) == len(list(first.parameters()))
+    assert one_memory(first, second)
+    assert torch.equal(answer(first), answer(second))
+    [reason] = report().devices.values()
+    assert "out of memory" in reason.lower() or "no 0 bytes" in reason
+    assert reason in str(report())
+    assert fake.left() == {}
+    return "done"
+
+
+def test_without_the_driver_copies_are_shared_and_the_reason_is_said() -> None:
+    assert fresh.call_forked(without_a_driver) == "done"
+
+
+def after_a_shortage() -> str:
+    fake = gpus.Full()
+    install(fake)
+    plain = model().to(PLACE)
+    right = answer(plain)
+    first, second = model(), model()
+    for each in (first, second):
+        sweep(each)
+    fake.room = 0
+    first.to(PLACE)
+    assert fake.left() == {}
+    assert len(COPIES) == len(list(first.parameters()))
+    [reason] = report().devices.values()
+    assert "the GPU has no" in reason
+    fake.room = 1 << 40
+    second.to(PLACE)
+    assert {fake.access(p.data_ptr()) for p in second.parameters()} == {Access.READ}
+    # Who goes there once more is given what there is by now.
+    first.to(PLACE)
+    assert one_memory(first, second)
+    gc.collect()
+    assert len(COPIES) == 0
+    assert torch.equal(answer(first), right)
+
+    # What is small may find room where what is large does not.
+    wide = [nn.Sequential(nn.Linear(2048, 2048), nn.Linear(64, 64)) for _ in range(2)]
+    wide[1].load_state_dict(wide[0].state_dict())
+    for each in wide:
+        sweep(each)
+    fake.room = gpus.in_use() + (1 << 20)
+    for each in wide:
+        each.to(PLACE)
+    assert COPIES.holds(next(wide[0].parameters()))
+    assert {fake.access(p.data_ptr()) for p in wide[1][1].parameters()} == {Access.READ}
+    assert one_memory(*wide)
+    del plain, first, second, wide, each
+    nothing_is_left(fake)
+    return "done"
+
+
+def test_after_a_shortage_a_model_that_moves_again_shares_and_what_fits_is_shared_at_once() -> None:
+    assert fresh.call_forked(after_a_shortage) == "done"
+
+
+def constructed() -> str:
+    from tensor_dedup.loader.deferred.uninitialised import UninitialisedStorages
+    from tensor_dedup.patches.vllm.run import _on_host
+
+    install()
+    untouched, place = UninitialisedStorages(), torch.device(PLACE)
+    with place, untouched.watching():
+        empty, written = torch.empty(4), torch.empty(4)
+        written[1:3].fill_(3)
+        made = {
+            "empty": empty,
+            "like": torch.empty_like(empty),
+            "new": empty.new_empty(4),
+            "strided": torch.empty_strided((2, 2), (1, 2)),
+            "filled": torch.full((4,), 7.0),
+            "written": written,
+        }
+        assert {each.device.type for each in made.values()} == {PLACE}
+        # As parameters, which torch puts from this device to the host as it does from cuda only.
+        host = {name: _on_host(nn.Parameter(each), untouched) for name, each in made.items()}
+    assert {each.device.type for each in host.values()} == {"cpu"}
+    known = {name for name, each in host.items() if untouched.holds(each)}
+    assert known == {"empty", "like", "new", "strided"}
+    assert host["strided"].stride() == (1, 2)
+    assert host["filled"].tolist() == [7.0] * 4
+    assert host["written"].tolist()[1:3] == [3.0] * 2
+    return "done"
+
+
+@pytest.mark.vllm
+def test_of_what_a_constructor_leaves_on_the_gpu_only_what_it_wrote_comes_along() -> None:
+    assert fresh.call_forked(constructed) == "done"
+
+
+def pipelines(root: str) -> str:
+    from transformers import AutoModelForCausalLM
+
+    import tiny_pipelines as tiny
+
+    fake = install()
+    folder = Path(root)
+    tiny.make(folder)
+    alone = {name: tiny.load(folder / name).to(PLACE) for name in ("sd", "tuned")}
+    expected = {name: tiny.image(each) for name, each in alone.items()}
+    assert expected["sd"] != expected["tuned"]
+    del alone
+    with enable():
+        base, tuned = (tiny.load(folder / name) for name in ("sd", "tuned"))
+    equal = tiny.equal(base, tuned)
+    base.to(PLACE)
+    move(tuned, PLACE)
+    assert tiny.shared(base, tuned) == equal
+    assert {fake.access(p.data_ptr()) for p in tiny.parameters(tuned).values()} == {Access.READ}
+    assert tiny.image(base) == expected["sd"]
+    assert tiny.image(tuned) == expected["tuned"]
+    assert not report().devices
+    del base, tuned
+
+    kind: Any = AutoModelForCausalLM
+    tokens = torch.arange(8)[None].to(PLACE)
+    made = checkpoints.make("llama_tied", folder)
+    right = kind.from_pretrained(made.base).to(PLACE)(tokens).logits.detach().cpu()
+    with enable():
+        two = [kind.from_pretrained(made.base, device_map=PLACE) for _ in range(2)]
+    last = report().models[-1]
+    assert last.shared_bytes == last.total_bytes > 0, last.skipped
+    assert one_memory(*two)
+    assert torch.equal(two[1](tokens).logits.detach().cpu(), right)
+    del two
+    nothing_is_left(fake)
+    return "done"
+
+
+def test_pipelines_and_models_of_transformers_share_on_the_device(tmp_path: Path) -> None:
+    assert fresh.call_forked(pipelines, str(tmp_path)) == "done"
+
+
+def with_a_manager(socket: str) -> list[float]:
+    install()
+    mine = model()
+    config = {"memory_manager": socket}
+    sweep(mine, config)
+    mine.to(PLACE)
+    assert "fakegpu:0" not in report().devices, report().devices
+    with enable(config):
+        pass
+    return [float(number) for number in answer(mine).flatten()]
+
+
+def test_two_processes_have_it_once_with_a_manager_of_that_gpu(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    with gpus.running(tmp_path) as manager:
+        socket = str(tmp_path / "m.sock")
+        first = fresh.call_forked(with_a_manager, socket)
+        held = manager.overview().totals
+        assert held.residents > 0
+        # One that shares nothing with the first by birth: addresses, seeds of hashes.
+        assert fresh.call(with_a_manager, socket) == first
+        after = manager.overview().totals
+        assert (after.residents, after.resident_bytes) == (held.residents, held.resident_bytes)
+        assert after.published == held.published
+
+
+@pytest.mark.parametrize("kind", ["cuda", "meta"])
+def test_a_device_that_is_no_gpu_here_is_none(kind: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert DEVICES.at(torch.device(kind)) is None
+    assert (DEVICES.why_not(torch.device(kind)) is not None) == (kind == "cuda")

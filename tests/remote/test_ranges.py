@@ -1,0 +1,150 @@
+"""Ranges of containers that are read as they arrive: whoever waits for one is told how it ended."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import remotes
+from remotes import MemoryBucket, Proxy
+from stores import KIB, MIB, content, noise, open_store, safetensors, stored, u8, write
+from tensor_dedup.remote import Remote, layout
+from tensor_dedup.remote.buckets import ServerBucket
+from tensor_dedup.remote.errors import DamagedRemoteError
+from tensor_dedup.remote.pieces import RemotePieces
+from tensor_dedup.store.format.tables import PLAIN, Record
+from tensor_dedup.store.objects import ContainerId
+
+CONTAINER = ContainerId("00" * 32, "pack")
+COUNT = 10
+
+
+class Trickling(MemoryBucket):
+    """Sends a range in halves, as soon as it may, and `more` bytes than were asked for."""
+
+    def __init__(self, more: int = 0) -> None:
+        super().__init__()
+        self.may, self.more = threading.Event(), more
+
+    def stream_range(
+        self, _key: str, start: int, stop: int, arrived: Callable[[memoryview], None]
+    ) -> None:
+        self.may.wait(60)
+        half = (stop - start) // 2
+        arrived(memoryview(bytes(half)))
+        arrived(memoryview(bytes(stop - start - half + self.more)))
+
+
+def pieces(bucket: Trickling) -> RemotePieces:
+    """Pieces that are each a range."""
+    names = [bytes([number]) * 32 for number in range(COUNT)]
+    records = [
+        Record(name, number * 2 * MIB, MIB, MIB, PLAIN, leaves=b"", base=None)
+        for number, name in enumerate(names)
+    ]
+    return RemotePieces(bucket, {r.digest: (CONTAINER, r) for r in records}, {})
+
+
+def read(source: RemotePieces, number: int) -> object:
+    """The error of reading a piece, or whether it could be read; in a thread that may hang."""
+    found: list[object] = []
+
+    def run() -> None:
+        try:
+            view = memoryview(bytearray(MIB))
+            found.append(source.read_stored(CONTAINER, number * 2 * MIB, view))
+        except Exception as error:  # noqa: BLE001 - it is what is looked at
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "it waits for what nobody sends"
+    return found[0]
+
+
+def test_who_reads_what_was_closed_gets_an_error_each_time() -> None:
+    """As when the interpreter ends while another thread pulls: pools take nothing more."""
+    source = pieces(bucket := Trickling())
+    bucket.may.set()
+    assert read(source, 0) is True
+    source.close()
+    for _ in range(2):
+        assert isinstance(read(source, COUNT - 1), Exception)
+
+
+def test_to_close_ends_what_is_under_way() -> None:
+    source = pieces(bucket := Trickling())
+    answers: list[object] = []
+    reader = threading.Thread(target=lambda: answers.append(read(source, 1)))
+    reader.start()
+    closing = threading.Thread(target=source.close)
+    closing.start()
+    while not source._closed:
+        pass
+    bucket.may.set()
+    for each in (closing, reader):
+        each.join(60)
+        assert not each.is_alive()
+    assert isinstance(answers[0], Exception)
+
+
+def test_more_than_was_asked_for_is_damage() -> None:
+    bucket = Trickling(more=1)
+    bucket.may.set()
+    with pieces(bucket) as source:
+        error = read(source, COUNT - 1)
+    assert isinstance(error, DamagedRemoteError)
+    assert "sends more" in str(error)
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_whether_a_web_server_knows_ranges_costs_one_small_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranges: bool
+) -> None:
+    """Where it knows none, nothing comes twice: neither a container of which several ranges are
+    wanted nor one whose range was asked for in vain.
+    """
+    monkeypatch.setattr("tensor_dedup.remote.pieces._RANGE_BYTES", MIB)
+    monkeypatch.setattr(layout, "CONTAINER_BYTES", 2 * MIB)
+    store, there = open_store(tmp_path / "store"), open_store(tmp_path / "there")
+    tensors = u8(**{f"t{number:02}": noise(number, MIB) for number in range(10)})
+    path = write(tmp_path / "many", {"model.safetensors": safetensors(tensors)})
+    store.import_(path, "many")
+    store.push(f"file://{tmp_path}/served", "many")
+    count = sum(each.is_file() for each in (tmp_path / "served" / "containers").rglob("*"))
+    assert count == 5  # of so few none comes with its table
+    with remotes.web(tmp_path / "served", ranges=ranges) as url:
+        proxy = Proxy(int(url.rpartition(":")[2]))
+        done = there.pull(Remote.open(f"http://127.0.0.1:{proxy.port}"), "many")
+        requests, nbytes = proxy.requests, proxy.nbytes
+        proxy.close()
+    assert done.requests == requests
+    # Twice the reference, manifest, page, holders and tables; then the small one.
+    assert requests == 5 + count + 1 + (2 * count if ranges else count)
+    assert nbytes <= 1.02 * done.moved_bytes + 64 * KIB
+    assert stored(there, "many") == content(path)
+
+
+def test_an_object_that_came_whole_stays_while_somebody_waits_for_it(tmp_path: Path) -> None:
+    """A pull asks for ranges of several containers at once; the second of one may be the last."""
+    write(tmp_path / "served", {each: each.encode() * 9 for each in "abcd"} | {"FORMAT": b"text"})
+    with remotes.web(tmp_path / "served", ranges=False) as url:
+        bucket = ServerBucket(url)
+        assert bytes(bucket.get_range("a", 0, 2)) == b"aa"
+        found: dict[str, bytes] = {}
+
+        def read(key: str) -> None:
+            found[key] = bytes(bucket.get_range(key, 2, 4))
+
+        threads = [threading.Thread(target=read, args=(key,)) for key in "bcda"]
+        with bucket._wholes_lock:
+            for number, each in enumerate(threads):
+                each.start()
+                while len(bucket._awaited) <= number:
+                    assert each.is_alive()
+        for each in threads:
+            each.join(60)
+        assert found == {each: each.encode() * 2 for each in "abcd"}
+        assert bucket.traffic.calls == 1 + 4
