@@ -107,9 +107,12 @@ def measured(part: Part, pairs: int, work: Path, *, quick: bool) -> Figures:
             last = said[-1].strip() if said else "it said nothing"
             raise click.ClickException(f"status {status}, {last}; see {log}")
         found: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
-    if part is DEMO:
-        return {"memory": ([found["plain"]["pss"]], [found["dedup"]["pss"]])}
-    return found
+    return of_the_demo(found) if part is DEMO else found
+
+
+def of_the_demo(report: dict[str, Any]) -> Figures:
+    """The figures in the report of `scripts/demo --json`."""
+    return {"memory": ([report["plain"]["pss"]], [report["dedup"]["pss"]])}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -13,6 +13,7 @@ from bench.every_row import judged
 from bench.results import Figures
 from bench.stated_rows import ROWS, Part, StatedRow, counted
 from demonstration import __main__ as demonstration
+from demonstration import run
 
 FINE = Part("fine", "")
 SECONDS = StatedRow("seconds", "load", FINE, "load")
@@ -91,6 +92,26 @@ def test_what_is_counted_may_be_a_little_more_than_stated() -> None:
         assert found.verdict == said
         assert f"| 896.000 MB | {nbytes / 1e6:.3f} MB |" in found.text()
     assert judged(row, {"load": [[896e6], [1.0]]}, quick=True).verdict == "not shown"
+
+
+def test_the_demos_memory_is_in_its_report() -> None:
+    answers = [{"seconds": 1.0, "tokens": [[1]], "logprobs": [[0.0]]}]
+    plain, shared = (
+        run.Side(
+            [{"model": "a", "seconds": 1.0, "memory": {"pss": pss, "rss": 0}}],
+            answers,
+            {"pss": 1 << 30, "rss": 0},
+            peak_rss=0,
+            together=True,
+            report=None,
+        )
+        for pss in (7 << 30, 3 << 30)
+    )
+    report = json.loads(json.dumps(run.document(plain, shared)))
+    [row] = [row for row in ROWS if row.name == "four-models"]
+    found = judged(row, every_row.of_the_demo(report))
+    assert "| 7.000 GiB | 3.000 GiB |" in found.text()
+    assert found.verdict == "met"
 
 
 def test_too_few_pairs_show_nothing_and_a_missing_figure_is_a_failure() -> None:
