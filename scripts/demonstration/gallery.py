@@ -14,7 +14,7 @@ from rich.progress import Progress
 from demonstration import models, pictures
 from demonstration.run import Side, Step, follow, one_process
 from demonstration.show import BESIDE, new_table, ratio, signed
-from tensor_dedup.cli.terminal import Dotted
+from tensor_dedup.cli.tables import Dotted
 from tensor_dedup.errors import NotInstalledError
 from tensor_dedup.text_table import human
 

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from demonstration.run import Side, equal_tokens
-from tensor_dedup.cli.terminal import Dotted
+from tensor_dedup.cli.tables import Dotted
 from tensor_dedup.text_table import human
 
 # Of each load; every heading says all of what stands below it.

@@ -15,7 +15,7 @@ from stores import KIB, memory_folder, noise, safetensors, u8, write
 from tensor_dedup import Store
 from tensor_dedup.cli import VERBS
 from tensor_dedup.cli.runs import command as runs
-from tensor_dedup.cli.terminal import shortened
+from tensor_dedup.cli.tables import shortened
 from tensor_dedup.training import CheckpointStore
 
 WIDTHS = [60, 80, 140]

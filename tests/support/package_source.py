@@ -80,7 +80,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
         *("checkpoint_io", "unsharing", "deferred", "post_load"),
     ),
     "training": (
-        *("errors", "state", "adapters", "in_flight", "bases", "policy", "background_encoder"),
+        *("errors", "state", "adapters", "in_flight", "first_base", "policy", "background_encoder"),
         *("commit", "capture", "background", "tiers", "checkpoint_store", "sharded"),
     ),
     "analyze": (

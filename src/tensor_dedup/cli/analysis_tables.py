@@ -12,7 +12,7 @@ from rich.table import Table
 
 from tensor_dedup.analyze import Analysis
 from tensor_dedup.analyze.layers import SharedLayer
-from tensor_dedup.cli.terminal import Dotted, cell
+from tensor_dedup.cli.tables import Dotted, cell
 from tensor_dedup.formats.layers.layer_names import natural
 from tensor_dedup.text_table import human
 

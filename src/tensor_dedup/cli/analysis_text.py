@@ -11,7 +11,7 @@ from tensor_dedup.analyze import Analysis
 from tensor_dedup.analyze.picture import Cell, Section, draw, percent, sections
 from tensor_dedup.analyze.verdict import advice, headline
 from tensor_dedup.cli import given, printable
-from tensor_dedup.cli.terminal import wrapped
+from tensor_dedup.cli.tables import wrapped
 from tensor_dedup.text_table import human
 
 # What is piped is neither wrapped nor cut.

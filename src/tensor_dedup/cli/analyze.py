@@ -18,15 +18,8 @@ from tensor_dedup.cli.analysis_tables import show_tables
 from tensor_dedup.cli.analysis_text import show_summary
 from tensor_dedup.cli.page import html_option
 from tensor_dedup.cli.store import follow_links_option, store_option
-from tensor_dedup.cli.terminal import (
-    ByteBar,
-    byte_size,
-    console,
-    counted,
-    json_option,
-    say,
-    say_lines,
-)
+from tensor_dedup.cli.tables import counted
+from tensor_dedup.cli.terminal import ByteBar, byte_size, console, json_option, say, say_lines
 from tensor_dedup.digest import ALGORITHMS
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.store.format.manifests import STATE_MARK

@@ -24,7 +24,8 @@ from tensor_dedup.cli.store import (
     store_option,
     stored_names,
 )
-from tensor_dedup.cli.terminal import ByteBar, counted, json_option, say
+from tensor_dedup.cli.tables import counted
+from tensor_dedup.cli.terminal import ByteBar, json_option, say
 from tensor_dedup.errors import StoreError
 from tensor_dedup.formats.hub_cache import locate
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex

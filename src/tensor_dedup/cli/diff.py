@@ -9,7 +9,8 @@ from rich.table import Table
 from tensor_dedup.analyze.difference import CheckpointDiff, TensorChange, diff, prefixes_of
 from tensor_dedup.analyze.picture import percent
 from tensor_dedup.cli.store import follow_links_option, store_option
-from tensor_dedup.cli.terminal import ByteBar, Dotted, console, counted, json_option, say
+from tensor_dedup.cli.tables import Dotted, counted
+from tensor_dedup.cli.terminal import ByteBar, console, json_option, say
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.text_table import human
 

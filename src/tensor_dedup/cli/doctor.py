@@ -21,7 +21,8 @@ from tensor_dedup import settings
 from tensor_dedup.analyze.verdict import VLLM_COMMAND, vllm_server
 from tensor_dedup.cli.manager import socket_option
 from tensor_dedup.cli.store import existing, store_option
-from tensor_dedup.cli.terminal import counted, json_option, say, say_lines, short
+from tensor_dedup.cli.tables import counted
+from tensor_dedup.cli.terminal import json_option, say, say_lines, short
 from tensor_dedup.errors import TensorDedupError
 from tensor_dedup.memory_manager.backends.memfd import MemfdBackend
 from tensor_dedup.memory_manager.client.admin import Admin

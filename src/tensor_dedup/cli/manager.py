@@ -21,7 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tensor_dedup.cli import NobodyThere, WrongUse
-from tensor_dedup.cli.terminal import Dotted, console, counted, fitted, json_option, say, short
+from tensor_dedup.cli.tables import Dotted, counted, fitted
+from tensor_dedup.cli.terminal import console, json_option, say, short
 from tensor_dedup.memory_manager.client.admin import Admin, Overview
 from tensor_dedup.memory_manager.client.names import checkpoint_name, printed
 from tensor_dedup.memory_manager.cuda.nvml import DeviceUse, NotAvailable, use_of

@@ -13,16 +13,8 @@ from tensor_dedup.cli import WrongUse, check_suffix, printable
 from tensor_dedup.cli.page import html_option
 from tensor_dedup.cli.plan_page import write_page
 from tensor_dedup.cli.store import store_option
-from tensor_dedup.cli.terminal import (
-    ByteBar,
-    Dotted,
-    byte_size,
-    console,
-    counted,
-    json_option,
-    say,
-    say_lines,
-)
+from tensor_dedup.cli.tables import Dotted, counted
+from tensor_dedup.cli.terminal import ByteBar, byte_size, console, json_option, say, say_lines
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.planning.placement import FleetPlan, Model, Node, Wanted, plan, read_fleet
 from tensor_dedup.planning.placement.plan import Assignment, Move, PlannedNode

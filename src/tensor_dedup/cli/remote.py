@@ -15,17 +15,8 @@ import click
 from tensor_dedup.api import Store
 from tensor_dedup.cli import INTERRUPTED, Verbs, WrongUse, printable, remember_given
 from tensor_dedup.cli.store import existing, name_argument, store_option
-from tensor_dedup.cli.terminal import (
-    ByteBar,
-    ask,
-    console,
-    counted,
-    fitted,
-    json_option,
-    say,
-    say_lines,
-    yes_option,
-)
+from tensor_dedup.cli.tables import counted, fitted
+from tensor_dedup.cli.terminal import ByteBar, ask, console, json_option, say, say_lines, yes_option
 from tensor_dedup.remote import (
     Remote,
     RemoteCheckpoint,

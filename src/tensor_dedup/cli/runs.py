@@ -24,17 +24,8 @@ from tensor_dedup.cli.store import (
     space_after,
     store_option,
 )
-from tensor_dedup.cli.terminal import (
-    Dotted,
-    ask,
-    console,
-    counted,
-    fitted,
-    json_option,
-    say,
-    say_lines,
-    yes_option,
-)
+from tensor_dedup.cli.tables import Dotted, counted, fitted
+from tensor_dedup.cli.terminal import ask, console, json_option, say, say_lines, yes_option
 from tensor_dedup.errors import StoreError, TensorDedupError
 from tensor_dedup.formats.layers.layer_names import natural
 from tensor_dedup.store.errors import DamagedFileError, MissingObjectError, NotAStoreError

@@ -13,19 +13,15 @@ from rich.table import Table
 from tensor_dedup.analyze.stored import full_name, pull_suggested
 from tensor_dedup.api import Store
 from tensor_dedup.cli import Failure, WrongUse, printable, remember_given
+from tensor_dedup.cli.tables import Dotted, counted, fitted, listing, shortened
 from tensor_dedup.cli.terminal import (
     ByteBar,
-    Dotted,
     ask,
     console,
-    counted,
-    fitted,
     json_option,
-    listing,
     say,
     say_lines,
     short,
-    shortened,
     yes_option,
 )
 from tensor_dedup.errors import (

@@ -7,16 +7,8 @@ from rich.table import Table
 
 from tensor_dedup.cli import WrongUse
 from tensor_dedup.cli.store import store_option
-from tensor_dedup.cli.terminal import (
-    ByteBar,
-    Dotted,
-    byte_size,
-    console,
-    counted,
-    json_option,
-    say,
-    say_lines,
-)
+from tensor_dedup.cli.tables import Dotted, counted
+from tensor_dedup.cli.terminal import ByteBar, byte_size, console, json_option, say, say_lines
 from tensor_dedup.loader.checkpoint_io.hints import HintIndex
 from tensor_dedup.planning.substitution import Substitution, substitute
 from tensor_dedup.text_table import human

@@ -45,7 +45,7 @@ from tensor_dedup.store.writing.containers import ContainerWriter, NewPiece
 from tensor_dedup.store.writing.deltas import EncodedWriter, LeafSharing, Plan
 from tensor_dedup.store.writing.run_cache import LastStep, Places, Rewritten, RunCache
 from tensor_dedup.store.writing.transaction import BatchTransaction, SyncedFolders
-from tensor_dedup.training.bases import FirstStep
+from tensor_dedup.training.first_base import FirstStep
 from tensor_dedup.training.policy import Deltas, LeftTensor
 
 if TYPE_CHECKING:
