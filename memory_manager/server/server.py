@@ -35,7 +35,7 @@ from tensor_dedup.memory_manager.core.effects import (
 from tensor_dedup.memory_manager.core.records import KeyRecord
 from tensor_dedup.memory_manager.errors import ProtocolError, RefusedError
 from tensor_dedup.memory_manager.protocol import wire
-from tensor_dedup.memory_manager.protocol.codec import VERSION, decode_request, encode, version_of
+from tensor_dedup.memory_manager.protocol.codec import decode_request, encode
 from tensor_dedup.memory_manager.protocol.limits import Code
 from tensor_dedup.memory_manager.protocol.messages import (
     DESCRIPTORS_OF_REQUEST,
@@ -98,7 +98,6 @@ class ClientSocket:
     stuck_since: float | None = None
     retry_at: float | None = None
     events: int = 0  # what the selector watches for
-    version: int = VERSION  # that the client speaks
 
     def flush(self, now: float) -> bool:
         """Send as much as the socket accepts; return False if the connection is broken."""
@@ -391,7 +390,6 @@ class Server:
                 client, "version" if "version" in error.facts else "protocol", error.message
             )
             return
-        client.version = version_of(data)
         wanted = DESCRIPTORS_OF_REQUEST.get(type(request), 0)
         if len(self._arrived) != wanted:
             text = f"{type(request).__name__} comes with {wanted} descriptors, not with "
@@ -506,7 +504,7 @@ class Server:
         if client is None:
             return
         memories = tuple(self._memories[slab] for slab in effect.slabs)
-        client.outbox.append((encode(effect.reply, client.version), memories))
+        client.outbox.append((encode(effect.reply), memories))
         if client.stuck_since is None:
             self._flush(client)
 
