@@ -248,7 +248,7 @@ EXAMPLES: list[tuple[Message | WirePart, str]] = [
         HandoverIndex(
             "0123456789abcdef",
             [HandoverSlab("slab-3", 8192, [])],
-            [HandoverRecord("key", b"record", [DIGEST])],
+            [HandoverRecord("key", b"record", [DIGEST], [])],
             ["base"],
         ),
         (
