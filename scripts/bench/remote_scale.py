@@ -148,7 +148,7 @@ class Models:
         for each in family:
             drawn = (self._dice.bytes(len(held)) for held in (each.name, each.alone, each.deltas))
             name, alone, deltas = drawn
-            yield ListedContainer(name, each.kind, each.nbytes, alone, deltas)
+            yield ListedContainer(name, each.kind, each.nbytes, alone, deltas, each.width)
 
     def model(self, name: str, kind: str, held: Sequence[Record], new: Sequence[Record]) -> Model:
         """A checkpoint of these pieces."""
