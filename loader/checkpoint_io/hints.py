@@ -40,8 +40,9 @@ QUIET_NS = 2_000_000_000
 MAX_DIGESTS = 500_000
 ENVIRONMENT = "TENSOR_DEDUP_HINTS"
 
+_APPLICATION_ID = int.from_bytes(b"TDHI")  # which SQLite keeps in the file's header
 _SCHEMA_VERSION = 1
-_SCHEMA = """CREATE TABLE IF NOT EXISTS hint (
+_SCHEMA = """CREATE TABLE hint (
     file TEXT NOT NULL, algorithm TEXT NOT NULL, state TEXT NOT NULL, name TEXT NOT NULL,
     used INTEGER NOT NULL, entries INTEGER NOT NULL, seal BLOB NOT NULL, digests BLOB NOT NULL,
     PRIMARY KEY (file, algorithm))"""
@@ -285,21 +286,26 @@ class StoreHints:
 def _default_path() -> Path:
     if chosen := os.environ.get(ENVIRONMENT):
         return Path(chosen)
-    return Path(platformdirs.user_cache_dir("tensor-dedup", appauthor=False)) / "hints-v1.sqlite"
+    return Path(platformdirs.user_cache_dir("tensor-dedup", appauthor=False)) / "hints.sqlite"
 
 
 def _prepare(db: sqlite3.Connection, busy_s: float) -> None:
-    (version,) = db.execute("PRAGMA user_version").fetchone()
-    if version == _SCHEMA_VERSION:
+    application, version = _marks(db)
+    if application == _APPLICATION_ID:
+        if version != _SCHEMA_VERSION:
+            raise _UnusableIndexError(f"version {version} of it is not known; update or delete it")
         return
-    if version != 0:
-        raise _UnusableIndexError(f"version {version} of it is not known; update or delete it")
+    if (application, version) != (0, 0):
+        raise sqlite3.DatabaseError("it is no index of hints")
     deadline = time.monotonic() + busy_s
     while True:
         try:
             db.execute("PRAGMA journal_mode = WAL")
-            db.execute(_SCHEMA)
-            db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+            with transaction(db):
+                if _marks(db) == (0, 0):  # another process may have been first
+                    db.execute(_SCHEMA)
+                    db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+                    db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
         except sqlite3.OperationalError:
             # When two make the index at once, SQLite does not wait before it gives up.
             if time.monotonic() > deadline:
@@ -307,6 +313,13 @@ def _prepare(db: sqlite3.Connection, busy_s: float) -> None:
             time.sleep(_RETRY_S)
         else:
             return
+
+
+def _marks(db: sqlite3.Connection) -> tuple[int, int]:
+    """Return what a database says it is: an application's id, and a version; zeros when new."""
+    (application,) = db.execute("PRAGMA application_id").fetchone()
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    return application, version
 
 
 def _lookup(db: sqlite3.Connection, identity: FileIdentity, algorithm: str) -> _Digests:

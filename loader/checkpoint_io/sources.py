@@ -408,7 +408,7 @@ def _enter(source: SourceTensor, value: str, leaves: Sequence[bytes]) -> None:
         raise_stale(source, value, "it", source.digest)
     spec = source.spec
     found = digests_by_place(spec.start, spec.nbytes, leaves) if leaves else {}
-    # What was known is remembered already, but perhaps not leaf by leaf, as an earlier version did.
+    # What was known is remembered already, but perhaps not leaf by leaf.
     if source.digest is None or (found and not source.leaves):
         source.file.hashed |= found or {(spec.start, spec.nbytes): value}
     source.digest = value

@@ -286,7 +286,6 @@ class Client:
 
         Raises:
             RefusedError: The code is "not_resident": one of them is no lease of this manager's.
-            ProtocolError: The manager is of version 2 of the protocol, which has no such message.
         """
         found: list[bool] = []
         for batch in _batches(leases, MAX_RELEASES):

@@ -20,14 +20,7 @@ from tensor_dedup.memory_manager.errors import (
     UnsafeSocketError,
 )
 from tensor_dedup.memory_manager.protocol import paths, wire
-from tensor_dedup.memory_manager.protocol.codec import (
-    MANY_KEYS_FROM,
-    OLDEST,
-    VERSION,
-    decode_reply,
-    decode_request,
-    encode,
-)
+from tensor_dedup.memory_manager.protocol.codec import decode_reply, decode_request, encode
 from tensor_dedup.memory_manager.protocol.limits import MAX_RELEASES
 from tensor_dedup.memory_manager.protocol.messages import (
     Extent,
@@ -62,37 +55,21 @@ class Connection:
         Raises:
             ManagerGoneError: No manager answers.
             UnsafeSocketError: The socket or its folder does not belong to this user alone.
-            RefusedError: The manager has no room for another client.
+            RefusedError: The manager has no room for another client, or speaks another version.
+            ProtocolError: What answers speaks another protocol.
         """
         self.path: Final = path
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._released: deque[int] = deque()
-        self._version = VERSION
         self._socket: socket.socket | None = _connect(path)
         _LIVING.add(self)
         try:
-            self.welcome: Final[Welcome] = self._greet(Hello(name))
+            self.welcome: Final[Welcome] = self.ask(Hello(name), Welcome)[0]
         except BaseException:
             self.close()
             raise
-
-    def _greet(self, hello: Hello) -> Welcome:
-        while True:
-            try:
-                return self.ask(hello, Welcome)[0]
-            except RefusedError as error:
-                if error.code != "version" or self._version == OLDEST:
-                    raise
-            self.close()  # a manager of an earlier version, that runs since before an upgrade
-            self._version -= 1
-            self._socket = _connect(self.path)
-
-    @property
-    def publishes_many_keys(self) -> bool:
-        """Whether the manager takes several keys of a record in one Publish."""
-        return self._version >= MANY_KEYS_FROM
 
     @property
     def alive(self) -> bool:
@@ -131,11 +108,11 @@ class Connection:
         Raises:
             RefusedError: The manager refused the request; `code` says why.
             ManagerGoneError: The manager does not answer.
-            ProtocolError: The reply is of another type, and the connection is closed; or an older
-                manager does not know the request, and nothing has happened.
+            ProtocolError: The reply is of another type, and the connection is closed; or no manager
+                accepts such a request, and nothing has happened.
             NoMemoryError: This process has no descriptors left for those of the reply.
         """
-        data = _checked(request, self._version)
+        data = _checked(request)
         with self._lock:
             self._send_releases()
             reply, arrived = self._exchange(data, descriptors, extra_s)
@@ -182,9 +159,9 @@ class Connection:
                 raise ProtocolError(
                     f"{type(reply).__name__} with {len(datagram.descriptors)} descriptors"
                 )
-        except ProtocolError:
+        except ProtocolError as error:
             wire.close_all(datagram.descriptors)
-            raise
+            raise ProtocolError(f"{self.path}: {error.message}", **error.facts) from error
         return reply, datagram.descriptors
 
     def _give_back(self, reply: Reply) -> None:
@@ -221,7 +198,7 @@ class Connection:
         Raises:
             ManagerGoneError: The connection is closed or broken.
         """
-        data = encode(request, self._version)
+        data = encode(request)
         try:
             with self._lock:
                 connection = self._open()
@@ -269,7 +246,7 @@ class Connection:
             ]
             try:
                 connection.settimeout(0)
-                wire.send(connection, encode(Release(batch), self._version))
+                wire.send(connection, encode(Release(batch)))
             except OSError:
                 self._released.extendleft(reversed(batch))
                 return False  # with the next request, or with the connection
@@ -284,9 +261,9 @@ class Connection:
             connection.close()
 
 
-def _checked(request: Request, version: int) -> bytes:
+def _checked(request: Request) -> bytes:
     """Encode a request; raise ProtocolError where the manager would take it for garbage."""
-    data = encode(request, version)
+    data = encode(request)
     decode_request(data)
     return data
 

@@ -328,13 +328,12 @@ def publish(
 ) -> int:
     """Have keys lead to a record, the first of them as one of `put` or, for 0, of none.
 
-    Return how many are new. They go in messages of MAX_KEYS and one; a manager of before version 4
-    of the protocol is sent one at a time.
+    Return how many are new. They go in messages of MAX_KEYS and one.
 
     Raises:
         RefusedError: The first of a message is being built, or no more can be remembered.
     """
-    size = 1 + (MAX_KEYS if connection.publishes_many_keys else 0)
+    size = 1 + MAX_KEYS
     new = 0
     for start in range(0, len(keys), size):
         key, *also = keys[start : start + size]

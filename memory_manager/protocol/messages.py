@@ -127,7 +127,7 @@ class Seal(Message, frozen=True):
 class Publish(Message, frozen=True, omit_defaults=True):
     """Publish a layer record. With `put` 0, republish one when nobody builds that layer.
 
-    `also`: further keys that lead to the record, which nobody has reserved (from version 4 on).
+    `also`: further keys that lead to the record, which nobody has reserved.
     """
 
     put: Number

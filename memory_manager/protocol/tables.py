@@ -10,8 +10,7 @@ from tensor_dedup.memory_manager.protocol.limits import Message, Number, WirePar
 class Totals(Message, frozen=True, omit_defaults=True):
     """The answer to Status; sizes in bytes.
 
-    `leaf_shared_bytes`: what processes use as parts of tensors that differ from it in others (from
-    version 4 on).
+    `leaf_shared_bytes`: what processes use as parts of tensors that differ from it in others.
     """
 
     pid: Number

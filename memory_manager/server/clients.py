@@ -17,7 +17,7 @@ from typing import Final, Protocol
 from tensor_dedup.memory_manager.backends.base import Memory
 from tensor_dedup.memory_manager.errors import ProtocolError
 from tensor_dedup.memory_manager.protocol import wire
-from tensor_dedup.memory_manager.protocol.codec import VERSION, encode
+from tensor_dedup.memory_manager.protocol.codec import encode
 from tensor_dedup.memory_manager.protocol.limits import Code
 from tensor_dedup.memory_manager.protocol.messages import Reply
 from tensor_dedup.memory_manager.server.acceptor import AcceptedConnection
@@ -44,7 +44,6 @@ class ClientSocket:
     stuck_since: float | None = None
     retry_at: float | None = None
     events: int = 0  # what the selector watches for
-    version: int = VERSION  # that the client speaks
 
     def flush(self, now: float) -> bool:
         """Send as much as the socket accepts; return False if the connection is broken."""
@@ -209,7 +208,7 @@ class Clients:
     def send(self, connection: int, reply: Reply, memories: tuple[Memory, ...]) -> None:
         """Send a reply, with the descriptors of this memory, as soon as the client reads."""
         client = self._clients[connection]
-        client.outbox.append((encode(reply, client.version), memories))
+        client.outbox.append((encode(reply), memories))
         if client.stuck_since is None:
             self._flush(client)
 

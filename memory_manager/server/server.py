@@ -26,7 +26,7 @@ from tensor_dedup.memory_manager.core.effects import (
 from tensor_dedup.memory_manager.core.records import KeyRecord
 from tensor_dedup.memory_manager.errors import ProtocolError, RefusedError
 from tensor_dedup.memory_manager.protocol import wire
-from tensor_dedup.memory_manager.protocol.codec import decode_request, version_of
+from tensor_dedup.memory_manager.protocol.codec import decode_request
 from tensor_dedup.memory_manager.protocol.limits import Code
 from tensor_dedup.memory_manager.protocol.messages import (
     DESCRIPTORS_OF_REQUEST,
@@ -281,7 +281,6 @@ class Server:
                 client, "version" if "version" in error.facts else "protocol", error.message
             )
             return
-        client.version = version_of(data)
         wanted = DESCRIPTORS_OF_REQUEST.get(type(request), 0)
         if len(self._arrived) != wanted:
             text = f"{type(request).__name__} comes with {wanted} descriptors, not with "

@@ -8,6 +8,7 @@ which are never used twice.
 """
 
 import array
+import logging
 import os
 import secrets
 import socket
@@ -36,8 +37,10 @@ from tensor_dedup.memory_manager.protocol.wire import close_all
 if TYPE_CHECKING:
     from tensor_dedup.memory_manager.core.records import KeyRecord
 
+log = logging.getLogger("tensor_dedup.memory_manager")
 _FIRST_FD: Final = 3
 _INDEX: Final = "index"
+_HEADER: Final = b"TMHO" + (1).to_bytes(4, "little")  # the magic and the version of an index
 _MAX_INDEX: Final = 1 << 30
 _NOTIFY_S: Final = 5.0
 
@@ -63,7 +66,7 @@ class HandoverRecord(WirePart, frozen=True):
     key: Key
     record: Record
     digests: list[Digest]
-    also: list[Key] = msgspec.field(default_factory=list)
+    also: list[Key]
 
 
 class HandoverIndex(Message, frozen=True, tag="Index"):
@@ -139,7 +142,7 @@ def hand_over(state: ManagerState, memories: Mapping[int, Memory]) -> int:
     fd = os.memfd_create(f"tensor-dedup-{_INDEX}", os.MFD_CLOEXEC)
     try:
         with os.fdopen(os.dup(fd), "wb") as file:
-            file.write(msgspec.msgpack.encode(index))
+            file.write(_HEADER + msgspec.msgpack.encode(index))
         for slab in index.slabs:
             memory = memories[int(slab.name.removeprefix("slab-"))]
             name = _stored(slab.name, index.generation)
@@ -169,9 +172,12 @@ def _read(name: str, fd: int) -> HandoverIndex:
     """Return the index that is stored under this name; `fd` is closed."""
     try:
         data = os.pread(fd, min(os.fstat(fd).st_size, _MAX_INDEX), 0)
-        index = msgspec.msgpack.decode(data, type=HandoverIndex)
-    except (OSError, msgspec.MsgspecError):
-        return _NOTHING  # of another version: the tensors are built again
+        if not data.startswith(_HEADER):
+            raise ValueError(f"it begins with {data[: len(_HEADER)]!r}, not with {_HEADER!r}")
+        index = msgspec.msgpack.decode(memoryview(data)[len(_HEADER) :], type=HandoverIndex)
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
+        log.warning("not taken back: %s is no index of this version (%s)", name, str(error))
+        return _NOTHING
     finally:
         os.close(fd)
     return index if name == _stored(_INDEX, index.generation) else _NOTHING

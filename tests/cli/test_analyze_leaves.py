@@ -96,7 +96,7 @@ def test_remembered_leaves_are_not_read_again(
 def test_digests_without_leaves_are_not_read_for_them(
     tmp_path: Path, paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As an earlier version has left them."""
+    """Hints are a cache, which may know a tensor and not its leaves."""
     monkeypatch.setattr("tensor_dedup.loader.checkpoint_io.hints.QUIET_NS", 0)
     hints = HintIndex(tmp_path / "hints.sqlite", trusted=lambda _: True)
     with monkeypatch.context() as before:

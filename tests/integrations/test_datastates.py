@@ -1,6 +1,7 @@
 """DeepSpeed saves in the background, chosen by its JSON alone, and goes on after kills."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import torch
 
 import fresh
 import killed_training
+import package_source
 from tensor_dedup import Store
 from tensor_dedup.integrations.deepspeed import Pointer
 from tensor_dedup.store.errors import StoreIOError
 from tensor_dedup.store.steps.errors import UnknownStepError
 from tensor_dedup.training import CheckpointStore
 
+sys.path.append(str(package_source.STAND_IN_FOLDER))  # for DeepSpeed, in children too
 WIDTH = 160  # so that weights are too large to be copied at once
 
 

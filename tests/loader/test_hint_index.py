@@ -109,6 +109,20 @@ def test_an_index_of_a_later_version_is_left_alone(
     assert caplog.text.count("version 99") == 1
 
 
+def test_an_index_before_version_1_is_moved_away_and_made_anew(
+    index: HintIndex, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It had the schema of version 1, and nothing that said that it is one of hints."""
+    assert remember(index, file)
+    with closing(sqlite3.connect(index.path)) as db:
+        db.execute("PRAGMA application_id = 0")
+        db.execute("PRAGMA user_version = 1")
+    assert known(index, file) == {}
+    assert f"{index.path} are broken (it is no index of hints): moved to" in caplog.text
+    assert remember(index, file)
+    assert known(index, file) == DIGESTS
+
+
 def test_an_index_others_may_write_is_not_believed(
     index: HintIndex, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -223,7 +237,7 @@ def test_the_index_lies_where_the_environment_says(
     assert HintIndex().path == tmp_path / "mine"
     monkeypatch.delenv("TENSOR_DEDUP_HINTS")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert HintIndex().path == tmp_path / "cache" / "tensor-dedup" / "hints-v1.sqlite"
+    assert HintIndex().path == tmp_path / "cache" / "tensor-dedup" / "hints.sqlite"
 
 
 def test_nothing_stays_open(index: HintIndex, file: Path) -> None:

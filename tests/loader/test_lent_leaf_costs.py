@@ -1,4 +1,4 @@
-"""What sharing by leaf through a memory manager costs: requests, what is remembered, old versions.
+"""What sharing by leaf through a memory manager costs: requests, what is remembered.
 
 Numbers of requests are exact, and memory is what the manager charges itself for records.
 """
@@ -192,54 +192,6 @@ def test_a_key_that_somebody_builds_keeps_no_other_from_the_next_manager(tmp_pat
         assert found is not None
         assert found.record == b"record of layer"
         reservation.put.abandon()
-
-
-class OlderManager(managers.Manager):
-    """One that speaks and understands an older version only."""
-
-    version = 3
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self.command = (
-            "-c",
-            "import runpy; from tensor_dedup.memory_manager.protocol import codec; "
-            f"codec.VERSION = {self.version}; "
-            "runpy.run_module('tensor_dedup.memory_manager.server', run_name='__main__', "
-            "alter_sys=True)",
-        )
-        super().__init__(*args, **options)
-
-
-class OldestManager(OlderManager):
-    version = 2
-
-
-@pytest.mark.parametrize("kind", [OlderManager, OldestManager])
-def test_with_an_older_manager_leaves_are_shared_key_by_key(
-    kind: type[OlderManager], tmp_path: Path, asked: list[Any]
-) -> None:
-    tmp_path.chmod(0o700)
-    base = rows(LEAVES, 120)
-    with managers.running(tmp_path, kind=kind) as old, ExitStack() as stack:
-        one, two = (
-            Process(stack.enter_context(connect(old.socket, keep_connected=False)))
-            for _ in range(2)
-        )
-        refused = old.log.read_text().count(f"this one {kind.version}")
-        assert refused >= 2 * (4 - kind.version)
-        asked.clear()
-        held = one.load(base)
-        published = [each for each in asked if isinstance(each, Publish)]
-        assert len(published) == 1 + LEAVES
-        assert not any(each.also for each in published)
-        [(resident, _)] = two.load(changed(base, 3))
-        assert resident.leaf_shared_bytes == 9 * LEAF_BYTES
-        assert torch.equal(resident.map(), changed(base, 3))
-        [lease] = two.client.lease([held[0][0].key.digest])
-        if kind is OlderManager:
-            assert lease is not None
-            assert two.client.stand_by([lease]) == [True]
-        assert held
 
 
 # Llama's shapes, in BF16: of each layer qkv, o, gate_up and down; embedding and head.

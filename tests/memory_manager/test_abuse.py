@@ -107,6 +107,12 @@ def test_another_version_is_refused_by_name(raw: Raw) -> None:
     assert raw.refused("version")
 
 
+def test_the_former_protocol_is_refused(raw: Raw) -> None:
+    """Versions 2 to 4 of it were in use, under another magic."""
+    raw.send(b"TD\x04\x00" + codec.encode(Hello("former"))[codec.HEADER_BYTES :])
+    assert raw.refused("protocol")
+
+
 def test_nothing_comes_before_hello(raw: Raw) -> None:
     raw.send(codec.encode(Status()))
     assert raw.refused("protocol")

@@ -231,6 +231,24 @@ def test_nobody_there(folder: Path) -> None:
         connect(folder / ("x" * 200) / "m.sock")
 
 
+def test_a_manager_of_the_former_protocol_is_named(folder: Path) -> None:
+    path = folder / "m.sock"
+    refusal = b"TD\x04\x00\x83\xa1t\xa7Refused\xa4code\xa8protocol\xa4text\xa2no"
+
+    def answer() -> None:
+        connection, _ = former.accept()
+        with connection:
+            assert connection.recv(4096)
+            connection.send(refusal)
+
+    with managers.raw_socket() as former:
+        former.bind(str(path))
+        former.listen()
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(ProtocolError, match=r"m\.sock: .*same version .*restart the manager"):
+            connect(path)
+
+
 def test_one_manager_for_many_that_start_it_at_once(folder: Path) -> None:
     code = (
         "import sys\n"

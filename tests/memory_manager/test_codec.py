@@ -1,7 +1,5 @@
 """Any bytes are a message or one typed error."""
 
-from typing import Any
-
 import msgspec
 import pytest
 from hypothesis import given
@@ -40,7 +38,6 @@ from tensor_dedup.memory_manager.protocol.messages import (
     Stop,
     Wait,
 )
-from tensor_dedup.memory_manager.protocol.tables import Totals
 
 DIGEST = "0123456789abcdef" * 4
 HEADER = codec.encode(Stop())[: codec.HEADER_BYTES]
@@ -120,7 +117,7 @@ def packed(**fields: object) -> bytes:
     "data",
     [
         b"",
-        b"TD",
+        codec.MAGIC,
         b"XX\x01\x00",
         HEADER,
         packed(t="Stop", extra=1),
@@ -157,17 +154,16 @@ def test_another_version_is_named() -> None:
     assert caught.value.facts["version"] == 9
 
 
+@pytest.mark.parametrize("version", [2, 3, 4])
+def test_the_protocol_before_version_1_is_refused_in_words(version: int) -> None:
+    former = b"TD" + version.to_bytes(2, "little") + codec.encode(Stop())[codec.HEADER_BYTES :]
+    for decode in (codec.decode_request, codec.decode_reply):
+        with pytest.raises(ProtocolError, match=r"b'TD.*same version of tensor-dedup.*restart"):
+            decode(former)
+
+
 def test_what_is_too_large_is_not_sent() -> None:
     extents = [Extent(0, 0, 1, DIGEST, 1)] * 500
     reply = Found([LayerHit(bytes(MAX_RECORD), extents)] * 4, [SlabRef(1, 4096)])
     with pytest.raises(ProtocolError, match="send less"):
         codec.encode(reply)
-
-
-@pytest.mark.parametrize(("version", "told"), [(2, 0), (3, 0), (4, 5)])
-def test_earlier_versions_are_not_told_of_leaves(version: int, told: int) -> None:
-    numbers: dict[str, Any] = dict.fromkeys(Totals.__struct_fields__, 1)
-    totals = Totals(**numbers | {"name": "m.sock", "pins": [], "leaf_shared_bytes": 5})
-    data = codec.encode(totals, version)
-    assert (b"leaf_shared_bytes" in data) == bool(told)
-    assert codec.decode_reply(data) == msgspec.structs.replace(totals, leaf_shared_bytes=told)

@@ -8,10 +8,7 @@ import pytest
 import managers
 from tensor_dedup.digest import digest
 from tensor_dedup.memory_manager.client import Client, Lease
-from tensor_dedup.memory_manager.client.admin import Admin
-from tensor_dedup.memory_manager.errors import ManagerGoneError, ProtocolError, RefusedError
-from tensor_dedup.memory_manager.protocol import codec, wire
-from tensor_dedup.memory_manager.protocol.messages import Hello, Welcome
+from tensor_dedup.memory_manager.errors import ManagerGoneError, RefusedError
 
 DATA = managers.pattern(1, 5000)
 
@@ -124,43 +121,3 @@ def test_leases_that_the_next_manager_has_taken_over_can_stand_by_there(
         assert first.stand_by([mine]) == [False]
         other.close()
         first.close()
-
-
-# Managers and clients of version 2, which has all but this.
-
-
-class OldManager(managers.Manager):
-    """One that speaks and understands version 2 only."""
-
-    command = (
-        "-c",
-        "import runpy; from tensor_dedup.memory_manager.protocol import codec; "
-        "codec.VERSION = codec.OLDEST; "
-        "runpy.run_module('tensor_dedup.memory_manager.server', run_name='__main__', "
-        "alter_sys=True)",
-    )
-
-
-def test_a_manager_of_version_2_is_asked_for_all_but_this_and_stopped(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    with managers.running(tmp_path, kind=OldManager) as old:
-        with old.client() as client:
-            [mine] = managers.build(client, "layer", DATA)
-            with pytest.raises(ProtocolError, match="version 2"):
-                client.stand_by([mine])
-            assert client.connected
-            assert managers.bytes_of(leased(client)) == DATA
-            assert old.overview().totals.resident_bytes == len(DATA)
-        assert "the other side speaks version 3" in old.log.read_text()
-        with Admin(old.socket) as admin:
-            admin.stop()
-        assert old.wait() == 0
-
-
-def test_a_client_of_version_2_is_answered_in_it(manager: managers.Manager) -> None:
-    with managers.raw_socket() as connection:
-        connection.connect(str(manager.socket))
-        wire.send(connection, codec.encode(Hello("old"), 2))
-        answer = wire.receive(connection).data
-    assert codec.version_of(answer) == 2
-    assert isinstance(codec.decode_reply(answer), Welcome)

@@ -32,6 +32,7 @@ class Systemd:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.log = folder / "manager.log"
         self.room = 100  # FileDescriptorStoreMax=
         self.store: list[tuple[str, int]] = []
         self.said: list[str] = []
@@ -76,13 +77,14 @@ class Systemd:
                 os.dup2(fd, 3 + offset)
 
         options = ["--socket", str(self.folder / "m.sock"), "--budget", str(budget)]
-        self._service = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, *options],
-            env=environment,
-            pass_fds=range(3, 3 + len(self.store)),
-            preexec_fn=arrange,
-            stderr=subprocess.DEVNULL,
-        )
+        with self.log.open("a") as log:
+            self._service = subprocess.Popen(
+                [sys.executable, "-c", LAUNCHER, *options],
+                env=environment,
+                pass_fds=range(3, 3 + len(self.store)),
+                preexec_fn=arrange,
+                stderr=log,
+            )
         for fd in spare:
             os.close(fd)
         managers.until(self.ready)
@@ -241,6 +243,28 @@ def test_a_damaged_index_is_an_empty_one(systemd: Systemd, folder: Path) -> None
     systemd.start()
     with Admin(folder / "m.sock") as admin:
         assert admin.totals().residents == 0
+
+
+def test_an_index_before_version_1_is_an_empty_one_and_the_log_says_so(
+    systemd: Systemd, folder: Path
+) -> None:
+    path, data = folder / "m.sock", managers.pattern(1, SIZE)
+    systemd.start()
+    with connect(path, keep_connected=False) as client:
+        managers.build(client, "a", data)
+    systemd.stop()
+    [(name, fd)] = [each for each in systemd.store if is_index(each[0])]
+    index = os.pread(fd, 1 << 20, 0)
+    assert index.startswith(b"TMHO\x01\0\0\0")
+    former = index[8:]  # it was the map alone
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, former, 0)
+    systemd.start()
+    assert f"{name} is no index of this version" in systemd.log.read_text()
+    assert systemd.store == []
+    with connect(path, keep_connected=False) as client:
+        assert client.get(["a"]) == [None]
+        managers.build(client, "a", data)
 
 
 def test_what_systemd_has_no_room_for_is_left_and_never_the_index(

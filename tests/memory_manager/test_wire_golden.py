@@ -248,7 +248,7 @@ EXAMPLES: list[tuple[Message | WirePart, str]] = [
         HandoverIndex(
             "0123456789abcdef",
             [HandoverSlab("slab-3", 8192, [])],
-            [HandoverRecord("key", b"record", [DIGEST])],
+            [HandoverRecord("key", b"record", [DIGEST], [])],
             ["base"],
         ),
         (
@@ -278,4 +278,4 @@ def test_every_message_has_its_bytes_here() -> None:
 
 
 def test_the_header_does_not_change() -> None:
-    assert codec.encode(Stop()).hex() == "5444040081a174a453746f70"
+    assert codec.encode(Stop()).hex() == "544d010081a174a453746f70"

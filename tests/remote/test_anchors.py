@@ -179,8 +179,8 @@ def test_a_sweep_keeps_the_copy_that_is_whole(
 
 def test_an_entry_that_says_more_comes_in_place_of_the_other() -> None:
     """A container that was sent again, of which a sweep had left a difference out."""
-    other = ListedContainer(noise(1, 32), "pack", 900, noise(2, 16), b"")
-    less = ListedContainer(noise(3, 32), "mixed", 900, noise(4, 16), b"")
+    other = ListedContainer(noise(1, 32), "pack", 900, noise(2, 16), b"", 16)
+    less = ListedContainer(noise(3, 32), "mixed", 900, noise(4, 16), b"", 16)
     more = replace(less, deltas=noise(5, 16))
     catalog = Catalog(segments=segment_of([other, less]))
     for each in (other, less):

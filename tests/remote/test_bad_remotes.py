@@ -246,7 +246,7 @@ def test_objects_that_are_too_large_are_not_taken(bucket: MemoryBucket, store: S
 @pytest.mark.parametrize(
     ("head", "says"),
     [
-        (frames.encode(b"rhed", [[bytes(32)] * 17, None]), "17 segments"),
+        (frames.encode(b"rcat", [[bytes(32)] * 17, None]), "17 segments"),
         (bytes(1 << 20), "catalog/HEAD"),
     ],
 )

@@ -3,11 +3,10 @@
 They say where a piece may be. Whether it is there, the container's table says.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 
-import msgspec
 import pytest
 
 from remotes import Faulty, MemoryBucket
@@ -16,7 +15,7 @@ from tensor_dedup import Store
 from tensor_dedup.digest import digest
 from tensor_dedup.remote import Remote, catalog, layout
 from tensor_dedup.remote.catalog import PREFIX_BYTES, ListedContainer, read_catalog
-from tensor_dedup.remote.errors import DamagedRemoteError
+from tensor_dedup.remote.errors import DamagedRemoteError, TakenPlaceError
 from tensor_dedup.store.format import frames
 
 PIECES = 100
@@ -172,34 +171,44 @@ def test_what_no_table_confirms_is_sent_again(
     assert stored(store, "tune") == content(tmp_path / "tune")
 
 
-def test_a_catalog_of_before_is_read_and_grows_shorter(
+def test_a_remote_from_before_version_1_is_refused(
     tmp_path: Path, full: Store, bucket: MemoryBucket
 ) -> None:
-    """Its entries had five fields, and 16 bytes for each piece."""
-    whole = catalog.rebuilt(bucket).containers.values()
-    assert {entry.width for entry in whole} == {PREFIX_BYTES}
-    old = frames.encode(b"rseg", [[msgspec.structs.astuple(entry)[:5] for entry in whole]])
-    name = bytes.fromhex(digest(old))
-    bucket.put(layout.segment_key(name.hex()), [memoryview(old)])
-    bucket.put(layout.HEAD, [memoryview(frames.encode(b"rhed", [[name], None]))])
-    assert {entry.width for entry in entries(bucket)} == {PREFIX_BYTES}
+    """By all that would read its catalog or write another one; nothing of it is changed."""
+    entries_ = [[bytes(32), "pack", 9, bytes(16), b""]]
+    segment = frames.encode(b"rseg", [entries_])
+    trash = frames.encode(b"rtra", [{"tables/00/" + "00" * 32: 17}, []])
+    for key, blob in ((layout.segment_key, segment), (layout.trash_key, trash)):
+        bucket.put(key(digest(blob)), [memoryview(blob)])
+    names = [bytes.fromhex(digest(segment))], bytes.fromhex(digest(trash))
+    bucket.put(layout.HEAD, [memoryview(frames.encode(b"rhed", [*names]))])
     without_holders(bucket)
-    store = open_store(tmp_path / "other")
-    store.pull(Remote(bucket), "one")
-    assert stored(store, "one") == content(tmp_path / "one")
-    assert full.push(Remote(bucket), "tune").moved_pieces == 10
-    assert Remote(bucket).verify(full=True).fine
-    assert {entry.width for entry in entries(bucket) if entry.pieces > 32} == {3}
+    before = dict(bucket.objects)
+    remote, store = Remote(bucket), open_store(tmp_path / "other")
+    says = r"catalog/HEAD: .*before version 1.*push to an empty folder"
+    verbs: list[Callable[[], object]] = [
+        lambda: full.push(remote, "tune"),
+        lambda: store.pull(remote, "one"),
+        lambda: remote.verify(full=True),
+        lambda: remote.gc(24),
+        remote.usage,
+    ]
+    for verb in verbs:
+        with pytest.raises(TakenPlaceError, match=says):
+            verb()
+    assert bucket.objects == before
 
 
 @pytest.mark.parametrize(("pieces", "width"), [(4095, 3), (4096, 4), (1 << 20, 5)])
 def test_prefixes_are_as_long_as_a_catalog_of_its_size_needs(pieces: int, width: int) -> None:
-    entry = ListedContainer(noise(1, 32), "pack", 9, noise(2, PIECES * PREFIX_BYTES), b"")
+    entry = ListedContainer(
+        noise(1, 32), "pack", 9, noise(2, PIECES * PREFIX_BYTES), b"", PREFIX_BYTES
+    )
     [[short]] = catalog.segment_of([entry], pieces - PIECES).values()
     assert (short.width, short.pieces) == (width, PIECES)
     assert [*catalog.prefixes(short)] == [each[:width] for each in catalog.prefixes(entry)]
     blob = catalog.segment_blob([short])
-    read = frames.decode(blob, b"rseg", catalog.CatalogSegment, PurePath("x"))
+    read = frames.decode(blob, b"rlst", catalog.CatalogSegment, PurePath("x"))
     assert read.containers == [short]
 
 

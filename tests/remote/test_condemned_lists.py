@@ -1,4 +1,4 @@
-"""The list of what is condemned is short, whole, and read in its first form too."""
+"""The list of what is condemned is short and whole."""
 
 from pathlib import Path
 
@@ -13,7 +13,6 @@ from tensor_dedup.digest import digest
 from tensor_dedup.remote import Remote, layout
 from tensor_dedup.remote.catalog import (
     DAMAGED,
-    UNKNOWN_SINCE,
     Catalog,
     CatalogChange,
     Trash,
@@ -59,9 +58,9 @@ def read(bucket: MemoryBucket) -> Trash:
 
 def test_a_list_comes_back_as_it_was() -> None:
     bucket = MemoryBucket()
-    deleting: dict[str, tuple[int, ...]] = dict.fromkeys(keys()[::3], (UNKNOWN_SINCE,))
+    deleting: dict[str, tuple[int, ...]] = dict.fromkeys(keys()[::3], (17,))
     # Some by several sweeps at once.
-    deleting |= dict.fromkeys(keys()[::6], (UNKNOWN_SINCE, UNKNOWN_SINCE, 17, 1_700_000_000))
+    deleting |= dict.fromkeys(keys()[::6], (17, 17, 18, 1_700_000_000))
     since = {key: (DAMAGED, 17, 1_700_000_000)[n % 3] for n, key in enumerate(keys())}
     trash = Trash(since, deleting)
     written(bucket, trash)
@@ -71,50 +70,26 @@ def test_a_list_comes_back_as_it_was() -> None:
     assert trash_object(Trash(dict(reversed(since.items())), deleting)) == trash_object(trash)
 
 
-def first_form(bucket: MemoryBucket, trash: Trash) -> None:
-    """Write a list as the first version had it, and a head that names it."""
-    deleting = [key for key, seconds in trash.deleting.items() for _ in seconds]
-    blob = frames.encode(b"rtra", [trash.condemned, deleting])
-    bucket.put(layout.trash_key(digest(blob)), [memoryview(blob)])
-    head = frames.encode(b"rhed", [[], bytes.fromhex(digest(blob))])
-    bucket.put(layout.HEAD, [memoryview(head)])
-
-
-def test_the_first_form_is_read_and_written_anew() -> None:
-    bucket = MemoryBucket()
-    seconds: dict[str, tuple[int, ...]] = dict.fromkeys(keys()[:5], (UNKNOWN_SINCE,))
-    seconds[keys()[4]] = (UNKNOWN_SINCE, UNKNOWN_SINCE)  # several sweeps at once
-    trash = Trash(dict.fromkeys(keys(), 17), seconds)
-    first_form(bucket, trash)
-    assert read(bucket) == trash
-    catalog = read_catalog(bucket, with_trash=True)
-    assert catalog is not None
-    commit(bucket, catalog, lambda now: (now.segments, now.trash))
-    assert read(bucket) == trash
-    blobs = [each[0] for key, each in bucket.objects.items() if key.startswith(layout.TRASH)]
-    assert sorted(map(frames.version_of, blobs)) == [1, 2]
-    large, small = sorted(map(len, blobs), reverse=True)
-    assert small < large / 3
-
-
-def test_a_later_form_is_refused() -> None:
+def test_a_later_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put together anew, the catalog would forget what is being deleted."""
     bucket = MemoryBucket()
-    blob = frames.encode(b"rtra", [[], []], 3)
+    with monkeypatch.context() as later:
+        later.setattr(frames, "VERSION", 2)
+        blob = frames.encode(b"rcnd", [[], []])
     bucket.put(layout.trash_key(digest(blob)), [memoryview(blob)])
-    head = frames.encode(b"rhed", [[], bytes.fromhex(digest(blob))])
+    head = frames.encode(b"rcat", [[], bytes.fromhex(digest(blob))])
     bucket.put(layout.HEAD, [memoryview(head)])
-    with pytest.raises(NewerFormatError, match="format 3"):
+    with pytest.raises(NewerFormatError, match="format 2"):
         read(bucket)
 
 
 @pytest.mark.parametrize("entry", [[0, ["tables/??/*"], b"short"], [0, ["*"] * 9, bytes(32)]])
 def test_an_entry_that_contradicts_itself_is_damage(entry: list[object]) -> None:
     bucket = MemoryBucket()
-    blob = frames.encode(b"rtra", [[entry], []], 2)
+    blob = frames.encode(b"rcnd", [[entry], []])
     assert msgspec.msgpack.decode(blob[24:-32]) == [[entry], []]
     bucket.put(layout.trash_key(digest(blob)), [memoryview(blob)])
-    head = frames.encode(b"rhed", [[], bytes.fromhex(digest(blob))])
+    head = frames.encode(b"rcat", [[], bytes.fromhex(digest(blob))])
     bucket.put(layout.HEAD, [memoryview(head)])
     with pytest.raises(DamagedRemoteError, match="contradicts itself"):
         read(bucket)

@@ -188,16 +188,16 @@ def of_more_prefixes_than_pieces(bucket: MemoryBucket, blob: bytes) -> bytes:
 
 def changed(blob: bytes, change: Callable[[list[object]], list[object]]) -> bytes:
     """The frame with the first entry changed."""
-    [containers] = frames.decode(blob, b"rseg", list, PurePath("x"))
+    [containers] = frames.decode(blob, b"rlst", list, PurePath("x"))
     first, *others = containers
-    return frames.encode(b"rseg", [[change(first), *others]])
+    return frames.encode(b"rlst", [[change(first), *others]])
 
 
 LIES: dict[str, Callable[[MemoryBucket, bytes], bytes]] = {
     "nothing": lambda _, blob: b"",
     "noise": lambda _, blob: noise(3, len(blob)),
     "a flipped bit": lambda _, blob: blob[:-40] + bytes([blob[-40] ^ 1]) + blob[-39:],
-    "no containers": lambda _, blob: frames.encode(b"rseg", [[]]),
+    "no containers": lambda _, blob: frames.encode(b"rlst", [[]]),
     "of another": of_another,
     "of an unknown kind": of_an_unknown_kind,
     "of another kind": of_another_kind,
@@ -261,7 +261,7 @@ def test_prefixes_that_pieces_of_several_containers_share_cost_tables_at_most(
     store.import_(path, "base")
     store.push(Remote(found), "base")
     key = holders_key(found, "base")
-    [entries] = frames.decode(found.objects[key][0], b"rseg", list, PurePath("x"))
+    [entries] = frames.decode(found.objects[key][0], b"rlst", list, PurePath("x"))
     assert {entry[5] if len(entry) > 5 else 16 for entry in entries} >= {3}
     monkeypatch.setattr(catalog, "_SHORTEST", 1)
     monkeypatch.setattr(holders, "_MISTAKEN_BITS", -100)

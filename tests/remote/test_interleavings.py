@@ -17,11 +17,10 @@ import pytest
 from remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
 from stores import Content, content, handle, noise, open_store, stored, three
 from tensor_dedup import Store
-from tensor_dedup.digest import LEAF_BYTES, digest
+from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import Remote, layout
 from tensor_dedup.remote.catalog import (
-    UNKNOWN_SINCE,
     Trash,
     catalog_of,
     commit,
@@ -29,7 +28,6 @@ from tensor_dedup.remote.catalog import (
 )
 from tensor_dedup.remote.errors import RemoteBusyError
 from tensor_dedup.remote.inventory import take_inventory
-from tensor_dedup.store.format import frames
 
 HOUR = 3600.0
 KINDS = (*FAULTS, *READ_FAULTS, "delayed")
@@ -549,10 +547,9 @@ def test_a_sweep_that_finds_no_segments_at_its_end_loses_none(tmp_path: Path) ->
     scene.check(inner, "lost")
 
 
-@pytest.mark.parametrize("written", ["now", "by an older program", "in the first form"])
 @pytest.mark.parametrize("every", [0.25, 1.0])
 def test_a_killed_sweep_is_over_after_an_hour_however_often_another_one_runs(
-    tmp_path: Path, every: float, written: str
+    tmp_path: Path, every: float
 ) -> None:
     """Each of them, and each push, writes the list again."""
     scene = Scene(tmp_path)
@@ -562,14 +559,6 @@ def test_a_killed_sweep_is_over_after_an_hour_however_often_another_one_runs(
     killed = inner.clock
     trash = catalog_of(inner).trash
     assert trash.deleting
-    if written == "by an older program":
-        unknown = Trash(trash.condemned, dict.fromkeys(trash.deleting, (UNKNOWN_SINCE,)))
-        commit(inner, catalog_of(inner), lambda now: (now.segments, unknown))
-    elif written == "in the first form":
-        blob = frames.encode(b"rtra", [trash.condemned, [*trash.deleting]])
-        inner.put(layout.trash_key(digest(blob)), [memoryview(blob)])
-        head = [[*catalog_of(inner).segments], bytes.fromhex(digest(blob))]
-        inner.put(layout.HEAD, [memoryview(frames.encode(b"rhed", head))])
     for number in range(1, round(1 / every)):
         inner.clock = killed + number * every * HOUR - 3
         Remote(inner).gc(24)

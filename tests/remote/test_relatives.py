@@ -285,7 +285,7 @@ def test_what_is_condemned_is_in_a_list_too(condemned: int) -> None:
     """A list that would be too long for it is not asked for."""
     bucket, found = MemoryBucket(), catalog.Catalog()
     for number in range(6):
-        entry = catalog.ListedContainer(bytes([number]) * 32, "pack", 9, bytes(16), b"")
+        entry = catalog.ListedContainer(bytes([number]) * 32, "pack", 9, bytes(16), b"", 16)
         found.add(entry)
         for key in map(layout.container_key, found.containers):
             bucket.put(key, [memoryview(bytes(9))])

@@ -99,7 +99,6 @@ def roots() -> set[str]:
         adapters,
         *public,
         *commands,
-        package_source.STAND_IN,
     }
 
 

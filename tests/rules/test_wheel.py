@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import package_source
+import tensor_dedup
 
 
 @pytest.fixture(scope="module")
@@ -31,15 +32,25 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def wheel(export: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    folder = tmp_path_factory.mktemp("wheel")
+def built(source: Path, folder: Path) -> zipfile.ZipFile:
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check"]
-    command = [*pip, "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(export)]
+    command = [*pip, "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (path,) = folder.glob("*.whl")
     return zipfile.ZipFile(path)
+
+
+@pytest.fixture(scope="module")
+def wheel(export: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    return built(export, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def stand_in(export: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel of the module that DeepSpeed imports."""
+    source = export / package_source.STAND_IN_FOLDER.relative_to(package_source.ROOT)
+    return built(source, tmp_path_factory.mktemp("stand-in"))
 
 
 def test_it_holds_every_module(export: Path, wheel: zipfile.ZipFile) -> None:
@@ -67,8 +78,20 @@ def test_it_announces_its_command_and_its_plug_ins(wheel: zipfile.ZipFile) -> No
     assert "tensor-dedup = tensor_dedup.cli:main" in lines
 
 
-def test_it_can_be_imported_without_the_repository(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+def test_the_stand_in_for_datastates_is_a_wheel_of_its_own(stand_in: zipfile.ZipFile) -> None:
+    packed = {name for name in stand_in.namelist() if ".dist-info/" not in name}
+    assert packed == {"datastates.py"}
+    (name,) = (name for name in stand_in.namelist() if name.endswith("METADATA"))
+    lines = stand_in.read(name).decode().splitlines()
+    assert "Requires-Dist: tensor-dedup>=0.1.0" in lines
+    assert f"Version: {tensor_dedup.__version__}" in lines
+
+
+def test_it_can_be_imported_without_the_repository(
+    wheel: zipfile.ZipFile, stand_in: zipfile.ZipFile, tmp_path: Path
+) -> None:
     wheel.extractall(tmp_path)
+    stand_in.extractall(tmp_path)
     code = (
         "import tensor_dedup, tensor_dedup.cli, tensor_dedup.loader, tensor_dedup.store\n"
         "import tensor_dedup.memory_manager, tensor_dedup.patches.vllm\n"

@@ -181,6 +181,37 @@ def test_a_broken_index_is_made_anew(
     assert_clean(store, expected)
 
 
+@pytest.mark.parametrize("version", [1, 2, 3, 4, 5])
+def test_an_index_before_version_1_is_made_anew_and_is_no_fault(
+    version: int, store: Store, expected: dict[str, Content]
+) -> None:
+    """Its schemas were 1 to 5, and nothing said whose they were."""
+    for path in store.path.glob("index.sqlite*"):
+        path.unlink()
+    with sqlite3.connect(store.path / "index.sqlite") as db:
+        db.execute("CREATE TABLE container (id INTEGER PRIMARY KEY, name TEXT, kind TEXT)")
+        db.execute("CREATE TABLE place (digest BLOB, container INTEGER, offset INTEGER)")
+        db.execute(f"PRAGMA user_version = {version}")
+    db.close()
+    assert_holds(store, expected)
+    assert_clean(store, expected)
+    with sqlite3.connect(store.path / "index.sqlite") as db:
+        assert db.execute("PRAGMA application_id").fetchone() == (0x54444958,)
+        assert db.execute("PRAGMA user_version").fetchone() == (1,)
+        assert db.execute("SELECT count(*) FROM place").fetchone() > (0,)
+    db.close()
+
+
+def test_a_database_with_tables_of_others_is_no_index(
+    store: Store, expected: dict[str, Content]
+) -> None:
+    for path in store.path.glob("index.sqlite*"):
+        path.unlink()
+    change_index(store, "CREATE TABLE place (something TEXT)")
+    assert_holds(store, expected)
+    assert_clean(store, expected)
+
+
 RUINS: dict[str, Callable[[bytearray, int, random.Random], object]] = {
     "zeros": lambda page, at, dice: page.__setitem__(slice(at, at + PAGE), bytes(PAGE)),
     "ones": lambda page, at, dice: page.__setitem__(slice(at, at + PAGE), b"\xff" * PAGE),

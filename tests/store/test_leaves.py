@@ -1,7 +1,6 @@
 """Tensors that share leaves with stored ones: what they cost, and that nothing of them is lost."""
 
 import shutil
-import sqlite3
 import tempfile
 from pathlib import Path
 
@@ -308,22 +307,6 @@ def test_the_index_forgets_the_leaves_of_containers_that_are_gone(
         store.delete(name)
         store.gc(0)
         assert listed() == left
-
-
-@pytest.mark.parametrize(
-    ("version", "change"), [(2, "DROP TABLE"), (3, "DELETE FROM"), (4, "DELETE FROM")]
-)
-def test_an_index_of_an_earlier_version_is_filled_anew(
-    tmp_path: Path, store: Store, version: int, change: str
-) -> None:
-    with sqlite3.connect(store.path / "index.sqlite") as db:
-        db.execute(f"{change} leaf")
-        db.execute(f"PRAGMA user_version = {version}")
-    db.close()
-    again = open_store(store.path)
-    assert again.verify(full=True).faults == []
-    again.import_(saved(tmp_path / "grown", GROWN))
-    assert codec_of(again, "grown") == ("leaves", digest(BASE))
 
 
 def test_leaves_that_are_gone_are_not_found(tmp_path: Path, store: Store) -> None:

@@ -27,7 +27,6 @@ from parted_runs import (
 from stores import Model, assert_same, handle, noise, open_store
 from tensor_dedup.digest import LEAF_BYTES, digest, leaf_digests
 from tensor_dedup.store import LocalStore
-from tensor_dedup.store import index as index_module
 from tensor_dedup.store.codecs.parts import codec_of, numbers_in, part_digest
 from tensor_dedup.store.errors import (
     CorruptTensorError,
@@ -483,19 +482,6 @@ def test_the_index_asks_for_every_part(run: CheckpointStore) -> None:
         assert wanted not in index.find([wanted])
         first = bytes.fromhex(digest(data_of(1)))
         assert first in index.find([first])
-
-
-def test_an_index_without_parts_is_filled_anew(run: CheckpointStore) -> None:
-    run.close()
-    with run.store.handle.session() as (index, _):
-        index._db.execute("DELETE FROM part")
-        index._db.execute("PRAGMA user_version = 4")
-    with open_store(run.store.path).handle.session() as (index, _):
-        wanted = bytes.fromhex(digest(data_of(4)))
-        [place] = index.find([wanted])[wanted]
-        assert len(place.parts) == 4
-        assert index._rows("PRAGMA user_version")[0][0] == index_module._SCHEMA_VERSION
-    check(run, list(range(LEAVES)))
 
 
 def test_a_part_that_the_index_lacks_is_a_fault_of_the_index(run: CheckpointStore) -> None:

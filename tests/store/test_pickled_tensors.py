@@ -188,7 +188,7 @@ def test_two_files_may_not_hold_a_name_of_which_one_is_a_view(tmp_path: Path) ->
 def test_a_file_stored_before_it_was_refused_is_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What an earlier version took is exported as it is, and no tensors are made of it."""
+    """What another program stored is exported as it is, and no tensors are made of it."""
     (tmp_path / "m.pt").write_bytes(file_of())
     store = Store.open(tmp_path / "store")
     honest = weights.read_header(tmp_path / "m.pt")

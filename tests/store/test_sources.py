@@ -98,7 +98,7 @@ def test_repair_does_not_bring_back_a_manifest_that_nobody_can_read(
 ) -> None:
     folder = write(tmp_path / "m", WITHIN)
     source = sources.read_source(store.handle.objects.files, folder)
-    twice = [*source.files[:2], *source.files]  # what an earlier version took for the checkpoint
+    twice = [*source.files[:2], *source.files]  # what another program may take for the checkpoint
     store.import_(folder, "good")
     with store.checkpoint("good") as checkpoint:
         pieces = {file.path: list(file.pieces) for file in checkpoint.files}

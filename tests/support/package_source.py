@@ -95,8 +95,10 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 }
 # A second name for parts of the package, which nothing in the package itself uses.
 SECOND_NAME = "tensorcas"
-# The module that DeepSpeed imports in place of DataStates' own; nothing in the package uses it.
+# The module that DeepSpeed imports in place of DataStates' own: a distribution of its own, which
+# nothing in the package uses.
 STAND_IN = "datastates"
+STAND_IN_FOLDER = ROOT / "packaging" / STAND_IN
 # Which part of the package may import a framework, be it inside a function.
 FRAMEWORKS: Mapping[str, tuple[str, ...]] = {
     "torch": (

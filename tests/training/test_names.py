@@ -1,6 +1,5 @@
 """Names that two things may want: of steps, imports and pins, and of the files of an export."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,14 +60,6 @@ def test_no_run_begins_under_the_name_of_a_step(run: CheckpointStore) -> None:
         with pytest.raises(BadOptionError, match=f"run '{name}': that is the name of the step"):
             CheckpointStore(run.store, name)
     assert CheckpointStore(run.store, "run@x").steps() == []
-    # Earlier versions let it begin: such a run goes on.
-    run.commit(renamed(run.snapshot(network(2), 3), "run@7"))
-    assert CheckpointStore(run.store, "run@7").steps() == [3]
-
-
-def renamed(snapshot: StepSnapshot, run: str) -> StepSnapshot:
-    notes = dataclasses.replace(snapshot.notes, run=run)
-    return dataclasses.replace(snapshot, notes=notes)
 
 
 # --- steps and imports
@@ -162,13 +153,13 @@ def test_no_import_replaces_a_step_that_is_saved_meanwhile(
 
 
 def point(store: LocalStore, name: str, at: str) -> None:
-    """Let a name be another one of what is there, as an earlier version or a user may have done."""
+    """Let a name be another one of what is there, as another program may have done."""
     objects = store.handle.objects
     objects.set_ref(name, objects.ref(at), replace=True)
 
 
 def test_an_import_under_the_name_of_a_pin_is_kept(run: CheckpointStore, imported: Path) -> None:
-    """Earlier versions took it; it cannot come about any more."""
+    """No verb gives it that name; another program may have."""
     run.save(network(1), 5)
     run.store.import_(imported, "other")
     point(run.store, "run@5@pin", "other")

@@ -28,14 +28,6 @@ def test_numbers_that_json_lacks_are_texts() -> None:
     assert (back.metrics["b"], back.metrics["c"], back.metrics["d"]) == (math.inf, -math.inf, 0.5)
 
 
-def test_bare_ones_of_earlier_versions_are_read() -> None:
-    texts = Notes("run", 1, "numpy").to_texts() | {"metrics": '{"a": NaN, "b": -Infinity}'}
-    back = Notes.from_texts(texts)
-    assert back is not None
-    assert math.isnan(back.metrics["a"])
-    assert back.metrics["b"] == -math.inf
-
-
 @pytest.mark.parametrize(
     "text",
     ['{"a": 1' + "0" * 400 + "}", '{"a": "1.5"}', '{"a": "nan"}', '{"a": []}', "[" * 100_000, "1"],

@@ -6,8 +6,6 @@ import multiprocessing
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +19,13 @@ from tensor_dedup.errors import StoreError
 from tensor_dedup.store.files import Handle, Mode, RealFiles
 from tensor_dedup.store.format import frames
 from tensor_dedup.store.format.names import file_of
-from tensor_dedup.store.steps.errors import PinnedStepError
+from tensor_dedup.store.steps.errors import NotATrainingError, PinnedStepError
+from tensor_dedup.store.steps.notes import Notes
 from tensor_dedup.store.steps.retention import Retention
-from tensor_dedup.store.steps.runs import StepOrder, in_save_order
+from tensor_dedup.store.steps.runs import in_save_order
 from tensor_dedup.training import CheckpointStore
 
-Earlier = Callable[[], AbstractContextManager[None]]
 _FORK = multiprocessing.get_context("fork")
-
-
-@pytest.fixture
-def earlier(monkeypatch: pytest.MonkeyPatch) -> Earlier:
-    """What is saved in this context has no sequence number, as an earlier version wrote it."""
-
-    @contextmanager
-    def context() -> Iterator[None]:
-        with monkeypatch.context() as patch:
-            patch.setattr(StepOrder, "next", lambda _: None)
-            yield
-
-    return context
 
 
 def reference(run: CheckpointStore, step: int) -> Path:
@@ -116,20 +101,25 @@ def order(run: CheckpointStore) -> list[int]:
     return in_save_order(run._steps.places())
 
 
-def test_steps_of_one_time_of_an_earlier_version_are_in_the_order_of_their_numbers(
-    tmp_path: Path, earlier: Earlier
-) -> None:
-    run, model = handle(tmp_path), network(1)
-    with earlier():
-        for step in (3, 10, 9):
-            run.save(model, step)
-    for second, step in enumerate((3, 10, 9)):
-        os.utime(reference(run, step), (1000 + second, 1000 + second))
-    assert order(run) == [3, 10, 9]
-    for step in run.steps():
-        os.utime(reference(run, step), (1000, 1000))
-    assert order(run) == [3, 9, 10]
-    assert shares(run)
+def test_a_step_without_a_place_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such steps were saved before version 1; the time of their reference stood for the place."""
+    run, texts = handle(tmp_path), Notes.to_texts
+    run.save(network(1), 3)
+    with monkeypatch.context() as former:
+        former.setattr(
+            Notes,
+            "to_texts",
+            lambda self: {k: v for k, v in texts(self).items() if k != "sequence"},
+        )
+        run.save(network(1), 4)
+    run = handle(tmp_path)
+    assert (run.steps(), run.latest()) == ([3], 3)
+    for act in (run.load, run.delete, lambda step: run.save(network(1), step)):
+        with pytest.raises(NotATrainingError, match="'run@4'"):
+            act(4)
+    run.store.export("run@4", tmp_path / "out")
+    assert run.append(network(1)).step == 5
+    assert order(run) == [3, 5]
 
 
 @pytest.mark.parametrize("hours", [-1, 1, 0])
@@ -158,33 +148,6 @@ def test_steps_of_two_machines_are_in_the_order_of_saving(tmp_path: Path) -> Non
         assert [run.latest() for run in runs] == [step, step]
     assert order(runs[0]) == order(runs[1]) == [7, 8, 1, 9, 0, 3, 2]
     assert shares(runs[0])
-
-
-def test_what_an_earlier_version_saved_comes_before_what_is_saved_now(
-    tmp_path: Path, earlier: Earlier
-) -> None:
-    clock, model = SetClock(), network(1)
-    run = handle(tmp_path, files=ClockedFiles(clock))
-
-    def save(*steps: int) -> None:
-        for step in steps:
-            clock.hours += 0.1
-            run.save(model, step)
-
-    with earlier():
-        save(4, 8, 5)
-    clock.hours -= 3
-    save(2, 6)
-    assert order(handle(tmp_path)) == order(run) == [4, 8, 5, 2, 6]
-    clock.hours += 4
-    with earlier():  # somebody uses it again; the clock is right, as far as it knows
-        save(7, 3)
-    clock.hours -= 9
-    run.close()
-    run = handle(tmp_path, files=ClockedFiles(clock), keep_last=4)
-    save(1)
-    assert order(handle(tmp_path)) == [6, 7, 3, 1]
-    assert shares(run)
 
 
 @pytest.mark.parametrize("ruin", [None, b"", b"no text", frames.encode_text(["a", "last 9"])])

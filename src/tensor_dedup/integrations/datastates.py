@@ -2,6 +2,8 @@
 
     {"datastates_ckpt": {"store": "checkpoints", "run": "run-001"}, ...}
 
+For that key DeepSpeed imports a module `datastates`, which is a distribution of its own
+(packaging/datastates).
 `pool_bytes`, `compress`, `keep_last` and `drain` may stand there too; they are those of
 `CheckpointStore`, but `pool_bytes` bounds all copies of a rank, and `keep_last` counts whole
 checkpoints in one folder. When a checkpoint is whole, older ones are deleted, all files of them,

@@ -32,6 +32,7 @@ from tensor_dedup.remote.errors import (
     MissingRemoteError,
     RemoteAccessError,
     RemoteBusyError,
+    TakenPlaceError,
     remote_damage,
 )
 from tensor_dedup.store.containers import ContainerId
@@ -47,9 +48,9 @@ _WHOLE: Final = 2048
 # One piece in so many that are nowhere seems to be somewhere, and costs the reading of a table.
 _MISTAKEN_BITS: Final = 12
 _SHORTEST: Final = 3
-_HEAD, _SEGMENT, _TRASH = b"rhed", b"rseg", b"rtra"
-# The first version of a list of what is condemned has its keys as text.
-_TRASH_VERSION: Final = 2
+_HEAD, _SEGMENT, _TRASH = b"rcat", b"rlst", b"rcnd"
+# A head from before version 1, whose segments and list of what is condemned had other forms.
+_FORMER_HEAD: Final = b"rhed"
 _FORMS: Final = 8
 _NAMED: Final = re.compile(r"([a-z]+/)([0-9a-f]{2}/)?([0-9a-f]{64})(\.[a-z]+)?")
 # Readers take so many segments at most; a push merges small ones before there are more.
@@ -75,7 +76,7 @@ class ListedContainer(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     nbytes: int
     alone: bytes
     deltas: bytes
-    width: int = PREFIX_BYTES
+    width: int
 
     @property
     def pieces(self) -> int:
@@ -133,15 +134,8 @@ class _TrashList(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     deleting: list[_Keys]
 
 
-class _FirstTrashList(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    condemned: dict[str, int]
-    deleting: list[str]
-
-
 # Stands for the second since when a container is condemned that was found damaged.
 DAMAGED: Final = 0
-# Stands for the second since when a gc is deleting where the list does not say it.
-UNKNOWN_SINCE: Final = 0
 _NO_TRASH: Final = Trash({}, {})
 CatalogChange: TypeAlias = tuple[Mapping[bytes, list[ListedContainer]], Trash]
 """The segments and the trash that a head is to name."""
@@ -166,6 +160,7 @@ def listed(
             for r in records
             if r.base is not None and (there is None or all(base in there for base in r.bases))
         ),
+        PREFIX_BYTES,
     )
 
 
@@ -364,6 +359,7 @@ def read_catalog(
 
     Raises:
         DamagedRemoteError, MissingRemoteError: its head or a segment is damaged, or gone.
+        NewerFormatError, TakenPlaceError: they are from after or from before version 1.
     """
     found = bucket.get(layout.HEAD, layout.HEAD_BYTES)
     if found is None:
@@ -390,6 +386,12 @@ def read_catalog(
 
 
 def _head(bucket: Bucket, blob: bytes) -> _Head:
+    if frames.kind_of(blob) == _FORMER_HEAD:
+        # Put together anew, the catalog would forget what is being deleted.
+        what = (
+            "this catalog is from before version 1 of the format, which is all this program knows"
+        )
+        raise TakenPlaceError.at(bucket.at(layout.HEAD), what)
     with remote_damage(bucket.at(layout.HEAD)) as path:
         head = frames.decode(blob, _HEAD, _Head, path)
     if len(head.segments) > 2 * _MOST_SEGMENTS:
@@ -405,11 +407,7 @@ def _trash(bucket: Bucket, head: _Head) -> Trash:
     key = layout.trash_key(name)
     blob = _named(bucket, key, name)
     with remote_damage(bucket.at(key)) as path:
-        if frames.version_of(blob) < _TRASH_VERSION:
-            first = frames.decode(blob, _TRASH, _FirstTrashList, path)
-            unknown = ((key, UNKNOWN_SINCE) for key in first.deleting)
-            return Trash(first.condemned, _seconds_of(unknown))
-        found = frames.decode(blob, _TRASH, _TrashList, path, _TRASH_VERSION)
+        found = frames.decode(blob, _TRASH, _TrashList, path)
     for each in (*found.condemned, *found.deleting):
         if len(each.forms) > _FORMS or len(each.digests) % DIGEST_BYTES:
             raise DamagedRemoteError.at(bucket.at(key), "an entry of it contradicts itself")
@@ -691,7 +689,7 @@ def trash_object(trash: Trash) -> tuple[str, bytes]:
     """Return the key and the bytes of a list of what is condemned."""
     deleting = [(key, since) for key, seconds in trash.deleting.items() for since in seconds]
     packed = _TrashList(_packed(trash.condemned.items()), _packed(deleting))
-    blob = frames.encode(_TRASH, packed, _TRASH_VERSION)
+    blob = frames.encode(_TRASH, packed)
     return layout.trash_key(digest(blob)), blob
 
 

@@ -111,7 +111,6 @@ def put_holders(
     `sizes` has how many bytes some of these pieces take there.
     """
     held = [*containers]
-    # An earlier program goes by the catalog where one has a size.
     if sum(each.nbytes <= SMALL_BYTES for each in held) > FEW_SMALL:
         known = {digest[:PREFIX_BYTES]: nbytes for digest, nbytes in sizes.items()}
         held = [_with_size(each, known) for each in held]

@@ -21,7 +21,6 @@ from tensor_dedup.remote import layout
 from tensor_dedup.remote.buckets import Bucket, ObjectStatus
 from tensor_dedup.remote.catalog import (
     DAMAGED,
-    UNKNOWN_SINCE,
     Catalog,
     CatalogChange,
     ListedContainer,
@@ -265,20 +264,19 @@ def _plan(
 def _others(bucket: Bucket, catalog: Catalog, now: float) -> dict[str, tuple[int, ...]]:
     """What other sweeps are deleting, for all that is known, and since when.
 
-    Where the list does not say since when, or the clock has been put back since, what counts is
-    when the list was written.
+    Where the clock has been put back since, what counts is when the list was written.
     """
     deleting, written = catalog.trash.deleting, int(now)
 
-    def is_known(since: int) -> bool:
-        return since != UNKNOWN_SINCE and since < now + _DEAD_S
+    def is_plausible(since: int) -> bool:
+        return since < now + _DEAD_S
 
-    if not all(is_known(since) for seconds in deleting.values() for since in seconds):
+    if not all(is_plausible(since) for seconds in deleting.values() for since in seconds):
         status = bucket.head(catalog.trash_key) if catalog.trash_key else None
         written = int(now if status is None else min(now, status.modified))
     found = dict[str, tuple[int, ...]]()
     for key, seconds in deleting.items():
-        known = (since if is_known(since) else written for since in seconds)
+        known = (since if is_plausible(since) else written for since in seconds)
         if left := tuple(sorted(since for since in known if now - since < _DEAD_S)):
             found[key] = left
     return found

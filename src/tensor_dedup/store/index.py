@@ -33,19 +33,18 @@ from tensor_dedup.store.objects import Objects
 if TYPE_CHECKING:
     from tensor_dedup.store.files import Handle
 
-_SCHEMA_VERSION = 5
-# These have no leaves, or only some of them, or no parts.
-_EARLIER_VERSIONS = (2, 3, 4)
+_APPLICATION_ID = int.from_bytes(b"TDIX")  # which SQLite keeps in the file's header
+_SCHEMA_VERSION = 1
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS container (
+CREATE TABLE container (
     id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, kind TEXT NOT NULL, state TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS place (
+CREATE TABLE place (
     digest BLOB NOT NULL, container INTEGER NOT NULL, offset INTEGER NOT NULL,
     nbytes INTEGER NOT NULL, base BLOB, PRIMARY KEY (digest, container, offset)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS leaf (
+CREATE TABLE leaf (
     digest BLOB NOT NULL, number INTEGER NOT NULL, container INTEGER NOT NULL,
     offset INTEGER NOT NULL, PRIMARY KEY (digest, number, container, offset)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS part (
+CREATE TABLE part (
     container INTEGER NOT NULL, offset INTEGER NOT NULL, number INTEGER NOT NULL,
     digest BLOB NOT NULL, PRIMARY KEY (container, offset, number)) WITHOUT ROWID;
 """
@@ -60,6 +59,7 @@ _READABLE = (
     f"WHERE q.container = p.container AND q.offset = p.offset "
     f"AND NOT {_ANCHORED.format('q.digest')})))"
 )
+_EMPTY = (0, 0)
 _PAGE_BYTES = 1024
 # A digest stands in the index by so many bytes where what it finds is compared anyway.
 _LEAF_BYTES_KEPT = 16
@@ -393,8 +393,6 @@ class StoreIndex:
                 if record.offset not in bad
             ],
         )
-        # An earlier program that uses this index at the same time may leave some of another one.
-        self._db.execute("DELETE FROM part WHERE container = ?", (row,))
         self._db.executemany(
             "INSERT INTO part VALUES (?, ?, ?, ?)",
             [
@@ -548,7 +546,7 @@ def _usable(objects: Objects, undo: contextlib.ExitStack, *, update: bool) -> St
             file.close()
             if _says_nothing_of_the_file(error):
                 break
-            broken = True
+            broken = broken or not isinstance(error, _OtherIndexError)
             with contextlib.suppress(OSError):
                 file.remove()
         except BaseException:
@@ -580,35 +578,30 @@ def drop_index(objects: Objects) -> None:
     _IndexFile(objects).remove()
 
 
+class _OtherIndexError(sqlite3.DatabaseError):
+    """The file is whole, and another database or another version of the index."""
+
+
 def _prepare(db: sqlite3.Connection) -> None:
-    version = db.execute("PRAGMA user_version").fetchone()[0]
-    if version in _EARLIER_VERSIONS:
-        _forget(db)
-        version = _SCHEMA_VERSION
-    if version not in (0, _SCHEMA_VERSION):
-        error = sqlite3.DatabaseError(f"the schema is version {version}")
-        error.sqlite_errorcode = sqlite3.SQLITE_NOTADB
-        raise error
+    found, wanted = _marks(db), (_APPLICATION_ID, _SCHEMA_VERSION)
+    if found not in (_EMPTY, wanted):
+        raise _OtherIndexError(f"it is marked {found}, not {wanted}")
     # A small store has six tables that are nearly empty, each of at least a page.
     db.execute(f"PRAGMA page_size = {_PAGE_BYTES}")  # of a new file
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA wal_autocheckpoint = 4000")  # pages: 4 MB, as with SQLite's own
     # A commit is durable before the manifest that relies on it is written.
     db.execute("PRAGMA synchronous = FULL")
-    if version == 0:
-        db.executescript(_SCHEMA)
-        db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+    if found == _EMPTY:
+        with transaction(db):
+            if _marks(db) == _EMPTY:  # another process may have been first
+                for statement in _SCHEMA.split(";"):  # `executescript` would commit first
+                    db.execute(statement)
+                db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+                db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
 
 
-def _forget(db: sqlite3.Connection) -> None:
-    """Make an index of an earlier version one that knows nothing yet: containers know it all."""
-    with transaction(db):
-        if db.execute("PRAGMA user_version").fetchone()[0] in _EARLIER_VERSIONS:
-            db.execute("DELETE FROM place")
-            db.execute("DELETE FROM container")
-            for table in ("leaf", "part"):
-                db.execute(f"DROP TABLE IF EXISTS {table}")
-            # `executescript` would commit first.
-            for statement in _SCHEMA.split(";"):
-                db.execute(statement)
-            db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+def _marks(db: sqlite3.Connection) -> tuple[int, int]:
+    """Return what a database says it is: an application's id, and a version; zeros when new."""
+    application = db.execute("PRAGMA application_id").fetchone()[0]
+    return application, db.execute("PRAGMA user_version").fetchone()[0]

@@ -192,11 +192,10 @@ class CheckpointStore:
             what = f"keep_fast={keep_fast}, drain_backlog={drain_backlog} without `drain`"
             raise BadOptionError.of(BadOption.FAST, f"run {run_id!r}", what)
         self.run_id = check_run(run_id)
+        check_no_step_s_name(self.run_id)
         self._retention = Retention(keep_last, keep_every, keep_best)
         self._warned: set[str] = set()
         self.store = root if isinstance(root, LocalStore) else LocalStore.open(root)
-        with self.store.handle.translated():
-            check_no_step_s_name(self.store.handle.objects, self.run_id)
         self._adapter = adapter
         self._config, self._weights = self._small_files(config), weights
         self._steps = StepOrder(self.store.handle.objects, self.run_id)

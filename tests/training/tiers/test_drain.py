@@ -40,7 +40,7 @@ from tensor_dedup.store.steps.errors import (
     PinnedStepError,
     UnknownStepError,
 )
-from tensor_dedup.store.steps.runs import StepOrder, in_save_order
+from tensor_dedup.store.steps.runs import in_save_order
 from tensor_dedup.training import CheckpointStore
 from tensor_dedup.training.errors import DivergedStepError, DrainError
 from tensor_dedup.training.tiers.second_tier import StoreTier
@@ -292,7 +292,7 @@ def test_a_second_tier_that_is_made_anew_is_told_of(
             save(opened, first)
     assert caplog.records == []
     (tmp_path / "second").rename(tmp_path / "unmounted")
-    shutil.rmtree(tmp_path / "fast" / "tiers")  # as an earlier version left it
+    shutil.rmtree(tmp_path / "fast" / "tiers")
     with run() as opened:
         assert opened.steps() == [1]
     assert "a new store is made in" in caplog.text
@@ -414,22 +414,6 @@ def test_an_empty_fast_tier_goes_on_behind_what_is_drained(tmp_path: Path) -> No
         assert run.latest() == 6
         assert run.append(moving(8)).step == 8
     assert in_save_order(alone(tmp_path)._steps.places()) == [5, 7, 6, 8]
-
-
-def test_steps_of_earlier_versions_stay_before_those_that_follow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They have no place but the time of their reference, which is later in the second tier."""
-    with monkeypatch.context() as patch:
-        patch.setattr(StepOrder, "next", lambda self: None)
-        save(alone(tmp_path, "fast"), 5)
-    times = alone(tmp_path, "fast")._places()[5].sequence
-    with tiers(tmp_path) as run:
-        run.drain()
-        assert alone(tmp_path)._places()[5].sequence > times
-        save(run, 3)
-        assert run.latest() == 3
-    assert alone(tmp_path).latest() == 3
 
 
 def test_what_was_saved_before_there_was_a_second_tier_is_drained_first(tmp_path: Path) -> None:

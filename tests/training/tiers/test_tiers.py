@@ -20,6 +20,7 @@ from tensor_dedup.store.containers import Containers
 from tensor_dedup.store.errors import NoSpaceError, NoStoreError
 from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.folders import StoreFolder
+from tensor_dedup.store.format import frames
 from tensor_dedup.store.upkeep.gc import sweep_now
 from tensor_dedup.training import CheckpointStore
 from tensor_dedup.training.errors import DrainError, OtherTierError
@@ -154,7 +155,7 @@ def test_a_second_tier_that_goes_away_loses_nothing(tmp_path: Path, second: str)
             assert_same(run.load(step), moving(step))
 
 
-def test_a_fast_tier_of_an_earlier_version_gets_its_note(tmp_path: Path, second: str) -> None:
+def test_a_fast_tier_without_a_note_gets_one(tmp_path: Path, second: str) -> None:
     with handle(tmp_path / "fast", drain=second, keep_fast=2) as run:
         save(run, 0, 1)
     note, identity = tmp_path / "fast" / "tiers" / "run", tmp_path / "second" / "identity"
@@ -166,10 +167,14 @@ def test_a_fast_tier_of_an_earlier_version_gets_its_note(tmp_path: Path, second:
         assert run.steps() == [0, 1, 2]
     assert note.read_bytes() != first
     again = identity.read_bytes()
-    note.write_bytes(b"damaged")  # which protects no more, and stops nobody
-    with handle(tmp_path / "fast", drain=second) as run:
-        save(run, 3)
-    assert identity.read_bytes() == again
+    # Which protect no more, and stop nobody: one that is damaged, and one from before version 1.
+    former = frames.encode_text([*frames.decode_text(first, note), "drained 0"])
+    for step, text in ((3, b"damaged"), (4, former)):
+        note.write_bytes(text)
+        with handle(tmp_path / "fast", drain=second) as run:
+            save(run, step)
+        assert note.read_bytes() not in (text, first)
+        assert identity.read_bytes() == again
     assert b"second tier" in note.read_bytes()
 
 

@@ -26,13 +26,10 @@ OVERHEAD = _HEAD.size + _CHECK_BYTES
 _T = TypeVar("_T")
 
 
-def encode(kind: bytes, payload: object, version: int = VERSION) -> bytes:
-    """Return the frame of a payload; `kind` is four bytes. Equal payloads make equal frames.
-
-    A kind of which there is a later form than the first has a `version` of its own.
-    """
+def encode(kind: bytes, payload: object) -> bytes:
+    """Return the frame of a payload; `kind` is four bytes. Equal payloads make equal frames."""
     body = msgspec.msgpack.encode(payload)
-    head = _HEAD.pack(_MAGIC, kind, version, 0, len(body))
+    head = _HEAD.pack(_MAGIC, kind, VERSION, 0, len(body))
     return head + body + blake3(head + body).digest()
 
 
@@ -41,26 +38,21 @@ def kind_of(blob: bytes) -> bytes:
     return blob[len(_MAGIC) :][:4]
 
 
-def version_of(blob: bytes) -> int:
-    """Return the version that a frame says it has, unchecked; 0 if it is too short to say so."""
-    return int(_HEAD.unpack_from(blob)[2]) if len(blob) >= _HEAD.size else 0
-
-
-def decode(blob: bytes, kind: bytes, form: type[_T], path: PurePath, version: int = VERSION) -> _T:
-    """Return the payload of a frame of this version or an earlier one, validated against `form`.
+def decode(blob: bytes, kind: bytes, form: type[_T], path: PurePath) -> _T:
+    """Return the payload of a frame, validated against `form`.
 
     Raises:
         DamagedFileError, NewerFormatError: the frame is damaged, or was written by a later version;
             the error names `path`.
     """
-    body = _checked_body(blob, kind, path, version)
+    body = _checked_body(blob, kind, path)
     try:
         return msgspec.msgpack.decode(body, type=form)
     except (msgspec.DecodeError, ValueError) as error:
         raise DamagedFileError.at(path, f"its content has another form ({error})") from error
 
 
-def _checked_body(blob: bytes, kind: bytes, path: PurePath, known: int) -> bytes:
+def _checked_body(blob: bytes, kind: bytes, path: PurePath) -> bytes:
     if len(blob) < OVERHEAD:
         raise DamagedFileError.at(path, f"{len(blob)} bytes hold no frame", size=len(blob))
     magic, found, version, flags, length = _HEAD.unpack_from(blob)
@@ -69,9 +61,9 @@ def _checked_body(blob: bytes, kind: bytes, path: PurePath, known: int) -> bytes
         raise DamagedFileError.at(path, "its checksum is wrong", size=len(blob))
     if magic != _MAGIC or found != kind:
         raise DamagedFileError.at(path, f"it is {magic + found!r}, not {_MAGIC + kind!r}")
-    if version > known or flags:
+    if version != VERSION or flags:
         raise NewerFormatError.at(
-            path, f"format {version} (flags {flags}), this program knows {known}", version=version
+            path, f"format {version} (flags {flags}), this program knows {VERSION}", version=version
         )
     if length != len(blob) - OVERHEAD:
         raise DamagedFileError.at(path, f"{len(blob) - OVERHEAD} bytes, it says {length}")

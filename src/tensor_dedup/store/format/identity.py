@@ -14,22 +14,17 @@ TEXT_BYTES: Final = 1 << 14
 _TITLE: Final = "tensor-dedup identity"
 _NOTE_TITLE: Final = "tensor-dedup second tier"
 _SEEN_TITLE: Final = "tensor-dedup seen places"
-_ID, _RUN, _WHERE, _DRAINED, _TIER = "id ", "run ", "where ", "drained ", "tier "
+_ID, _RUN, _WHERE, _TIER = "id ", "run ", "where ", "tier "
 # So many second tiers are remembered, those that were used last.
 _TIERS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class TierNote:
-    """Which second tier a run was drained to: its identity, and where it was.
-
-    Each step of the fast tier with a place up to `drained` was drained to it, as far as earlier
-    versions have noted; see `SeenPlaces`.
-    """
+    """Which second tier a run was drained to: its identity, and where it was."""
 
     identity: str
     where: str
-    drained: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +57,19 @@ def identity_in(text: bytes) -> str | None:
 def note_text(run: str, note: TierNote) -> bytes:
     """Return the text of a run's note."""
     where = json.dumps(note.where)  # a path may hold anything
-    lines = [_NOTE_TITLE, f"{_RUN}{run}", f"{_ID}{note.identity}", f"{_WHERE}{where}"]
-    return frames.encode_text([*lines, f"{_DRAINED}{note.drained}"])
+    return frames.encode_text(
+        [_NOTE_TITLE, f"{_RUN}{run}", f"{_ID}{note.identity}", f"{_WHERE}{where}"]
+    )
 
 
 def note_in(text: bytes, run: str) -> TierNote | None:
     """Return the note of a run, or None if the text is damaged or another one."""
     lines = _lines(text)
-    if len(lines) not in (4, 5) or lines[:2] != [_NOTE_TITLE, f"{_RUN}{run}"]:
+    if len(lines) != 4 or lines[:2] != [_NOTE_TITLE, f"{_RUN}{run}"]:
         return None
     identity, where = lines[2].removeprefix(_ID), lines[3].removeprefix(_WHERE)
-    drained = "".join(lines[4:]).removeprefix(_DRAINED)  # earlier versions have no such line
     try:
-        return TierNote(identity, str(json.loads(where)), int(drained or 0))
+        return TierNote(identity, str(json.loads(where)))
     except ValueError:
         return None
 

@@ -28,8 +28,8 @@ class Notes:
 
     The run, the step, the adapter that took it apart, its metrics, which part of the tensors is the
     model that engines load ("" for all), and its place in the order of saving: greater than that of
-    every step that the run had when the save began. Steps of earlier versions have none. `goals`
-    says which value of a metric is best, where the run's `keep_best` said so.
+    every step that the run had when the save began, 0 until it is given. `goals` says which value
+    of a metric is best, where the run's `keep_best` said so.
     """
 
     run: str
@@ -37,7 +37,7 @@ class Notes:
     adapter: str
     metrics: Mapping[str, float] = field(default_factory=dict)
     part: str = ""
-    sequence: int | None = None
+    sequence: int = 0
     goals: Goals = field(default_factory=dict)
 
     def to_texts(self) -> dict[str, str]:
@@ -52,7 +52,7 @@ class Notes:
         }
         found |= {PART: self.part} if self.part else {}
         found |= {_GOALS: json.dumps(self.goals)} if self.goals else {}
-        return found | ({} if self.sequence is None else {_SEQUENCE: str(self.sequence)})
+        return found | {_SEQUENCE: str(self.sequence)}
 
     @classmethod
     def from_texts(cls, texts: Mapping[str, str]) -> "Notes | None":
@@ -63,8 +63,7 @@ class Notes:
         try:
             metrics = {k: _number(v) for k, v in json.loads(texts[_METRICS]).items()}
             part = texts.get(PART, "")
-            place = texts.get(_SEQUENCE)
-            sequence = None if place is None else int(place)
+            sequence = int(texts[_SEQUENCE])
             goals = _goals(json.loads(texts.get(_GOALS, "{}")))
             run, step = texts[_RUN], int(texts[_STEP])
             return cls(run, step, texts[_ADAPTER], metrics, part, sequence, goals)
@@ -93,7 +92,6 @@ def _wire(value: float) -> float | str:
 
 
 def _number(wire: Any) -> float:
-    # Earlier versions wrote what is not finite without quotes: Python reads that as a float.
     return _TEXTS[wire] if isinstance(wire, str) else float(wire)
 
 

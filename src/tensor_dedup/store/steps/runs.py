@@ -7,10 +7,8 @@ after store://; whoever lists steps sorts them by number.
 The order of saving counts, not the steps' numbers: when a training went back to step 5 and saved 6
 again, the steps 8 to 10 of its first attempt are older than that. Each step has its place in that
 order in its manifest, as a number greater than those of all steps that were there. No clock is
-asked for it, because clocks are set back. Steps of earlier versions have no such number; the time
-of their reference, in ns since 1970, stands for it, so that what is saved now comes after them. Of
-two steps with one number (file systems tick every few milliseconds), the greater one counts as the
-later.
+asked for it, because clocks are set back. Of two steps with one number, the greater one counts as
+the later.
 """
 
 import logging
@@ -103,16 +101,14 @@ def check_run(run: object) -> str:
     raise BadNameError.at(repr(run), "this cannot be the name of a run", name=run)
 
 
-def check_no_step_s_name(objects: Objects, run: str) -> None:
-    """Check that a run that begins is not called like a step, as what names a step would be.
-
-    Earlier versions let runs be called so; those that have steps go on.
+def check_no_step_s_name(run: str) -> None:
+    """Check that a run is not called like a step, as what names a step would be.
 
     Raises:
         BadOptionError: it is.
     """
     found = parse_step_name(run)
-    if found is not None and not found.kept and not step_numbers(objects, run):
+    if found is not None and not found.kept:
         what = f"that is the name of the step {found.step} of the run {found.run!r}"
         raise BadOptionError.of(BadOption.RUN, f"run {run!r}", what, run=run)
 
@@ -246,8 +242,8 @@ def check_no_step(objects: Objects, name: str) -> None:
 def check_pin(objects: Objects, run: str, step: int) -> None:
     """Check that nothing but a step has the name that keeps this step.
 
-    An import of an earlier version may have it. The answer is stable only while the caller holds
-    `naming`.
+    No import takes that name, but other programs write references too. The answer is stable only
+    while the caller holds `naming`.
 
     Raises:
         NotATrainingError: an imported checkpoint has that name.
@@ -589,7 +585,6 @@ class StepOrder:
         except NotATrainingError:
             self._known[step] = (status, None)
             return None
-        sequence = status.mtime_ns if notes.sequence is None else notes.sequence
-        place = StepPlace(sequence, status, manifest, content_name(content))
+        place = StepPlace(notes.sequence, status, manifest, content_name(content))
         self._known[step] = (status, place)
         return place

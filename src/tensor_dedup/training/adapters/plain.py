@@ -279,9 +279,6 @@ def _numpy_scalar(code: str, data: bytes) -> Any:
     import numpy as np
 
     dtype = dtype_of(code)
-    # Earlier versions wrote the one zero that asarray makes of a text of no length.
-    if not dtype.itemsize and not any(data):
-        data = b""
     if dtype.itemsize != len(data):
         raise DamagedStateError.at("#values", f"{len(data)} bytes are no {code}")
     # From their bytes: taken from an array, texts lose the zeros at their ends.

@@ -51,8 +51,7 @@ from tensor_dedup.training.tiers.second_tier import SecondTier, TierContent, ahe
 # So many places are one fast tier's, from when it goes on from another one's last. How many steps
 # that one has not drained is unknown, and they must not get the later places.
 _TURN: Final = 1 << 20
-# Of so many turns the last places are noted. Steps of earlier versions, whose places are times,
-# have one each.
+# Of so many turns the last places are noted.
 _TURNS: Final = 64
 _RECORD_WAIT_S: Final = 2.0
 _SENT: Final = 16  # copies go one by one, so few are under way or have failed
@@ -142,8 +141,8 @@ class TierNotes:
             first = min(new[step].sequence for step in theirs)
             late = sorted(step for step, place in waiting.items() if place.sequence >= first)
             if recorded is None:
-                # Of an earlier version, or never used with a second tier: nobody knows what was
-                # seen there, so it is refused only where something would be replaced.
+                # Never used with this second tier: nothing says what was seen there, so it is
+                # refused only where something would be replaced.
                 late = [step for step in late if step in new]
             if late:
                 where = self._second.where
@@ -176,12 +175,7 @@ class TierNotes:
     def _recorded(self) -> SeenPlaces | None:
         """Read what was seen of this second tier; None where nothing is noted."""
         with self._fast.handle.translated():
-            found = _seen_of(self._fast, self._run).get(self._identity or "")
-        note = tier_note(self._fast, self._run)
-        if note is None or note.identity != self._identity or not note.drained:
-            return found
-        # Of an earlier version: all that it had drained to there it had seen.
-        return _merged(found or SeenPlaces(), SeenPlaces(note.drained, (note.drained,)))
+            return _seen_of(self._fast, self._run).get(self._identity or "")
 
     def _record(self) -> None:
         """Make what is known durable.
@@ -263,7 +257,7 @@ def _has(seen: SeenPlaces, place: int) -> bool:
 def tier_note(fast: LocalStore, run: str) -> TierNote | None:
     """Return the fast tier's note of the second tier that it has drained a run to.
 
-    None if it has drained nothing yet, or by an earlier version.
+    None if it has drained nothing yet.
     """
     with fast.handle.translated():
         text = text_at(fast.handle.objects, note_path(fast, run))

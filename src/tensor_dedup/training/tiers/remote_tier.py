@@ -227,11 +227,7 @@ class RemoteTier:
         notes = described.notes
         if notes is None or (notes.run, notes.step) != (self._run, step):
             return None
-        sequence = notes.sequence
-        if sequence is None:  # of an earlier version, whose steps go by the time of the reference
-            status = self._bucket.head(layout.ref_key(step_name(self._run, step)))
-            sequence = 0 if status is None else int(status.modified * 1e9)
-        return StepPlace(sequence, ref.state, ref.state, described.content)
+        return StepPlace(notes.sequence, ref.state, ref.state, described.content)
 
     def place(self, step: int) -> StepPlace | None:
         # docstring inherited

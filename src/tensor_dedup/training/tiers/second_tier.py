@@ -325,7 +325,7 @@ def ahead(one: StepPlace | None, other: StepPlace | None) -> bool:
     if one is None or not one.readable:
         return False
     if other is not None and one.manifest == other.manifest:
-        return False  # the same, whatever clocks say of steps of earlier versions
+        return False
     return other is None or not other.readable or one.sequence > other.sequence
 
 
