@@ -32,7 +32,7 @@ from tensor_dedup.store.hashing import ProgressListener, SilentListener
 from tensor_dedup.types import Fingerprint, StrPath, TensorSpec
 
 # Of the JSON document; docs/analyze.schema.json describes it.
-SCHEMA = 1
+SCHEMA = 3
 
 
 @dataclass(frozen=True, slots=True)
