@@ -14,6 +14,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import process_state
+
 _IMPORTED = [
     "vllm.entrypoints.llm",
     "vllm.v1.engine.llm_engine",
@@ -67,6 +69,7 @@ def _begin(
     # The server says nothing of a module that it could not import.
     missing = [name for name in _IMPORTED if name not in sys.modules]
     assert not missing, missing
+    process_state.set_aside()  # what is imported stays anyhow
     try:
         function(*arguments)
     finally:
