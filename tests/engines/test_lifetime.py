@@ -52,15 +52,15 @@ def medium(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def plainly(medium: tuple[Path, Path]) -> list[dict[str, int]]:
-    """What plain vLLM takes for the same loads and drops, in a fresh process too."""
-    return fresh.call(load_and_drop, *medium, None)
+    """What plain vLLM takes for the same loads and drops, in a process of its own too."""
+    return fresh.call_forked(load_and_drop, *medium, None)
 
 
 @pytest.mark.parametrize("policy", ["packed", pytest.param("plain", marks=pytest.mark.long)])
 def test_memory_after_all_is_dropped_is_that_of_plain_vllm(
     policy: str, medium: tuple[Path, Path], plainly: list[dict[str, int]]
 ) -> None:
-    sharing = fresh.call(load_and_drop, *medium, {"cpu_weights": policy})
+    sharing = fresh.call_forked(load_and_drop, *medium, {"cpu_weights": policy})
 
     size = checkpoints.nbytes(medium[0])
     for generation in range(GENERATIONS):
@@ -112,8 +112,15 @@ def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.mark.usefixtures("_warm")
-@pytest.mark.parametrize("policy", ["packed", "plain"])
-@pytest.mark.parametrize("arch", ["llama_tied", "opt"])
+@pytest.mark.parametrize(
+    ("arch", "policy"),
+    [
+        ("llama_tied", "packed"),
+        ("opt", "plain"),
+        pytest.param("llama_tied", "plain", marks=pytest.mark.long),
+        pytest.param("opt", "packed", marks=pytest.mark.long),
+    ],
+)
 def test_nothing_is_left_and_a_second_generation_is_as_the_first(
     arch: str, policy: str, tmp_path: Path
 ) -> None:

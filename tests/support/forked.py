@@ -20,6 +20,12 @@ _IMPORTED = [
     "vllm.entrypoints.llm",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.cpu_worker",
+    # What vLLM imports for its first engine.
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "vllm.model_executor.models.llama",
+    "vllm.utils.cpu_triton_utils",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
     "diffusers.pipelines.stable_diffusion",
     "transformers.models.llama",
 ]

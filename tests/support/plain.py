@@ -120,7 +120,7 @@ def _kernels_replaced_once() -> Iterator[None]:
     if dispatcher is None or not dispatcher._registry:
         yield
         return
-    with mock.patch.object(dispatcher, "register_kernels", lambda _overrides: None):
+    with mock.patch.object(dispatcher, "register_kernels"):
         yield
 
 
