@@ -36,7 +36,6 @@ pytestmark = pytest.mark.vllm
 UNTIED = "llama_tied, but for a head in the file"
 # Heads of their own, tied ones, ones that only the checkpoint unties; biases.
 DENSE = ("llama", "llama_tied", UNTIED, "opt")
-SHORT = (UNTIED, "opt")  # of these: a head of its own, a tied one
 EXPERTS = ("mixtral", "qwen3_moe")
 ONE_DIGEST = "0" * 64
 
@@ -112,9 +111,7 @@ def _dropped() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_warm")
-@pytest.mark.parametrize(
-    "arch", [pytest.param(each, marks=[] if each in SHORT else pytest.mark.long) for each in DENSE]
-)
+@pytest.mark.parametrize("arch", DENSE)
 def test_nothing_wrong_is_shared_when_every_byte_is_compared(arch: str, tmp_path: Path) -> None:
     compare_every_byte(arch, tmp_path)
 
@@ -167,7 +164,7 @@ def _compare(base: Path, other: Path, of_base: Any, of_other: Any, *, known: boo
 
 
 @pytest.mark.usefixtures("_warm")
-@pytest.mark.parametrize("arch", [UNTIED, pytest.param("llama", marks=pytest.mark.long)])
+@pytest.mark.parametrize("arch", ["llama", UNTIED])
 def test_without_comparing_the_wrong_bytes_are_shared(arch: str, tmp_path: Path) -> None:
     """The control: where nobody compares, these tests would notice."""
     compare_nothing(arch, tmp_path)

@@ -117,15 +117,8 @@ def engines() -> Iterator[Open]:
     gc.collect()
 
 
-@pytest.mark.parametrize(
-    ("which", "policy"),
-    [
-        ("oracle", "plain"),
-        ("tied", "packed"),
-        pytest.param("oracle", "packed", marks=pytest.mark.long),
-        pytest.param("tied", "plain", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("which", ["oracle", "tied"])
 def test_a_reload_changes_nothing_in_the_other_model(
     which: str, policy: str, engines: Open, request: pytest.FixtureRequest
 ) -> None:

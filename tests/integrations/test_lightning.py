@@ -186,6 +186,8 @@ def test_without_lightning_the_error_says_what_to_install(
     absent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "tensor_dedup.integrations.lightning")
+    for name in [each for each in sys.modules if each.startswith(f"{absent}.")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, absent, None)
     with pytest.raises(NotInstalledError, match="`pip install pytorch-lightning`") as caught:
         importlib.import_module("tensor_dedup.integrations.lightning")
