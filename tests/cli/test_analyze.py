@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from safetensors.numpy import save_file
 
+import commands
 import gallery
 import tiny_checkpoints as checkpoints
 from tensor_dedup import Store
@@ -29,9 +30,7 @@ COMMAND = Path(sys.executable).with_name("tensor-dedup")
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [COMMAND, "analyze", *map(str, arguments)], capture_output=True, text=True, check=False
-    )
+    return commands.run("analyze", *arguments)
 
 
 def document(*arguments: str | Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import jsonschema
@@ -10,10 +9,10 @@ import numpy
 import pytest
 from safetensors.numpy import save_file
 
+import commands
 import gallery
 from tensor_dedup.training import CheckpointStore
 
-COMMAND = Path(sys.executable).with_name("tensor-dedup")
 SCHEMA = Path(__file__).parents[2] / "docs" / "diff.schema.json"
 
 
@@ -23,8 +22,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [str(each) for each in (COMMAND, "diff", *arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return commands.run("diff", *arguments)
 
 
 def test_people_see_what_changed_and_how_much(models: list[Path]) -> None:

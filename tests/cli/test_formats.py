@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-COMMAND = Path(sys.executable).with_name("tensor-dedup")
+import commands
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [str(COMMAND), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return commands.run(*arguments)
 
 
 def document(*arguments: str | Path) -> dict[str, Any]:

@@ -3,18 +3,17 @@
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import chromium
+import commands
 import gallery
 import package_source
 from tensor_dedup.analyze import analyze
 
-COMMAND = Path(sys.executable).with_name("tensor-dedup")
 ROOM = 100_000
 
 
@@ -37,8 +36,7 @@ def fleet(models: list[Path], tmp_path: Path) -> Path:
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [str(each) for each in (COMMAND, "plan", *arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return commands.run("plan", *arguments)
 
 
 def planned(*arguments: str | Path) -> dict[str, Any]:

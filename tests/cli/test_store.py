@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+import commands
 import managers
 from stores import KIB, content, noise, safetensors, size_on_disk, tuned, u8, weights, write
 from tensor_dedup.cli import main
@@ -33,10 +34,7 @@ class Shell:
         self.store = root / "store"
 
     def run(self, verb: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        command = [str(COMMAND), verb, *map(str, arguments), "--store", str(self.store)]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
-        )
+        return commands.run(verb, *arguments, "--store", self.store)
 
     def document(self, verb: str, *arguments: str | Path, status: int = 0) -> dict[str, Any]:
         result = self.run(verb, *arguments, "--json")

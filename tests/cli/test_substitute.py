@@ -2,15 +2,13 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import commands
 import gallery
 from tensor_dedup.analyze import analyze
-
-COMMAND = Path(sys.executable).with_name("tensor-dedup")
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +17,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [str(each) for each in (COMMAND, "substitute", *arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return commands.run("substitute", *arguments)
 
 
 def test_people_see_what_was_taken_and_what_it_saves(models: list[Path], tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(root: Path, request: pytest.FixtureRequest) -> dict[str, pair_run.Result]:
     """What is tested here, in one process of its own; what it said is in the test's output."""
-    written = pair_run.apart(pair_run.__file__, root, request)
+    written = pair_run.apart(pair_run.main, root, request)
     return msgspec.json.decode(written, type=dict[str, pair_run.Result])
 
 

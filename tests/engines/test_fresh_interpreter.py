@@ -76,7 +76,12 @@ def run(script: str, model: str, **environment: str) -> Any:
             {},
             marks=pytest.mark.long,
         ),
-        ("import tensor_dedup; from vllm import EngineArgs", {"VLLM_TARGET_DEVICE": "cpu"}),
+        # Every other test imports ours first, too: tests/patches/test_arguments.py.
+        pytest.param(
+            "import tensor_dedup; from vllm import EngineArgs",
+            {"VLLM_TARGET_DEVICE": "cpu"},
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_the_argument_is_there_in_whichever_order_modules_are_imported(
@@ -121,6 +126,7 @@ def test_the_published_snippet_runs_and_its_load_is_reported(
 
 
 @pytest.mark.vllm
+@pytest.mark.long
 def test_a_dict_shares_a_replica_and_answers_like_plain_vllm(model: str) -> None:
     script = f"""
 from vllm import LLM, SamplingParams

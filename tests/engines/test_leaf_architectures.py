@@ -19,7 +19,7 @@ def results(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> dict[str, leaf_run.Result]:
     """What is tested here, in one process of its own."""
-    written = pair_run.apart(leaf_run.__file__, tmp_path_factory.mktemp("leaves"), request)
+    written = pair_run.apart(leaf_run.main, tmp_path_factory.mktemp("leaves"), request)
     return msgspec.json.decode(written, type=dict[str, leaf_run.Result])
 
 

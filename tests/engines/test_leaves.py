@@ -5,7 +5,7 @@ The parts that do not change are at least 8 MiB each, or nothing would be proved
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -76,9 +76,15 @@ LLAMAS: dict[str, tuple[Change, int]] = {
 }
 
 
+def some(cases: Iterable[str], *short: str) -> list[Any]:
+    """All of them in long runs, these in any."""
+    marks = {True: [], False: [pytest.mark.long]}
+    return [pytest.param(case, marks=marks[case in short]) for case in cases]
+
+
 @pytest.mark.vllm
 @pytest.mark.usefixtures("warm")
-@pytest.mark.parametrize("case", LLAMAS)
+@pytest.mark.parametrize("case", some(LLAMAS, "merged LoRA on q and v"))
 def test_vllm_keeps_what_changed(case: str, llama: Path, tmp_path: Path, opened: list[Any]) -> None:
     change, common = LLAMAS[case]
     tune = change(llama, tmp_path / "tune")
@@ -229,7 +235,9 @@ def _assert_kept_in_another_process(
 
 @pytest.mark.vllm
 @pytest.mark.usefixtures("warm")
-@pytest.mark.parametrize("case", [*LLAMAS, "ten more rows"])
+@pytest.mark.parametrize(
+    "case", some([*LLAMAS, "ten more rows"], "merged LoRA on q and v", "ten more rows")
+)
 def test_vllm_reads_only_what_changed_of_a_known_fine_tune(
     case: str, llama: Path, tmp_path: Path, opened: list[Any]
 ) -> None:

@@ -52,15 +52,15 @@ def medium(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def plainly(medium: tuple[Path, Path]) -> list[dict[str, int]]:
-    """What plain vLLM takes for the same loads and drops, in a fresh process too."""
-    return fresh.call(load_and_drop, *medium, None)
+    """What plain vLLM takes for the same loads and drops, in a process of its own too."""
+    return fresh.call_forked(load_and_drop, *medium, None)
 
 
 @pytest.mark.parametrize("policy", ["packed", pytest.param("plain", marks=pytest.mark.long)])
 def test_memory_after_all_is_dropped_is_that_of_plain_vllm(
     policy: str, medium: tuple[Path, Path], plainly: list[dict[str, int]]
 ) -> None:
-    sharing = fresh.call(load_and_drop, *medium, {"cpu_weights": policy})
+    sharing = fresh.call_forked(load_and_drop, *medium, {"cpu_weights": policy})
 
     size = checkpoints.nbytes(medium[0])
     for generation in range(GENERATIONS):

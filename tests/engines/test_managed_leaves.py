@@ -83,7 +83,10 @@ def slab_pss(*llms: Any) -> int:
 # One block of an fp8 weight.
 
 
-@pytest.mark.parametrize("managed", [False, True], ids=["alone", "managed"])
+@pytest.mark.parametrize(
+    "managed",
+    [pytest.param(False, id="alone", marks=pytest.mark.long), pytest.param(True, id="managed")],
+)
 def test_of_an_fp8_weight_with_one_changed_block_the_other_leaves_are_shared(
     llama: Path, managed: bool, tmp_path: Path, opened: list[Any]
 ) -> None:

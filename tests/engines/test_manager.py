@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fleet
 from tensor_dedup.loader.report import REPORT_DIR_VARIABLE
 from tensor_dedup.memory_manager.client.admin import Admin
+from tensor_dedup.patches.vllm import preload
 from tensor_dedup.text_table import BETWEEN_PROCESSES
 
 # Large enough that whole pages for small tensors do not matter, small enough to load in no time.
@@ -179,6 +181,15 @@ def test_what_was_preloaded_is_there_for_the_first_engine(
         assert engine.loaded["outputs"] == plain.loaded["outputs"]
 
 
+def test_a_preload_of_what_is_not_there_ends_with_the_reason(tmp_path: Path) -> None:
+    """As the manager's helper; what it does about one that fails is in test_state_dicts."""
+    nothing = str(tmp_path / "nothing")
+    done = CliRunner().invoke(preload.main, ["--socket", str(tmp_path / "m.sock"), nothing])
+    assert done.exit_code == 1
+    assert f"{nothing}: not preloaded: " in str(done.exception)
+
+
+@pytest.mark.long
 def test_a_preload_that_fails_is_said_and_the_manager_serves(tmp_path: Path) -> None:
     with fleet.manager(tmp_path, "--preload", str(tmp_path / "nothing")) as manager:
         manager.wait_for("preload failed")

@@ -106,6 +106,23 @@ def test_the_second_load_shares_all_when_hints_may_not_be_used(tiny: Path) -> No
     assert second.equal_outputs
 
 
+def test_tensors_below_the_threshold_are_left_alone(tiny: Path) -> None:
+    """Of each of three layers gate, up and down have 64 KiB, the embedding twice as many."""
+    engines.leave_alone(tiny / checkpoints.WEIGHTS)
+    second = _load_twice(tiny, min_tensor_bytes=64 << 10)
+    report = second.report
+    shared = {form.removesuffix(engines.PACKED) for form, both in second.forms.items() if both}
+    shared -= {"lm_head.weight"}  # another name of the embedding
+    kinds = {name.split(".")[-2] for name in shared}
+    assert kinds == {"embed_tokens", "gate_up_proj", "down_proj"}
+    assert len(shared) == report.tensors_shared == 3 * 2 + 1
+    assert report.source_tensors_shared == 3 * 3 + 1
+    private = checkpoints.nbytes(tiny) - report.source_bytes_shared
+    assert second.data_bytes == report.bytes_read == private > 0
+    assert second.equal_outputs
+
+
+@pytest.mark.long
 def test_large_tensors_of_a_qwen2_of_half_a_billion(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

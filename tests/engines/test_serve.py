@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import pytest
 import safetensors.torch
 
 import fleet
+import forked
 import plain
 import remotes
 import tiny_checkpoints as checkpoints
@@ -60,14 +62,18 @@ def server(arguments: list[str], environment: dict[str, str], log: Path) -> Iter
         yield address
 
 
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
 @contextmanager
 def started(
     arguments: list[str], environment: dict[str, str], log: Path
 ) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
     """A server that does not answer yet: several may start at once."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = free_port()
     with log.open("w") as output:
         process = subprocess.Popen(
             [*COMMAND, *arguments, *SMALL, "--host", "127.0.0.1", "--port", port],
@@ -82,7 +88,55 @@ def started(
         stop(process)
 
 
-def stop(process: "subprocess.Popen[bytes]") -> None:
+@contextmanager
+def started_sooner(
+    arguments: list[str], environment: dict[str, str], log: Path
+) -> Iterator[tuple[str, "Sooner"]]:
+    """As `started`, in a process that finds vLLM imported."""
+    port = free_port()
+    command = ["vllm", "serve", *arguments, *SMALL, "--host", "127.0.0.1", "--port", port]
+    log.touch()
+    process = Sooner(forked.start(serve, command, environ=environment, log=log))
+    try:
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        stop(process)
+
+
+def serve(command: list[str]) -> None:
+    """What the command `vllm` does."""
+    sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)
+    sys.argv = command
+    from vllm.entrypoints.cli.main import main
+
+    main()
+
+
+class Sooner:
+    """A forked process, with as much of Popen as is needed here."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self._process = process
+        self.pid = process.pid or 0
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("vllm serve", timeout or 0)
+        return self.returncode
+
+
+def stop(process: "subprocess.Popen[bytes] | Sooner") -> None:
     """End the server and everything it started: its group is its own."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
@@ -92,7 +146,9 @@ def stop(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def wait_until(done: Callable[[], bool], process: "subprocess.Popen[bytes]", log: Path) -> None:
+def wait_until(
+    done: Callable[[], bool], process: "subprocess.Popen[bytes] | Sooner", log: Path
+) -> None:
     until = time.monotonic() + PATIENCE
     while not done():
         if process.poll() is not None or time.monotonic() > until:
@@ -228,7 +284,7 @@ def test_two_servers_share_what_they_have_in_common_through_a_manager(
     with ExitStack() as stack:
         both = {
             path: stack.enter_context(
-                started([str(path), *config], runtime, tmp_path / f"{path.name}.log")
+                started_sooner([str(path), *config], runtime, tmp_path / f"{path.name}.log")
             )
             for path in (pair.base, pair.fine_tune)
         }
@@ -349,11 +405,12 @@ def test_a_stored_checkpoint_without_us_ends_with_our_words(
     assert "--tensor-dedup" in done.stderr + done.stdout
 
 
+@pytest.mark.long  # on the parser alone: tests/patches/test_command_line.py
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ('{"hash_algoritm": "blake3"}', "hash_algorithm"),
-        pytest.param("{", "not JSON", marks=pytest.mark.long),
+        ("{", "not JSON"),
     ],
 )
 def test_a_wrong_flag_ends_with_status_2_and_says_what_is_right(

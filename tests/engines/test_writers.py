@@ -145,7 +145,7 @@ def test_a_reload_changes_nothing_in_the_other_model(
     assert verify().ok
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["packed", pytest.param("plain", marks=pytest.mark.long)])
 def test_with_two_threads_answers_are_those_of_weights_in_the_same_form(
     policy: str, oracle: Oracle, engines: Open
 ) -> None:
@@ -315,7 +315,10 @@ def test_verify_finds_a_resident_whose_bytes_are_not_its_names(
     assert verify().residents == found.residents + 1
 
 
-@pytest.mark.parametrize(("arch", "policy"), [("mixtral", "packed"), ("qwen3_moe", "plain")])
+@pytest.mark.parametrize(
+    ("arch", "policy"),
+    [("mixtral", "packed"), pytest.param("qwen3_moe", "plain", marks=pytest.mark.long)],
+)
 def test_a_reload_of_experts_changes_nothing_in_the_other_model(
     arch: str, policy: str, tmp_path: Path
 ) -> None:

@@ -291,7 +291,9 @@ def free_port() -> int:
 def test_several_ranks_save_one_step_and_read_it_cut_otherwise(tmp_path: Path) -> None:
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
-        children = [pool.submit(fresh.call, rank, n, port, 2, str(tmp_path)) for n in range(2)]
+        children = [
+            pool.submit(fresh.call_forked, rank, n, port, 2, str(tmp_path)) for n in range(2)
+        ]
     for child in children:
         child.result()
     run = CheckpointStore(tmp_path, "run")

@@ -129,7 +129,7 @@ def test_a_killed_training_ends_as_one_that_is_not(
     tmp_path: Path, kind: str, ranks: int, kills: int
 ) -> None:
     root, alone = str(tmp_path / "killed"), str(tmp_path / "alone")
-    found = fresh.call(training, root, alone, kind, ranks, kills)
+    found = fresh.call_forked(training, root, alone, kind, ranks, kills)
     steps = killed_training.enough_steps(kills)
     assert len(found) == kills
     assert all(0 < each < steps for each in found)
@@ -196,7 +196,7 @@ def test_a_state_is_the_same_on_many_ranks_on_fewer_and_on_many_again(
     tmp_path: Path, many: int, few: int
 ) -> None:
     root = str(tmp_path / "store")
-    fresh.call(reshard, root, many, few)
+    fresh.call_forked(reshard, root, many, few)
     digests = Path(f"{root}.digests").read_text().splitlines()
     assert len(digests) == 3
     assert len(set(digests)) == 1

@@ -1,6 +1,5 @@
 """Frozen layers stay bit-identical through real trainings, and a check finds one that does not."""
 
-import faulthandler
 import gc
 import re
 from pathlib import Path
@@ -10,11 +9,11 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from killed_training import leave_group
+import fresh
+import killed_training
 from tensor_dedup import Store
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.integrations import FrozenLayerError, check_frozen, freeze
@@ -175,24 +174,28 @@ def test_a_frozen_model_can_be_dropped() -> None:
     assert frozen.names
 
 
-def rank(number: int, file: str, folder: str) -> None:
-    faulthandler.dump_traceback_later(240, exit=True)  # the other rank ends with it
+def rank(root: str, /, *, number: int, group: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{file}", rank=number, world_size=2)
+    dist.init_process_group("gloo", f"file://{group}", rank=number, world_size=2)
     model = net()
     before = state(model)
     frozen = freeze(model, "0-5")
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     train(wrapped, torch.optim.AdamW(wrapped.parameters(), 1e-2, weight_decay=0.1), 200, number)
     check_frozen(wrapped)
-    torch.save([stayed(before, model), set(frozen.names)], Path(folder, str(number)))
+    torch.save([stayed(before, model), set(frozen.names)], Path(root, str(number)))
     del wrapped
-    leave_group()
+    killed_training.leave_group()
+
+
+def both_ranks(root: str) -> None:
+    import torch._dynamo  # noqa: F401 (before children are forked, for each of them)
+
+    killed_training.end_ranks(rank, root, 2)
 
 
 def test_two_ranks_in_mixed_precision(tmp_path: Path) -> None:
-    start: Any = processes.spawn  # type: ignore[attr-defined]
-    start(rank, (str(tmp_path / "group"), str(tmp_path)), nprocs=2)
+    fresh.call_forked(both_ranks, str(tmp_path))
     for number in range(2):
         found, frozen = torch.load(tmp_path / str(number))
         assert found == frozen

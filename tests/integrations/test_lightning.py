@@ -1,6 +1,6 @@
 """Lightning saves into the store and resumes from it."""
 
-import subprocess
+import importlib
 import sys
 import threading
 from functools import partial
@@ -19,7 +19,7 @@ import fresh  # noqa: E402
 import killed_training  # noqa: E402
 from disk_faults import Faults, FaultyFiles  # noqa: E402
 from tensor_dedup import Store  # noqa: E402
-from tensor_dedup.errors import UnsupportedError  # noqa: E402
+from tensor_dedup.errors import NotInstalledError, UnsupportedError  # noqa: E402
 from tensor_dedup.integrations.lightning import StoreCallback, StoreIO  # noqa: E402
 from tensor_dedup.remote import transfer  # noqa: E402
 from tensor_dedup.remote.errors import UnknownRemoteNameError  # noqa: E402
@@ -182,20 +182,16 @@ def test_strategies_that_write_their_own_files_are_refused(tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("absent", ["lightning_fabric", "pytorch_lightning"])
-def test_without_lightning_the_error_says_what_to_install(absent: str) -> None:
-    program = (
-        f"import sys; sys.modules[{absent!r}] = None\n"
-        "from tensor_dedup.errors import NotInstalledError\n"
-        "try:\n"
-        "    import tensor_dedup.integrations.lightning\n"
-        "except NotInstalledError as error:\n"
-        "    assert isinstance(error, ImportError)\n"
-        "    print(error)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert "`pip install pytorch-lightning`" in done.stdout
+def test_without_lightning_the_error_says_what_to_install(
+    absent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "tensor_dedup.integrations.lightning")
+    for name in [each for each in sys.modules if each.startswith(f"{absent}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, absent, None)
+    with pytest.raises(NotInstalledError, match="`pip install pytorch-lightning`") as caught:
+        importlib.import_module("tensor_dedup.integrations.lightning")
+    assert isinstance(caught.value, ImportError)
 
 
 def test_files_still_go_where_they_did(tmp_path: Path) -> None:
@@ -261,7 +257,7 @@ def test_a_killed_training_that_saves_behind_ends_as_one_that_is_not(
     tmp_path: Path, kills: int, accumulate: int
 ) -> None:
     root, alone = str(tmp_path / "killed"), str(tmp_path / "alone")
-    latest = fresh.call(kill_fit, root, alone, kills, accumulate)
+    latest = fresh.call_forked(kill_fit, root, alone, kills, accumulate)
     steps = killed_training.enough_steps(kills)
     assert len(latest) == kills
     assert max(latest) < steps
@@ -359,7 +355,7 @@ def test_a_killed_training_of_several_ranks_ends_as_one_that_is_not(
     tmp_path: Path, ranks: int, kills: int
 ) -> None:
     root, alone = str(tmp_path / "killed"), str(tmp_path / "alone")
-    latest = fresh.call(kill_ranks, root, alone, ranks, kills)
+    latest = fresh.call_forked(kill_ranks, root, alone, ranks, kills)
     steps = killed_training.enough_steps(kills)
     assert len(latest) == kills
     assert max(latest) < steps

@@ -200,7 +200,7 @@ def start_wrapped(root: str) -> str:
 
 
 def test_a_model_in_parts_is_refused(tmp_path: Path) -> None:
-    assert "integrations.dcp" in fresh.call(start_wrapped, str(tmp_path))
+    assert "integrations.dcp" in fresh.call_forked(start_wrapped, str(tmp_path))
 
 
 def test_a_step_is_a_model_with_its_config(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_a_killed_training_that_saves_behind_ends_as_one_that_is_not(
     tmp_path: Path, kills: int
 ) -> None:
     root, alone = str(tmp_path / "killed"), str(tmp_path / "alone")
-    latest = fresh.call(kill_trainer, root, alone, kills)
+    latest = fresh.call_forked(kill_trainer, root, alone, kills)
     steps = killed_training.enough_steps(kills)
     assert len(latest) == kills
     assert max(latest) < steps
@@ -326,7 +326,7 @@ def test_a_killed_training_of_several_ranks_ends_as_one_that_is_not(
     tmp_path: Path, ranks: int, kills: int
 ) -> None:
     root, alone = str(tmp_path / "killed"), str(tmp_path / "alone")
-    latest = fresh.call(kill_ranks, root, alone, ranks, kills)
+    latest = fresh.call_forked(kill_ranks, root, alone, ranks, kills)
     steps = killed_training.enough_steps(kills)
     assert len(latest) == kills
     assert max(latest) < steps

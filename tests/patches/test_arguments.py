@@ -7,6 +7,7 @@ import pickle
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -258,6 +259,11 @@ def test_arguments_may_be_copied_and_given_by_position(model: str) -> None:
 def test_a_wrong_argument_is_vllms_own_error() -> None:
     with pytest.raises(TypeError, match=r"EngineArgs\.__init__\(\) got an unexpected .* 'modle'"):
         EngineArgs(modle="x", tensor_dedup=True)
+
+
+def test_the_module_stays_a_module() -> None:
+    """What waits for vLLM's import of it is gone when it is there."""
+    assert type(arg_utils) is ModuleType
 
 
 def test_children_are_told_where_to_leave_their_reports(model: str) -> None:

@@ -132,8 +132,15 @@ def test_transformers_keeps_k_and_v_of_what_files_hold_as_one(
     _assert_costs_what_changed_in_transformers(fused, tune, common)
 
 
-@pytest.mark.parametrize("case", ["grown", "fused"])
-@pytest.mark.parametrize("managed", [False, True], ids=["alone", "managed"])
+@pytest.mark.parametrize(
+    ("managed", "case"),
+    [
+        pytest.param(False, "fused", id="alone-fused"),
+        pytest.param(True, "grown", id="managed-grown"),
+        pytest.param(False, "grown", id="alone-grown", marks=pytest.mark.long),
+        pytest.param(True, "fused", id="managed-fused", marks=pytest.mark.long),
+    ],
+)
 def test_transformers_reads_only_what_changed_of_a_known_fine_tune(
     case: str, managed: bool, llama: Path, fused: Path, tmp_path: Path
 ) -> None:
@@ -182,7 +189,10 @@ def known_in_transformers(base: Path, tune: Path, managed: bool) -> None:
                 Admin(manager.socket).evict(str(tune))
 
 
-@pytest.mark.parametrize("managed", [False, True], ids=["alone", "managed"])
+@pytest.mark.parametrize(
+    "managed",
+    [pytest.param(False, id="alone", marks=pytest.mark.long), pytest.param(True, id="managed")],
+)
 def test_transformers_reads_only_what_changed_of_a_stored_fine_tune(
     managed: bool, llama: Path, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from collections import namedtuple
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -166,7 +167,10 @@ def test_the_tables_are_whole_and_every_heading_says_all_of_it() -> None:
     assert tables[100] == tables[120] == tables[10_000]
 
 
-def test_an_engine_that_fails_says_where_it_said_why(tmp_path: Path) -> None:
+def test_an_engine_that_fails_says_where_it_said_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "sys", SimpleNamespace(executable="false"))
     with pytest.raises(run.EngineFailedError, match=r"plain\.log"):
         run.run_plain([tmp_path / "nothing"], tmp_path / "plain.log", print, 1 << 20, True)
 

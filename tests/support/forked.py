@@ -14,10 +14,18 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import process_state
+
 _IMPORTED = [
     "vllm.entrypoints.llm",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.cpu_worker",
+    # What vLLM imports for its first engine.
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "vllm.model_executor.models.llama",
+    "vllm.utils.cpu_triton_utils",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
     "diffusers.pipelines.stable_diffusion",
     "transformers.models.llama",
 ]
@@ -67,6 +75,7 @@ def _begin(
     # The server says nothing of a module that it could not import.
     missing = [name for name in _IMPORTED if name not in sys.modules]
     assert not missing, missing
+    process_state.set_aside()  # what is imported stays anyhow
     try:
         function(*arguments)
     finally:

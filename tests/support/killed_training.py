@@ -2,7 +2,7 @@
 
 A training here is a function of its store's folder that resumes from the run's latest step, if
 there is one, and calls `record` with each loss. It runs in forked children, so that frameworks are
-imported once; call `killed` in a process of `fresh.call` that has computed nothing.
+imported once; call `killed` in a process of `fresh.call_forked`, which has computed nothing.
 """
 
 import faulthandler

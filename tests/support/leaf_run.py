@@ -1,7 +1,5 @@
 """Load base and fine-tune of architectures with a large vocabulary; write down what leaves do.
 
-    python leaf_run.py ROOT RESULT.json ARCHITECTURE...
-
 As `pair_run`, which says why it is a process of its own. Checkpoints are removed when they have
 been loaded. Embedding and head are of five leaves; one row of the fine-tune's third differs, and it
 has more rows. So each of them consists of four pieces: the base's, its own, and again.
@@ -9,7 +7,6 @@ has more rows. So each of them consists of four pieces: the base's, its own, and
 
 import gc
 import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,7 +159,3 @@ def main(root: Path, result: Path, archs: list[str]) -> None:
     """Run these architectures, and write the result of each."""
     first = checkpoints.make(archs[0], root / "first").base
     pair_run.in_turn(archs, first, result, lambda arch: run(arch, root))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -1,7 +1,5 @@
 """Load base and fine-tune of architectures, plainly and shared; write down what happened.
 
-    python pair_run.py ROOT RESULT.json ARCHITECTURE...
-
 Checkpoints are made under ROOT where there are none; hints go beside the result, a new index for
 each architecture, so that a checkpoint is unknown at its first load and known at its second.
 
@@ -11,7 +9,6 @@ engine of a process is one. So these come first, and a process has every archite
 
 import gc
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -23,6 +20,7 @@ import msgspec
 import pytest
 
 import engines
+import forked
 import plain
 import reads
 import tiny_checkpoints as checkpoints
@@ -145,8 +143,11 @@ def in_turn(archs: Sequence[str], base: Path, result: Path, run: Callable[[str],
         result.write_bytes(msgspec.json.encode(results))
 
 
-def apart(script: str, root: Path, request: pytest.FixtureRequest) -> bytes:
-    """Have a script as this one run what is asked for by the tests of a module, by their `arch`.
+def apart(
+    run_all: Callable[[Path, Path, list[str]], None], root: Path, request: pytest.FixtureRequest
+) -> bytes:
+    """Have `main` of this module, or another as it, run what the tests of a module ask for by their
+    `arch`, in a process of its own.
 
     Return what it has written; what it said is in the test's output.
     """
@@ -157,11 +158,15 @@ def apart(script: str, root: Path, request: pytest.FixtureRequest) -> bytes:
         if item.path == request.path and hasattr(item, "callspec")
     }
     archs = [arch for arch in _ORDER if arch in asked]
-    file = root / "result.json"
-    command = [sys.executable, script, str(root / "checkpoints"), str(file), *archs]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    done = subprocess.run(command, env=environment, check=False, stderr=subprocess.PIPE, text=True)
-    sys.stderr.write(done.stderr[-10_000:])
+    file, log = root / "result.json", root / "log"
+    arguments = (root / "checkpoints", file, archs)
+    process = forked.start(run_all, *arguments, environ=os.environ, log=log)
+    try:
+        process.join()
+    finally:
+        process.kill()
+        process.join()
+    sys.stderr.write(log.read_text(errors="replace")[-10_000:])
     return file.read_bytes()
 
 
@@ -171,7 +176,3 @@ def main(root: Path, result: Path, archs: list[str]) -> None:
         checkpoints.make(arch, root)
     engines.leave_alone(*root.rglob(checkpoints.WEIGHTS))
     in_turn(archs, checkpoints.make(archs[0], root).base, result, lambda arch: run(arch, root))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -48,7 +48,7 @@ def engine(path: str | Path, *, pooling: bool = False, **options: Any) -> "LLM":
     # vLLM inspects a model class that is new on this machine in a subprocess, which imports all of
     # vLLM, in order not to initialise CUDA in this one. Here there is no CUDA.
     here = mock.patch.object(registry, "_run_in_subprocess", lambda function: function())
-    with _without_numbas_library(), here:
+    with _without_numbas_library(), _kernels_replaced_once(), here:
         return LLM(**{**settings, **options})
 
 
@@ -111,6 +111,32 @@ def _without_numbas_library() -> Iterator[None]:
             sys.modules[name] = held
 
 
+@contextmanager
+def _kernels_replaced_once() -> Iterator[None]:
+    """Every engine has vLLM look at each attribute of each module for Triton's kernels, to replace
+    them by others; after the first they are replaced, and that look is most of what a tiny model
+    costs."""
+    dispatcher = sys.modules.get("vllm.triton_utils.dispatcher")
+    if dispatcher is None or not dispatcher._registry:
+        yield
+        return
+    with mock.patch.object(dispatcher, "register_kernels"):
+        yield
+
+
+@contextmanager
+def _ranks_uncompiled() -> Iterator[None]:
+    """vLLM compiles one comparison of its sampler, which takes seconds in each new process."""
+    from vllm.v1.sample import sampler
+
+    compiled = getattr(sampler, "batched_count_greater_than", None)
+    if (eager := getattr(compiled, "_torchdynamo_orig_callable", None)) is None:
+        yield
+        return
+    with mock.patch.object(sampler, "batched_count_greater_than", eager):
+        yield
+
+
 def outputs(
     llm: "LLM", *, pooling: bool = False, prompts: Any = None, **how: Any
 ) -> tuple[Answer, ...]:
@@ -127,7 +153,8 @@ def outputs(
     sampling = SamplingParams(
         max_tokens=NEW_TOKENS, temperature=0, detokenize=False, logprobs=TOP, ignore_eos=True
     )
-    generated = llm.generate(prompts, sampling, use_tqdm=False, **how)
+    with _ranks_uncompiled():
+        generated = llm.generate(prompts, sampling, use_tqdm=False, **how)
     return tuple(_answer(request.outputs[0]) for request in generated)
 
 
