@@ -137,7 +137,7 @@ def test_dying_at_every_operation(folder: Path, name: str, every: bool) -> None:
     scene, seen = Scene(folder, ACTS[name]), list[Steps]()
     operations = scene.operations()
     commits = [number for number, operation in operations if operation == "unlink"]
-    commits = commits[:: 1 if name in _ONE_IN else 3]
+    commits = commits[:: 2 if name in _ONE_IN else 8]
     some = some_changes(operations, _ONE_IN.get(name, _ONE_IN_OF_OTHERS))
     some |= {*commits, *(number + 1 for number in commits)}
     changes = 0
@@ -236,7 +236,7 @@ def test_two_deaths_in_one_drain(folder: Path, every: bool) -> None:
 def test_an_operation_that_fails_is_done_again(folder: Path, code: int, every: bool) -> None:
     scene, failed = Scene(folder, ACTS["next steps"]), 0
     changes = [number for number, operation in scene.operations() if operation in CHANGES]
-    for number in changes[:: 1 if every else 9]:
+    for number in changes[:: 1 if every else 13]:
         stage, files = scene.stage(Faults(fail={number: code}))
         run = scene.open(stage, files)
         assert run._drain is not None
@@ -254,7 +254,7 @@ def test_a_full_second_tier_loses_nothing(folder: Path, every: bool) -> None:
     scene = Scene(folder, ACTS["next steps"])
     needing = [number for number, operation in scene.operations() if operation in NEEDS_SPACE]
     failed = 0
-    for number in needing[:: 1 if every else 5]:
+    for number in needing[:: 1 if every else 10]:
         stage, files = scene.stage(Faults(full_from=number))
         run = scene.open(stage, files)
         assert run._drain is not None
@@ -365,7 +365,7 @@ def test_a_tier_that_takes_over_dies_at_every_operation(folder: Path, every: boo
     where, files = stage(Faults())
     save(where, files)
     shutil.rmtree(where)
-    some = some_changes(enumerate(files.log), 1 if every else 4)
+    some = some_changes(enumerate(files.log), 1 if every else 8)
     seen = set[tuple[bool, tuple[int, ...]]]()
     for at, number in enumerate(sorted(some)):
         for loss in LOSSES if every else LOSSES[at % 3 : at % 3 + 1]:
