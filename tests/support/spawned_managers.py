@@ -77,14 +77,19 @@ class _Server:
     def __init__(self) -> None:
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            subprocess.Popen(
+            self._process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
         self._pid = os.getpid()
-        atexit.register(self._link.close)
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        self._link.close()
+        self._process.kill()
+        self._process.wait()
 
     def start(self, order: _Order) -> ForkedManager:
         assert os.getpid() == self._pid, "two processes would hear each other's answers"
