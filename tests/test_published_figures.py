@@ -8,6 +8,7 @@ import pytest
 
 import fresh
 import package_source
+from process_state import forked
 
 DOCUMENT = package_source.ROOT / "docs" / "published-figures.md"
 LINKS = {
@@ -36,8 +37,8 @@ def test_the_examples_run(tmp_path: Path) -> None:
 
 
 def test_an_example_that_is_wrong_fails(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="AssertionError"):
-        fresh.call(run, str(tmp_path), ["assert 1 == 2"])
+    with pytest.raises(AssertionError, match="AssertionError"):
+        forked(lambda: run(str(tmp_path), ["assert 1 == 2"]))
 
 
 def test_links_lead_to_the_systems_and_to_files_that_are_there() -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import fresh
+from process_state import fork, forked
 from tensor_dedup.sqlite import connect, transaction
 
-FORKS = 60
+FORKS = 40
 WRITES = 40
 
 
@@ -53,7 +53,7 @@ def fork_while_others_write(folder: str) -> list[int]:
     ends = []
     with busy(lambda: write(Path(folder, "parent")), threads=2):
         for number in range(FORKS):
-            child = os.fork()
+            child = fork()
             if not child:
                 signal.alarm(20)
                 os._exit(0 if write(Path(folder, f"child {number}")) == 1 else 1)
@@ -62,7 +62,7 @@ def fork_while_others_write(folder: str) -> list[int]:
 
 
 def test_a_child_forked_while_threads_write_can_use_sqlite(tmp_path: Path) -> None:
-    assert fresh.call(fork_while_others_write, str(tmp_path)) == [0] * FORKS
+    assert forked(lambda: fork_while_others_write(str(tmp_path))) == [0] * FORKS
 
 
 def test_threads_that_write_one_file_wait_for_each_other_and_no_longer(tmp_path: Path) -> None:

@@ -19,7 +19,16 @@ from pathlib import Path
 import pytest
 
 from clocks import JUMPS, ClockedFiles, SetClock
-from disk_faults import CHANGES, NEEDS_SPACE, WRITES, Crash, Faults, FaultyFiles, Loss
+from disk_faults import (
+    CHANGES,
+    NEEDS_SPACE,
+    WRITES,
+    Crash,
+    Faults,
+    FaultyFiles,
+    Loss,
+    some_changes,
+)
 from stores import (
     KIB,
     Content,
@@ -148,17 +157,19 @@ class Scene:
     ) -> Iterator[Store]:
         """At `every` step, with every kind of loss where it changes something.
 
-        Else at every step that changes something, in turn with one kind of loss, and at some of
-        those that only read: a death there leaves what a death at the next change leaves. Of these
-        `one_in` so many, where most steps are those of another test.
+        Else at one in so many of the steps that change something, in turn with one kind of loss,
+        and at some of those that only read: a death there leaves what a death at the next change
+        leaves.
         """
         kinds: list[Loss] = ["everything", "bytes", "nothing"]
-        for number, operation in enumerate(self.steps(act)):
-            only_reads = operation not in CHANGES
-            skipped = number % one_in or (only_reads and number % _SOME)
+        steps = self.steps(act)
+        some = some_changes(enumerate(steps), one_in)
+        turn = itertools.count()
+        for number, operation in enumerate(steps):
+            skipped = number not in some if operation in CHANGES else number % (_SOME * one_in)
             if operation == "before" or (skipped and not every):
                 continue
-            losses = kinds if every and operation in CHANGES else [kinds[number % 3]]
+            losses = kinds if every and operation in CHANGES else [kinds[next(turn) % 3]]
             for loss in losses:
                 yield from self.run(act, Faults(stop_at=number), loss)
             if operation in WRITES:
@@ -183,7 +194,7 @@ def test_import(world: World, folder: Path, every: bool) -> None:
     scene = Scene(world, folder, _nothing)
     after = world.only("base", "tune", "tiny", "new")
     seen = set()
-    for store in scene.deaths(_import_new(world), every):
+    for store in scene.deaths(_import_new(world), every, one_in=3):
         state = _either(store, world.committed, after)
         seen.add(len(state))
         assert_clean(store, state)
@@ -192,14 +203,14 @@ def test_import(world: World, folder: Path, every: bool) -> None:
     assert seen == {4, 5}
 
 
-def test_indexing_in_place(world: World, folder: Path) -> None:
+def test_indexing_in_place(world: World, folder: Path, every: bool) -> None:
     scene = Scene(world, folder, _nothing)
     after = world.only("base", "tune", "tiny", "new")
 
     def act(store: Store) -> None:
         store.import_(world.paths["new"], external=True)
 
-    for store in scene.deaths(act, False):
+    for store in scene.deaths(act, every, one_in=6):
         assert_clean(store, _either(store, world.committed, after))
     assert content(world.paths["new"]) == world.content["new"]
 
@@ -212,7 +223,7 @@ def test_replacing(world: World, folder: Path, every: bool) -> None:
     def act(store: Store) -> None:
         store.import_(world.paths["new"], "tiny", replace=True, base="base")
 
-    for store in scene.deaths(act, every, one_in=2):
+    for store in scene.deaths(act, every, one_in=8):
         # One or the other, whole: never no checkpoint of that name, never a mixture.
         state = replaced if "big.safetensors" in stored(store, "tiny") else world.committed
         seen.add(state is replaced)
@@ -248,7 +259,7 @@ def test_gc(world: World, folder: Path, grace: int, every: bool) -> None:
         (store.path / "tmp" / "left-behind").write_bytes(b"half a tensor")
 
     scene = Scene(world, folder, before)
-    for store in scene.deaths(lambda store: store.gc(grace), every):
+    for store in scene.deaths(lambda store: store.gc(grace), every, one_in=6):
         assert_clean(store, world.committed)
 
 
@@ -279,12 +290,12 @@ def by_leaf(folder: Path) -> World:
     return World(root, root / "store", paths, {n: content(p) for n, p in paths.items()})
 
 
-def test_import_of_what_shares_leaves(by_leaf: World, folder: Path) -> None:
+def test_import_of_what_shares_leaves(by_leaf: World, folder: Path, every: bool) -> None:
     scene = Scene(by_leaf, folder, _nothing)
     before = {name: by_leaf.content[name] for name in ("base", "grown")}
     after = {**before, "new": by_leaf.content["new"]}
     seen = set()
-    for store in scene.deaths(lambda store: store.import_(by_leaf.paths["new"]), False):
+    for store in scene.deaths(_import_by_leaf(by_leaf), every, one_in=8):
         state = _either(store, before, after)
         seen.add(len(state))
         assert_clean(store, state)
@@ -357,21 +368,26 @@ def test_gc_keeps_no_container_that_a_power_cut_takes(tmp_path: Path) -> None:
     assert_clean(open_store(tmp_path / "store"), {"kept": kept})
 
 
-def test_repair_of_an_anchor(world: World, folder: Path) -> None:
+def test_repair_of_an_anchor(world: World, folder: Path, every: bool) -> None:
     def before(store: Store) -> None:
         store.delete("base")
         (raw,) = (store.path / "containers").rglob("*.raw")
         flip(raw, raw.read_bytes().index(weights(2, 400 * KIB)[:64]) + 9)
         assert not store.verify(full=True).fine
 
+    def repair(store: Store) -> None:
+        store.repair([world.paths["base"]])
+
     scene = Scene(world, folder, before)
-    for store in scene.deaths(lambda store: store.repair([world.paths["base"]]), False):
+    for store in scene.deaths(repair, every, one_in=6):
         assert store.repair([world.paths["base"]]).missing == []
         assert_clean(store, world.only("tune", "tiny"))
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["of a checkpoint", "of none"])
-def test_repair_of_a_leaf_that_others_have(by_leaf: World, folder: Path, gone: bool) -> None:
+def test_repair_of_a_leaf_that_others_have(
+    by_leaf: World, folder: Path, gone: bool, every: bool
+) -> None:
     """A leaf of the base is damaged, which is what the grown one has of it."""
 
     def before(store: Store) -> None:
@@ -383,9 +399,12 @@ def test_repair_of_a_leaf_that_others_have(by_leaf: World, folder: Path, gone: b
             stored(store, "grown")
         assert not store.verify(full=True).fine
 
+    def repair(store: Store) -> None:
+        store.repair([by_leaf.paths["base"]])
+
     scene = Scene(by_leaf, folder, before)
     names = ["grown"] if gone else ["base", "grown"]
-    for store in scene.deaths(lambda store: store.repair([by_leaf.paths["base"]]), False):
+    for store in scene.deaths(repair, every, one_in=6):
         assert store.repair([by_leaf.paths["base"]]).missing == []
         assert_clean(store, {name: by_leaf.content[name] for name in names})
         assert "leaves" in store.stats().codecs
@@ -412,7 +431,7 @@ def flip(path: Path, offset: int) -> None:
 def test_repair(world: World, folder: Path, every: bool) -> None:
     scene = Scene(world, folder, _damage)
     paths = [world.paths[name] for name in world.committed]
-    for store in scene.deaths(lambda store: store.repair(paths), every, one_in=2):
+    for store in scene.deaths(lambda store: store.repair(paths), every, one_in=12):
         for name, files in world.committed.items():
             with contextlib.suppress(DamagedFileError, CorruptTensorError, MissingObjectError):
                 assert stored(store, name) == files
@@ -442,13 +461,13 @@ ACTS: dict[str, Callable[[World, Store], object]] = {
 
 @pytest.mark.parametrize("verb", ACTS)
 def test_a_clock_that_jumps_at_any_operation_loses_nothing(
-    world: World, folder: Path, verb: str
+    world: World, folder: Path, verb: str, every: bool
 ) -> None:
     """By hours, in the middle of it: for good, or set right when it has returned."""
     scene = Scene(world, folder, _nothing)
     operations = len(scene.steps(lambda store: ACTS[verb](world, store)))
     kept = set()
-    for turn, number in enumerate(range(0, operations, max(1, operations // 12))):
+    for turn, number in enumerate(range(0, operations, max(1, operations // (12 if every else 3)))):
         for hours in (-30, 49):
             clock = SetClock()
             scene._disk = ClockedFiles(clock)
@@ -526,6 +545,10 @@ def test_that_was_often_enough(capsys: pytest.CaptureFixture[str]) -> None:
     assert Scene.jumps >= 100
 
 
+def _import_by_leaf(world: World) -> Callable[[Store], object]:
+    return lambda store: store.import_(world.paths["new"])
+
+
 def _import_new(world: World) -> Callable[[Store], object]:
     return lambda store: store.import_(world.paths["new"], base="base")
 
@@ -537,8 +560,11 @@ def test_an_operation_that_fails_once_can_be_done_again(
     scene = Scene(world, folder, _nothing)
     after = world.only("base", "tune", "tiny", "new")
     act = _import_new(world)
-    for number, operation in enumerate(scene.steps(act)):
-        if operation == "before" or (operation not in CHANGES and not every and number % _SOME):
+    steps = scene.steps(act)
+    some = some_changes(enumerate(steps), 10)
+    for number, operation in enumerate(steps):
+        skipped = number not in some if operation in CHANGES else number % (4 * _SOME)
+        if operation == "before" or (skipped and not every):
             continue
         stage, files = scene.stage(Faults(fail={number: code}))
         store = open_store(stage / "store", files)
@@ -553,7 +579,7 @@ def test_an_operation_that_fails_once_can_be_done_again(
 
 
 @pytest.mark.parametrize("verb", ["import", "gc"])
-def test_a_full_disk_loses_nothing(world: World, folder: Path, verb: str) -> None:
+def test_a_full_disk_loses_nothing(world: World, folder: Path, verb: str, every: bool) -> None:
     def before(store: Store) -> None:
         if verb == "gc":
             store.delete("tune")
@@ -562,8 +588,10 @@ def test_a_full_disk_loses_nothing(world: World, folder: Path, verb: str) -> Non
     expected = world.committed if verb == "import" else world.only("base", "tiny")
     act = _import_new(world) if verb == "import" else (lambda store: store.gc(24))
     tried = 0
-    for number, operation in enumerate(scene.steps(act)):
-        if operation in NEEDS_SPACE:
+    steps = scene.steps(act)
+    some = some_changes(enumerate(steps), 4)
+    for number, operation in enumerate(steps):
+        if operation in NEEDS_SPACE and (every or number in some):
             stage, files = scene.stage(Faults(full_from=number))
             with pytest.raises(NoSpaceError, match="gc"):
                 act(open_store(stage / "store", files))

@@ -22,7 +22,16 @@ from typing import Any
 
 import pytest
 
-from disk_faults import CHANGES, NEEDS_SPACE, WRITES, Crash, Faults, FaultyFiles, Loss
+from disk_faults import (
+    CHANGES,
+    NEEDS_SPACE,
+    WRITES,
+    Crash,
+    Faults,
+    FaultyFiles,
+    Loss,
+    some_changes,
+)
 from drains import ACTS, OLD, Act, Steps, drain, held, model_of
 from stores import assert_same, handle, open_store, shares
 from tensor_dedup.store.steps.runs import in_save_order
@@ -33,7 +42,8 @@ from tensor_dedup.training.tiers.drain import Drain
 
 LOSSES: list[Loss] = ["everything", "bytes", "nothing"]
 # Of the changes that come before a name appears or goes, short forms try one in so many.
-_ONE_IN = 5
+_ONE_IN = {"next steps": 8}
+_ONE_IN_OF_OTHERS = 20
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +136,10 @@ def every(request: pytest.FixtureRequest) -> bool:
 def test_dying_at_every_operation(folder: Path, name: str, every: bool) -> None:
     scene, seen = Scene(folder, ACTS[name]), list[Steps]()
     operations = scene.operations()
-    commits = {number for number, operation in operations if operation == "unlink"}
+    commits = [number for number, operation in operations if operation == "unlink"]
+    commits = commits[:: 2 if name in _ONE_IN else 8]
+    some = some_changes(operations, _ONE_IN.get(name, _ONE_IN_OF_OTHERS))
+    some |= {*commits, *(number + 1 for number in commits)}
     changes = 0
     for number, operation in operations:
         if operation not in CHANGES:
@@ -134,7 +147,7 @@ def test_dying_at_every_operation(folder: Path, name: str, every: bool) -> None:
                 die(scene, Faults(stop_at=number), "nothing")
             continue  # a death there leaves what one at the next change leaves
         changes += 1
-        if not every and changes % _ONE_IN and not commits & {number - 1, number}:
+        if not every and number not in some:
             continue
         # A name may be there, or not, that was not synced: both are tried.
         few = {"everything", "nothing"} if operation == "sync_folder" else {LOSSES[changes % 3]}
@@ -162,10 +175,11 @@ def die(scene: Scene, faults: Faults, loss: Loss) -> Steps:
 
 # Readers wait for a sweep, which nothing else is waiting for.
 @pytest.mark.parametrize("name", [name for name in ACTS if name != "sweeping"])
-def test_no_reader_of_a_tier_sees_what_is_half_there(folder: Path, name: str) -> None:
+def test_no_reader_of_a_tier_sees_what_is_half_there(folder: Path, name: str, every: bool) -> None:
     """Somebody loads every step of the second tier, and of both, before each single operation."""
     scene, act = Scene(folder, ACTS[name]), ACTS[name]
     operations = [number for number, _ in scene.operations()]
+    one_in = len(operations) // (100 if every else 25)
     stage, files = scene.stage(Faults())
     seen: list[Steps] = []
 
@@ -178,7 +192,7 @@ def test_no_reader_of_a_tier_sees_what_is_half_there(folder: Path, name: str) ->
             assert fast.store.manifest(f"run@{step}") == second.manifest(f"run@{step}")
 
     run = scene.open(stage, files)
-    files._faults = Faults(at=dict.fromkeys(operations[:: 1 if len(operations) < 100 else 2], look))
+    files._faults = Faults(at=dict.fromkeys(operations[:: max(1, one_in)], look))
     act.act(run)
     look()
     assert len(seen) > 10
@@ -222,7 +236,7 @@ def test_two_deaths_in_one_drain(folder: Path, every: bool) -> None:
 def test_an_operation_that_fails_is_done_again(folder: Path, code: int, every: bool) -> None:
     scene, failed = Scene(folder, ACTS["next steps"]), 0
     changes = [number for number, operation in scene.operations() if operation in CHANGES]
-    for number in changes[:: 1 if every else 9]:
+    for number in changes[:: 1 if every else 13]:
         stage, files = scene.stage(Faults(fail={number: code}))
         run = scene.open(stage, files)
         assert run._drain is not None
@@ -240,7 +254,7 @@ def test_a_full_second_tier_loses_nothing(folder: Path, every: bool) -> None:
     scene = Scene(folder, ACTS["next steps"])
     needing = [number for number, operation in scene.operations() if operation in NEEDS_SPACE]
     failed = 0
-    for number in needing[:: 1 if every else 5]:
+    for number in needing[:: 1 if every else 10]:
         stage, files = scene.stage(Faults(full_from=number))
         run = scene.open(stage, files)
         assert run._drain is not None
@@ -262,7 +276,7 @@ def test_a_step_that_is_saved_again_at_any_lock_is_not_lost(
     scene = Scene(folder, ACTS["next steps"])
     locks = [number for number, operation in scene.operations() if operation == "flock"]
     assert len(locks) > 10
-    for number in locks[:: 1 if every or step == 1 else 5]:
+    for number in locks[:: 1 if every else 3 if step == 1 else 5]:
         stage, files = scene.stage(Faults())
         files._faults = Faults(at={number: partial(save_again, stage, step)})
         run = scene.open(stage, files)
@@ -351,9 +365,9 @@ def test_a_tier_that_takes_over_dies_at_every_operation(folder: Path, every: boo
     where, files = stage(Faults())
     save(where, files)
     shutil.rmtree(where)
-    changes = [number for number, operation in enumerate(files.log) if operation in CHANGES]
+    some = some_changes(enumerate(files.log), 1 if every else 8)
     seen = set[tuple[bool, tuple[int, ...]]]()
-    for at, number in enumerate(changes):
+    for at, number in enumerate(sorted(some)):
         for loss in LOSSES if every else LOSSES[at % 3 : at % 3 + 1]:
             where, files = stage(Faults(stop_at=number))
             with pytest.raises(Crash):

@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -164,8 +165,10 @@ def write_many(path: Path, files: list[Path]) -> None:
 
 
 def start(target: Callable[..., None], *arguments: object) -> multiprocessing.process.BaseProcess:
-    process = multiprocessing.get_context("spawn").Process(target=target, args=arguments)
-    process.start()
+    process = multiprocessing.get_context("fork").Process(target=target, args=arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, from Python 3.12 on
+        process.start()
     return process
 
 

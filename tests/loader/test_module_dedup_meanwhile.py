@@ -198,8 +198,16 @@ def test_a_write_through_a_view_of_what_was_read_is_not_lost(tmp_path: Path) -> 
     assert verify().ok
 
 
-@pytest.mark.parametrize("short", [False, True], ids=["memory", "no memory"])
-@pytest.mark.parametrize("algorithm", ["blake3", "blake2b"])
+@pytest.mark.parametrize(
+    ("algorithm", "short"),
+    [
+        ("blake3", False),
+        ("blake2b", True),
+        pytest.param("blake3", True, marks=pytest.mark.long),
+        pytest.param("blake2b", False, marks=pytest.mark.long),
+    ],
+    ids=["blake3-memory", "blake2b-no memory", "blake3-no memory", "blake2b-memory"],
+)
 def test_what_was_written_while_it_was_read_is_not_remembered_as_the_files(
     algorithm: Any, short: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

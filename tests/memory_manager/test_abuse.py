@@ -152,7 +152,7 @@ def test_ancillary_data_of_another_kind_is_no_descriptor(raw: Raw) -> None:
 
 
 def test_a_client_that_says_nothing_is_cut_off(folder: Path) -> None:
-    with managers.running(folder) as manager:
+    with managers.running(folder, "--stall-timeout", "1") as manager:
         silent = Raw(manager.socket)
         assert silent.refused("protocol")
         silent.socket.close()

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -298,4 +299,7 @@ class Machine(PlayedCore):
 
 
 TestCore = Machine.TestCase
-TestCore.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestCore.settings = settings(max_examples=50, stateful_step_count=60, deadline=None)
+
+TestLongCore = pytest.mark.long(type("TestLongCore", (Machine.TestCase,), {}))
+TestLongCore.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

@@ -105,10 +105,22 @@ def metrics_address(manager: managers.Manager) -> tuple[str, int]:
     return host, int(port)
 
 
+class Impatient(managers.Manager):
+    """Hangs up on who says nothing to its metrics sooner than others do."""
+
+    command = (
+        "-c",
+        "from tensor_dedup.memory_manager.server import __main__, metrics\n"
+        "metrics._PATIENCE_S = 2.0\n"
+        "raise SystemExit(__main__.main())",
+    )
+
+
 def test_silent_connections_to_the_metrics_cost_no_thread_and_few_descriptors(
     folder: Path,
 ) -> None:
-    with managers.running(folder, "--metrics", "0") as manager, contextlib.ExitStack() as silent:
+    running = managers.running(folder, "--metrics", "0", kind=Impatient)
+    with running as manager, contextlib.ExitStack() as silent:
         address = metrics_address(manager)
         threads, idle = manager.threads(), managers.steady(manager.descriptors)
         connections = [
@@ -134,7 +146,7 @@ def test_silent_connections_to_the_metrics_cost_no_thread_and_few_descriptors(
     ids=["another verb", "no end", "half"],
 )
 def test_whatever_the_metrics_are_asked_they_go_on(folder: Path, text: bytes) -> None:
-    with managers.running(folder, "--metrics", "0") as manager:
+    with managers.running(folder, "--metrics", "0", kind=Impatient) as manager:
         address = metrics_address(manager)
         with (
             socket.create_connection(address, managers.PATIENCE_S) as connection,
@@ -235,7 +247,7 @@ def test_while_nobody_can_be_accepted_the_loop_rests(
             waiting.connect(str(folder / "m.sock"))
             managers.until(lambda: tries)
             before = len(tries)
-            for key in range(500):  # those inside are served meanwhile
+            for key in range(200):  # those inside are served meanwhile
                 assert client.get([f"{key}"]) == [None]
             assert len(tries) - before < 50
             monkeypatch.undo()
@@ -559,10 +571,10 @@ def test_while_slabs_fill_what_may_be_open_clients_come_in(folder: Path) -> None
                 managers.build(client, f"layer-{number}", managers.pattern(number, PAGE))
         managers.until(lambda: manager.overview().totals.leases == 0)
         slabs = manager.overview().totals.slabs
-        for _ in range(20):
+        for _ in range(6):
             crowd.enter_context(manager.client())
         totals = manager.overview().totals
-        assert (totals.clients, totals.refusals) == (21, 0)
+        assert (totals.clients, totals.refusals) == (7, 0)
         assert totals.slabs < slabs
 
 
@@ -667,17 +679,17 @@ def remembered(kind: str, played: PlayedClients, client: int) -> Callable[[int],
 @pytest.mark.parametrize(
     ("kind", "count"),
     [
-        ("tensors", 40),
-        ("few tensors", 400),
-        ("one tensor", 2000),
-        ("leases", 3000),
-        ("leases of who sleeps", 3000),
-        ("names", 3000),
-        ("records", 3000),
-        ("large records", 300),
-        ("marks", 300),
-        ("keys", 150),
-        ("one key", 3000),
+        ("tensors", 15),
+        ("few tensors", 150),
+        ("one tensor", 700),
+        ("leases", 1000),
+        ("leases of who sleeps", 1000),
+        ("names", 1000),
+        ("records", 1000),
+        ("large records", 100),
+        ("marks", 100),
+        ("keys", 50),
+        ("one key", 1000),
     ],
 )
 def test_what_the_manager_remembers_is_charged(kind: str, count: int) -> None:

@@ -112,8 +112,15 @@ def test_with_two_clients_it_says_what_status_says(folder: Path, in_a_browser: b
             del kept
 
 
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("width", [400, 1600])
+@pytest.mark.parametrize(
+    ("width", "dark"),
+    [
+        (400, True),
+        (1600, False),
+        pytest.param(400, False, marks=pytest.mark.long),
+        pytest.param(1600, True, marks=pytest.mark.long),
+    ],
+)
 def test_axe_finds_nothing_serious_and_nothing_else_is_asked(
     folder: Path, width: int, dark: bool
 ) -> None:

@@ -132,7 +132,7 @@ def check_what_is_left(manager: managers.Manager, idle: tuple[int, int]) -> None
 
 
 def test_a_short_soak(folder: Path) -> None:
-    soak(folder, clients=12, seconds=5, seed=1)
+    soak(folder, clients=12, seconds=3, seed=1)
 
 
 @pytest.mark.long

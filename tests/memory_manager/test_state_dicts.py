@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
@@ -112,7 +113,7 @@ def test_another_process_maps_what_one_has_put(
     manager: managers.Manager, shared: StateDictClient, tmp_path: Path
 ) -> None:
     given = full()
-    assert got_elsewhere(manager, tmp_path / "out") is None
+    assert shared.get("full") is None
     done = shared.put("full", given)
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in given.values()}
     assert (done.name, done.tensors) == ("full", len(given))
@@ -258,7 +259,8 @@ def test_a_preload_takes_no_copy_beside_its_checkpoint_and_what_it_publishes(
     for name, count in (("small", 1), ("large", 8)):
         folder = tmp_path / name
         folder.mkdir()
-        weights = {f"w{n}": torch.randint(256, (16 * mib,)).byte() for n in range(count)}
+        noise = [bytearray(random.Random(n).randbytes(16 * mib)) for n in range(count)]
+        weights = {f"w{n}": torch.frombuffer(d, dtype=torch.uint8) for n, d in enumerate(noise)}
         save_file(weights, folder / "model.safetensors")
         names.append(str(folder))
         if stored:

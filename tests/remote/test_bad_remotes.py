@@ -688,7 +688,7 @@ def test_refused_credentials(store: Store, monkeypatch: pytest.MonkeyPatch) -> N
             """Say nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     for name, value in remotes._VARIABLES.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")

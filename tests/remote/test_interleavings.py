@@ -173,9 +173,9 @@ def tried(work: Callable[[], object]) -> None:
 @pytest.mark.parametrize(
     ("kind", "step"),
     [
-        pytest.param(Scene, 211, id="some"),
+        pytest.param(Scene, 389, id="some"),
         pytest.param(Scene, 11, marks=pytest.mark.long, id="5000"),
-        pytest.param(PartedScene, 1009, id="some of parts"),
+        pytest.param(PartedScene, 2503, id="some of parts"),
         pytest.param(PartedScene, 31, marks=pytest.mark.long, id="1600 of parts"),
     ],
 )
@@ -240,7 +240,7 @@ def test_what_is_sent_while_a_gc_deletes_it_is_sent_again(tmp_path: Path) -> Non
     ("fault", "step"),
     [
         ("", 1),
-        ("killed after", 9),
+        ("killed after", 19),
         *(
             pytest.param(f"killed {when}", 1, marks=pytest.mark.long)
             for when in ("before", "after")

@@ -52,12 +52,12 @@ def checkpoint(root: Path, name: str, sizes: list[float]) -> Path:
 @pytest.mark.parametrize(
     ("shared", "sizes"),
     [
-        pytest.param([], [128], id="two units"),
+        pytest.param([], [128], id="two units", marks=pytest.mark.long),
         pytest.param([], [129], id="three parts"),
-        pytest.param([], [256], id="four units"),
+        pytest.param([], [256], id="four units", marks=pytest.mark.long),
         pytest.param([], [112, 112, 112, 8, 32, 32, 8], id="a layer of Llama 8B"),
         pytest.param([], [33] * 10, id="over half a unit"),
-        pytest.param([], [65] * 12, id="over a unit"),
+        pytest.param([], [65] * 12, id="over a unit", marks=pytest.mark.long),
         pytest.param([], [48.5, 48.5, 30.9], id="three quarters"),
         pytest.param([], [1, 128] * 3, id="small ones between large ones"),
         pytest.param([64] * 6, [20], id="a base of many containers"),
@@ -152,8 +152,25 @@ class Failing(RealS3):
         raise ConnectionResetError(request.name)
 
 
-@pytest.mark.parametrize("fault", ["refused", "lost", "answer lost"])
-@pytest.mark.parametrize("step", [*Failing.STEPS])
+@pytest.mark.parametrize(
+    ("step", "fault"),
+    [
+        ("beginning", "answer lost"),
+        ("part", "refused"),
+        ("part", "lost"),
+        ("completion", "lost"),
+        ("completion", "answer lost"),
+        *(
+            pytest.param(step, fault, marks=pytest.mark.long)
+            for step, fault in (
+                ("beginning", "refused"),
+                ("beginning", "lost"),
+                ("part", "answer lost"),
+                ("completion", "refused"),
+            )
+        ),
+    ],
+)
 def test_an_upload_in_parts_that_fails(tmp_path: Path, seaweed: int, step: str, fault: str) -> None:
     """No name, no half of an object, and nothing that hangs; the same push again finishes."""
     store, prefix = open_store(tmp_path / "store"), tmp_path.name

@@ -7,12 +7,24 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from parted_runs import BASE, BOOKS, LEAVES, all_tables, check, data_of, in_parts, model, parted_run
+from parted_runs import (
+    BASE,
+    BOOKS,
+    LEAVES,
+    all_tables,
+    check,
+    data_of,
+    in_parts,
+    model,
+    parted_run,
+    save_parted_run,
+)
 from remotes import Faulty, MemoryBucket
 from stores import (
     Model,
     assert_same,
     handle,
+    memory_folder,
     noise,
     open_store,
     safetensors,
@@ -38,9 +50,17 @@ from tensor_dedup.store.format.tables import Record, Table
 from tensor_dedup.training import CheckpointStore
 
 
-@pytest.fixture(params=[None, "auto"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CheckpointStore]:
-    with parted_run(tmp_path / "store", request.param) as run:
+@pytest.fixture(scope="module", params=[None, "auto"])
+def saved(request: pytest.FixtureRequest) -> Iterator[tuple[Path, str | None]]:
+    with memory_folder() as folder:
+        save_parted_run(folder / "store", request.param)
+        yield folder / "store", request.param
+
+
+@pytest.fixture
+def run(saved: tuple[Path, str | None], tmp_path: Path) -> Iterator[CheckpointStore]:
+    template, compress = saved
+    with parted_run(template, tmp_path / "store", compress) as run:
         yield run
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
 from s3_faults import FaultyProxy, MemoryS3, client
-from stores import Content, content, open_store, stored, three
+from stores import Content, content, open_store, stored
 from tensor_dedup import Store
 from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import Remote, layout
@@ -29,16 +29,8 @@ in_short_and_all = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def paths(tmp_path: Path) -> dict[str, Path]:
-    return three(tmp_path)
-
-
-@pytest.fixture
-def full(tmp_path: Path, paths: dict[str, Path]) -> Store:
-    store = open_store(tmp_path / "full")
-    for name, path in paths.items():
-        store.import_(path, name, compress="auto")
-    return store
+def paths(tmp_path: Path, full: Store) -> dict[str, Path]:
+    return {name: tmp_path / name for name in full.names()}
 
 
 @pytest.fixture

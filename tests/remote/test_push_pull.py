@@ -18,7 +18,6 @@ from stores import (
     open_store,
     safetensors,
     stored,
-    three,
     tuned,
     u8,
     weights,
@@ -42,7 +41,7 @@ def proxy() -> Iterator[Proxy]:
         yield found
 
 
-@pytest.fixture(params=["folder", "s3", "memory"])
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.long), "memory"])
 def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Remote:
     if request.param == "memory":
         return Remote(MemoryBucket())
@@ -50,17 +49,6 @@ def remote(request: pytest.FixtureRequest, tmp_path: Path) -> Remote:
         return Remote.open(f"file://{tmp_path}/remote")
     request.getfixturevalue("proxy")
     return Remote.open(f"s3://bucket/{tmp_path.name}")
-
-
-@pytest.fixture
-def full(tmp_path: Path) -> Store:
-    """A store with three checkpoints, one of which has a delta against another's tensor."""
-    store = open_store(tmp_path / "full")
-    for name, path in three(tmp_path).items():
-        store.import_(path, name, compress="auto")
-    with store.checkpoint("tune") as checkpoint:
-        assert any(checkpoint.stored(tensor)[2] for tensor in checkpoint)
-    return store
 
 
 def test_every_checkpoint_comes_back_byte_for_byte(
@@ -297,7 +285,9 @@ def test_what_was_lost_here_comes_back_by_a_pull(
     assert stored(full, "base") == content(tmp_path / "base")
 
 
-@pytest.mark.parametrize("kind", ["one layer", "merged LoRA", "all of it"])
+@pytest.mark.parametrize(
+    "kind", ["one layer", pytest.param("merged LoRA", marks=pytest.mark.long), "all of it"]
+)
 def test_the_wire_carries_what_is_missing(tmp_path: Path, proxy: Proxy, kind: str) -> None:
     """Counted at the socket: payload, headers and the catalog of a remote with a past."""
     url = f"s3://bucket/{tmp_path.name}"

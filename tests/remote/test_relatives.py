@@ -398,7 +398,18 @@ def test_one_old_answer_of_any_request_loses_nothing(scene: Scene, now: str) -> 
     assert at > 12
 
 
-@pytest.mark.parametrize("rival", ["condemned", "deleted", "swept twice"])
+@pytest.mark.parametrize(
+    ("scene", "rival"),
+    [
+        ("short", "condemned"),
+        ("short", "deleted"),
+        ("short", "swept twice"),
+        ("whole", "swept twice"),
+        pytest.param("whole", "condemned", marks=pytest.mark.long),
+        pytest.param("whole", "deleted", marks=pytest.mark.long),
+    ],
+    indirect=["scene"],
+)
 def test_a_base_that_is_deleted_at_any_moment_of_a_push(scene: Scene, rival: str) -> None:
     for number, call in enumerate(scene.calls()):
         if rival == "swept twice" and call == "put_if refs/tune":

@@ -30,7 +30,15 @@ def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield "s3://bucket"
 
 
-@pytest.fixture(params=["folder", "seaweed", "azurite", "google", "registry"])
+@pytest.fixture(
+    params=[
+        "folder",
+        pytest.param("seaweed", marks=pytest.mark.long),
+        "azurite",
+        "google",
+        "registry",
+    ]
+)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """Where to push to; `NAME` in it stands for the checkpoint's."""
     if request.param == "folder":

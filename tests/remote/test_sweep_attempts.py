@@ -1,5 +1,6 @@
 """A gc that others overtake marks again, and then reads only what is new."""
 
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from remotes import Faulty, MemoryBucket
 from s3_faults import Wire
-from stores import noise, open_store, safetensors, stored, u8, write
+from stores import memory_folder, noise, open_store, safetensors, stored, u8, write
 from tensor_dedup import Store
 from tensor_dedup.remote import Remote, layout, sweep
 from tensor_dedup.remote.buckets import ObjectStatus
@@ -28,15 +29,34 @@ def many(first: int) -> dict[str, bytes]:
     return {f"w{n:02}": noise(first + n, 3000) for n in range(40)}
 
 
+@pytest.fixture(scope="module")
+def small() -> Iterator[None]:
+    """Pages and containers of all tests here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manifests, "PAGE_ENTRIES", 8)
+        patch.setattr(layout, "CONTAINER_BYTES", 3000)
+        yield
+
+
+@pytest.fixture(scope="module")
+def filled(small: None) -> Iterator[Path]:
+    with memory_folder() as folder:
+        fill(folder)
+        yield folder
+
+
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+def store(tmp_path: Path, filled: Path) -> Store:
     """A store with two large checkpoints and some small ones.
 
     `half` has half of the tensors of `gone`, `new` all but one of those of `kept`.
     """
-    monkeypatch.setattr(manifests, "PAGE_ENTRIES", 8)
-    monkeypatch.setattr(layout, "CONTAINER_BYTES", 3000)
-    found = open_store(tmp_path / "store")
+    shutil.copytree(filled, tmp_path, dirs_exist_ok=True)
+    return open_store(tmp_path / "store")
+
+
+def fill(folder: Path) -> None:
+    found = open_store(folder / "store")
     kept, gone = many(1000), many(2000)
     checkpoints = {
         "kept": kept,
@@ -46,15 +66,13 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
         **{f"s{n}": {"a": noise(n, 3000)} for n in range(SMALL)},
     }
     for name, tensors in checkpoints.items():
-        path = write(tmp_path / name, {"model.safetensors": safetensors(u8(**tensors))})
+        path = write(folder / name, {"model.safetensors": safetensors(u8(**tensors))})
         found.import_(path, name)
-    return found
 
 
-@pytest.fixture
-def bucket(store: Store) -> MemoryBucket:
-    """A remote of which the next gc deletes what `gone` alone had."""
-    found = MemoryBucket()
+@pytest.fixture(scope="module")
+def pushed(filled: Path) -> MemoryBucket:
+    store, found = open_store(filled / "store"), MemoryBucket()
     remote = Remote(found)
     for name in ("kept", "gone", "s0", "s1"):
         store.push(remote, name)
@@ -64,6 +82,12 @@ def bucket(store: Store) -> MemoryBucket:
     found.clock += 25 * HOUR
     assert sum(key.startswith(layout.CONTAINERS) for key in Remote(found.copied()).gc(24).delete)
     return found
+
+
+@pytest.fixture
+def bucket(pushed: MemoryBucket) -> MemoryBucket:
+    """A remote of which the next gc deletes what `gone` alone had."""
+    return pushed.copied()
 
 
 def reads(calls: list[str]) -> Counter[str]:

@@ -35,12 +35,10 @@ def bucket() -> MemoryBucket:
 
 
 @pytest.fixture
-def full(tmp_path: Path, bucket: MemoryBucket) -> Store:
-    store = open_store(tmp_path / "full")
-    for name, path in three(tmp_path).items():
-        store.import_(path, name, compress="auto")
-        store.push(Remote(bucket), name)
-    return store
+def full(full: Store, bucket: MemoryBucket) -> Store:
+    for name in NAMES:
+        full.push(Remote(bucket), name)
+    return full
 
 
 def pulled(tmp_path: Path, bucket: MemoryBucket, name: str, folder: str) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import fresh
 from disk_faults import Crash, Faults, FaultyFiles, FilesTests
+from process_state import fork, forked
 from tensor_dedup.store.files import PAGE, Files, RealFiles
 
 
@@ -181,7 +181,7 @@ def limited(folder: str) -> int:
 
 def test_a_file_is_not_extended_beyond_what_the_process_may_write() -> None:
     with tempfile.TemporaryDirectory() as name:
-        assert fresh.call(limited, name) == 0
+        assert forked(lambda: limited(name)) == 0
 
 
 def forking(folder: str) -> list[bool]:
@@ -190,7 +190,7 @@ def forking(folder: str) -> list[bool]:
     held, other = files.open(path, "lock"), files.open(path, "lock")
     assert files.flock(held, exclusive=True, wait_s=0)
     (born, say_born), (ended, say_ended) = os.pipe(), os.pipe()
-    child = os.fork()
+    child = fork()
     if not child:
         code = 1
         try:
@@ -217,4 +217,4 @@ def forking(folder: str) -> list[bool]:
 
 
 def test_a_forked_child_does_not_hold_its_parent_s_locks(tmp_path: Path) -> None:
-    assert fresh.call(forking, str(tmp_path)) == [False, True, True]
+    assert forked(lambda: forking(str(tmp_path))) == [False, True, True]

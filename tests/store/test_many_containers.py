@@ -3,6 +3,7 @@
 import gc
 import os
 import resource
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +12,19 @@ from pathlib import Path
 
 import pytest
 
-import fresh
-from stores import KIB, Content, content, noise, open_store, safetensors, stored, u8, write
+from process_state import forked
+from stores import (
+    KIB,
+    Content,
+    content,
+    memory_folder,
+    noise,
+    open_store,
+    safetensors,
+    stored,
+    u8,
+    write,
+)
 from tensor_dedup import Store
 from tensor_dedup.store.errors import StoreBusyError
 from tensor_dedup.store.reading.handle_cache import HandleCache
@@ -31,18 +43,27 @@ def parts() -> dict[str, bytes]:
     return {f"t{number:03}": noise(number, 66 * KIB) for number in range(MANY)}
 
 
-@pytest.fixture
-def store(tmp_path: Path, parts: dict[str, bytes]) -> Store:
+@pytest.fixture(scope="module")
+def filled(parts: dict[str, bytes]) -> Iterator[Path]:
     """Each tensor in a container of its own, and one checkpoint with all of them."""
-    store = open_store(tmp_path / "store")
-    for name, data in parts.items():
-        store.import_(write(tmp_path / name, {"m.safetensors": safetensors(u8(**{name: data}))}))
-    store.import_(_all(tmp_path, parts))
-    for name in parts:
-        store.delete(name)
-    with store.checkpoint("all") as checkpoint:
-        assert f"containers={MANY + 1}" in super(type(checkpoint), checkpoint).__repr__()
-    return store
+    with memory_folder() as folder:
+        store = open_store(folder / "store")
+        for name, data in parts.items():
+            tensors = {"m.safetensors": safetensors(u8(**{name: data}))}
+            store.import_(write(folder / "single" / name, tensors))
+        store.import_(_all(folder, parts))
+        for name in parts:
+            store.delete(name)
+        with store.checkpoint("all") as checkpoint:
+            assert f"containers={MANY + 1}" in super(type(checkpoint), checkpoint).__repr__()
+        shutil.rmtree(folder / "single")
+        yield folder
+
+
+@pytest.fixture
+def store(tmp_path: Path, filled: Path) -> Store:
+    shutil.copytree(filled, tmp_path, dirs_exist_ok=True)
+    return open_store(tmp_path / "store")
 
 
 def _all(folder: Path, parts: dict[str, bytes]) -> Path:
@@ -85,7 +106,7 @@ def test_it_is_exported_loaded_read_and_verified(
     store: Store, parts: dict[str, bytes], tmp_path: Path
 ) -> None:
     """In a process of its own: nobody else opens or closes files in it meanwhile."""
-    fresh.call(export_load_read_and_verify, str(store.path), parts, str(tmp_path))
+    forked(lambda: export_load_read_and_verify(str(store.path), parts, str(tmp_path)))
 
 
 def export_load_read_and_verify(root: str, parts: dict[str, bytes], folder: str) -> None:

@@ -23,8 +23,9 @@ from parted_runs import (
     in_parts,
     model,
     parted_run,
+    save_parted_run,
 )
-from stores import Model, assert_same, handle, noise, open_store
+from stores import Model, assert_same, handle, memory_folder, noise, open_store
 from tensor_dedup.digest import LEAF_BYTES, digest, leaf_digests
 from tensor_dedup.store import LocalStore
 from tensor_dedup.store.codecs.parts import codec_of, numbers_in, part_digest
@@ -41,9 +42,17 @@ from tensor_dedup.store.writing.deltas import EncodedWriter
 from tensor_dedup.training import CheckpointStore, policy
 
 
-@pytest.fixture(params=[None, "auto"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CheckpointStore]:
-    with parted_run(tmp_path / "store", request.param) as run:
+@pytest.fixture(scope="module", params=[None, "auto"])
+def saved(request: pytest.FixtureRequest) -> Iterator[tuple[Path, str | None]]:
+    with memory_folder() as folder:
+        save_parted_run(folder / "store", request.param)
+        yield folder / "store", request.param
+
+
+@pytest.fixture
+def run(saved: tuple[Path, str | None], tmp_path: Path) -> Iterator[CheckpointStore]:
+    template, compress = saved
+    with parted_run(template, tmp_path / "store", compress) as run:
         yield run
 
 

@@ -12,7 +12,7 @@ import sqlite3
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,18 @@ Loss: TypeAlias = Literal["nothing", "bytes", "everything"]
 WRITES = frozenset({"pwrite", "truncate", "copy_range", "clone"})
 CHANGES = WRITES | {"create", "fsync", "sync_folder", "rename", "unlink", "mkdir", "rmdir"}
 NEEDS_SPACE = WRITES | {"create", "mkdir", "rename"}
+
+
+def some_changes(operations: Iterable[tuple[int, str]], one_in: int) -> set[int]:
+    """Numbers of the operations at which a short form tries a fault.
+
+    One in so many of those that change something, and the first and the last of each kind: a
+    scenario commits with the last rename, unlink or sync of a folder.
+    """
+    changes = [(number, operation) for number, operation in operations if operation in CHANGES]
+    last = {operation: number for number, operation in changes}
+    first = {operation: number for number, operation in reversed(changes)}
+    return {number for number, _ in changes[::one_in]} | {*first.values()} | {*last.values()}
 
 
 class Crash(BaseException):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+import spawned_managers
 from tensor_dedup.digest import digest
 from tensor_dedup.memory_manager.client import Client, Lease, connect
 from tensor_dedup.memory_manager.client.admin import Admin, Overview
@@ -31,12 +32,14 @@ class Manager:
     def __init__(self, path: Path, *options: str, limit: int | None = None) -> None:
         self.socket = self.served(path)
         self.log = path.with_suffix(".log")
-        prefix = ["prlimit", f"--nofile={limit}:{limit}"] if limit else []
-        command = [sys.executable, *self.command]
-        with self.log.open("a") as log:
-            self._process = subprocess.Popen(
-                [*prefix, *command, "--socket", str(path), *options], stderr=log
-            )
+        words = [*self.command, "--socket", str(path), *options]
+        self._process: subprocess.Popen[bytes] | spawned_managers.ForkedManager
+        if spawned_managers.knows(words):
+            self._process = spawned_managers.start(words, self.log, limit)
+        else:
+            prefix = ["prlimit", f"--nofile={limit}:{limit}"] if limit else []
+            with self.log.open("a") as log:
+                self._process = subprocess.Popen([*prefix, sys.executable, *words], stderr=log)
         until(self._answers)
         self.pid = self._process.pid
 

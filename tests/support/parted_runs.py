@@ -1,7 +1,9 @@
 """Runs in which each step changes another leaf of one tensor, and what must hold of them."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ BASE = noise(1, LEAVES * LEAF_BYTES + TAIL)
 BOOKS = 16 * KIB
 
 
+@cache
 def data_of(step: int) -> bytes:
     """The embedding of a step: another leaf is new in each, and no codec makes it smaller."""
     found = bytearray(BASE)
@@ -66,13 +69,19 @@ def check(run: CheckpointStore, steps: list[int], root: Path | None = None) -> N
     again.close()
 
 
-@contextmanager
-def parted_run(root: Path, compress: str | None) -> Iterator[CheckpointStore]:
-    """A run of six steps, of which all but the first are stored in parts."""
+def save_parted_run(root: Path, compress: str | None) -> None:
+    """Save six steps, of which all but the first are stored in parts."""
     with handle(root, compress=compress) as run:
         for step in range(LEAVES):
             run.save(model(step), step)
         run.gc(24)  # which waits for what is encoded in the background
         expected = {bytes.fromhex(digest(data_of(step))) for step in range(1, LEAVES)}
         assert in_parts(run.store).keys() == expected
+
+
+@contextmanager
+def parted_run(saved: Path, root: Path, compress: str | None) -> Iterator[CheckpointStore]:
+    """A copy of a run that was saved before."""
+    shutil.copytree(saved, root)
+    with handle(root, compress=compress) as run:
         yield run

@@ -5,6 +5,7 @@ that the test sets. `Faulty` stands before any bucket and does one thing wrong a
 counts what goes over a socket. `s3` is a server that speaks S3's protocol, on the loopback address.
 """
 
+import atexit
 import os
 import re
 import socket
@@ -311,6 +312,25 @@ server.stop()
 """
 
 
+class _S3Server:
+    """The process of such a server. It ends with this one, whose tests use it in turn."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _S3_SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._process.stdout is not None
+        self.port = int(self._process.stdout.readline())
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+_idle_servers: list[_S3Server] = []
+
+
 @contextmanager
 def s3() -> Iterator[Proxy]:
     """A server that speaks S3's protocol with a bucket called `bucket`, behind a counting proxy.
@@ -318,12 +338,8 @@ def s3() -> Iterator[Proxy]:
     It is a process of its own: vLLM looks at everything that is imported in its process, and what
     Flask leaves in its modules raises when it is looked at.
     """
-    server = subprocess.Popen(
-        [sys.executable, "-c", _S3_SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert server.stdin is not None
-    assert server.stdout is not None
-    proxy = Proxy(int(server.stdout.readline()))
+    server = _idle_servers.pop() if _idle_servers else _S3Server()
+    proxy = Proxy(server.port)
     wanted = {**_VARIABLES, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}"}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
@@ -344,9 +360,7 @@ def s3() -> Iterator[Proxy]:
             else:
                 os.environ[name] = value
         proxy.close()
-        server.stdin.close()  # which ends it
-        server.wait(30)
-        server.stdout.close()
+        _idle_servers.append(server)
 
 
 @contextmanager
@@ -396,7 +410,8 @@ def web(folder: Path, *, ranges: bool = True) -> Iterator[str]:
 def answered(handler: type[BaseHTTPRequestHandler], address: str = "127.0.0.1") -> Iterator[str]:
     """A server in a thread of this process, whose requests `handler` answers: its host and port."""
     server = ThreadingHTTPServer((address, 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    # What ends it is looked for so often.
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield f"{address}:{server.server_port}"
     finally:

@@ -159,7 +159,10 @@ class Training(RuleBasedStateMachine):
 
 
 TestTraining = Training.TestCase
-TestTraining.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestTraining.settings = settings(max_examples=8, stateful_step_count=25, deadline=None)
+
+TestLongTraining = pytest.mark.long(type("TestLongTraining", (Training.TestCase,), {}))
+TestLongTraining.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 
 
 class Meddling(RealFiles):

@@ -2,6 +2,8 @@
 
 import gc
 import os
+import subprocess
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-import fresh
+from process_state import fork, forked
 from stores import (
     Arrays,
     Gate,
@@ -381,7 +383,7 @@ def forking(root: str) -> list[object]:
     run, model = gated(Path(root), gate), network(1)
     pending = run.save_async(model, 0)
     assert gate.waiting.wait(60)
-    child = os.fork()
+    child = fork()
     if not child:
         code = 1
         try:
@@ -400,27 +402,32 @@ def forking(root: str) -> list[object]:
 
 
 def test_a_forked_child_has_saves_of_its_own(tmp_path: Path) -> None:
-    assert fresh.call(forking, str(tmp_path)) == [0, 0, [0, 1]]
+    assert forked(lambda: forking(str(tmp_path))) == [0, 0, [0, 1]]
     assert_same(handle(tmp_path).load(0), network(1))
     assert_same(handle(tmp_path).load(1), network(2))
 
 
-def leaving(root: str, failing: bool) -> None:
-    """Ends while a save is under way, and waits for nothing."""
-    run = CheckpointStore(root, "run", Arrays(), compress=None)
-    model = {f"w{number}": network(number)["layer0.weight"] for number in range(60)}
-    run.save_async(model, 0)
-    if failing:
-        raise KeyError
+# Ends while a save is under way, and waits for nothing.
+_LEAVING = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from stores import Arrays, network
+from tensor_dedup.training import CheckpointStore
+run = CheckpointStore(sys.argv[2], "run", Arrays(), compress=None)
+model = {f"w{number}": network(number)["layer0.weight"] for number in range(60)}
+run.save_async(model, 0)
+if sys.argv[3] == "True":
+    raise KeyError
+"""
 
 
 @pytest.mark.parametrize("failing", [False, True])
 def test_a_program_that_ends_ends_when_its_steps_are_there(tmp_path: Path, failing: bool) -> None:
-    if failing:
-        with pytest.raises(AssertionError, match="KeyError"):
-            fresh.call(leaving, str(tmp_path), failing)
-    else:
-        fresh.call(leaving, str(tmp_path), failing)
+    support = str(Path(__file__).parents[1] / "support")
+    words = [sys.executable, "-c", _LEAVING, support, str(tmp_path), str(failing)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == failing, done.stderr
+    assert ("KeyError" in done.stderr) == failing
     run = handle(tmp_path)
     assert run.steps() == [0]
     for number in (0, 59):

@@ -28,7 +28,7 @@ def killing(root: str, seconds: float) -> dict[str, Any]:
 
     dice, end, kills, done = random.Random(4), time.monotonic() + seconds, 0, -1
     CheckpointStore(root, "run").close()
-    while time.monotonic() < end or kills < 3:
+    while time.monotonic() < end or kills < 4:
         child = os.fork()
         if not child:
             if kills % 2:
@@ -82,22 +82,28 @@ def _is_further(root: str, step: int) -> bool:
 @pytest.mark.parametrize(
     "seconds",
     [
-        pytest.param(5, id="short"),
+        pytest.param(2, id="short"),
         pytest.param(240, id="long", marks=[pytest.mark.long, pytest.mark.timeout(900)]),
     ],
 )
 def test_kill_9_of_a_training(tmp_path: Path, seconds: float) -> None:
     root = str(tmp_path / "store")
-    found = fresh.call(killing, root, seconds)
+    found = fresh.call(killed_and_resumed, root, seconds)
     assert Path(f"{root}.streamed").exists()
     assert found["stats"]["unique_chunks"] < found["stats"]["total_chunks"]
-    assert found["kills"] >= 3
+    assert found["kills"] >= 4
     latest = max(found["losses"])
-    losses = fresh.call(both, root, latest + 6)
+    losses = found["both"]
     assert losses["resumed"] == losses["uninterrupted"]
     assert len(losses["resumed"]) == latest + 6
     for step, loss in found["losses"].items():
         assert loss == losses["uninterrupted"][step]
+
+
+def killed_and_resumed(root: str, seconds: float) -> dict[str, Any]:
+    """Both in one process: to import torch takes longer than to train."""
+    found = killing(root, seconds)
+    return {**found, "both": both(root, max(found["losses"]) + 6)}
 
 
 def both(root: str, steps: int) -> dict[str, list[float]]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disk_faults import CHANGES, Crash, Faults, FaultyFiles, Loss
+from disk_faults import CHANGES, Crash, Faults, FaultyFiles, Loss, some_changes
 from stores import Model, assert_same
 from tensor_dedup import Store
 from tensor_dedup.digest import LEAF_BYTES
@@ -652,17 +652,21 @@ LESS: list[Loss] = ["bytes", "nothing"]
 
 
 @pytest.mark.parametrize(
-    "loss", ["everything", *(pytest.param(each, marks=pytest.mark.long) for each in LESS)]
+    ("loss", "one_in"),
+    [
+        ("everything", 3),
+        *(pytest.param(each, 1, marks=pytest.mark.long) for each in ("everything", *LESS)),
+    ],
 )
 def test_dying_at_every_change_of_an_encoding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: Loss
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: Loss, one_in: int
 ) -> None:
     scene = Scene(tmp_path, monkeypatch)
     files, run = scene.play("undisturbed", Faults())
     old, began = slabs(run), len(files.log)
     scene.encode(run, keep=True)
     assert len(old - slabs(run)) == 1
-    points = [n for n, what in enumerate(files.log) if n >= began and what in CHANGES]
+    points = sorted(some_changes(enumerate(files.log[began:], began), one_in))
     assert {"unlink", "rename", "fsync"} <= {files.log[point] for point in points}
     run.close()
     for point in points:
@@ -678,9 +682,17 @@ def test_dying_at_every_change_of_an_encoding(
         shutil.rmtree(tmp_path / f"{point}")
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize(
+    ("code", "one_in"),
+    [
+        (errno.ENOSPC, 13),
+        (errno.EIO, 7),
+        pytest.param(errno.ENOSPC, 5, marks=pytest.mark.long),
+        pytest.param(errno.EIO, 3, marks=pytest.mark.long),
+    ],
+)
 def test_an_operation_that_fails_costs_only_space(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, one_in: int
 ) -> None:
     scene = Scene(tmp_path, monkeypatch)
     files, run = scene.play("undisturbed", Faults())
@@ -688,7 +700,7 @@ def test_an_operation_that_fails_costs_only_space(
     scene.encode(run, keep=True)
     points = [n for n, what in enumerate(files.log) if n >= began and what in CHANGES]
     run.close()
-    for point in points[:: 3 if code == errno.EIO else 5]:
+    for point in points[::one_in]:
         files, run = scene.play(f"{point}", Faults(fail={point: code}))
         scene.encode(run, keep=True)
         check(run, 0, 1)

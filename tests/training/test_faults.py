@@ -7,6 +7,7 @@ by hours from one operation to the next; the steps are in the order in which the
 """
 
 import errno
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -20,7 +21,16 @@ import numpy as np
 import pytest
 
 from clocks import JUMPS, ClockedFiles, SetClock
-from disk_faults import CHANGES, NEEDS_SPACE, WRITES, Crash, Faults, FaultyFiles, Loss
+from disk_faults import (
+    CHANGES,
+    NEEDS_SPACE,
+    WRITES,
+    Crash,
+    Faults,
+    FaultyFiles,
+    Loss,
+    some_changes,
+)
 from stores import KIB, Model, assert_same, copied, forest, handle, network, shares, train
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import StoreError
@@ -34,6 +44,8 @@ from tensor_dedup.training.capture import CaptureContext, StepCapture
 LOSSES: list[Loss] = ["everything", "bytes", "nothing"]
 CONFIG = {"config.json": "{}"}
 _READS_TRIED = 7
+# Of the changes of all acts but this one, short forms try one in so many.
+_WHOLE, _ONE_IN = "next save", 5
 
 
 @cache
@@ -264,10 +276,12 @@ def every(request: pytest.FixtureRequest) -> bool:
 @pytest.mark.parametrize("name", ACTS)
 def test_dying_at_every_operation(tmp_path: Path, name: str, every: bool) -> None:
     scene, seen = Scene(tmp_path, ACTS[name]), set[int]()
-    for number, operation in scene.operations():
-        if operation not in CHANGES and number % _READS_TRIED:
+    operations, one_in = [*scene.operations()], 1 if every or name == _WHOLE else _ONE_IN
+    some, turn = some_changes(operations, one_in), itertools.count()
+    for number, operation in operations:
+        if number not in some and (operation in CHANGES or number % (one_in * _READS_TRIED)):
             continue  # a death there leaves what one at the next change leaves
-        losses = LOSSES if every and operation in CHANGES else LOSSES[number % 3 :][:1]
+        losses = LOSSES if every and operation in CHANGES else LOSSES[next(turn) % 3 :][:1]
         cases = [(Faults(stop_at=number), loss) for loss in losses]
         if operation == "sync_folder" and "nothing" not in losses:  # the name may be there
             cases.append((Faults(stop_at=number), "nothing"))
@@ -289,10 +303,12 @@ def test_dying_at_every_operation(tmp_path: Path, name: str, every: bool) -> Non
 
 # A reader waits for a gc to end, which here would wait for the reader.
 @pytest.mark.parametrize("name", [name for name in ACTS if "gc" not in name])
-def test_no_reader_sees_a_step_before_its_pieces(tmp_path: Path, name: str) -> None:
+def test_no_reader_sees_a_step_before_its_pieces(tmp_path: Path, name: str, every: bool) -> None:
     """Somebody loads every step that has a name, before each single operation."""
     scene, seen = Scene(tmp_path, ACTS[name]), list[set[int]]()
-    operations = [number for number, _ in scene.operations()]
+    log, one_in = [*scene.operations()], 1 if every or name == _WHOLE else _ONE_IN
+    some = some_changes(log, one_in)
+    operations = [number for number, _ in log if number in some or number % one_in == 0]
     folder, files = scene.stage("stage", Faults())
 
     def look() -> None:
@@ -320,10 +336,12 @@ def test_what_has_returned_survives_a_power_cut(tmp_path: Path, name: str, loss:
 
 
 @pytest.mark.parametrize("name", ["first save", "next save", "retention"])
-def test_a_full_disk_loses_nothing(tmp_path: Path, name: str) -> None:
+def test_a_full_disk_loses_nothing(tmp_path: Path, name: str, every: bool) -> None:
     scene, tried = Scene(tmp_path, ACTS[name]), 0
-    for number, operation in scene.operations():
-        if operation in NEEDS_SPACE:
+    operations = [*scene.operations()]
+    some = some_changes(operations, 1 if every else 3)
+    for number, operation in operations:
+        if operation in NEEDS_SPACE and number in some:
             scene.next()
             folder, files = scene.stage("stage", Faults(full_from=number))
             with pytest.raises(NoSpaceError, match="gc"):
@@ -354,10 +372,14 @@ def test_a_handle_goes_on_when_there_is_space_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EIO, pytest.param(errno.EACCES, marks=pytest.mark.long)])
-def test_an_operation_that_fails_once_can_be_done_again(tmp_path: Path, code: int) -> None:
+def test_an_operation_that_fails_once_can_be_done_again(
+    tmp_path: Path, code: int, every: bool
+) -> None:
     scene = Scene(tmp_path, ACTS["next save"])
-    for number, operation in scene.operations():
-        if operation not in CHANGES and number % (3 * _READS_TRIED):
+    operations, one_in = [*scene.operations()], 1 if every else 4
+    some = some_changes(operations, one_in)
+    for number, operation in operations:
+        if number not in some and (operation in CHANGES or number % (3 * one_in * _READS_TRIED)):
             continue
         scene.next()
         folder, files = scene.stage("stage", Faults(fail={number: code}))

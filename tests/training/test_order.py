@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-import fresh
 from clocks import JUMPS, ClockedFiles, SetClock
 from disk_faults import FaultyFiles
+from process_state import fork, forked
 from stores import Gate, Model, assert_same, gated, handle, network, shares, train
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.files import Handle, Mode, RealFiles
@@ -364,7 +364,7 @@ def encoding_in_a_child(root: str) -> int:
     deltas = run._saver._deltas
     assert deltas is not None
     with deltas.anchors._lock:
-        child = os.fork()
+        child = fork()
         if not child:
             signal.alarm(60)
             code = 1
@@ -377,5 +377,5 @@ def encoding_in_a_child(root: str) -> int:
 
 
 def test_a_forked_child_encodes(tmp_path: Path) -> None:
-    assert fresh.call(encoding_in_a_child, str(tmp_path)) == 0
+    assert forked(lambda: encoding_in_a_child(str(tmp_path))) == 0
     assert handle(tmp_path).steps() == [0, 1]

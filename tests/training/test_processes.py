@@ -120,7 +120,7 @@ def collector(root: Path, until: float) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("seconds", [4, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seconds", [2, pytest.param(60, marks=pytest.mark.long)])
 def test_trainings_readers_and_a_gc_at_once(tmp_path: Path, seconds: int) -> None:
     Store.open(tmp_path)
     until = time.monotonic() + seconds

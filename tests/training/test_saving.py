@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-import fresh
+from process_state import forked
 from stores import (
     Arrays,
     Model,
@@ -448,4 +448,4 @@ def forget_while_a_thread_starts(folder: str) -> bool:
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="threads are joined without such a lock")
 def test_a_handle_that_is_forgotten_waits_for_no_thread(tmp_path: Path) -> None:
     """A collection may run while a thread starts; who joins another one then waits for itself."""
-    assert fresh.call(forget_while_a_thread_starts, str(tmp_path / "store"))
+    assert forked(lambda: forget_while_a_thread_starts(str(tmp_path / "store")))

@@ -62,7 +62,7 @@ def training(root: Path) -> None:
 @pytest.mark.parametrize(
     "seconds",
     [
-        pytest.param(6, id="short"),
+        pytest.param(3, id="short"),
         pytest.param(180, id="long", marks=[pytest.mark.long, pytest.mark.timeout(900)]),
     ],
 )

@@ -293,7 +293,7 @@ def test_a_range_that_is_more_than_was_asked_for_is_not_read_to_its_end() -> Non
             """Say nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Endless)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     name = ArtifactName.parse(f"oci://127.0.0.1:{server.server_port}/a/b:c")
     with RegistryRepository(name) as registry:
         assert len(registry.blob_range(f"sha256:{0:064}", 0, most << 20)) == most << 20

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-import fresh
+from process_state import forked
 from stores import frozen, new_bytes, thawed, there_and_back, unchanged
 from tensor_dedup.training.adapters import PyTorchAdapter
 from tensor_dedup.training.errors import (
@@ -345,7 +345,7 @@ def refusals_of_parts_of_tensors() -> list[str]:
 
 
 def test_parts_of_tensors_on_other_ranks_are_refused() -> None:
-    (said,) = fresh.call(refusals_of_parts_of_tensors)
+    (said,) = forked(refusals_of_parts_of_tensors)
     assert said.startswith("model.weight: a torch.distributed.tensor.DTensor")
 
 
