@@ -52,7 +52,7 @@ def test_without_torch_tensors_cannot_be_loaded_and_the_error_says_what_to_do() 
 
 def test_a_store_is_opened_without_torch(store: Store) -> None:
     program = (
-        "import sys; from tensor_dedup.store import Store\n"
+        "import sys; from tensor_dedup import Store\n"
         f"store = Store.open({str(store.path)!r}); store.list(); store.runs()\n"
         "assert 'torch' not in sys.modules"
     )

@@ -10,7 +10,7 @@ What is still to be drained follows from the two tiers alone: a step of the fast
 second one lacks, or has from an earlier place in the order, and a pin. No list of it can be lost,
 and whoever opens the run with both tiers next goes on. Of two states of a step the one with the
 later place counts, wherever it is, and only that one is ever drained, unless another fast tier has
-saved it without knowing of the other one: `tensor_dedup.training.tiers.notes` tells that.
+saved it without knowing of the other one: `tensor_dedup.training.tiers.tier_identity` tells that.
 
 Three things change both tiers: a drained step, a deleted one and an unpinned one. Each happens
 under the second tier's lock of names, and a removal is durable there before it happens on the fast
@@ -64,7 +64,6 @@ from tensor_dedup.store.store import LocalStore
 from tensor_dedup.store.upkeep.gc import GcPlan, sweep_now
 from tensor_dedup.training.errors import DivergedStepError, DivergedTierError, DrainError
 from tensor_dedup.training.in_flight import BaseStep
-from tensor_dedup.training.tiers.notes import TierNotes, next_turn
 from tensor_dedup.training.tiers.second_tier import (
     OutdatedError,
     SecondTier,
@@ -73,6 +72,7 @@ from tensor_dedup.training.tiers.second_tier import (
     ahead,
     unlink,
 )
+from tensor_dedup.training.tiers.tier_identity import TierNotes, next_turn
 
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0

@@ -57,13 +57,13 @@ from tensor_dedup.store.steps.runs import (
     step_numbers,
 )
 from tensor_dedup.store.store import LocalStore
-from tensor_dedup.training.tiers.notes import other_tier, tier_note
 from tensor_dedup.training.tiers.second_tier import (
     OutdatedError,
     SecondTier,
     StoreTier,
     TierContent,
 )
+from tensor_dedup.training.tiers.tier_identity import other_tier, tier_note
 
 _log = logging.getLogger(__name__)
 _UNREADABLE: Final = (DamagedRemoteError, MissingRemoteError, NewerFormatError)

@@ -1,7 +1,7 @@
 """What lasts behind a fast tier: the interface of a second tier, and a store as one.
 
 A remote is the other one (`remote_tier`). Which of two states of a step counts is the same for
-both: `notes`.
+both: `tier_identity`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
