@@ -170,7 +170,7 @@ def test_a_part_that_is_also_a_difference_or_a_file_is_read_as_it_is(tmp_path: P
         assert {each.base is None for each in kept} == {True, False}
         with run.store.checkpoint("run@3") as opened:
             assert record.digest in opened
-            assert opened._searched is None, "nothing had to be looked for in all tables"
+            assert opened._copies._searched is None, "nothing had to be looked for in all tables"
         assert_same(run.load(3), {"embedding": data})
 
 
