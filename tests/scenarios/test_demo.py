@@ -214,6 +214,45 @@ def test_the_tables_are_whole_and_every_heading_says_all_of_it() -> None:
     assert tables[100] == tables[120] == tables[10_000]
 
 
+# With another library, for it is quickly imported.
+PROCESS = f"""
+import sys
+sys.path.insert(0, {str(package_source.ROOT / "scripts")!r})
+from demonstration import process
+
+class Library:
+    prepare = staticmethod(lambda: None)
+    load = staticmethod(lambda path, config, options: path)
+    facts = staticmethod(lambda model: {{"kv_cache": 3}})
+    answer = staticmethod(lambda model, path, number, options: {{"seconds": 1.0, **options}})
+
+process._library = {{"engine": Library}}.__getitem__
+process.main()
+"""
+
+
+def test_a_process_is_followed_event_by_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, steps = tmp_path / "process.py", list[tuple[str, str]]()
+    script.write_text(PROCESS)
+    monkeypatch.setattr(run, "process", SimpleNamespace(__file__=str(script)))
+    models, options = [Path("to/base"), Path("to/tuned")], {"number": 7}
+    log = tmp_path / "log"
+    result = run.follow("engine", models, None, options, {}, log, lambda *s: steps.append(s))
+    assert [(load["model"], load["kv_cache"]) for load in result["loads"]] == [
+        ("to/base", 3),
+        ("to/tuned", 3),
+    ]
+    assert result["answers"] == [{"seconds": 1.0, "number": 7}] * 2
+    assert result["report"] is None
+    assert steps[0] == ("starting", "")
+    assert steps[1:] == [
+        *((event, name) for name in ("base", "tuned") for event in ("loading", "loaded")),
+        *((event, name) for name in ("base", "tuned") for event in ("answering", "answered")),
+    ]
+
+
 def test_an_engine_that_fails_says_where_it_said_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
