@@ -30,7 +30,7 @@ def test_the_context_is_what_the_wheel_is_made_of() -> None:
     names = set(container_files.context(package_source.ROOT))
     tracked = {str(path) for path in package_source.tracked_files()}
     assert {"pyproject.toml", "README.md", "src/tensor_dedup/loader"} <= names
-    assert "store/store.py" in names
+    assert "src/tensor_dedup/store/store.py" in names
     assert not [name for name in names if name.startswith((".", "tests/", "docs/", "scripts/"))]
     assert not [name for name in names if "__pycache__" in name]
     assert names <= tracked

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from PIL import Image
 from rich.console import Console
 from safetensors.torch import save_file
 
+import fresh
 import package_source
 import tiny_checkpoints as checkpoints
 from demonstration import __main__ as demo
@@ -37,17 +38,63 @@ TINY = {
 }
 
 
+def do(kind: str, models: list[str], config: Any, options: Any) -> dict[str, Any]:
+    """What a process of the demonstration does: its last event."""
+    job: process.Job = {
+        "kind": kind,
+        "models": models,
+        "config": config,
+        "options": options,
+        "events": -1,
+    }
+    events: list[dict[str, Any]] = []
+    process.run(job, process._library(kind), lambda **event: events.append(event))
+    return events[-1]
+
+
+def follow_forked(
+    kind: str, paths: Sequence[Path], config: Any, options: Any, _env: Any, log: Path, _step: Any
+) -> Any:
+    """As `run.follow`, in a process that has imported what it needs."""
+    log.touch()
+    paths_of_models = [str(path) for path in paths]
+    return fresh.call_forked(do, kind, paths_of_models, config and dict(config), dict(options))
+
+
+@pytest.fixture(params=["forked", pytest.param("new", marks=pytest.mark.long)])
+def demonstrate(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
+    """Runs the demonstration, whose processes are forked or new ones; what it prints."""
+
+    def with_new_processes(*arguments: str | Path) -> str:
+        script = package_source.ROOT / "scripts" / "demonstration"
+        command = [sys.executable, script, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def with_forked_processes(*arguments: str | Path) -> str:
+        done = CliRunner().invoke(demo.main, [str(each) for each in arguments])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    if request.param == "new":
+        return with_new_processes
+    for module in (run, gallery):
+        monkeypatch.setattr(module, "follow", follow_forked)
+    return with_forked_processes
+
+
 @pytest.mark.vllm
-def test_own_checkpoints_answer_as_plain_vllm_and_share(tmp_path: Path) -> None:
+def test_own_checkpoints_answer_as_plain_vllm_and_share(
+    tmp_path: Path, demonstrate: Callable[..., str]
+) -> None:
     pair = checkpoints.make("qwen2", tmp_path)
     report = tmp_path / "report.json"
     options = ["--work", str(tmp_path), "--json", str(report)]
-    command = [sys.executable, str(package_source.ROOT / "scripts" / "demonstration"), *options]
-    done = subprocess.run(
-        [*command, pair.base, pair.fine_tune], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "tokens equal plain vLLM's" in done.stdout
+    said = demonstrate(*options, pair.base, pair.fine_tune)
+    assert "tokens equal plain vLLM's" in said
     found = json.loads(report.read_text())
     assert [model["tokens_equal_plain"] for model in found["models"]] == [True, True]
     assert found["models"][1]["shared_bytes"] > found["models"][1]["private_bytes"] > 0
@@ -167,6 +214,45 @@ def test_the_tables_are_whole_and_every_heading_says_all_of_it() -> None:
     assert tables[100] == tables[120] == tables[10_000]
 
 
+# With another library, for it is quickly imported.
+PROCESS = f"""
+import sys
+sys.path.insert(0, {str(package_source.ROOT / "scripts")!r})
+from demonstration import process
+
+class Library:
+    prepare = staticmethod(lambda: None)
+    load = staticmethod(lambda path, config, options: path)
+    facts = staticmethod(lambda model: {{"kv_cache": 3}})
+    answer = staticmethod(lambda model, path, number, options: {{"seconds": 1.0, **options}})
+
+process._library = {{"engine": Library}}.__getitem__
+process.main()
+"""
+
+
+def test_a_process_is_followed_event_by_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, steps = tmp_path / "process.py", list[tuple[str, str]]()
+    script.write_text(PROCESS)
+    monkeypatch.setattr(run, "process", SimpleNamespace(__file__=str(script)))
+    models, options = [Path("to/base"), Path("to/tuned")], {"number": 7}
+    log = tmp_path / "log"
+    result = run.follow("engine", models, None, options, {}, log, lambda *s: steps.append(s))
+    assert [(load["model"], load["kv_cache"]) for load in result["loads"]] == [
+        ("to/base", 3),
+        ("to/tuned", 3),
+    ]
+    assert result["answers"] == [{"seconds": 1.0, "number": 7}] * 2
+    assert result["report"] is None
+    assert steps[0] == ("starting", "")
+    assert steps[1:] == [
+        *((event, name) for name in ("base", "tuned") for event in ("loading", "loaded")),
+        *((event, name) for name in ("base", "tuned") for event in ("answering", "answered")),
+    ]
+
+
 def test_an_engine_that_fails_says_where_it_said_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,19 +327,12 @@ def test_what_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "pip install '.[diffusers]'" in result.stderr
 
 
-def test_pipelines_draw_as_without_sharing(tmp_path: Path) -> None:
+def test_pipelines_draw_as_without_sharing(tmp_path: Path, demonstrate: Callable[..., str]) -> None:
     for name in pictures.NAMES:
         pictures.make(name, tmp_path, tiny=True)
     report = tmp_path / "report.json"
     options = ["--diffusers", "--work", str(tmp_path / "work"), "--json", str(report)]
-    command = [sys.executable, str(package_source.ROOT / "scripts" / "demonstration"), *options]
-    done = subprocess.run(
-        [*command, *(tmp_path / name for name in pictures.NAMES)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    demonstrate(*options, *(tmp_path / name for name in pictures.NAMES))
     found = json.loads(report.read_text())
     assert found["pictures_equal"] == [True, True]
     one, two = found["models"]

@@ -8,7 +8,6 @@ import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -39,14 +38,9 @@ def warm_up(first: Path, *, pooling: bool = False) -> None:
     plain.let_go(llm)
     del llm
     gc.collect()
-    if not registry.residents():  # what is set aside is never freed
-        _set_aside_imports()
-
-
-@cache
-def _set_aside_imports() -> None:
-    """Once in a process: the first engine imports most of what engines need."""
-    process_state.set_aside()
+    # What is set aside is never freed. Engines import modules, each kind of model some of its own.
+    if not registry.residents():
+        process_state.set_aside()
 
 
 @contextmanager
