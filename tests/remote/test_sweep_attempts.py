@@ -71,7 +71,7 @@ def fill(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def pushed(filled: Path) -> MemoryBucket:
+def condemning(filled: Path) -> MemoryBucket:
     store, found = open_store(filled / "store"), MemoryBucket()
     remote = Remote(found)
     for name in ("kept", "gone", "s0", "s1"):
@@ -85,9 +85,9 @@ def pushed(filled: Path) -> MemoryBucket:
 
 
 @pytest.fixture
-def bucket(pushed: MemoryBucket) -> MemoryBucket:
+def bucket(condemning: MemoryBucket) -> MemoryBucket:
     """A remote of which the next gc deletes what `gone` alone had."""
-    return pushed.copied()
+    return condemning.copied()
 
 
 def reads(calls: list[str]) -> Counter[str]:
