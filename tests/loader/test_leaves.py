@@ -578,7 +578,8 @@ def test_a_known_tensor_of_others_leaves_is_not_read() -> None:
     assert len(held) == 3
 
 
-def test_checks_of_a_known_tensor_reach_every_leaf(tmp_path: Path) -> None:
+@pytest.mark.parametrize("one_in", [2, pytest.param(1, marks=pytest.mark.long)])
+def test_checks_of_a_known_tensor_reach_every_leaf(tmp_path: Path, one_in: int) -> None:
     """As if two digests collided: a leaf is said to be the base's, and is read by nobody."""
     parts = {name: rows(4, 80 + number) for number, name in enumerate("qkv")}
     made, _, _ = load_file_of_qkv(
@@ -588,7 +589,7 @@ def test_checks_of_a_known_tensor_reach_every_leaf(tmp_path: Path) -> None:
     truth = contents_of([*parts.values()])
     for number, name in enumerate("qkv"):
         other = "qkv"[(number + 1) % 3]
-        for leaf in range(4):
+        for leaf in range(number % one_in, 4, one_in):  # each, of one tensor or another
             # One leaf has really changed, so that what is made is nobody's, and goes with its user.
             base = {**parts, other: changed(parts[other], 2)}
             tune = {**base, name: changed(parts[name], leaf)}
@@ -648,9 +649,20 @@ def test_errors_of_reading_are_passed_on_and_nothing_stays() -> None:
     assert held.nbytes
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_known_tensors_are_what_they_would_be_if_read(data: st.DataObject) -> None:
+    known_as_read(data)
+
+
+@pytest.mark.long
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_more_known_tensors_are_what_they_would_be_if_read(data: st.DataObject) -> None:
+    known_as_read(data)
+
+
+def known_as_read(data: st.DataObject) -> None:
     """Any parts, changed anywhere, with and without the digests of their leaves."""
     sizes = data.draw(st.lists(st.integers(1, 3_000_000), min_size=1, max_size=4))
     sizes[0] += 2 * LEAF_BYTES  # numbers of four bytes: more than the least that is shared

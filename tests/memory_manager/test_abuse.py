@@ -9,6 +9,7 @@ import resource
 import signal
 import socket
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tensor_dedup.digest import digest
 from tensor_dedup.memory_manager.backends.memfd import MemfdBackend
 from tensor_dedup.memory_manager.client import Client, connect
 from tensor_dedup.memory_manager.client.puts import Put
+from tensor_dedup.memory_manager.core import Settings
 from tensor_dedup.memory_manager.errors import (
     ManagerGoneError,
     NoMemoryError,
@@ -42,7 +44,9 @@ from tensor_dedup.memory_manager.protocol.messages import (
     Stop,
     Welcome,
 )
+from tensor_dedup.memory_manager.server.acceptor import SocketFile
 from tensor_dedup.memory_manager.server.main import Start, serve
+from tensor_dedup.memory_manager.server.server import Options, Server
 
 MIB = 1 << 20
 DATA = managers.pattern(1, MIB)
@@ -152,10 +156,15 @@ def test_ancillary_data_of_another_kind_is_no_descriptor(raw: Raw) -> None:
 
 
 def test_a_client_that_says_nothing_is_cut_off(folder: Path) -> None:
-    with managers.running(folder, "--stall-timeout", "1") as manager:
-        silent = Raw(manager.socket)
-        assert silent.refused("protocol")
-        silent.socket.close()
+    settings = Settings(1 << 20, hello_timeout_s=0.5)
+    server = Server(SocketFile(folder / "m.sock"), MemfdBackend(), settings, Options())
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    silent = Raw(folder / "m.sock")
+    assert silent.refused("protocol")
+    silent.socket.close()
+    server.stop()
+    thread.join()
 
 
 def test_a_client_that_does_not_read_is_cut_off_and_holds_up_nobody(

@@ -29,28 +29,28 @@ def many(first: int) -> dict[str, bytes]:
     return {f"w{n:02}": noise(first + n, 3000) for n in range(40)}
 
 
-@pytest.fixture(scope="module")
-def small() -> Iterator[None]:
-    """Pages and containers of all tests here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manifests, "PAGE_ENTRIES", 8)
-        patch.setattr(layout, "CONTAINER_BYTES", 3000)
-        yield
+def small(patch: pytest.MonkeyPatch) -> None:
+    """Make pages and containers small."""
+    patch.setattr(manifests, "PAGE_ENTRIES", 8)
+    patch.setattr(layout, "CONTAINER_BYTES", 3000)
 
 
 @pytest.fixture(scope="module")
-def filled(small: None) -> Iterator[Path]:
+def filled() -> Iterator[Path]:
     with memory_folder() as folder:
-        fill(folder)
+        with pytest.MonkeyPatch.context() as patch:
+            small(patch)
+            fill(folder)
         yield folder
 
 
 @pytest.fixture
-def store(tmp_path: Path, filled: Path) -> Store:
+def store(tmp_path: Path, filled: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     """A store with two large checkpoints and some small ones.
 
     `half` has half of the tensors of `gone`, `new` all but one of those of `kept`.
     """
+    small(monkeypatch)
     shutil.copytree(filled, tmp_path, dirs_exist_ok=True)
     return open_store(tmp_path / "store")
 
@@ -71,8 +71,14 @@ def fill(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def pushed(filled: Path) -> MemoryBucket:
-    store, found = open_store(filled / "store"), MemoryBucket()
+def condemning(filled: Path) -> MemoryBucket:
+    with pytest.MonkeyPatch.context() as patch:
+        small(patch)
+        return condemned_in(open_store(filled / "store"))
+
+
+def condemned_in(store: Store) -> MemoryBucket:
+    found = MemoryBucket()
     remote = Remote(found)
     for name in ("kept", "gone", "s0", "s1"):
         store.push(remote, name)
@@ -85,9 +91,9 @@ def pushed(filled: Path) -> MemoryBucket:
 
 
 @pytest.fixture
-def bucket(pushed: MemoryBucket) -> MemoryBucket:
+def bucket(condemning: MemoryBucket, store: Store) -> MemoryBucket:
     """A remote of which the next gc deletes what `gone` alone had."""
-    return pushed.copied()
+    return condemning.copied()
 
 
 def reads(calls: list[str]) -> Counter[str]:

@@ -94,9 +94,23 @@ def made(kind: str, seed: int, nbytes: int, base: bytes) -> bytes:
     return noise(seed, nbytes)
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+_SLOW = settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+
+
+@settings(_SLOW, max_examples=10)
 @given(st.data())
 def test_any_tensors_come_back(data: st.DataObject) -> None:
+    come_back(data)
+
+
+@pytest.mark.long
+@settings(_SLOW, max_examples=25)
+@given(st.data())
+def test_any_more_tensors_come_back(data: st.DataObject) -> None:
+    come_back(data)
+
+
+def come_back(data: st.DataObject) -> None:
     first: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
     second: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
     for number in range(data.draw(st.integers(1, 3))):

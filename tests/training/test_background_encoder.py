@@ -654,7 +654,7 @@ LESS: list[Loss] = ["bytes", "nothing"]
 @pytest.mark.parametrize(
     ("loss", "one_in"),
     [
-        ("everything", 3),
+        ("everything", 6),
         *(pytest.param(each, 1, marks=pytest.mark.long) for each in ("everything", *LESS)),
     ],
 )

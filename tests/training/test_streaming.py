@@ -188,7 +188,10 @@ def test_saves_that_wait_for_each_other_are_committed_in_order(tmp_path: Path) -
     assert run.store.verify(full=True).faults == []
 
 
-@pytest.mark.parametrize("loss", ["everything", "bytes", "nothing"])
+@pytest.mark.parametrize(
+    "loss",
+    ["everything", *(pytest.param(each, marks=pytest.mark.long) for each in ("bytes", "nothing"))],
+)
 def test_dying_while_threads_capture_hash_and_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: Loss
 ) -> None:

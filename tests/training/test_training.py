@@ -70,7 +70,7 @@ def test_kill_9_at_any_moment(tmp_path: Path, seconds: int) -> None:
     handle(tmp_path).close()
     dice, end, kills = random.Random(3), time.monotonic() + seconds, 0
     reference, done, losses = begin(), -1, dict[int, float]()
-    while time.monotonic() < end:
+    while time.monotonic() < end or kills < 3 or done < 1:
         process = _FORK.Process(target=training, args=[tmp_path])
         process.start()
         time.sleep(dice.uniform(0.05, 0.6))
