@@ -37,7 +37,7 @@ from tensor_dedup.memory_manager.protocol.wire import close_all
 if TYPE_CHECKING:
     from tensor_dedup.memory_manager.core.records import KeyRecord
 
-log = logging.getLogger("tensor_dedup.memory_manager")
+_log = logging.getLogger(__name__)
 _FIRST_FD: Final = 3
 _INDEX: Final = "index"
 _HEADER: Final = b"TMHO" + (1).to_bytes(4, "little")  # the magic and the version of an index
@@ -176,7 +176,7 @@ def _read(name: str, fd: int) -> HandoverIndex:
             raise ValueError(f"it begins with {data[: len(_HEADER)]!r}, not with {_HEADER!r}")
         index = msgspec.msgpack.decode(memoryview(data)[len(_HEADER) :], type=HandoverIndex)
     except (OSError, ValueError, msgspec.MsgspecError) as error:
-        log.warning("not taken back: %s is no index of this version (%s)", name, str(error))
+        _log.warning("not taken back: %s is no index of this version (%s)", name, str(error))
         return _NOTHING
     finally:
         os.close(fd)

@@ -46,7 +46,8 @@ for _name in ("get", "get_range", "head", "put", "put_if"):
 
 
 def _transfer(verb: str, store: Path, remote: Path, at: int, said: Connection) -> None:
-    layout.CONTAINER_BYTES, push._ASKED_BYTES = 100_000, 1
+    for module, name, value in ((layout, "CONTAINER_BYTES", 100_000), (push, "_ASKED_BYTES", 1)):
+        setattr(module, name, value)
     bucket = Deadly(remote, at)
     opened = open_store(store)
     opened.push(Remote(bucket), "m") if verb == "push" else opened.pull(Remote(bucket), "m")

@@ -756,5 +756,5 @@ class Families(RuleBasedStateMachine):
 TestFamilies = Families.TestCase
 TestFamilies.settings = settings(max_examples=4, stateful_step_count=15, deadline=None)
 
-TestLongFamilies = pytest.mark.long(type("TestLongFamilies", (Families.TestCase,), {}))
+TestLongFamilies: Any = pytest.mark.long(type("TestLongFamilies", (Families.TestCase,), {}))
 TestLongFamilies.settings = settings(max_examples=8, stateful_step_count=15, deadline=None)

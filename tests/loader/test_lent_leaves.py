@@ -695,7 +695,7 @@ class Lent(RuleBasedStateMachine):
 TestLent = Lent.TestCase
 TestLent.settings = settings(max_examples=3, stateful_step_count=12, deadline=None)
 
-TestLongLent = pytest.mark.long(type("TestLongLent", (Lent.TestCase,), {}))
+TestLongLent: Any = pytest.mark.long(type("TestLongLent", (Lent.TestCase,), {}))
 TestLongLent.settings = settings(max_examples=5, stateful_step_count=12, deadline=None)
 
 

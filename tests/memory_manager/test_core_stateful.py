@@ -301,5 +301,5 @@ class Machine(PlayedCore):
 TestCore = Machine.TestCase
 TestCore.settings = settings(max_examples=50, stateful_step_count=60, deadline=None)
 
-TestLongCore = pytest.mark.long(type("TestLongCore", (Machine.TestCase,), {}))
+TestLongCore: Any = pytest.mark.long(type("TestLongCore", (Machine.TestCase,), {}))
 TestLongCore.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)

@@ -10,7 +10,7 @@ import pytest
 from remotes import MemoryBucket
 from stores import open_store, safetensors, u8, write
 from tensor_dedup import Store
-from tensor_dedup.remote import Remote, TransferResult, layout, neighbour
+from tensor_dedup.remote import Remote, TransferResult, layout, transfer
 from tensor_dedup.store.errors import MissingObjectError, UnknownNameError
 
 
@@ -82,14 +82,14 @@ def test_steps_that_are_pruned_are_left_out_of_a_copy(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     other = open_store(tmp_path / "other")
-    copy = neighbour.copy_checkpoint
+    copy = transfer.copy_checkpoint
 
     def pruned_first(*words: Any, **named: Any) -> TransferResult:
         if "run@1" in store.names():
             prune(store, "run@1")
         return copy(*words, **named)
 
-    monkeypatch.setattr(neighbour, "copy_checkpoint", pruned_first)
+    monkeypatch.setattr(transfer, "copy_checkpoint", pruned_first)
     copied = store.push(other.path, "run") if verb == "push" else other.pull(store.path, "run")
     assert copied.names == ("run@0", "run@2")
     assert other.names() == store.names() == ["run@0", "run@2"]

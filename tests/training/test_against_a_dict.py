@@ -161,7 +161,7 @@ class Training(RuleBasedStateMachine):
 TestTraining = Training.TestCase
 TestTraining.settings = settings(max_examples=8, stateful_step_count=25, deadline=None)
 
-TestLongTraining = pytest.mark.long(type("TestLongTraining", (Training.TestCase,), {}))
+TestLongTraining: Any = pytest.mark.long(type("TestLongTraining", (Training.TestCase,), {}))
 TestLongTraining.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 
 
