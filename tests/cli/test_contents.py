@@ -50,7 +50,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
 
 def narrowed(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     narrow = Console(width=width, force_terminal=True, color_system=None)
-    for module in ("store", "output"):
+    for module in ("store", "terminal"):
         monkeypatch.setattr(f"tensor_dedup.cli.{module}.console", lambda: narrow)
 
 

@@ -176,7 +176,7 @@ def test_a_narrow_terminal_shows_whole_names_and_numbers(
     write(shell.root / "long", {"model.safetensors": safetensors(u8(**{name: noise(1, 300)}))})
     said(main, "import", shell.root / "long", "--store", shell.store)
     narrow = Console(width=width, force_terminal=True, color_system=None)
-    for module in ("store", "output"):
+    for module in ("store", "terminal"):
         monkeypatch.setattr(f"tensor_dedup.cli.{module}.console", lambda: narrow)
     shown = said(main, "show", "long", "--store", shell.store)
     table = shown[shown.index("tensor ") :]
