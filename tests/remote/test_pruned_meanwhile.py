@@ -11,6 +11,7 @@ from remotes import MemoryBucket
 from stores import open_store, safetensors, u8, write
 from tensor_dedup import Store
 from tensor_dedup.remote import Remote, TransferResult, layout, transfer
+from tensor_dedup.remote.neighbour import copy_checkpoint
 from tensor_dedup.store.errors import MissingObjectError, UnknownNameError
 
 
@@ -82,12 +83,11 @@ def test_steps_that_are_pruned_are_left_out_of_a_copy(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     other = open_store(tmp_path / "other")
-    copy = transfer.copy_checkpoint
 
     def pruned_first(*words: Any, **named: Any) -> TransferResult:
         if "run@1" in store.names():
             prune(store, "run@1")
-        return copy(*words, **named)
+        return copy_checkpoint(*words, **named)
 
     monkeypatch.setattr(transfer, "copy_checkpoint", pruned_first)
     copied = store.push(other.path, "run") if verb == "push" else other.pull(store.path, "run")
