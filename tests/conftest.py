@@ -79,6 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
     process_state.collect_surely()
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A file's tests run in one process; all that start engines do, so that one imports vLLM."""
     for item in items:
