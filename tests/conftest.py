@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -79,14 +80,17 @@ def pytest_configure(config: pytest.Config) -> None:
     process_state.collect_surely()
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A file's tests run in one process; all that start engines do, so that one imports vLLM."""
-    for item in items:
-        engine = item.get_closest_marker("vllm") is not None
-        item.add_marker(
-            pytest.mark.xdist_group("engines" if engine else item.nodeid.split("::")[0])
-        )
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "engines" if file.startswith("tests/engines/") else file
+
+    return ByFile(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -296,7 +296,9 @@ def _prepare(db: sqlite3.Connection, busy_s: float) -> None:
             raise _UnusableIndexError(f"version {version} of it is not known; update or delete it")
         return
     if (application, version) != (0, 0):
-        raise sqlite3.DatabaseError("it is no index of hints")
+        # It may be anybody's: nothing is moved away that does not say that it is ours.
+        what = "it is no index of hints of this version"
+        raise _UnusableIndexError(f"{what}; delete it, or set {ENVIRONMENT} to another path")
     deadline = time.monotonic() + busy_s
     while True:
         try:

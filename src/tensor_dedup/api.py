@@ -11,7 +11,17 @@ if TYPE_CHECKING:
 
 
 class Store(LocalStore):
-    __doc__ = LocalStore.__doc__
+    """A content-addressed store of checkpoints in one folder; `Store.open` opens or makes one.
+
+    It keeps nothing open between calls: any number of objects, threads and processes may use one
+    folder at once, and it survives a fork. What takes a store, as `CheckpointStore` does, takes
+    this one, and gives it back as its `store`; where it was given a path, that is a LocalStore,
+    which is the same without `push` and `pull`.
+
+    Raises:
+        StoreError: the store, its files or its disk failed; the subclass says how.
+        CheckpointError: a path passed to a method holds no checkpoint.
+    """
 
     def push(
         self,

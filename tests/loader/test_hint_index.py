@@ -110,18 +110,21 @@ def test_an_index_of_a_later_version_is_left_alone(
     assert caplog.text.count("version 99") == 1
 
 
-def test_an_index_before_version_1_is_moved_away_and_made_anew(
-    index: HintIndex, file: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("application", [0, 7])
+def test_what_does_not_say_that_it_is_an_index_is_left_alone(
+    index: HintIndex, file: Path, caplog: pytest.LogCaptureFixture, application: int
 ) -> None:
-    """It had the schema of version 1, and nothing that said that it is one of hints."""
+    """An index from before version 1 does not, nor does another program's database."""
     assert remember(index, file)
     with closing(sqlite3.connect(index.path)) as db:
-        db.execute("PRAGMA application_id = 0")
+        db.execute(f"PRAGMA application_id = {application}")
         db.execute("PRAGMA user_version = 1")
+    before = index.path.read_bytes()
     assert known(index, file) == {}
-    assert f"{index.path} are broken (it is no index of hints): moved to" in caplog.text
-    assert remember(index, file)
-    assert known(index, file) == DIGESTS
+    assert not remember(index, file)
+    assert f"{index.path}: it is no index of hints of this version; delete it" in caplog.text
+    assert index.path.read_bytes() == before
+    assert not index.path.with_name("hints.sqlite.broken").exists()
 
 
 def test_an_index_others_may_write_is_not_believed(

@@ -91,10 +91,11 @@ def test_a_circle_is_found() -> None:
 
 
 def test_the_handle_of_a_store_is_for_the_wings_that_are_made_of_it() -> None:
-    inner = re.compile(r"(?<!self)\.handle\.(objects|files|session|locked|translated)\b")
+    inner = re.compile(r"\.handle\b")
     users = {name for name, text in package_source.sources().items() if inner.search(text)}
     assert any(name.startswith("tensor_dedup.training.") for name in users)
     wings = ("tensor_dedup.store.", "tensor_dedup.remote.", "tensor_dedup.training.")
+    wings += ("tensor_dedup.memory_manager.",)  # which knows no store, and handles of signals
     assert not [name for name in users if not name.startswith(wings)]
 
 
@@ -107,6 +108,17 @@ def test_below_the_public_interface_a_store_is_local() -> None:
     }
     assert "tensor_dedup.cli.store" in users
     assert not [n for n in users if n != "tensor_dedup" and not n.startswith("tensor_dedup.cli.")]
+
+
+def test_only_a_pull_of_what_is_missing_leads_from_a_load_to_remotes() -> None:
+    users = {
+        module
+        for module, text in package_source.sources().items()
+        for name in package_source.imports(text)
+        if module.startswith(("tensor_dedup.loader.", "tensor_dedup.patches."))
+        if name.startswith(("tensor_dedup.remote", "tensor_dedup.training"))
+    }
+    assert users == {"tensor_dedup.loader.checkpoint_io.stub_folder"}
 
 
 LOADER = """

@@ -29,10 +29,10 @@ from tensor_dedup.remote import layout
 from tensor_dedup.remote.buckets import Bucket
 from tensor_dedup.remote.errors import (
     DamagedRemoteError,
+    FormerRemoteError,
     MissingRemoteError,
     RemoteAccessError,
     RemoteBusyError,
-    TakenPlaceError,
     remote_damage,
 )
 from tensor_dedup.store.containers import ContainerId
@@ -359,7 +359,7 @@ def read_catalog(
 
     Raises:
         DamagedRemoteError, MissingRemoteError: its head or a segment is damaged, or gone.
-        NewerFormatError, TakenPlaceError: they are from after or from before version 1.
+        NewerFormatError, FormerRemoteError: they are from after or from before version 1.
     """
     found = bucket.get(layout.HEAD, layout.HEAD_BYTES)
     if found is None:
@@ -391,7 +391,7 @@ def _head(bucket: Bucket, blob: bytes) -> _Head:
         what = (
             "this catalog is from before version 1 of the format, which is all this program knows"
         )
-        raise TakenPlaceError.at(bucket.at(layout.HEAD), what)
+        raise FormerRemoteError.at(bucket.at(layout.HEAD), what)
     with remote_damage(bucket.at(layout.HEAD)) as path:
         head = frames.decode(blob, _HEAD, _Head, path)
     if len(head.segments) > 2 * _MOST_SEGMENTS:

@@ -1,8 +1,8 @@
 """The errors of remotes. Each names the object by its URL, and never holds a credential.
 
 RemoteError
-  - of its use:    RemoteUrlError, NotARemoteError, NoBucketError, TakenPlaceError,
-                   ReadOnlyRemoteError, UnlistedRemoteError
+  - of its use:    RemoteUrlError, NotARemoteError, NoBucketError,
+                   TakenPlaceError (and FormerRemoteError), ReadOnlyRemoteError, UnlistedRemoteError
   - of the world:  RemoteUnreachableError (and NoRangesError), RemoteAccessError, RemoteBusyError,
                    NoConditionsError
   - with those of the store: UnknownRemoteNameError, RemoteNameTakenError, UncertainRemoteError, and
@@ -83,6 +83,12 @@ class TakenPlaceError(NotARemoteError):
 
     exit_status = WRONG_USE
     advice = "push to an empty folder or to one to be made, outside it"
+
+
+class FormerRemoteError(TakenPlaceError):
+    """A remote was made before version 1 of the format, which is the first that is kept."""
+
+    advice = "pull with the program that wrote it, and push to an empty folder"
 
 
 class ReadOnlyRemoteError(RemoteError):

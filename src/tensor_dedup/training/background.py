@@ -521,7 +521,7 @@ def _log_failures(pending: list[PendingSave]) -> None:
     """Log what failed, when nobody asked and nobody can any more."""
     for each in pending:
         if each.failed is not None and not each.reported:
-            _log.error("%s: %s was not saved: %s", each.root, each.name, each.failed)
+            _log.error("%s: %s was not saved: %s", each.root, each.name, str(each.failed))
 
 
 _ALL: "weakref.WeakSet[Saves]" = weakref.WeakSet()

@@ -548,7 +548,7 @@ class Drain:
         with self._changed:
             if not self._pauses:
                 what = "%s: the step %d of the run %r is not drained yet, trying again: %s"
-                _log.warning(what, self._fast.path, step, self._run, error)
+                _log.warning(what, self._fast.path, step, self._run, str(error))
             self._error, self._failed = error, self._begun
             self._pauses += 1
             self._changed.notify_all()
@@ -558,7 +558,7 @@ class Drain:
                     what, many = "%s: %s of the run %r %s left to drain to %s: %s", len(self._queue)
                     steps, are = steps_text(many), "is" if many == 1 else "are"
                     second = self.second.where
-                    _log.error(what, self._fast.path, steps, self._run, are, second, error)
+                    _log.error(what, self._fast.path, steps, self._run, are, second, str(error))
                     self._end()
                     return False
                 self._changed.wait(min(left, _POLL_S))
