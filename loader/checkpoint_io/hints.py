@@ -30,7 +30,7 @@ import platformdirs
 
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import TensorDedupError
-from tensor_dedup.sqlite import INSIDE, connect, transaction
+from tensor_dedup.sqlite import INSIDE, connect, marks, transaction
 
 if TYPE_CHECKING:
     # Only here: the import would bring the whole store, which no load by Diffusers needs.
@@ -290,7 +290,7 @@ def _default_path() -> Path:
 
 
 def _prepare(db: sqlite3.Connection, busy_s: float) -> None:
-    application, version = _marks(db)
+    application, version = marks(db)
     if application == _APPLICATION_ID:
         if version != _SCHEMA_VERSION:
             raise _UnusableIndexError(f"version {version} of it is not known; update or delete it")
@@ -304,24 +304,21 @@ def _prepare(db: sqlite3.Connection, busy_s: float) -> None:
         try:
             db.execute("PRAGMA journal_mode = WAL")
             with transaction(db):
-                if _marks(db) == (0, 0):  # another process may have been first
+                if marks(db) == (0, 0):  # another process may have been first
                     db.execute(_SCHEMA)
                     db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
                     db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
-        except sqlite3.OperationalError:
+        except sqlite3.OperationalError as error:
             # When two make the index at once, SQLite does not wait before it gives up.
-            if time.monotonic() > deadline:
+            contended = error.sqlite_errorcode & 0xFF in (
+                sqlite3.SQLITE_BUSY,
+                sqlite3.SQLITE_LOCKED,
+            )
+            if not contended or time.monotonic() > deadline:
                 raise
             time.sleep(_RETRY_S)
         else:
             return
-
-
-def _marks(db: sqlite3.Connection) -> tuple[int, int]:
-    """Return what a database says it is: an application's id, and a version; zeros when new."""
-    (application,) = db.execute("PRAGMA application_id").fetchone()
-    (version,) = db.execute("PRAGMA user_version").fetchone()
-    return application, version
 
 
 def _lookup(db: sqlite3.Connection, identity: FileIdentity, algorithm: str) -> _Digests:

@@ -124,6 +124,26 @@ def connect(path: str | os.PathLike[str] | Path, *, timeout_s: float) -> sqlite3
         )
 
 
+def marks(db: sqlite3.Connection) -> tuple[int, int]:
+    """Return what a database says it is: an application's id, and a version; zeros when new."""
+    if db.in_transaction:
+        return _marks(db)
+    # Both of one moment: between two reads another process may make the file what it is.
+    with _inside():
+        db.execute("BEGIN")
+        try:
+            return _marks(db)
+        finally:
+            with contextlib.suppress(sqlite3.Error):
+                db.execute("ROLLBACK")
+
+
+def _marks(db: sqlite3.Connection) -> tuple[int, int]:
+    (application,) = db.execute("PRAGMA application_id").fetchone()
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    return application, version
+
+
 @contextlib.contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[None]:
     """Run the block as one transaction, all or nothing, on a connection of `connect`."""

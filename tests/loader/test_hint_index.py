@@ -2,6 +2,7 @@
 
 import logging
 import multiprocessing
+import multiprocessing.synchronize
 import os
 import signal
 import sqlite3
@@ -205,6 +206,29 @@ def test_a_killed_writer_leaves_an_index_that_works(index: HintIndex, file: Path
         with opened(file) as fd:
             index.forget(fd)
         assert known(index, file) == {}
+
+
+def _make(path: Path, begin: multiprocessing.synchronize.Barrier) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    for number in range(150):
+        index = HintIndex(path / f"{number}.sqlite", busy_s=5.0)
+        begin.wait(30)
+        index.forget(fd)
+    os._exit(bool(hints._said))  # what was wrong with an index
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_processes_that_make_it_at_once_take_it_for_no_other(tmp_path: Path) -> None:
+    """What marks it is read at one moment: between two reads another process may have made it."""
+    context = multiprocessing.get_context("fork")
+    begin = context.Barrier(4)
+    processes = [context.Process(target=_make, args=(tmp_path, begin)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert len([*tmp_path.glob("*.sqlite")]) == 150
 
 
 # Python 3.12 warns of forks with threads, which is what is tested here.

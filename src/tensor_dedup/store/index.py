@@ -18,7 +18,7 @@ import msgspec
 from blake3 import blake3
 
 from tensor_dedup.digest import LEAF_BYTES
-from tensor_dedup.sqlite import transaction
+from tensor_dedup.sqlite import marks, transaction
 from tensor_dedup.store.containers import ContainerId
 from tensor_dedup.store.errors import (
     DamagedFileError,
@@ -583,7 +583,7 @@ class _OtherIndexError(sqlite3.DatabaseError):
 
 
 def _prepare(db: sqlite3.Connection) -> None:
-    found, wanted = _marks(db), (_APPLICATION_ID, _SCHEMA_VERSION)
+    found, wanted = marks(db), (_APPLICATION_ID, _SCHEMA_VERSION)
     if found not in (_EMPTY, wanted):
         raise _OtherIndexError(f"it is marked {found}, not {wanted}")
     # A small store has six tables that are nearly empty, each of at least a page.
@@ -594,14 +594,8 @@ def _prepare(db: sqlite3.Connection) -> None:
     db.execute("PRAGMA synchronous = FULL")
     if found == _EMPTY:
         with transaction(db):
-            if _marks(db) == _EMPTY:  # another process may have been first
+            if marks(db) == _EMPTY:  # another process may have been first
                 for statement in _SCHEMA.split(";"):  # `executescript` would commit first
                     db.execute(statement)
                 db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
                 db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
-
-
-def _marks(db: sqlite3.Connection) -> tuple[int, int]:
-    """Return what a database says it is: an application's id, and a version; zeros when new."""
-    application = db.execute("PRAGMA application_id").fetchone()[0]
-    return application, db.execute("PRAGMA user_version").fetchone()[0]
