@@ -317,7 +317,7 @@ def test_two_processes_have_it_once_with_a_manager_of_that_gpu(tmp_path: Path) -
         held = manager.overview().totals
         assert held.residents > 0
         # One that shares nothing with the first by birth: addresses, seeds of hashes.
-        assert fresh.call_forked(with_a_manager, socket) == first
+        assert fresh.call(with_a_manager, socket) == first
         after = manager.overview().totals
         assert (after.residents, after.resident_bytes) == (held.residents, held.resident_bytes)
         assert after.published == held.published

@@ -167,15 +167,26 @@ def test_a_fast_tier_without_a_note_gets_one(tmp_path: Path, second: str) -> Non
         assert run.steps() == [0, 1, 2]
     assert note.read_bytes() != first
     again = identity.read_bytes()
-    # Which protect no more, and stop nobody: one that is damaged, and one from before version 1.
-    former = frames.encode_text([*frames.decode_text(first, note), "drained 0"])
-    for step, text in ((3, b"damaged"), (4, former)):
-        note.write_bytes(text)
-        with handle(tmp_path / "fast", drain=second) as run:
-            save(run, step)
-        assert note.read_bytes() not in (text, first)
-        assert identity.read_bytes() == again
+    note.write_bytes(b"damaged")  # which protects no more, and stops nobody
+    with handle(tmp_path / "fast", drain=second) as run:
+        save(run, 3)
+    assert identity.read_bytes() == again
     assert b"second tier" in note.read_bytes()
+
+
+def test_a_note_that_says_more_protects_all_the_same(tmp_path: Path, second: str) -> None:
+    """As those from before version 1 do, which counted what was drained."""
+    with handle(tmp_path / "fast", drain=second, keep_fast=2) as run:
+        save(run, 0, 1)
+    note = tmp_path / "fast" / "tiers" / "run"
+    lines = frames.decode_text(note.read_bytes(), note)
+    note.write_bytes(frames.encode_text([*lines, "drained 0"]))
+    with pytest.raises(OtherTierError):
+        handle(tmp_path / "fast", drain=str(tmp_path / "empty"))
+    assert not (tmp_path / "empty").exists()
+    with handle(tmp_path / "fast", drain=second) as run:
+        save(run, 2)
+        assert run.steps() == [0, 1, 2]
 
 
 class SmallDisk(RealFiles):

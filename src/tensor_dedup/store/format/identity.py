@@ -63,9 +63,12 @@ def note_text(run: str, note: TierNote) -> bytes:
 
 
 def note_in(text: bytes, run: str) -> TierNote | None:
-    """Return the note of a run, or None if the text is damaged or another one."""
+    """Return the note of a run, or None if the text is damaged or another one.
+
+    Lines that are not known say more about the same tier: one that is ignored protects nothing.
+    """
     lines = _lines(text)
-    if len(lines) != 4 or lines[:2] != [_NOTE_TITLE, f"{_RUN}{run}"]:
+    if len(lines) < 4 or lines[:2] != [_NOTE_TITLE, f"{_RUN}{run}"]:
         return None
     identity, where = lines[2].removeprefix(_ID), lines[3].removeprefix(_WHERE)
     try:
