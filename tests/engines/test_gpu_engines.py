@@ -566,7 +566,7 @@ def test_what_an_engine_shares_while_it_is_awake_is_not_copied(
     engines.drop(pair.pop())
     gc.collect()
     assert gpus.in_use() == 0
-    assert sleepers.host.overview().totals.leases == 0
+    managers.until(lambda: sleepers.host.overview().totals.leases == 0)
 
 
 def test_who_is_loaded_while_the_others_sleep_shares_with_them_when_they_wake(
