@@ -10,6 +10,7 @@ import torch
 from vllm.engine import arg_utils
 
 import engines
+import fleet
 import plain
 import remotes
 import tiny_checkpoints as checkpoints
@@ -127,3 +128,21 @@ def test_an_empty_store_starts_as_plain_vllm_and_then_without_the_remote(
         EngineArgs(model="store://nobody", tensor_dedup=wanted)
     answers, _ = answers_and_report(FINE_TUNE, folder, remote=URL)
     assert answers == expected[FINE_TUNE]
+
+
+def test_engines_in_processes_of_their_own_load_what_one_of_them_pulled(
+    pair: checkpoints.Pair, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is imported or set for them: the pull is found from `store://` alone."""
+    monkeypatch.setenv(stub_folder.ENVIRONMENT, str(tmp_path / "cache"))
+    below = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    config = {"store": str(tmp_path / "here"), "remote": URL}
+    with fleet.fleet(tmp_path) as started:
+        alone = started.start(pair.base, None, below)
+        two = [started.start(f"store://{BASE}", config, below) for _ in range(2)]
+        for each in two:
+            assert each.loaded["outputs"] == alone.loaded["outputs"]
+            assert each.loaded["reports"] == [], "it loaded in the process that configured it"
+    assert Store.open(tmp_path / "here").names() == [BASE]
+    size = checkpoints.nbytes(pair.base)
+    assert size <= proxy.received <= 1.02 * size + 64 * KIB

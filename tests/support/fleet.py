@@ -168,7 +168,7 @@ class Fleet:
 
     def start(
         self,
-        path: Path,
+        path: str | Path,
         config: dict[str, Any] | None,
         environ: Mapping[str, str] = MappingProxyType({}),
         **options: Any,
