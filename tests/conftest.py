@@ -50,7 +50,7 @@ os.environ.update(
 @pytest.fixture
 def nothing_stays() -> Iterator[None]:
     """Of a test nothing stays resident, nor mapped."""
-    import process_state
+    from processes import process_state
     from tensor_dedup import disable
 
     before = process_state.remaining()
@@ -75,7 +75,7 @@ def _nothing_reloaded_stays() -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     # Only now: it imports the package, which reads the environment.
-    import process_state
+    from processes import process_state
 
     process_state.collect_surely()
 
@@ -109,7 +109,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    import process_state
+    from processes import process_state
 
     process_state.set_aside()  # what the tests have imported stays anyhow
 
@@ -120,7 +120,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     # pytest and the interpreter keep the exception of a test that failed, and a fixture's for as
     # long as its scope lasts. Its frames hold that test's models, which the next would find shared.
     if call.excinfo is not None and not item.config.getoption("usepdb"):
-        import process_state
+        from processes import process_state
 
         process_state.clear_frames(call.excinfo.value)
     return report

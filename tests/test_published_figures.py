@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import fresh
-import package_source
-from process_state import forked
+from processes import fresh
+from processes.process_state import forked
+from project import package_source
 
 DOCUMENT = package_source.ROOT / "docs" / "published-figures.md"
 LINKS = {

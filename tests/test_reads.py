@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 
-import reads
+from files import reads
 
 TENSORS = {"a": torch.arange(65_536), "b": torch.ones(1_000)}
 DATA = 65_536 * 8 + 1_000 * 4

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from process_state import fork, forked
+from processes.process_state import fork, forked
 from tensor_dedup.sqlite import connect, transaction
 
 FORKS = 40

@@ -1,5 +1,6 @@
 """Where the benchmark of device memory runs: on GPU 0 with a manager, or in a rehearsal."""
 
+import os
 import subprocess
 import sys
 import time
@@ -24,13 +25,13 @@ from tensor_dedup.memory_manager.protocol.paths import device_socket
 
 MIB: Final = 1 << 20
 _SUPPORT: Final = Path(__file__).resolve().parents[2] / "tests" / "support"
-_FAKE_MANAGER: Final = _SUPPORT / "fake_gpu_manager.py"
+_FAKE_MANAGER: Final = _SUPPORT / "gpu_runs" / "fake_gpu_manager.py"
 _REAL_MANAGER = ("-m", "tensor_dedup.memory_manager.server")
 
 
 def _fake_driver() -> Driver:
     sys.path.append(str(_SUPPORT))  # the fake is no part of the package
-    from fake_driver import FakeDriver
+    from gpu_runs.fake_driver import FakeDriver
 
     return FakeDriver()
 
@@ -85,6 +86,7 @@ class Bench:
         process = subprocess.Popen(
             [sys.executable, *program, "--device", "0", "--socket", str(base)],
             stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(_SUPPORT), *sys.path])},
         )
         gpu = Gpu(self.driver(), "0")
         with ExitStack() as clients:

@@ -259,7 +259,7 @@ def remote(inputs: Path, scratch: Path) -> dict[str, float]:
     """
     # Of the tests' helpers, only what imports nothing of the package, whose commit is another's.
     sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
-    import real_servers
+    from remote_runs import real_servers
     from tensor_dedup import Store
 
     store = Store.open(scratch / "pushed")

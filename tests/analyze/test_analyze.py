@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-import reads
+from files import reads
 from tensor_dedup.analyze import analyze, digests, fusion
 from tensor_dedup.analyze.analysis import compare
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured

@@ -11,8 +11,8 @@ import numpy
 import pytest
 import safetensors.numpy
 
-import chromium
-import gallery
+from models import gallery
+from processes import chromium
 from tensor_dedup.analyze import analyze
 from tensor_dedup.cli.analysis_page import page, write_page
 

@@ -17,9 +17,9 @@ import torch
 from rich.console import Console
 from safetensors.numpy import save_file
 
-import commands
-import gallery
-import tiny_checkpoints as checkpoints
+from models import gallery
+from models import tiny_checkpoints as checkpoints
+from processes import commands
 from tensor_dedup import Store
 from tensor_dedup.analyze import analyze
 from tensor_dedup.analyze.verdict import vllm_server

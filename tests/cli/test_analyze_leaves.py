@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stores import noise, open_store, safetensors, u8, write
+from store_runs.stores import noise, open_store, safetensors, u8, write
 from tensor_dedup.analyze import analyze, contributions
 from tensor_dedup.analyze.verdict import advice
 from tensor_dedup.digest import LEAF_BYTES

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from stores import noise, safetensors, u8, write
+from store_runs.stores import noise, safetensors, u8, write
 from tensor_dedup import Store
 from tensor_dedup.cli import main
 from tensor_dedup.training import CheckpointStore

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from stores import KIB, memory_folder, noise, safetensors, size_on_disk, u8, write
+from store_runs.stores import KIB, memory_folder, noise, safetensors, size_on_disk, u8, write
 from tensor_dedup import Store
 from tensor_dedup.cli import main
 from tensor_dedup.training import CheckpointStore

@@ -9,8 +9,8 @@ import numpy
 import pytest
 from safetensors.numpy import save_file
 
-import commands
-import gallery
+from models import gallery
+from processes import commands
 from tensor_dedup.training import CheckpointStore
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "diff.schema.json"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-import managers
-from stores import KIB, noise, safetensors, u8, write
+from manager_runs import managers
+from store_runs.stores import KIB, noise, safetensors, u8, write
 from tensor_dedup import Store
 from tensor_dedup.analyze import verdict
 from tensor_dedup.cli import doctor as doctor_module

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-import managers
-import package_source
-import prompts
-from stores import KIB, noise, safetensors, u8, write
+from manager_runs import managers
+from processes import prompts
+from project import package_source
+from store_runs.stores import KIB, noise, safetensors, u8, write
 from tensor_dedup import Store
 from tensor_dedup.cli import VERBS, main
 from tensor_dedup.digest import digest

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import commands
+from processes import commands
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-import terminal
+from processes import terminal
 from tensor_dedup.cli import GROUPS, VERBS, data_errors, main
 from tensor_dedup.cli.tensorcas import main as tensorcas
 from tensor_dedup.errors import CheckpointNotFoundError, ConfigError, NoSuchPathError

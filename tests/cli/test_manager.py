@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-import managers
+from manager_runs import managers
 from tensor_dedup.cli import main
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.client.names import checkpoint_name

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-import gpus
-from fake_driver import fake_uuid
+from gpu_runs import gpus
+from gpu_runs.fake_driver import fake_uuid
 from tensor_dedup.cli import main
 from tensor_dedup.memory_manager.client import connect
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-import chromium
-import commands
-import gallery
-import package_source
+from models import gallery
+from processes import chromium, commands
+from project import package_source
 from tensor_dedup.analyze import analyze
 
 ROOM = 100_000

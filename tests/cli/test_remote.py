@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-import registries
-from remotes import answered
-from stores import content, noise, three
+from remote_runs import registries
+from remote_runs.remotes import answered
+from store_runs.stores import content, noise, three
 from tensor_dedup import Store
 from tensor_dedup.cli import main
 from tensor_dedup.remote import Remote

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import chromium
+from processes import chromium
 from tensor_dedup.cli.run_plot import PlottedRun, labels, page, ticks
 from tensor_dedup.store.steps.runs import Step
 from tensor_dedup.store.upkeep.run_sizes import Growth

@@ -11,8 +11,8 @@ import numpy
 import pytest
 from click.testing import CliRunner, Result
 
-import package_source
-from stores import handle, network, size_on_disk, train
+from project import package_source
+from store_runs.stores import handle, network, size_on_disk, train
 from tensor_dedup import Store
 from tensor_dedup.cli import main
 from tensor_dedup.cli.tensorcas import main as tensorcas

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-import prompts
+from processes import prompts
 from tensor_dedup.cli import main
 from tensor_dedup.cli.runs import command as runs_command
 from tensor_dedup.cli.tensorcas import main as tensorcas

@@ -15,9 +15,19 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-import commands
-import managers
-from stores import KIB, content, noise, safetensors, size_on_disk, tuned, u8, weights, write
+from manager_runs import managers
+from processes import commands
+from store_runs.stores import (
+    KIB,
+    content,
+    noise,
+    safetensors,
+    size_on_disk,
+    tuned,
+    u8,
+    weights,
+    write,
+)
 from tensor_dedup.cli import main
 from tensor_dedup.cli.tensorcas import main as tensorcas
 from tensor_dedup.store.format.layout import StoreLayout

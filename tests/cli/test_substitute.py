@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import commands
-import gallery
+from models import gallery
+from processes import commands
 from tensor_dedup.analyze import analyze
 
 

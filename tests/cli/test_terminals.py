@@ -8,10 +8,10 @@ import click
 import numpy
 import pytest
 
-import gallery
-import managers
-import terminal
-from stores import KIB, memory_folder, noise, safetensors, u8, write
+from manager_runs import managers
+from models import gallery
+from processes import terminal
+from store_runs.stores import KIB, memory_folder, noise, safetensors, u8, write
 from tensor_dedup import Store
 from tensor_dedup.cli import VERBS
 from tensor_dedup.cli.runs import command as runs

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import container_files
-import managers
-import package_source
-from container_files import DEPLOY, Stage
+from files import container_files
+from files.container_files import DEPLOY, Stage
+from manager_runs import managers
+from project import package_source
 
 MANAGER = DEPLOY / "manager.Dockerfile"
 ENGINE = DEPLOY / "engine.Dockerfile"

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-import container_files
-from container_files import DEPLOY
+from files import container_files
+from files.container_files import DEPLOY
 from tensor_dedup.cli.serve import command as serve
 from tensor_dedup.config import TensorDedupConfig
 

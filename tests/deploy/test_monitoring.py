@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-import managers
-from container_files import DEPLOY
+from files.container_files import DEPLOY
+from manager_runs import managers
 
 BOARD = DEPLOY / "monitoring" / "grafana.json"
 ALERTS = DEPLOY / "monitoring" / "alerts.yaml"

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-import container_files
-import package_source
-from container_files import DEPLOY
+from files import container_files
+from files.container_files import DEPLOY
+from project import package_source
 
 FLEET = DEPLOY / "ray" / "fleet.yaml"
 SERVICE = DEPLOY / "kubernetes" / "ray-service.yaml"

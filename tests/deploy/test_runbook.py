@@ -4,8 +4,8 @@ import ast
 import re
 from functools import cache
 
-import package_source
-from container_files import DEPLOY
+from files.container_files import DEPLOY
+from project import package_source
 
 RUNBOOK = DEPLOY / "runbook.md"
 GAP = "\0"  # what is filled in

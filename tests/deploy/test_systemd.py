@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from container_files import DEPLOY
+from files.container_files import DEPLOY
 from tensor_dedup.cli.serve import command as serve
 
 USER = DEPLOY / "systemd" / "user" / "tensor-dedup.service"

@@ -6,7 +6,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-import package_source
+from project import package_source
 from tensor_dedup.analyze import verdict
 from tensor_dedup.analyze.analysis import compare
 from tensor_dedup.analyze.tensors import AnalyzedTensor, Measured

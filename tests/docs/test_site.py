@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import chromium
-import package_source
+from processes import chromium
+from project import package_source
 from tensor_dedup.cli import VERBS
 from tensor_dedup.errors import NOBODY_THERE, WRONG_DATA, WRONG_USE
 

@@ -10,11 +10,9 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, models
 
-import fresh
-import package_source
-import snippets
-import tiny_checkpoints
-import tiny_pipelines
+from models import tiny_checkpoints, tiny_pipelines
+from processes import fresh
+from project import package_source, snippets
 from tensor_dedup import settings
 
 ROOT = package_source.ROOT

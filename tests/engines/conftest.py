@@ -1,5 +1,5 @@
 """What tests that load models share."""
 
-from load_fixtures import collector_as_it_was as collector_as_it_was
-from load_fixtures import model as model
-from load_fixtures import others as others
+from vllm_runs.load_fixtures import collector_as_it_was as collector_as_it_was
+from vllm_runs.load_fixtures import model as model
+from vllm_runs.load_fixtures import others as others

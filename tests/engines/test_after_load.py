@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-import engines
-import plain
-import process_state
-import shared
-import tiny_checkpoints as checkpoints
-import transfers  # noqa: F401 - engines that transfer weights without a GPU
+from models import tiny_checkpoints as checkpoints
+from processes import process_state
 from tensor_dedup import report, verify
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.types import ResidentKey
+from vllm_runs import (
+    engines,
+    plain,
+    shared,
+    transfers,  # noqa: F401 - engines that transfer weights without a GPU
+)
 
 if TYPE_CHECKING:
     from vllm import LLM

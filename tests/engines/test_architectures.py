@@ -5,10 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import engines
-import pair_run
-import tiny_checkpoints as checkpoints
+from models import tiny_checkpoints as checkpoints
 from tensor_dedup.formats.safetensors import read_header
+from vllm_runs import engines, pair_run
 
 pytestmark = pytest.mark.vllm
 

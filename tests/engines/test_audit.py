@@ -9,16 +9,14 @@ from unittest import mock
 
 import pytest
 
-import engines
-import fresh
-import plain
-import shared
-import tiny_checkpoints as checkpoints
+from models import tiny_checkpoints as checkpoints
+from processes import fresh
 from tensor_dedup import report
 from tensor_dedup.errors import AuditError
 from tensor_dedup.loader.deferred.layer_records import LayerRecord
 from tensor_dedup.loader.deferred.recipe import RecipeBook
 from tensor_dedup.loader.residents.registry import registry
+from vllm_runs import engines, plain, shared
 
 if TYPE_CHECKING:
     from tensor_dedup.loader.deferred.storage import View

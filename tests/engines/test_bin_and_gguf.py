@@ -11,12 +11,11 @@ from unittest import mock
 import pytest
 import torch
 
-import engines
-import plain
-import quantised
-import tiny_checkpoints as checkpoints
+from models import quantised
+from models import tiny_checkpoints as checkpoints
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.loader.checkpoint_io.hints import ENVIRONMENT
+from vllm_runs import engines, plain
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -247,7 +246,7 @@ def test_a_format_with_a_loader_of_its_own_is_not_asked_for_by_name(world: World
 
 def test_gguf_is_shared_after_its_plug_in_has_loaded_it(world: World) -> None:
     pytest.importorskip("vllm_gguf_plugin")
-    import reference_kernels
+    from vllm_runs import reference_kernels
 
     names = {world.base: "base.gguf", world.tuned: "tuned.gguf"}
     files = [quantised.gguf_file(path, world.root / name, "Q8_0") for path, name in names.items()]

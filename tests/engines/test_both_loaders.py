@@ -8,13 +8,12 @@ import pytest
 import torch
 import transformers as hf
 
-import fresh
-import plain
-import shared
-import tiny_checkpoints as checkpoints
+from models import tiny_checkpoints as checkpoints
+from processes import fresh
 from tensor_dedup import report, shares_memory
 from tensor_dedup.loader.load_lock import LOAD_LOCK
 from tensor_dedup.patches.huggingface import model_load
+from vllm_runs import plain, shared
 
 pytestmark = pytest.mark.vllm
 

@@ -16,14 +16,11 @@ from unittest import mock
 import pytest
 from safetensors.torch import save_file
 
-import engines
-import fresh
-import plain
-import process_state
-import shared
-import tiny_checkpoints as checkpoints
+from models import tiny_checkpoints as checkpoints
+from processes import fresh, process_state
 from tensor_dedup import report
 from tensor_dedup.loader.not_shared import NotShared
+from vllm_runs import engines, plain, shared
 
 if TYPE_CHECKING:
     from vllm import LLM

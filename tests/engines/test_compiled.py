@@ -11,12 +11,10 @@ import pytest
 import torch
 import transformers as hf
 
-import engines
-import fresh
-import plain
-import shared
-import tiny_checkpoints as checkpoints
+from models import tiny_checkpoints as checkpoints
+from processes import fresh
 from tensor_dedup import unshare, verify
+from vllm_runs import engines, plain, shared
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -14,12 +14,9 @@ import pytest
 import safetensors.torch
 import torch
 
-import engines
-import fresh
-import loads
-import plain
-import reads
-import tiny_checkpoints as checkpoints
+from files import reads
+from models import tiny_checkpoints as checkpoints
+from processes import fresh
 from tensor_dedup import ConfigError, Store, UnsupportedError, enable, report
 from tensor_dedup.errors import CheckpointError, FormatError
 from tensor_dedup.formats.markers import KEY, Marker, in_files
@@ -28,6 +25,7 @@ from tensor_dedup.loader.deferred.trace import UntraceableError
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.patches.vllm.run import LoadRun
 from tensor_dedup.planning.substitution import substitute
+from vllm_runs import engines, loads, plain
 
 pytestmark = pytest.mark.vllm
 LAYERS = "0-1"

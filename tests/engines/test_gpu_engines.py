@@ -25,15 +25,12 @@ from vllm.utils import mem_utils
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
-import engines
-import gpus
-import managers
-import plain
-import quantised
-import shared
-import tiny_checkpoints as checkpoints
-from fake_driver import GRANULARITY, FakeDriver, RefusingDriver
-from gpu_loads import Lender, key_of, weights
+from gpu_runs import gpus
+from gpu_runs.fake_driver import GRANULARITY, FakeDriver, RefusingDriver
+from gpu_runs.gpu_loads import Lender, key_of, weights
+from manager_runs import managers
+from models import quantised
+from models import tiny_checkpoints as checkpoints
 from tensor_dedup import report, shared_bytes, shares_memory, unshare, verify
 from tensor_dedup.errors import AuditError, ConfigError, UnsupportedError
 from tensor_dedup.loader import process_state
@@ -51,6 +48,7 @@ from tensor_dedup.memory_manager.cuda.driver import Access, Driver
 from tensor_dedup.memory_manager.errors import MemoryManagerError
 from tensor_dedup.patches.vllm import arguments
 from tensor_dedup.patches.vllm.run import LoadRun
+from vllm_runs import engines, plain, shared
 
 pytestmark = pytest.mark.vllm
 _PLACE = torch.device("cpu")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import fresh
-import package_source
+from processes import fresh
+from project import package_source
 from tensor_dedup import UnsupportedError, report
 
 sys.path.append(str(package_source.ROOT / "scripts"))  # which a fresh process has not

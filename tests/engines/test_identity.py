@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import engines
-import hinted
-import plain
-import tiny_checkpoints as checkpoints
+from files import hinted
+from models import tiny_checkpoints as checkpoints
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import ChangedFileError
 from tensor_dedup.formats.safetensors import read_header
 from tensor_dedup.loader.checkpoint_io.hints import ENVIRONMENT, FileIdentity, HintIndex
+from vllm_runs import engines, plain
 
 if TYPE_CHECKING:
     from vllm import LLM

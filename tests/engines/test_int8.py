@@ -15,17 +15,19 @@ import safetensors.torch
 import torch
 from vllm import _custom_ops as ops
 
-import engines
-import loads
-import plain
-import quantised
-import reference_kernels
-import shared
-import tiny_checkpoints as checkpoints
-import transfers  # engines that transfer weights without a GPU
+from models import quantised
+from models import tiny_checkpoints as checkpoints
 from tensor_dedup import unshare
 from tensor_dedup.patches.vllm import kernels as vllm_quantised
 from tensor_dedup.patches.vllm.kernels import scales_kept
+from vllm_runs import (
+    engines,
+    loads,
+    plain,
+    reference_kernels,
+    shared,
+    transfers,  # engines that transfer weights without a GPU
+)
 
 if TYPE_CHECKING:
     from vllm import LLM

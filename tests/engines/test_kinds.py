@@ -14,12 +14,10 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.sharded_state_loader import ShardedStateLoader
 
-import engines
-import kinds
-import plain
-import shared
-import tiny_checkpoints as checkpoints
+from models import kinds
+from models import tiny_checkpoints as checkpoints
 from tensor_dedup import report
+from vllm_runs import engines, plain, shared
 
 if TYPE_CHECKING:
     from torch import nn

@@ -21,11 +21,8 @@ from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsW8A8Int8,
 )
 
-import engines
-import fresh
-import plain
-import shared
-import tiny_checkpoints as checkpoints
+from models import tiny_checkpoints as checkpoints
+from processes import fresh
 from tensor_dedup.config import TensorDedupConfig
 from tensor_dedup.loader.checkpoint_io.sources import SourceReader
 from tensor_dedup.loader.deferred.evaluate import Evaluator, Scratch
@@ -36,6 +33,7 @@ from tensor_dedup.loader.deferred.session import LoadSession
 from tensor_dedup.loader.deferred.storage import ExpressionKind, View, VirtualStorage
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.patches.vllm.processed import LayerContext
+from vllm_runs import engines, plain, shared
 
 if TYPE_CHECKING:
     from vllm import LLM

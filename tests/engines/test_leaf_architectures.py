@@ -3,10 +3,9 @@
 import msgspec
 import pytest
 
-import leaf_run
-import pair_run
-import tiny_checkpoints as checkpoints
+from models import tiny_checkpoints as checkpoints
 from tensor_dedup.digest import LEAF_BYTES
+from vllm_runs import leaf_run, pair_run
 
 pytestmark = pytest.mark.vllm
 

@@ -13,15 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-import engines
-import fleet
-import fresh
-import managers
-import plain
-import quantised
-import shared
-import tiny_checkpoints as checkpoints
-from leaf_tunes import (
+from manager_runs import managers
+from models import quantised
+from models import tiny_checkpoints as checkpoints
+from models.leaf_tunes import (
     MIB,
     Change,
     adapted,
@@ -38,11 +33,13 @@ from leaf_tunes import (
     slab_pss,
     whole,
 )
+from processes import fresh
 from tensor_dedup import Store, shared_bytes, unshare, verify
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import AuditError
 from tensor_dedup.loader.residents import leaves
 from tensor_dedup.loader.unsharing.lookup import is_mapped
+from vllm_runs import engines, fleet, plain, shared
 
 
 @pytest.fixture(scope="module")
@@ -205,8 +202,10 @@ def _assert_kept_in_another_process(
 ) -> None:
     """`changed` as `changed_bytes`; with `kernels` vLLM gets those that it has not on this CPU."""
     differ, tensors = changed or changed_bytes(base, tune)
-    options: dict[str, Any] = {"worker_extension_cls": "with_kernels.Worker"} if kernels else {}
-    unpacked = "unpacked_with_kernels.Worker" if kernels else "unpacked.Worker"
+    options: dict[str, Any] = (
+        {"worker_extension_cls": "vllm_runs.with_kernels.Worker"} if kernels else {}
+    )
+    unpacked = "vllm_runs.unpacked_with_kernels.Worker" if kernels else "vllm_runs.unpacked.Worker"
     with fleet.fleet(tmp_path) as engines, fleet.manager(tmp_path) as manager:
         plain_tune = engines.start(tune, None, worker_extension_cls=unpacked)
         config = {"memory_manager": str(manager.socket)}

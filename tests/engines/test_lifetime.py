@@ -10,14 +10,11 @@ import pytest
 import torch
 import transformers as hf
 
-import engines
-import fresh
-import plain
-import process_state
-import shared
-import tiny_checkpoints as checkpoints
+from models import tiny_checkpoints as checkpoints
+from processes import fresh, process_state
 from tensor_dedup import report
 from tensor_dedup.loader.residents.registry import registry
+from vllm_runs import engines, plain, shared
 
 pytestmark = pytest.mark.vllm
 

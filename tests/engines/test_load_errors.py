@@ -20,12 +20,10 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-import engines
-import kinds
-import loads
-import managers
-import process_state
-import tiny_checkpoints as checkpoints
+from manager_runs import managers
+from models import kinds
+from models import tiny_checkpoints as checkpoints
+from processes import process_state
 from tensor_dedup import Store, report, verify
 from tensor_dedup.errors import (
     ChangedFileError,
@@ -33,6 +31,7 @@ from tensor_dedup.errors import (
     TensorDedupError,
     UnreadableFileError,
 )
+from vllm_runs import engines, loads
 
 pytestmark = pytest.mark.vllm
 

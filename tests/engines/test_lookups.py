@@ -8,15 +8,14 @@ from unittest import mock
 
 import pytest
 
-import engines
-import fresh
-import managers
-import plain
-import tiny_checkpoints as checkpoints
+from manager_runs import managers
+from models import tiny_checkpoints as checkpoints
+from processes import fresh
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.memory_manager.client.connection import Connection
 from tensor_dedup.memory_manager.protocol.limits import MAX_KEYS, MAX_PIECES
 from tensor_dedup.memory_manager.protocol.messages import Lookup, LookupDigests
+from vllm_runs import engines, plain
 
 pytestmark = pytest.mark.vllm
 

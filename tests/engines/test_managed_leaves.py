@@ -15,18 +15,15 @@ import torch
 import transformers as hf
 from vllm.model_executor.model_loader.reload import layerwise
 
-import engines
-import managers
-import plain
-import process_state
-import quantised
-import reference_kernels
-import shared
-import tiny_checkpoints as checkpoints
-from leaf_tunes import MIB, WIDE
+from manager_runs import managers
+from models import quantised
+from models import tiny_checkpoints as checkpoints
+from models.leaf_tunes import MIB, WIDE
+from processes import process_state
 from tensor_dedup import shared_bytes, unshare, verify
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.memory_manager.client.admin import Admin
+from vllm_runs import engines, plain, reference_kernels, shared
 
 pytestmark = pytest.mark.vllm
 

@@ -12,11 +12,11 @@ import torch
 from click.testing import CliRunner
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import fleet
 from tensor_dedup.loader.report import REPORT_DIR_VARIABLE
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.patches.vllm import preload
 from tensor_dedup.text_table import BETWEEN_PROCESSES
+from vllm_runs import fleet
 
 # Large enough that whole pages for small tensors do not matter, small enough to load in no time.
 _SIZES: dict[str, Any] = {
@@ -31,7 +31,7 @@ _SIZES: dict[str, Any] = {
 
 
 # Plain vLLM with plain weights, as those are that leave a process.
-UNPACKED: dict[str, Any] = {"worker_extension_cls": "unpacked.Worker"}
+UNPACKED: dict[str, Any] = {"worker_extension_cls": "vllm_runs.unpacked.Worker"}
 LARGE = 256_000_000
 
 

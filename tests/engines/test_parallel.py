@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-import engines
-import fresh
-import loads
-import tiny_checkpoints as checkpoints
+from models import tiny_checkpoints as checkpoints
+from processes import fresh
 from tensor_dedup.loader.not_shared import NotShared
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.types import ResidentKey
+from vllm_runs import engines, loads
 
 pytestmark = pytest.mark.vllm
 

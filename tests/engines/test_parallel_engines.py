@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-import fleet
-import fresh
-import tiny_checkpoints as checkpoints
+from models import tiny_checkpoints as checkpoints
+from processes import fresh
 from tensor_dedup.loader.report import REPORT_DIR_VARIABLE, report
 from tensor_dedup.memory_manager.client.admin import Admin
+from vllm_runs import fleet
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 

@@ -19,16 +19,15 @@ from unittest import mock
 import pytest
 import torch
 
-import engines
-import plain
-import quantised
-import tiny_checkpoints as checkpoints
+from models import quantised
+from models import tiny_checkpoints as checkpoints
 from tensor_dedup.errors import AuditError
 from tensor_dedup.loader.checkpoint_io.hints import ENVIRONMENT
 from tensor_dedup.loader.deferred.layer_records import LayerRecord
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.residents.resident import tensor_bytes
+from vllm_runs import engines, plain
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -179,7 +178,7 @@ def finals(llm: "LLM") -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    import reference_kernels  # which imports vllm
+    from vllm_runs import reference_kernels  # which imports vllm
 
     made = World(tmp_path_factory.mktemp("quantised"))
     hints = made.root / "hints.sqlite"

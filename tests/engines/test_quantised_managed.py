@@ -13,14 +13,11 @@ from unittest import mock
 
 import pytest
 
-import engines
-import fleet
-import fresh
-import plain
-import process_state
-import quantised
-import tiny_checkpoints as checkpoints
+from models import quantised
+from models import tiny_checkpoints as checkpoints
+from processes import fresh, process_state
 from tensor_dedup.loader.checkpoint_io.hints import ENVIRONMENT
+from vllm_runs import engines, fleet, plain
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -80,7 +77,7 @@ def elsewhere(
     first: str, jobs: dict[str, tuple[str, str]], config: dict[str, Any], hints: str
 ) -> dict[str, tuple[Loaded, Loaded]]:
     """In another process: both checkpoints of each kind, loaded one after the other."""
-    import reference_kernels
+    from vllm_runs import reference_kernels
 
     os.environ[ENVIRONMENT] = hints
     with reference_kernels.installed():
@@ -102,7 +99,7 @@ class World:
     """Every load of some formats, done once."""
 
     def __init__(self, root: Path, socket: Path, hints: Path, kinds: tuple[str, ...]) -> None:
-        import reference_kernels  # which imports vllm
+        from vllm_runs import reference_kernels  # which imports vllm
 
         pair = checkpoints.make("llama", root / "plain")
         config = {"memory_manager": str(socket)}

@@ -8,15 +8,14 @@ from unittest.mock import patch
 
 import pytest
 
-import engines
-import plain
-import reads
-import tiny_checkpoints as checkpoints
 from demonstration import models
+from files import reads
+from models import tiny_checkpoints as checkpoints
 from tensor_dedup.loader.deferred import evaluate, session
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.loader.residents import resident, slab
 from tensor_dedup.loader.residents.slab import OutOfMemoryError
+from vllm_runs import engines, plain
 
 pytestmark = pytest.mark.vllm
 

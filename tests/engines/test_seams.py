@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-import engines
-import plain
 from tensor_dedup.patches import vllm as patches
 from tensor_dedup.patches.vllm import load_formats, seams, unusable
+from vllm_runs import engines, plain
 
 EVERY_TARGET = [each.target for each in seams.SEAMS]
 # Names that say only what a class or a module is called; what we use of it has entries of its own.

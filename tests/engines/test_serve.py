@@ -21,13 +21,12 @@ from typing import Any
 import pytest
 import safetensors.torch
 
-import fleet
-import forked
-import plain
-import remotes
-import tiny_checkpoints as checkpoints
+from models import tiny_checkpoints as checkpoints
+from processes import forked
+from remote_runs import remotes
 from tensor_dedup import Store
 from tensor_dedup.loader.report import REPORT_DIR_VARIABLE
+from vllm_runs import fleet, plain
 
 COMMAND = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 SMALL = (

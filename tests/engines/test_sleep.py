@@ -16,10 +16,10 @@ from torch import nn
 from vllm.config.load import LoadConfig
 from vllm.v1.worker import gpu_worker
 
-import gpus
-import managers
-from gpu_loads import weights
-from sleepers import SleepyEngine
+from gpu_runs import gpus
+from gpu_runs.gpu_loads import weights
+from manager_runs import managers
+from manager_runs.sleepers import SleepyEngine
 from tensor_dedup import unshare
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.devices import DEVICES

@@ -28,11 +28,10 @@ from hypothesis.stateful import (
 )
 from vllm.model_executor.model_loader.reload import layerwise
 
-import engines
-import loads
-import process_state
-import tiny_checkpoints as checkpoints
+from models import tiny_checkpoints as checkpoints
+from processes import process_state
 from tensor_dedup import report, verify
+from vllm_runs import engines, loads
 
 pytestmark = pytest.mark.vllm
 

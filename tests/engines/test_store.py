@@ -10,16 +10,15 @@ from unittest import mock
 
 import pytest
 
-import engines
-import plain
-import reads
-import stores
-import tiny_checkpoints as checkpoints
+from files import reads
+from models import tiny_checkpoints as checkpoints
+from store_runs import stores
 from tensor_dedup import Store
 from tensor_dedup.formats.safetensors import read_header
 from tensor_dedup.loader.checkpoint_io.hints import StoreHints
 from tensor_dedup.loader.report import ModelReport
 from tensor_dedup.patches.vllm.loader import TensorDedupLoader
+from vllm_runs import engines, plain
 
 pytestmark = pytest.mark.vllm
 

@@ -9,12 +9,9 @@ import pytest
 import torch
 from vllm.engine import arg_utils
 
-import engines
-import fleet
-import plain
-import remotes
-import tiny_checkpoints as checkpoints
-from remotes import Proxy
+from models import tiny_checkpoints as checkpoints
+from remote_runs import remotes
+from remote_runs.remotes import Proxy
 from tensor_dedup import Store
 from tensor_dedup.loader.checkpoint_io import stub_folder
 from tensor_dedup.loader.report import ModelReport
@@ -25,6 +22,7 @@ from tensor_dedup.remote.errors import (
     UnknownRemoteNameError,
 )
 from tensor_dedup.store.errors import UnknownNameError
+from vllm_runs import engines, fleet, plain
 
 pytestmark = pytest.mark.vllm
 

@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import engines
-import plain
-import tiny_checkpoints as checkpoints
+from models import tiny_checkpoints as checkpoints
 from tensor_dedup.training import CheckpointStore
+from vllm_runs import engines, plain
 
 pytestmark = pytest.mark.vllm
 

@@ -11,11 +11,9 @@ import safetensors
 from vllm import LLM
 from vllm.engine import arg_utils
 
-import engines
-import plain
-import reads
-import stores
-import tiny_checkpoints as checkpoints
+from files import reads
+from models import tiny_checkpoints as checkpoints
+from store_runs import stores
 from tensor_dedup import Store
 from tensor_dedup.errors import ChangedFileError, ConfigError, UnsupportedError
 from tensor_dedup.formats.safetensors import read_header
@@ -29,6 +27,7 @@ from tensor_dedup.store.errors import (
     NotAStoreError,
     UnknownNameError,
 )
+from vllm_runs import engines, plain
 
 pytestmark = pytest.mark.vllm
 

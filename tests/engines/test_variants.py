@@ -14,10 +14,9 @@ import pytest
 import safetensors.torch
 import torch
 
-import engines
-import plain
-import tiny_checkpoints as checkpoints
+from models import tiny_checkpoints as checkpoints
 from tensor_dedup.loader.report import ModelReport
+from vllm_runs import engines, plain
 
 pytestmark = pytest.mark.vllm
 

@@ -10,12 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-import engines
-import fresh
-import plain
-import tiny_checkpoints as checkpoints
+from models import tiny_checkpoints as checkpoints
+from processes import fresh
 from tensor_dedup.patches.vllm import run, seams, versions
 from tensor_dedup.patches.vllm.kernels import packed_linear
+from vllm_runs import engines, plain
 
 Linear = Callable[..., torch.Tensor]
 

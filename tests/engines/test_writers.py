@@ -16,17 +16,16 @@ import pytest
 import torch
 from vllm.model_executor.model_loader import get_model_loader
 
-import engines as engine_tools
-import fresh
-import plain
-import shared
-import tiny_checkpoints as checkpoints
+from models import tiny_checkpoints as checkpoints
+from processes import fresh
 from tensor_dedup import report, unshare, verify
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.deferred.layer_records import RECORD
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.residents.resident import pack
+from vllm_runs import engines as engine_tools
+from vllm_runs import plain, shared
 
 if TYPE_CHECKING:
     from vllm import LLM

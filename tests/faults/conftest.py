@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stores import memory_folder
+from store_runs.stores import memory_folder
 
 
 @pytest.fixture

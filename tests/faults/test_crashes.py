@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from clocks import JUMPS, ClockedFiles, SetClock
-from disk_faults import (
+from store_runs.clocks import JUMPS, ClockedFiles, SetClock
+from store_runs.disk_faults import (
     CHANGES,
     NEEDS_SPACE,
     WRITES,
@@ -29,7 +29,7 @@ from disk_faults import (
     Loss,
     some_changes,
 )
-from stores import (
+from store_runs.stores import (
     KIB,
     Content,
     assert_clean,

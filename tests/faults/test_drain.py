@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from disk_faults import (
+from store_runs.disk_faults import (
     CHANGES,
     NEEDS_SPACE,
     WRITES,
@@ -32,13 +32,13 @@ from disk_faults import (
     Loss,
     some_changes,
 )
-from drains import ACTS, OLD, Act, Steps, drain, held, model_of
-from stores import assert_same, handle, open_store, shares
+from store_runs.stores import assert_same, handle, open_store, shares
 from tensor_dedup.store.steps.runs import in_save_order
 from tensor_dedup.training import CheckpointStore
 from tensor_dedup.training.errors import DivergedTierError
 from tensor_dedup.training.tiers import drain as drain_module
 from tensor_dedup.training.tiers.drain import Drain
+from training_runs.drains import ACTS, OLD, Act, Steps, drain, held, model_of
 
 LOSSES: list[Loss] = ["everything", "bytes", "nothing"]
 # Of the changes that come before a name appears or goes, short forms try one in so many.
@@ -307,8 +307,8 @@ def save_again(stage: Path, step: int) -> None:
 _TRAINING = """
 import sys
 sys.path[:0] = {paths!r}
-from drains import model_of
-from stores import handle, open_store
+from training_runs.drains import model_of
+from store_runs.stores import handle, open_store
 root = sys.argv[1]
 run = handle(root + "/fast", drain=open_store(root + "/second"), keep_fast=2)
 latest = run.latest()

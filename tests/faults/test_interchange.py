@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from disk_faults import CHANGES, WRITES, Crash, Faults, FaultyFiles, Loss
+from store_runs.disk_faults import CHANGES, WRITES, Crash, Faults, FaultyFiles, Loss
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.errors import NoSpaceError
 from tensor_dedup.store.files import RealFiles

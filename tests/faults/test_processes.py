@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from clocks import JUMPS, ClockedFiles, SetClock
-from stores import (
+from store_runs.clocks import JUMPS, ClockedFiles, SetClock
+from store_runs.stores import (
     KIB,
     Content,
     assert_clean,
@@ -26,7 +26,7 @@ from stores import (
     u8,
     weights,
 )
-from stores import write as write_folder
+from store_runs.stores import write as write_folder
 from tensor_dedup import Store
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import StoreError

@@ -22,13 +22,11 @@ from typing import Any
 
 import pytest
 
-import drains
-import real_servers
-from disk_faults import Crash, Faults, FaultyFiles
-from drains import OLD, Act, Steps, drain, held, model_of
-from remotes import FAULTS, Faulty, Killed, MemoryBucket, s3
-from s3_faults import ONCE, FaultyProxy, MemoryS3, RealS3, Request, client
-from stores import KIB, assert_same, handle, open_store, shares
+from remote_runs import real_servers
+from remote_runs.remotes import FAULTS, Faulty, Killed, MemoryBucket, s3
+from remote_runs.s3_faults import ONCE, FaultyProxy, MemoryS3, RealS3, Request, client
+from store_runs.disk_faults import Crash, Faults, FaultyFiles
+from store_runs.stores import KIB, assert_same, handle, open_store, shares
 from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import Remote
 from tensor_dedup.remote.buckets import Bucket, FolderBucket
@@ -37,6 +35,8 @@ from tensor_dedup.store.steps.runs import in_save_order
 from tensor_dedup.training import CheckpointStore
 from tensor_dedup.training.tiers import drain as drain_module
 from tensor_dedup.training.tiers.drain import Drain
+from training_runs import drains
+from training_runs.drains import OLD, Act, Steps, drain, held, model_of
 
 
 def deleted_before(run: CheckpointStore) -> None:
@@ -328,8 +328,8 @@ for module, name, value in (
     ("buckets", "_THREADS", 1),
 ):
     setattr(import_module("tensor_dedup.remote." + module), name, value)
-from drains import model_of
-from stores import handle
+from training_runs.drains import model_of
+from store_runs.stores import handle
 run = handle(sys.argv[1], drain=sys.argv[2], keep_fast=1)
 latest = run.latest()
 for step in range(0 if latest is None else latest + 1, 4):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stores import KIB, content, noise, open_store, safetensors, stored, u8, write
+from store_runs.stores import KIB, content, noise, open_store, safetensors, stored, u8, write
 from tensor_dedup import Store
 from tensor_dedup.remote import Remote, layout, push
 from tensor_dedup.remote.buckets import FolderBucket

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import pytest
 
-from pytorch_files import (
+from files.pytorch_files import (
     BOMB,
     HOOKS,
     Item,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from refusals import refused
+from files.refusals import refused
 from tensor_dedup.errors import CheckpointNotFoundError, FormatError, UnsupportedError
 from tensor_dedup.formats import checkpoint
 from tensor_dedup.formats.checkpoint import Checkpoint, open_checkpoint

@@ -10,9 +10,9 @@ import numpy
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-import gguf_files
-from gguf_files import HONEST, LIARS, file_of, info, listed, number, one, parse
-from refusals import refused
+from files import gguf_files
+from files.gguf_files import HONEST, LIARS, file_of, info, listed, number, one, parse
+from files.refusals import refused
 from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
 from tensor_dedup.formats.errors import (
     CheckpointFault,

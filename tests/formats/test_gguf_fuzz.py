@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gguf_files import (
+from files.gguf_files import (
     BOOL,
     HONEST,
     HONEST_FILE,
@@ -23,7 +23,7 @@ from gguf_files import (
     parse,
     text,
 )
-from refusals import count_accepted, mutated, peak_of
+from files.refusals import count_accepted, mutated, peak_of
 from tensor_dedup.errors import FormatError
 from tensor_dedup.formats.gguf import DTYPES
 

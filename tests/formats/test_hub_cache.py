@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stores import write
+from store_runs.stores import write
 from tensor_dedup.errors import NoSuchPathError
 from tensor_dedup.formats.hub_cache import locate
 

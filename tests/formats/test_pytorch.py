@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from pytorch_files import (
+from files.pytorch_files import (
     HONEST,
     LIARS,
     PICKLE,
@@ -26,7 +26,7 @@ from pytorch_files import (
     tensor,
     zip_of,
 )
-from refusals import refused
+from files.refusals import refused
 from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError
 from tensor_dedup.formats.errors import (
     CheckpointFault,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from pytorch_files import AMBIGUOUS, bytes_of, file_of, flat, parse, seen_by_us
-from refusals import refused
+from files.pytorch_files import AMBIGUOUS, bytes_of, file_of, flat, parse, seen_by_us
+from files.refusals import refused
 from tensor_dedup.formats.errors import PytorchError, PytorchFault
 from tensor_dedup.formats.pytorch.machine import TENSOR_ATTRIBUTES, wrong_attribute
 from tensor_dedup.formats.pytorch.reader import read_header

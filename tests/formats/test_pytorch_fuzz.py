@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import process_state
-from pickle_programs import disturbed, file_with, program
-from pytorch_files import HONEST, LIARS, bytes_of, file_of, flat, parse, seen_by_us
-from refusals import count_accepted, mutated, peak_of
+from files.pickle_programs import disturbed, file_with, program
+from files.pytorch_files import HONEST, LIARS, bytes_of, file_of, flat, parse, seen_by_us
+from files.refusals import count_accepted, mutated, peak_of
+from processes import process_state
 from tensor_dedup.errors import FormatError
 from tensor_dedup.formats.pytorch.machine import evaluate
 from tensor_dedup.formats.pytorch.opcodes import instructions

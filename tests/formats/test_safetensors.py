@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError, safe_open
 
-import process_state
-from refusals import refused
-from safetensors_files import (
+from files.refusals import refused
+from files.safetensors_files import (
     HONEST,
     LIARS,
     STRICTER,
@@ -26,6 +25,7 @@ from safetensors_files import (
     seen_by_us,
     two,
 )
+from processes import process_state
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError, FormatError
 from tensor_dedup.formats.errors import (

@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 
-from refusals import count_accepted
-from safetensors_files import entry, file_of, library, parse, seen_by_library, seen_by_us
+from files.refusals import count_accepted
+from files.safetensors_files import entry, file_of, library, parse, seen_by_library, seen_by_us
 from tensor_dedup.errors import FormatError
 from tensor_dedup.formats.errors import (
     JsonFault,

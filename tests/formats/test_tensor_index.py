@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from refusals import refused
+from files.refusals import refused
 from tensor_dedup.errors import FormatError
 from tensor_dedup.formats.errors import JsonFault, TensorIndexError
 from tensor_dedup.formats.errors import TensorIndexFault as Fault

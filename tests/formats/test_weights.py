@@ -8,9 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import gguf_files
-import pytorch_files
-from refusals import refused
+from files import gguf_files, pytorch_files
+from files.refusals import refused
 from tensor_dedup.errors import FormatError, NoSuchPathError, UnsupportedError
 from tensor_dedup.formats import weight_choice as naming
 from tensor_dedup.formats.checkpoint import Checkpoint, open_checkpoint

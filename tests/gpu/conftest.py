@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-import gpu_world
+from gpu_runs import gpu_world
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -4,9 +4,8 @@ from pathlib import Path
 
 import pytest
 
-import gpu_world
-import gpus
-from contracts import BackendTests
+from gpu_runs import gpu_world, gpus
+from store_runs.contracts import BackendTests
 from tensor_dedup.memory_manager.backends.base import Backend, Memory
 from tensor_dedup.memory_manager.backends.ipc import Helper, IpcBackend
 from tensor_dedup.memory_manager.backends.vmm import VmmBackend
@@ -14,7 +13,7 @@ from tensor_dedup.memory_manager.cuda.driver import Driver
 from tensor_dedup.memory_manager.cuda.nvidia import NvidiaDriver
 
 pytestmark = pytest.mark.gpu
-FAKE = "fake_driver:FakeDriver"
+FAKE = "gpu_runs.fake_driver:FakeDriver"
 
 
 @pytest.fixture(scope="module")

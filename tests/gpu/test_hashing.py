@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-import gpu_world
-from gpu_world import PLACE
+from gpu_runs import gpu_world
+from gpu_runs.gpu_world import PLACE
 from tensor_dedup import shares_memory, sweep, verify
 from tensor_dedup.digest import LEAF_BYTES, digest
 from tensor_dedup.loader.residents.resident import digest_of, tensor_bytes

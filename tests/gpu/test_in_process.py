@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import gpu_world
-from gpu_world import KIND, PLACE, Load, wait_for_gpu, weights
+from gpu_runs import gpu_world
+from gpu_runs.gpu_world import KIND, PLACE, Load, wait_for_gpu, weights
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.residents import DeviceRequest, Views, copy_of
 from tensor_dedup.loader.cuda.shared import LocalDevice

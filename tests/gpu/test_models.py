@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-import gpu_world
+from gpu_runs import gpu_world
 from tensor_dedup import enable, report, shares_memory, sweep, verify
 from tensor_dedup.loader.cuda.devices import DEVICES
 
@@ -57,7 +57,7 @@ def test_a_model_that_fits_only_because_it_shares() -> None:
 
 def test_a_pair_of_diffusers(tmp_path: Path) -> None:
     pytest.importorskip("diffusers")
-    tiny: Any = pytest.importorskip("tiny_pipelines")
+    tiny: Any = pytest.importorskip("models.tiny_pipelines")
     tiny.make(tmp_path)
     names = ("sd", "tuned")
     alone = [tiny.image(tiny.load(tmp_path / name).to("cuda")) for name in names]
@@ -78,7 +78,7 @@ def test_a_pair_of_diffusers(tmp_path: Path) -> None:
 def test_a_pair_of_transformers(way: str, tmp_path: Path) -> None:
     transformers: Any = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    checkpoints: Any = pytest.importorskip("tiny_checkpoints")
+    checkpoints: Any = pytest.importorskip("models.tiny_checkpoints")
     made = checkpoints.make("llama_tied", tmp_path)
     load = transformers.AutoModelForCausalLM.from_pretrained
     tokens = torch.arange(8, device="cuda")[None]

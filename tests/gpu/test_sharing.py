@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import gpu_world
-import managers
-from gpu_world import Load, Manager, Worker, weights, workers
+from gpu_runs import gpu_world
+from gpu_runs.gpu_world import Load, Manager, Worker, weights, workers
+from manager_runs import managers
 
 pytestmark = pytest.mark.gpu
 SIDE = 8192  # 256 MiB a matrix

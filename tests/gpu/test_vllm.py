@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-import gpu_world
+from gpu_runs import gpu_world
 from tensor_dedup import report, shares_memory
 
 pytestmark = [
@@ -39,8 +39,8 @@ def test_a_pair_answers_as_plain_engines_and_the_second_costs_what_differs(
     way: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("vllm")
-    plain: Any = pytest.importorskip("plain")
-    checkpoints: Any = pytest.importorskip("tiny_checkpoints")
+    plain: Any = pytest.importorskip("vllm_runs.plain")
+    checkpoints: Any = pytest.importorskip("models.tiny_checkpoints")
     made = checkpoints.make("llama", tmp_path)
     options = {
         **WAYS[way],

@@ -11,14 +11,14 @@ pytest.importorskip("deepspeed")
 
 import torch
 
-import fresh
-import killed_training
-import package_source
+from processes import fresh
+from project import package_source
 from tensor_dedup import Store
 from tensor_dedup.integrations.deepspeed import Pointer
 from tensor_dedup.store.errors import StoreIOError
 from tensor_dedup.store.steps.errors import UnknownStepError
 from tensor_dedup.training import CheckpointStore
+from training_runs import killed_training
 
 sys.path.append(str(package_source.STAND_IN_FOLDER))  # for DeepSpeed, in children too
 WIDTH = 160  # so that weights are too large to be copied at once

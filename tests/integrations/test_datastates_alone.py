@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-import fresh
-import killed_training
-from disk_faults import Faults, FaultyFiles
+from processes import fresh
+from store_runs.disk_faults import Faults, FaultyFiles
 from tensor_dedup import Store
 from tensor_dedup.errors import StoreError
 from tensor_dedup.integrations import datastates
@@ -26,6 +25,7 @@ from tensor_dedup.integrations.datastates import DecoupledStoreEngine, newest_ta
 from tensor_dedup.integrations.deepspeed import TITLE, DamagedPointerError, Pointer
 from tensor_dedup.store.steps.errors import UnknownStepError
 from tensor_dedup.training import CheckpointStore
+from training_runs import killed_training
 
 Start = Callable[..., DecoupledStoreEngine]
 MODEL = "mp_rank_00_model_states.pt"

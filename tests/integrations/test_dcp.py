@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import fresh
+from processes import fresh
 from tensor_dedup.errors import StoreError
 from tensor_dedup.integrations.dcp import StoreReader, StoreWriter
 from tensor_dedup.store.errors import NameTakenError

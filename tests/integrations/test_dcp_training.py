@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import fresh
-import killed_training
+from processes import fresh
 from tensor_dedup.integrations.dcp import StoreReader, StoreWriter
 from tensor_dedup.training import CheckpointStore
+from training_runs import killed_training
 
 WIDTH = 160
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("deepspeed")
 
-import fresh
+from processes import fresh
 from tensor_dedup import Store
 from tensor_dedup.training import CheckpointStore
 

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-import fresh
-import killed_training
+from processes import fresh
 from tensor_dedup import Store
 from tensor_dedup.errors import ConfigError
 from tensor_dedup.integrations import FrozenLayerError, check_frozen, freeze
 from tensor_dedup.integrations.trainer import FreezeCallback, StoreCallback
 from tensor_dedup.training import CheckpointStore
+from training_runs import killed_training
 
 pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")
 BLOCKS = 8

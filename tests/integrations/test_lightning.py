@@ -15,9 +15,8 @@ lightning = pytest.importorskip("pytorch_lightning")
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-import fresh  # noqa: E402
-import killed_training  # noqa: E402
-from disk_faults import Faults, FaultyFiles  # noqa: E402
+from processes import fresh  # noqa: E402
+from store_runs.disk_faults import Faults, FaultyFiles  # noqa: E402
 from tensor_dedup import Store  # noqa: E402
 from tensor_dedup.errors import NotInstalledError, UnsupportedError  # noqa: E402
 from tensor_dedup.integrations.lightning import StoreCallback, StoreIO  # noqa: E402
@@ -26,6 +25,7 @@ from tensor_dedup.remote.errors import UnknownRemoteNameError  # noqa: E402
 from tensor_dedup.store.errors import NoSpaceError  # noqa: E402
 from tensor_dedup.training import CheckpointStore  # noqa: E402
 from tensor_dedup.training.background import Saves  # noqa: E402
+from training_runs import killed_training  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:pytorch_lightning"),

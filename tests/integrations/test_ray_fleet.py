@@ -18,12 +18,10 @@ import psutil
 import pytest
 import torch
 
-import fresh
-import ray_clusters
-import real_servers
-import tiny_checkpoints
-from ray_clusters import RayCluster
-from remotes import Proxy
+from models import tiny_checkpoints
+from processes import fresh
+from remote_runs import real_servers
+from remote_runs.remotes import Proxy
 from tensor_dedup import Store
 from tensor_dedup.analyze import analyze
 from tensor_dedup.errors import ConfigError
@@ -35,6 +33,8 @@ from tensor_dedup.integrations.ray.node import actor_name
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.planning.placement import DoesNotFitError
 from tensor_dedup.remote.errors import UnknownRemoteNameError
+from training_runs import ray_clusters
+from training_runs.ray_clusters import RayCluster
 
 # The schemas of Ray's Serve use what pydantic calls deprecated.
 # Ray leaves the log files of processes that it has started to be closed by themselves.

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-import gallery
+from models import gallery
 from tensor_dedup import Store
 from tensor_dedup.analyze import analyze
 from tensor_dedup.errors import ConfigError

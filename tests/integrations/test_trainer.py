@@ -17,15 +17,15 @@ from transformers import (
     TrainingArguments,
 )
 
-import fresh
-import killed_training
-from disk_faults import Faults, FaultyFiles
+from processes import fresh
+from store_runs.disk_faults import Faults, FaultyFiles
 from tensor_dedup import Store
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.integrations.trainer import StoreCallback
 from tensor_dedup.store.errors import NoSpaceError
 from tensor_dedup.store.steps.errors import UnknownStepError
 from tensor_dedup.training import CheckpointStore, HostPool
+from training_runs import killed_training
 
 pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from process_state import forked
+from processes.process_state import forked
 from tensor_dedup import libc
 from tensor_dedup.loader.residents.process_mappings import FileMapping, ProcessMappings, _Kernel
 from tensor_dedup.loader.residents.resident import pack

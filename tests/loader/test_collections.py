@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-import process_state
+from processes import process_state
 from tensor_dedup.loader.process_state import WITHOUT_FULL_COLLECTIONS, WithoutFullCollections
 
 WITHOUT = WITHOUT_FULL_COLLECTIONS

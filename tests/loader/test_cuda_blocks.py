@@ -11,11 +11,11 @@ from typing import cast
 import pytest
 import torch
 
-import gpus
-import managers
-from fake_driver import GRANULARITY
-from gpu_loads import State, key_of
-from sleepers import SleepyEngine
+from gpu_runs import gpus
+from gpu_runs.fake_driver import GRANULARITY
+from gpu_runs.gpu_loads import State, key_of
+from manager_runs import managers
+from manager_runs.sleepers import SleepyEngine
 from tensor_dedup import shared_bytes, shares_memory
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.loader.cuda.blocks import (

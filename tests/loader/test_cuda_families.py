@@ -20,10 +20,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-import gpus
-import managers
-from lent_tensors import ROWS_OF_A_LEAF, rows
-from sleepers import SleepyEngine
+from gpu_runs import gpus
+from manager_runs import managers
+from manager_runs.sleepers import SleepyEngine
 from tensor_dedup import shared_bytes
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.loader.cuda.blocks import BLOCK_BYTES
@@ -31,6 +30,7 @@ from tensor_dedup.loader.cuda.residents import Views
 from tensor_dedup.loader.cuda.tensors import CPU
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.cuda.driver import Access
+from vllm_runs.lent_tensors import ROWS_OF_A_LEAF, rows
 
 MOST = 5
 # What has failed keeps its slabs, so whatever is tried after it fails, too, and for that alone.

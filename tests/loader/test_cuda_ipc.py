@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, cast
 import pytest
 import torch
 
-import gpus
-import managers
-from gpu_loads import (
+from gpu_runs import gpus
+from gpu_runs.gpu_loads import (
     STEPS,
     Load,
     State,
@@ -27,6 +26,7 @@ from gpu_loads import (
     seal,
     weights,
 )
+from manager_runs import managers
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.openers import MappedExtent
 from tensor_dedup.loader.cuda.provider import GpuProvider

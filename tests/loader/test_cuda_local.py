@@ -8,9 +8,9 @@ from typing import cast
 import pytest
 import torch
 
-import gpus
-from fake_driver import RefusingDriver
-from gpu_loads import key_of, weights
+from gpu_runs import gpus
+from gpu_runs.fake_driver import RefusingDriver
+from gpu_runs.gpu_loads import key_of, weights
 from tensor_dedup.loader.cuda.devices import DEVICES, _let_go, with_room
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.residents import DeviceRequest, Views, copy_of

@@ -8,8 +8,8 @@ from contextlib import suppress
 
 import pytest
 
-import gpus
-from gpu_loads import UNIT, Bench, checked
+from gpu_runs import gpus
+from gpu_runs.gpu_loads import UNIT, Bench, checked
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.openers import MappedExtent, opener_for
 from tensor_dedup.loader.residents.mappings import DEVICE_MAPPINGS

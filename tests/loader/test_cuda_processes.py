@@ -12,10 +12,9 @@ from typing import cast
 import pytest
 import torch
 
-import gpus
-import managers
-from fake_driver import FakeDriver, fake_uuid
-from gpu_loads import (
+from gpu_runs import gpus
+from gpu_runs.fake_driver import FakeDriver, fake_uuid
+from gpu_runs.gpu_loads import (
     STEPS,
     Lender,
     Load,
@@ -26,6 +25,7 @@ from gpu_loads import (
     read,
     weights,
 )
+from manager_runs import managers
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda.gpu import Gpu
 from tensor_dedup.loader.cuda.residents import DeviceRequest, Views, copy_of

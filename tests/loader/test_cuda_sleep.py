@@ -10,11 +10,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-import gpus
-import managers
-from fake_driver import GRANULARITY, FakeDriver
-from gpu_loads import key_of, weights
-from sleepers import SleepyEngine
+from gpu_runs import gpus
+from gpu_runs.fake_driver import GRANULARITY, FakeDriver
+from gpu_runs.gpu_loads import key_of, weights
+from manager_runs import managers
+from manager_runs.sleepers import SleepyEngine
 from tensor_dedup.memory_manager.client.puts import Put
 from tensor_dedup.memory_manager.errors import BackendError, MemoryManagerError
 from tensor_dedup.memory_manager.server.main import MIN_BUDGET

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gpu_loads import UNIT, Bench, checked
+from gpu_runs.gpu_loads import UNIT, Bench, checked
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.cuda import tensors
 from tensor_dedup.loader.cuda.residents import DeviceResident, Views

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fake_driver import FakeDriver
+from gpu_runs.fake_driver import FakeDriver
 from tensor_dedup.digest import LEAF_BYTES, digest
 from tensor_dedup.errors import ChangedFileError
 from tensor_dedup.loader.cuda.gpu import Gpu

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-import deferring
-from deferring import Weights, module
 from tensor_dedup.loader.deferred.parameters import defer, replace_data, settle_strays
 from tensor_dedup.loader.deferred.storage import byte_view
 from tensor_dedup.loader.deferred.trace import Tracer, UntraceableError
+from vllm_runs import deferring
+from vllm_runs.deferring import Weights, module
 
 VALUES = torch.arange(24, dtype=torch.float32).view(4, 6)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import deferring
+from vllm_runs import deferring
 
 _STEP = st.tuples(*(st.integers(0, 9999),) * 4)
 PROGRAMS = st.lists(_STEP, min_size=1, max_size=14)

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from deferring import Load, deferred, module, save
 from tensor_dedup.digest import digest
 from tensor_dedup.loader.deferred.recipe import composite_digest, parts_of
 from tensor_dedup.loader.residents.resident import tensor_bytes
+from vllm_runs.deferring import Load, deferred, module, save
 
 Q, K = torch.arange(24.0).reshape(4, 6), torch.arange(100.0, 112.0).reshape(2, 6)
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-import process_state
-from hinted import DIGESTS, known, opened, remember
+from files.hinted import DIGESTS, known, opened, remember
+from processes import process_state
 from tensor_dedup.loader.checkpoint_io import hints
 from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from clocks import SetClock
-from hinted import DIGESTS, known, old_enough, opened, remember
+from files.hinted import DIGESTS, known, old_enough, opened, remember
+from store_runs.clocks import SetClock
 from tensor_dedup.digest import digest
 from tensor_dedup.loader.checkpoint_io import hints
 from tensor_dedup.loader.checkpoint_io.hints import (

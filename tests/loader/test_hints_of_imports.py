@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-import hinted
-import stores
+from files import hinted
+from store_runs import stores
 from tensor_dedup import Store
 from tensor_dedup.digest import digest
 from tensor_dedup.formats.safetensors import read_header

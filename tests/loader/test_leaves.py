@@ -12,17 +12,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-import deferring
-from lent_tensors import (
-    ROW,
-    ROWS_OF_A_LEAF,
-    changed,
-    check_of,
-    load_file_of_qkv,
-    reader_of,
-    rows,
-)
-from process_state import forked, slab_memory, slabs
+from processes.process_state import forked, slab_memory, slabs
 from tensor_dedup import libc, shared_bytes, unshare, verify
 from tensor_dedup.digest import LEAF_BYTES, digest, leaf_places
 from tensor_dedup.errors import AuditError, ChangedFileError
@@ -50,6 +40,16 @@ from tensor_dedup.loader.residents.slab import MappingLimitError, SlabExtent, ma
 from tensor_dedup.loader.unsharing.lookup import is_mapping_of, residents_of
 from tensor_dedup.loader.unsharing.unshare import let_go_of_written
 from tensor_dedup.memory_manager.protocol.layout import PAGE
+from vllm_runs import deferring
+from vllm_runs.lent_tensors import (
+    ROW,
+    ROWS_OF_A_LEAF,
+    changed,
+    check_of,
+    load_file_of_qkv,
+    reader_of,
+    rows,
+)
 
 
 def build(*tensors: torch.Tensor, keep_alignment: bool = False) -> list[Resident]:

@@ -15,21 +15,8 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-import deferring
-import managers
-from lent_tensors import (
-    LEAVES,
-    ROWS_OF_A_LEAF,
-    Process,
-    changed,
-    contents_of,
-    load_deferred,
-    load_file_of_qkv,
-    processes_of,
-    request_for,
-    rows,
-)
-from manager_fakes import PlayedClients
+from manager_runs import managers
+from manager_runs.manager_fakes import PlayedClients
 from tensor_dedup.digest import LEAF_BYTES, digest
 from tensor_dedup.loader.checkpoint_io.sources import StaleHintError
 from tensor_dedup.loader.residents import lent
@@ -47,6 +34,19 @@ from tensor_dedup.memory_manager.protocol.limits import MAX_RECORD
 from tensor_dedup.memory_manager.protocol.messages import Abandon, LookupDigests, Publish
 from tensor_dedup.memory_manager.protocol.tables import saved_bytes
 from tensor_dedup.types import ResidentKey
+from vllm_runs import deferring
+from vllm_runs.lent_tensors import (
+    LEAVES,
+    ROWS_OF_A_LEAF,
+    Process,
+    changed,
+    contents_of,
+    load_deferred,
+    load_file_of_qkv,
+    processes_of,
+    request_for,
+    rows,
+)
 
 Make = Callable[[], Process]
 

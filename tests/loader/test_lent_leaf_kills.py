@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-import deferring
-import managers
-from lent_tensors import Process, changed, load_file_of_qkv, rows
+from manager_runs import managers
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.loader.checkpoint_io.sources import SourceReader
 from tensor_dedup.memory_manager.client import Put, connect
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.client.connection import Connection
 from tensor_dedup.memory_manager.protocol import wire
+from vllm_runs import deferring
+from vllm_runs.lent_tensors import Process, changed, load_file_of_qkv, rows
 
 BASE = {name: rows(4, 200 + n) for n, name in enumerate("qkv")}
 TUNE = {**BASE, "q": rows(4, 203), "v": changed(BASE["v"], 1)}

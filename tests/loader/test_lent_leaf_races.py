@@ -9,13 +9,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import managers
-from lent_tensors import Process, contents_of, load_known, processes_of, request_for, rows
+from manager_runs import managers
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.loader.residents.host_manager import host_session
 from tensor_dedup.loader.residents.lent import LentInParts, LentResident, record_of
 from tensor_dedup.loader.residents.resident import Resident, digest_of, tensor_bytes
 from tensor_dedup.memory_manager.client.puts import Put
+from vllm_runs.lent_tensors import Process, contents_of, load_known, processes_of, request_for, rows
 
 Make = Callable[[], Process]
 RECIPE = "a fine-tune"

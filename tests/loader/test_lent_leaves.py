@@ -16,22 +16,8 @@ from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-import deferring
-import managers
-from lent_tensors import (
-    LEAVES,
-    ROW,
-    ROWS_OF_A_LEAF,
-    Process,
-    changed,
-    contents_of,
-    load_file_of_qkv,
-    load_known,
-    processes_of,
-    request_for,
-    rows,
-)
-from process_state import forked, slab_memory
+from manager_runs import managers
+from processes.process_state import forked, slab_memory
 from tensor_dedup import libc, shared_bytes, verify
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import AuditError, ChangedFileError
@@ -51,6 +37,20 @@ from tensor_dedup.memory_manager.client import Client, client, connect, puts
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.errors import RefusedError
 from tensor_dedup.memory_manager.protocol.layout import PAGE
+from vllm_runs import deferring
+from vllm_runs.lent_tensors import (
+    LEAVES,
+    ROW,
+    ROWS_OF_A_LEAF,
+    Process,
+    changed,
+    contents_of,
+    load_file_of_qkv,
+    load_known,
+    processes_of,
+    request_for,
+    rows,
+)
 
 
 @pytest.fixture

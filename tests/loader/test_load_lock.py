@@ -2,7 +2,7 @@
 
 import threading
 
-import process_state
+from processes import process_state
 from tensor_dedup.loader.load_lock import LOAD_LOCK
 
 

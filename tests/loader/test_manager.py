@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-import managers
+from manager_runs import managers
 from tensor_dedup.digest import digest
 from tensor_dedup.loader.residents.host_manager import HostMemory, HostResidents, host_session
 from tensor_dedup.loader.residents.lent import LentResident

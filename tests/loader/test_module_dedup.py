@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-import process_state
-from dedup_models import COUNT, LARGE, as_file, dedup_of, mapped, model_of, shared
-from leaf_tunes import near_the_limit_of_mappings
-from lent_tensors import changed, rows
+from models.dedup_models import COUNT, LARGE, as_file, dedup_of, mapped, model_of, shared
+from models.leaf_tunes import near_the_limit_of_mappings
+from processes import process_state
 from tensor_dedup import TensorDedupConfig, shares_memory, unshare, verify
 from tensor_dedup.errors import ChangedFileError
 from tensor_dedup.loader.not_shared import NotShared
@@ -26,6 +25,7 @@ from tensor_dedup.loader.residents.process_mappings import ProcessMappings
 from tensor_dedup.loader.residents.provider import HostProvider
 from tensor_dedup.loader.residents.resident import Resident
 from tensor_dedup.loader.residents.slab import SlabWriter
+from vllm_runs.lent_tensors import changed, rows
 
 pytestmark = pytest.mark.usefixtures("nothing_stays")
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-import process_state
-from dedup_models import COUNT, LARGE, as_file, dedup_of, mapped, model_of, shared
+from models.dedup_models import COUNT, LARGE, as_file, dedup_of, mapped, model_of, shared
+from processes import process_state
 from tensor_dedup import TensorDedupConfig, shares_memory, verify
 from tensor_dedup.errors import ChangedFileError
 from tensor_dedup.loader.not_shared import NotShared

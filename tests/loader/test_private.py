@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-import gpus
-from process_state import forked, slab_mappings, slabs
+from gpu_runs import gpus
+from processes.process_state import forked, slab_mappings, slabs
 from tensor_dedup import libc, sweep, unshare
 from tensor_dedup.loader.residents.resident import Resident, pack, shares_memory
 from tensor_dedup.loader.residents.slab import OutOfMemoryError, make_private

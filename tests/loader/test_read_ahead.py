@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from deferring import Deferred, deferred, module, raw, save
 from tensor_dedup.digest import digest
 from tensor_dedup.loader.deferred.evaluate import Prefetcher, Scratch
 from tensor_dedup.loader.deferred.storage import as_view
+from vllm_runs.deferring import Deferred, deferred, module, raw, save
 
 A, B, C = (torch.randn(64, 1024, generator=torch.Generator().manual_seed(n)) for n in range(3))
 

@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-import deferring
-from deferring import Load, Weights, module
 from tensor_dedup.errors import IntegrityError
 from tensor_dedup.loader.deferred.layer_records import structure_of
 from tensor_dedup.loader.deferred.recipe import (
@@ -19,6 +17,8 @@ from tensor_dedup.loader.deferred.recipe import (
     sources_of,
     whole_source,
 )
+from vllm_runs import deferring
+from vllm_runs.deferring import Load, Weights, module
 
 VALUES = torch.arange(16, dtype=torch.float32).view(4, 4)
 

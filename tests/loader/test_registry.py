@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from process_state import fork, forked, slab_descriptors
+from processes.process_state import fork, forked, slab_descriptors
 from tensor_dedup.loader import report
 from tensor_dedup.loader.residents.registry import Registry, registry
 from tensor_dedup.loader.residents.resident import Resident, pack

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from clocks import SetClock
-from process_state import forked
+from processes.process_state import forked
+from store_runs.clocks import SetClock
 from tensor_dedup.loader import report
 from tensor_dedup.loader.report import ModelReport, Report
 from tensor_dedup.text_table import BETWEEN_PROCESSES, human

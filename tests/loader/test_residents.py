@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from process_state import forked, slab_mappings, slab_memory, slabs
+from processes.process_state import forked, slab_mappings, slab_memory, slabs
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.residents.resident import (
     Resident,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from process_state import forked
+from processes.process_state import forked
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.residents import mappings
 from tensor_dedup.loader.residents.mappings import MAPPINGS, SlabRange

@@ -14,7 +14,7 @@ import sys
 import pytest
 import torch
 
-from process_state import fork, slabs
+from processes.process_state import fork, slabs
 from tensor_dedup.loader.residents.resident import Resident, SlabBuilder, pack, resident_key
 from tensor_dedup.loader.residents.slab import (
     OutOfMemoryError,

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-import deferring
-import hinted
-import process_state
-from deferring import Weights, module
+from files import hinted
+from processes import process_state
 from tensor_dedup.digest import LEAF_BYTES, digest
 from tensor_dedup.errors import ChangedFileError, FormatError
 from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
@@ -21,6 +19,8 @@ from tensor_dedup.loader.checkpoint_io.sources import (
     SourceTensor,
     StaleHintError,
 )
+from vllm_runs import deferring
+from vllm_runs.deferring import Weights, module
 
 VALUES = torch.arange(24, dtype=torch.float32).view(4, 6)
 # Large enough for the hash to be computed by other threads, while the loading goes on.

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from disk_faults import FaultyFiles
-from stores import KIB, MIB, noise, open_store, safetensors, u8, write
+from store_runs.disk_faults import FaultyFiles
+from store_runs.stores import KIB, MIB, noise, open_store, safetensors, u8, write
 from tensor_dedup import Store
 from tensor_dedup.loader.checkpoint_io.from_store import CheckpointFiles, StoredSource
 from tensor_dedup.store.errors import CorruptTensorError

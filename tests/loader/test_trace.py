@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-import deferring
-from deferring import Weights, module
 from tensor_dedup.loader.deferred.trace import Tracer, UntraceableError
+from vllm_runs import deferring
+from vllm_runs.deferring import Weights, module
 
 VALUES = torch.arange(24, dtype=torch.float32).view(4, 6) / 8
 aten = torch.ops.aten

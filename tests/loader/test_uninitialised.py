@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-import deferring
 from tensor_dedup.loader.deferred.uninitialised import UninitialisedStorages, surely_unwritten
+from vllm_runs import deferring
 
 
 def _fill(tensor: torch.Tensor) -> torch.Tensor:

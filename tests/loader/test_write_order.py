@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-import deferring
-from deferring import Load, Weights, module
+from vllm_runs import deferring
+from vllm_runs.deferring import Load, Weights, module
 
 ROWS = torch.arange(24, dtype=torch.float32).view(6, 4)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-import managers
+from manager_runs import managers
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import managers
-from contracts import committed
+from manager_runs import managers
+from store_runs.contracts import committed
 from tensor_dedup.digest import digest
 from tensor_dedup.memory_manager.backends.memfd import MemfdBackend
 from tensor_dedup.memory_manager.client import Client, connect

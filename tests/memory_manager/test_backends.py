@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from contracts import BackendTests
-from manager_fakes import FakeBackend
+from manager_runs.manager_fakes import FakeBackend
+from store_runs.contracts import BackendTests
 from tensor_dedup.memory_manager.backends.base import Backend
 from tensor_dedup.memory_manager.backends.memfd import MemfdBackend
 from tensor_dedup.memory_manager.errors import (

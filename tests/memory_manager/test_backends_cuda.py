@@ -13,9 +13,9 @@ from typing import cast
 import psutil
 import pytest
 
-import gpus
-from contracts import BackendTests, reclaimed
-from fake_driver import GRANULARITY, FakeDriver, RefusingDriver, fake_uuid
+from gpu_runs import gpus
+from gpu_runs.fake_driver import GRANULARITY, FakeDriver, RefusingDriver, fake_uuid
+from store_runs.contracts import BackendTests, reclaimed
 from tensor_dedup.memory_manager.backends import ipc
 from tensor_dedup.memory_manager.backends.base import Backend, Memory
 from tensor_dedup.memory_manager.backends.ipc import Helper, IpcBackend, read_ticket, write_ticket
@@ -29,7 +29,7 @@ from tensor_dedup.memory_manager.errors import (
 )
 
 MIB = 1 << 20
-FAKE = "fake_driver:FakeDriver"
+FAKE = "gpu_runs.fake_driver:FakeDriver"
 
 
 class TestVmm(BackendTests):

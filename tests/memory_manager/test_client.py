@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-import managers
-import package_source
-import process_state
+from manager_runs import managers
+from processes import process_state
+from project import package_source
 from tensor_dedup.digest import digest
 from tensor_dedup.memory_manager.client import Client, connect, watch
 from tensor_dedup.memory_manager.client.admin import Admin

@@ -9,7 +9,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from manager_fakes import PlayedCore
+from manager_runs.manager_fakes import PlayedCore
 from tensor_dedup.memory_manager.core.effects import (
     AllocateSlab,
     ReclaimSlab,

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 
-import managers
-from contracts import committed
-from manager_fakes import FakeBackend, PlayedClients
+from manager_runs import managers
+from manager_runs.manager_fakes import FakeBackend, PlayedClients
+from store_runs.contracts import committed
 from tensor_dedup.digest import LEAF_BYTES, digest
 from tensor_dedup.memory_manager.backends.base import Capabilities, Memory, Spans
 from tensor_dedup.memory_manager.backends.memfd import MemfdBackend

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-import gpus
-from fake_driver import GRANULARITY, FakeDriver, fake_uuid
+from gpu_runs import gpus
+from gpu_runs.fake_driver import GRANULARITY, FakeDriver, fake_uuid
 from tensor_dedup.memory_manager.cuda.driver import Access, Result, Undo, current, refused
 from tensor_dedup.memory_manager.errors import BackendError, DeviceError
 

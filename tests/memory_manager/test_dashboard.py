@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-import chromium
-import managers
+from manager_runs import managers
+from processes import chromium
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.server.dashboard import PAGE
 

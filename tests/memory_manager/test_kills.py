@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import managers
-from clocks import JUMPS
+from manager_runs import managers
+from store_runs.clocks import JUMPS
 from tensor_dedup.digest import digest
 from tensor_dedup.memory_manager.client import Client, Put, connect
 from tensor_dedup.memory_manager.client import client as client_module

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-import managers
+from manager_runs import managers
 from tensor_dedup.digest import digest
 from tensor_dedup.memory_manager.client import NewLayer, NewTensor, Put, TensorSlot
 from tensor_dedup.memory_manager.client.leases import Lease

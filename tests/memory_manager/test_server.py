@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import managers
-from manager_fakes import FakeBackend, FakeSlab
+from manager_runs import managers
+from manager_runs.manager_fakes import FakeBackend, FakeSlab
 from tensor_dedup.digest import digest
 from tensor_dedup.memory_manager.client import Client, Put, connect
 from tensor_dedup.memory_manager.core import Settings

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-import managers
+from manager_runs import managers
 from tensor_dedup.digest import digest
 from tensor_dedup.memory_manager.client import Client, connect
 from tensor_dedup.memory_manager.errors import MemoryManagerError, RefusedError

@@ -18,9 +18,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import fleet
-import fresh
-import managers
+from manager_runs import managers
+from processes import fresh
 from tensor_dedup import Store
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import ConfigError, FormatError, UnsupportedError
@@ -30,6 +29,7 @@ from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.client.connection import Connection
 from tensor_dedup.memory_manager.client.state_dicts import _key
 from tensor_dedup.memory_manager.errors import ManagerGoneError, MemoryManagerError
+from vllm_runs import fleet
 
 FORK = multiprocessing.get_context("fork")
 # A process that gets `full`, and writes what it found, and what is of one storage, to a file.

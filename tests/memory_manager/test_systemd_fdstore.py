@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import managers
+from manager_runs import managers
 from tensor_dedup.digest import digest
 from tensor_dedup.memory_manager.client import connect
 from tensor_dedup.memory_manager.client.admin import Admin

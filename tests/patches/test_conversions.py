@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from models.tiny_pipelines import equal, parameters, shared
 from tensor_dedup import TensorDedupConfig, move, shares_memory, sweep, unshare, verify
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.load_lock import LOAD_LOCK
@@ -19,7 +20,6 @@ from tensor_dedup.loader.unsharing.device_copies import COPIES
 from tensor_dedup.loader.unsharing.private import make_private
 from tensor_dedup.patches.huggingface.conversions import APPLY
 from tensor_dedup.seams import usable
-from tiny_pipelines import equal, parameters, shared
 
 pytestmark = pytest.mark.usefixtures("nothing_stays")
 

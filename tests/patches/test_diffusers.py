@@ -11,10 +11,10 @@ import pytest
 import torch
 from diffusers import UNet2DConditionModel
 
-import fresh
-import managers
-import process_state
-import tiny_pipelines
+from manager_runs import managers
+from models import tiny_pipelines
+from models.tiny_pipelines import equal, image, load, nbytes, parameters, shared
+from processes import fresh, process_state
 from tensor_dedup import (
     ConfigError,
     TensorDedupConfig,
@@ -26,7 +26,6 @@ from tensor_dedup import (
     verify,
 )
 from tensor_dedup.loader.residents.registry import registry
-from tiny_pipelines import equal, image, load, nbytes, parameters, shared
 
 # Tensors begin at a page of their slab when they are large, and at 64 bytes when not.
 _SLACK = 256 << 10

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-import fresh
-import gpus
-import tiny_checkpoints as checkpoints
-from fake_driver import FakeDriver, RefusingDriver
+from gpu_runs import gpus
+from gpu_runs.fake_driver import FakeDriver, RefusingDriver
+from models import tiny_checkpoints as checkpoints
+from processes import fresh
 from tensor_dedup import TensorDedupConfig, enable, move, report, shares_memory, sweep, unshare
 from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.gpu import Gpu
@@ -27,7 +27,7 @@ PLACE = "fakegpu"
 
 
 def install(driver: Any = None) -> FakeDriver:
-    import torch_gpu
+    from gpu_runs import torch_gpu
 
     return torch_gpu.install(driver)
 
@@ -257,7 +257,7 @@ def test_of_what_a_constructor_leaves_on_the_gpu_only_what_it_wrote_comes_along(
 def pipelines(root: str) -> str:
     from transformers import AutoModelForCausalLM
 
-    import tiny_pipelines as tiny
+    from models import tiny_pipelines as tiny
 
     fake = install()
     folder = Path(root)

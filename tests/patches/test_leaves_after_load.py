@@ -13,12 +13,9 @@ import pytest
 import torch
 import transformers as hf
 
-import fresh
-import managers
-import process_state
-import shared
-import tiny_checkpoints as checkpoints
-from leaf_tunes import (
+from manager_runs import managers
+from models import tiny_checkpoints as checkpoints
+from models.leaf_tunes import (
     FUSED,
     MIB,
     changed_leaves,
@@ -33,6 +30,7 @@ from leaf_tunes import (
     scaled,
     slab_pss,
 )
+from processes import fresh, process_state
 from tensor_dedup import Store, enable, report, shared_bytes, verify
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.loader.post_load.mapped_files import FileRange
@@ -40,6 +38,7 @@ from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.unsharing.lookup import is_mapped
 from tensor_dedup.memory_manager.client.admin import Admin
 from tensor_dedup.memory_manager.protocol.layout import PAGE
+from vllm_runs import shared
 
 
 @pytest.fixture(scope="module")

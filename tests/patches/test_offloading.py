@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-import process_state
-import tiny_pipelines
+from models import tiny_pipelines
+from models.tiny_pipelines import equal, image, load, parameters, shared
+from processes import process_state
 from tensor_dedup import enable, sweep, verify
 from tensor_dedup.loader.unsharing.lookup import is_mapped
 from tensor_dedup.patches.huggingface import offloading
 from tensor_dedup.patches.huggingface.model_load import modules_of
 from tensor_dedup.seams import usable
-from tiny_pipelines import equal, image, load, parameters, shared
 
 CPU = torch.device("cpu")
 Offload = Callable[[Any, Path], None]

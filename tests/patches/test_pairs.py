@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-import process_state
-from pairs import CASES
+from models.pairs import CASES
+from models.tiny_pipelines import equal, parameters, shared
+from processes import process_state
 from tensor_dedup import enable, report, shares_memory, verify
 from tensor_dedup.patches.huggingface.model_load import modules_of
-from tiny_pipelines import equal, parameters, shared
 
 Made = Mapping[str, tuple[Path, Path]]
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-import tiny_pipelines
+from models import tiny_pipelines
+from models.tiny_pipelines import equal, image, nbytes, parameters, shared
 from tensor_dedup import enable, report, verify
-from tiny_pipelines import equal, image, nbytes, parameters, shared
 
 pytestmark = pytest.mark.usefixtures("nothing_stays")
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 import transformers as hf
 
-import managers
-import tiny_checkpoints as checkpoints
-import tiny_pipelines
+from manager_runs import managers
+from models import tiny_checkpoints as checkpoints
+from models import tiny_pipelines
+from models.tiny_pipelines import equal, image, load, nbytes, parameters, shared
 from tensor_dedup import ConfigError, Store, enable, report, shares_memory, verify
 from tensor_dedup.analyze import analyze
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.formats.safetensors import read_header
 from tensor_dedup.loader.checkpoint_io import stub_folder
 from tensor_dedup.store.errors import CorruptTensorError, UnknownNameError
-from tiny_pipelines import equal, image, load, nbytes, parameters, shared
 
 pytestmark = pytest.mark.usefixtures("others")
 

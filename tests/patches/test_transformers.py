@@ -11,14 +11,14 @@ import torch
 import transformers as hf
 from torch import nn
 
-import tiny_checkpoints as checkpoints
+from models import tiny_checkpoints as checkpoints
+from models.tiny_pipelines import equal, nbytes, parameters, shared
 from tensor_dedup import enable, report, seams, shares_memory, sweep, verify
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.patches.huggingface import diffusers as diffusers_seams
 from tensor_dedup.patches.huggingface import transformers as transformers_seams
 from tensor_dedup.seams import Replacements, Seam, resolve, usable
-from tiny_pipelines import equal, nbytes, parameters, shared
 
 SEAMS = (
     transformers_seams.SET_PARAMETER,

@@ -12,9 +12,9 @@ import pytest
 import torch
 import transformers as hf
 
-import process_state
-import tiny_checkpoints as checkpoints
-from shared import quiet
+from models import tiny_checkpoints as checkpoints
+from models.tiny_pipelines import equal, nbytes, parameters, shared
+from processes import process_state
 from tensor_dedup import TensorDedupConfig, disable, enable, report, verify
 from tensor_dedup.errors import AuditError
 from tensor_dedup.formats.safetensors import read_header
@@ -22,7 +22,7 @@ from tensor_dedup.loader.checkpoint_io.hints import FileIdentity, HintIndex
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.patches.huggingface import model_load
 from tensor_dedup.text_table import BETWEEN_PROCESSES
-from tiny_pipelines import equal, nbytes, parameters, shared
+from vllm_runs.shared import quiet
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-import fresh
-import tiny_pipelines
+from models import tiny_pipelines
+from models.tiny_pipelines import equal, image, load, parameters, shared
+from processes import fresh
 from tensor_dedup import enable, sweep, unshare, verify
 from tensor_dedup.loader.unsharing.private import READ_ONLY_VARIABLE, needs_private_copy
 from tensor_dedup.patches.huggingface.in_place_writers import (
@@ -25,7 +26,6 @@ from tensor_dedup.patches.huggingface.in_place_writers import (
     PLANNED,
 )
 from tensor_dedup.seams import usable
-from tiny_pipelines import equal, image, load, parameters, shared
 
 Found = dict[str, Any]
 

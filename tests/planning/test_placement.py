@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import synthetic_fleets
+from models import synthetic_fleets
 from tensor_dedup.planning.placement.exact import solve
 from tensor_dedup.planning.placement.heuristic import best_fit, first_fit, improve, kin, place
 from tensor_dedup.planning.placement.placement import Placement

@@ -15,8 +15,7 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import kinds
-import tiny_checkpoints
+from models import kinds, tiny_checkpoints
 from tensor_dedup import ConfigError, FormatError, Store, UnsupportedError
 from tensor_dedup.analyze import analyze
 from tensor_dedup.errors import ChangedFileError, CheckpointNotFoundError

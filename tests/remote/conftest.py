@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from s3_faults import Wire
-from stores import memory_folder, open_store, three
-from stores import tmp_path as tmp_path
+from remote_runs.s3_faults import Wire
+from store_runs.stores import memory_folder, open_store, three
+from store_runs.stores import tmp_path as tmp_path
 from tensor_dedup import Store
 
 

@@ -10,8 +10,8 @@ import pytest
 from msgspec.structs import replace
 from safetensors.numpy import load_file, save_file
 
-from remotes import Faulty, Killed, MemoryBucket
-from stores import (
+from remote_runs.remotes import Faulty, Killed, MemoryBucket
+from store_runs.stores import (
     KIB,
     content,
     noise,

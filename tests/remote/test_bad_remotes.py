@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-import remotes
-from remotes import MemoryBucket, Proxy
-from s3_faults import FaultyProxy, MemoryS3, Request, Response, client
-from stores import content, noise, open_store, safetensors, stored, three, u8, write
+from remote_runs import remotes
+from remote_runs.remotes import MemoryBucket, Proxy
+from remote_runs.s3_faults import FaultyProxy, MemoryS3, Request, Response, client
+from store_runs.stores import content, noise, open_store, safetensors, stored, three, u8, write
 from tensor_dedup import Store
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import NOBODY_THERE, WRONG_USE, StoreError, TensorDedupError

@@ -6,9 +6,9 @@ import msgspec
 import numpy as np
 import pytest
 
-import remotes
-from remotes import Faulty, MemoryBucket
-from stores import KIB, open_store, safetensors, u8, write
+from remote_runs import remotes
+from remote_runs.remotes import Faulty, MemoryBucket
+from store_runs.stores import KIB, open_store, safetensors, u8, write
 from tensor_dedup.digest import digest
 from tensor_dedup.remote import Remote, layout
 from tensor_dedup.remote.catalog import (

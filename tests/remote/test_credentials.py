@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import remotes
-from remotes import MemoryBucket
-from s3_faults import FaultyProxy, MemoryS3, Request, Response, client
-from stores import content, open_store, stored
+from remote_runs import remotes
+from remote_runs.remotes import MemoryBucket
+from remote_runs.s3_faults import FaultyProxy, MemoryS3, Request, Response, client
+from store_runs.stores import content, open_store, stored
 from tensor_dedup import Store
 from tensor_dedup.errors import NOBODY_THERE
 from tensor_dedup.remote import Remote

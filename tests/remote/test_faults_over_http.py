@@ -17,10 +17,19 @@ from pathlib import Path
 
 import pytest
 
-import real_servers
-from remotes import MemoryBucket
-from s3_faults import FAULTS, FaultyProxy, MemoryS3, RealS3, Request, Turns, client, possible
-from stores import content, open_store, stored, three
+from remote_runs import real_servers
+from remote_runs.remotes import MemoryBucket
+from remote_runs.s3_faults import (
+    FAULTS,
+    FaultyProxy,
+    MemoryS3,
+    RealS3,
+    Request,
+    Turns,
+    client,
+    possible,
+)
+from store_runs.stores import content, open_store, stored, three
 from tensor_dedup import Store
 from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import Remote

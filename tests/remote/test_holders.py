@@ -10,8 +10,8 @@ from pathlib import Path, PurePath
 import msgspec
 import pytest
 
-from remotes import Faulty, MemoryBucket
-from stores import KIB, content, noise, open_store, safetensors, stored, u8, write
+from remote_runs.remotes import Faulty, MemoryBucket
+from store_runs.stores import KIB, content, noise, open_store, safetensors, stored, u8, write
 from tensor_dedup import Store
 from tensor_dedup.digest import digest
 from tensor_dedup.remote import Remote, catalog, holders, layout, upkeep

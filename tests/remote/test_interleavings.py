@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
-from stores import Content, content, handle, noise, open_store, stored, three
+from remote_runs.remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
+from store_runs.stores import Content, content, handle, noise, open_store, stored, three
 from tensor_dedup import Store
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import StoreError

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from remotes import Chunks, MemoryBucket
-from stores import noise, open_store, safetensors, stored, u8, write
+from remote_runs.remotes import Chunks, MemoryBucket
+from store_runs.stores import noise, open_store, safetensors, stored, u8, write
 from tensor_dedup import Store
 from tensor_dedup.remote import Remote, layout
 from tensor_dedup.remote.buckets import Bucket

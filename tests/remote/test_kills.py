@@ -16,11 +16,10 @@ from pathlib import Path, PurePath
 
 import pytest
 
-import real_servers
-import registries
-from remotes import MemoryBucket
-from s3_faults import FaultyProxy, MemoryS3, RealS3, Request, client
-from stores import KIB, content, noise, open_store, safetensors, stored, three, u8, write
+from remote_runs import real_servers, registries
+from remote_runs.remotes import MemoryBucket
+from remote_runs.s3_faults import FaultyProxy, MemoryS3, RealS3, Request, client
+from store_runs.stores import KIB, content, noise, open_store, safetensors, stored, three, u8, write
 from tensor_dedup import Store
 from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import Remote

@@ -12,11 +12,10 @@ from typing import ClassVar
 
 import pytest
 
-import real_servers
-import remotes
-from remotes import Faulty, Killed, MemoryBucket, Proxy
-from s3_faults import FaultyProxy, RealS3, Request, Response, client
-from stores import KIB, MIB, content, noise, open_store, safetensors, stored, u8, write
+from remote_runs import real_servers, remotes
+from remote_runs.remotes import Faulty, Killed, MemoryBucket, Proxy
+from remote_runs.s3_faults import FaultyProxy, RealS3, Request, Response, client
+from store_runs.stores import KIB, MIB, content, noise, open_store, safetensors, stored, u8, write
 from tensor_dedup.remote import Remote, buckets, layout, pieces, push
 from tensor_dedup.remote.errors import RemoteUnreachableError
 

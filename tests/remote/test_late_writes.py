@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from remotes import MemoryBucket
-from stores import KIB, content, noise, open_store, safetensors, stored, u8, write
+from remote_runs.remotes import MemoryBucket
+from store_runs.stores import KIB, content, noise, open_store, safetensors, stored, u8, write
 from tensor_dedup import Store
 from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import Remote, layout

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from remotes import Chunks, MemoryBucket
-from stores import content, open_store, stored, three
+from remote_runs.remotes import Chunks, MemoryBucket
+from store_runs.stores import content, open_store, stored, three
 from tensor_dedup import Store
 from tensor_dedup.remote import Remote, layout
 from tensor_dedup.remote.buckets import Bucket

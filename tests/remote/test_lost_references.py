@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from remotes import MemoryBucket
-from s3_faults import FaultyProxy, MemoryS3, client
-from stores import content, noise, open_store, safetensors, stored, u8, write
+from remote_runs.remotes import MemoryBucket
+from remote_runs.s3_faults import FaultyProxy, MemoryS3, client
+from store_runs.stores import content, noise, open_store, safetensors, stored, u8, write
 from tensor_dedup import Store
 from tensor_dedup.remote import Remote, catalog, layout
 from tensor_dedup.remote.buckets import ObjectStatus

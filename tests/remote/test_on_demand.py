@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from remotes import MemoryBucket
-from stores import KIB, content, open_store, stored, three
+from remote_runs.remotes import MemoryBucket
+from store_runs.stores import KIB, content, open_store, stored, three
 from tensor_dedup import Store
 from tensor_dedup.remote import Remote
 from tensor_dedup.remote.errors import (

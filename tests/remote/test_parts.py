@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from parted_runs import (
+from remote_runs.remotes import Faulty, MemoryBucket
+from store_runs.parted_runs import (
     BASE,
     BOOKS,
     LEAVES,
@@ -19,8 +20,7 @@ from parted_runs import (
     parted_run,
     save_parted_run,
 )
-from remotes import Faulty, MemoryBucket
-from stores import (
+from store_runs.stores import (
     Model,
     assert_same,
     handle,

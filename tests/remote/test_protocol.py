@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
-from s3_faults import FaultyProxy, MemoryS3, client
-from stores import Content, content, open_store, stored
+from remote_runs.remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
+from remote_runs.s3_faults import FaultyProxy, MemoryS3, client
+from store_runs.stores import Content, content, open_store, stored
 from tensor_dedup import Store
 from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import Remote, layout

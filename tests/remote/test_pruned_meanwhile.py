@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from remotes import MemoryBucket
-from stores import open_store, safetensors, u8, write
+from remote_runs.remotes import MemoryBucket
+from store_runs.stores import open_store, safetensors, u8, write
 from tensor_dedup import Store
 from tensor_dedup.remote import Remote, TransferResult, layout, transfer
 from tensor_dedup.remote.neighbour import copy_checkpoint

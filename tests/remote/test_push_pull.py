@@ -7,9 +7,9 @@ from typing import Literal
 import numpy as np
 import pytest
 
-import remotes
-from remotes import MemoryBucket, Proxy
-from stores import (
+from remote_runs import remotes
+from remote_runs.remotes import MemoryBucket, Proxy
+from store_runs.stores import (
     KIB,
     MIB,
     content,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import remotes
-from remotes import MemoryBucket, Proxy
-from stores import KIB, MIB, content, noise, open_store, safetensors, stored, u8, write
+from remote_runs import remotes
+from remote_runs.remotes import MemoryBucket, Proxy
+from store_runs.stores import KIB, MIB, content, noise, open_store, safetensors, stored, u8, write
 from tensor_dedup.remote import Remote, layout
 from tensor_dedup.remote.buckets import ServerBucket
 from tensor_dedup.remote.errors import DamagedRemoteError

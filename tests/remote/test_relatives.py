@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
-from s3_faults import FaultyProxy, MemoryS3, Wire, client
-from stores import (
+from remote_runs.remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
+from remote_runs.s3_faults import FaultyProxy, MemoryS3, Wire, client
+from store_runs.stores import (
     KIB,
     MIB,
     content,

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from remotes import MemoryBucket
-from s3_faults import FaultyProxy, MemoryS3, client
-from stores import (
+from remote_runs.remotes import MemoryBucket
+from remote_runs.s3_faults import FaultyProxy, MemoryS3, client
+from store_runs.stores import (
     KIB,
     content,
     noise,

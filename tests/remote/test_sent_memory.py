@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from remotes import MemoryBucket, answered
-from s3_faults import MemoryS3, Request, client
-from stores import noise, open_store, safetensors, stored, u8, write
+from remote_runs.remotes import MemoryBucket, answered
+from remote_runs.s3_faults import MemoryS3, Request, client
+from store_runs.stores import noise, open_store, safetensors, stored, u8, write
 from tensor_dedup.remote import Remote, layout, push
 
 PIECE = 8 << 20  # more than sockets hold

@@ -11,11 +11,20 @@ from pathlib import Path
 
 import pytest
 
-import real_servers
-import registries
-from remotes import MemoryBucket
-from s3_faults import FaultyProxy, MemoryGoogle
-from stores import KIB, content, layered, noise, open_store, stored, tuned, weights, with_lora
+from remote_runs import real_servers, registries
+from remote_runs.remotes import MemoryBucket
+from remote_runs.s3_faults import FaultyProxy, MemoryGoogle
+from store_runs.stores import (
+    KIB,
+    content,
+    layered,
+    noise,
+    open_store,
+    stored,
+    tuned,
+    weights,
+    with_lora,
+)
 from tensor_dedup.remote import Remote
 from tensor_dedup.remote.buckets import Bucket
 from tensor_dedup.remote.errors import NoConditionsError

@@ -7,9 +7,20 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
-from s3_faults import Wire
-from stores import KIB, MIB, content, noise, open_store, safetensors, stored, u8, weights, write
+from remote_runs.remotes import FAULTS, READ_FAULTS, Faulty, Killed, MemoryBucket
+from remote_runs.s3_faults import Wire
+from store_runs.stores import (
+    KIB,
+    MIB,
+    content,
+    noise,
+    open_store,
+    safetensors,
+    stored,
+    u8,
+    weights,
+    write,
+)
 from tensor_dedup import Store
 from tensor_dedup.errors import StoreError
 from tensor_dedup.remote import Remote, layout, pull

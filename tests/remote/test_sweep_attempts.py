@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from remotes import Faulty, MemoryBucket
-from s3_faults import Wire
-from stores import memory_folder, noise, open_store, safetensors, stored, u8, write
+from remote_runs.remotes import Faulty, MemoryBucket
+from remote_runs.s3_faults import Wire
+from store_runs.stores import memory_folder, noise, open_store, safetensors, stored, u8, write
 from tensor_dedup import Store
 from tensor_dedup.remote import Remote, layout, sweep
 from tensor_dedup.remote.buckets import ObjectStatus

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from remotes import Chunks, Faulty, Killed, MemoryBucket
-from s3_faults import FaultyProxy, MemoryS3, Request, Response, client
-from stores import content, noise, open_store, stored, three
+from remote_runs.remotes import Chunks, Faulty, Killed, MemoryBucket
+from remote_runs.s3_faults import FaultyProxy, MemoryS3, Request, Response, client
+from store_runs.stores import content, noise, open_store, stored, three
 from tensor_dedup import Store
 from tensor_dedup.remote import Remote, layout
 from tensor_dedup.remote.buckets import Bucket, ObjectStatus

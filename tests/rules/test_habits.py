@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import package_source
+from project import package_source
 
 GENERIC_SHARE = 0.10
 GENERIC = {

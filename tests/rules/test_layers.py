@@ -8,7 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
-import package_source
+from project import package_source
 
 GOOD = {
     "tensor_dedup.loader.plan": "from tensor_dedup.store.refs import name",

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import pytest
 
-import package_source
+from project import package_source
 
 _NAME = re.compile(r"tensor_dedup(\.[a-z_]\w*)+(:\w+)?")
 # Names of this form that are no modules.

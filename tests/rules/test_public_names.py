@@ -11,8 +11,8 @@ from importlib import import_module
 
 import pytest
 
-import package_source
 import tensor_dedup
+from project import package_source
 from tensor_dedup.config import FIELDS, TensorDedupConfig
 
 PUBLIC = {

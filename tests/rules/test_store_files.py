@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-import package_source
+from project import package_source
 
 INTERFACE = "tensor_dedup.store.files"
 WINGS = ("tensor_dedup.store.", "tensor_dedup.remote.", "tensor_dedup.training.")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-import package_source
 import tensor_dedup
+from project import package_source
 
 
 @pytest.fixture(scope="module")

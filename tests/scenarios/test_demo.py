@@ -20,11 +20,11 @@ from PIL import Image
 from rich.console import Console
 from safetensors.torch import save_file
 
-import fresh
-import package_source
-import tiny_checkpoints as checkpoints
 from demonstration import __main__ as demo
 from demonstration import gallery, models, pictures, process, resident, run, show
+from models import tiny_checkpoints as checkpoints
+from processes import fresh
+from project import package_source
 from tensor_dedup.analyze import analyze
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.loader.report import ModelReport

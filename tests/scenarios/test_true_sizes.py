@@ -8,8 +8,8 @@ import torch
 from diffusers import AutoencoderKL
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
-import fresh
-import true_sizes
+from models import true_sizes
+from processes import fresh
 from tensor_dedup.analyze import analyze
 
 MIB, GIB = 1 << 20, 1 << 30

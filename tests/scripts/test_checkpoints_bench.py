@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-import fresh
-import package_source
+from processes import fresh
+from project import package_source
 
 SCRIPTS = package_source.ROOT / "scripts"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import package_source
+from project import package_source
 
 
 def run(script: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import package_source
+from project import package_source
 
 BENCH = package_source.ROOT / "scripts" / "bench"
 # What a command of the folder finds by that name once it has set its path.

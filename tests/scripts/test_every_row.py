@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-import package_source
 from bench import checkpoints, every_row, load
 from bench.every_row import judged
 from bench.results import Figures
 from bench.stated_rows import ROWS, Part, StatedRow, counted
 from demonstration import __main__ as demonstration
 from demonstration import run
+from project import package_source
 
 FINE = Part("fine", "")
 SECONDS = StatedRow("seconds", "load", FINE, "load")

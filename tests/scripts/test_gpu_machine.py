@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import package_source
+from project import package_source
 
 sys.path.append(str(package_source.ROOT / "scripts"))
 import gpu_machine

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import package_source
+from project import package_source
 
 pytest.importorskip("obstore")
 

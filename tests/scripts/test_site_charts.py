@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-import package_source
+from project import package_source
 
 sys.path.append(str(package_source.ROOT / "scripts"))
 import site_charts

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import package_source
+from project import package_source
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import package_source
+from project import package_source
 
 CPU = ("filelock", "sympy>=1.13.3", 'opt-einsum>=3.3; extra == "opt-einsum"')
 HERE = 'platform_system != "an other one"'

@@ -10,9 +10,19 @@ import msgspec
 import pytest
 from blake3 import blake3
 
-from clocks import ClockedFiles, SetClock
-from refusals import peak_of
-from stores import KIB, assert_clean, content, noise, open_store, safetensors, three, u8, write
+from files.refusals import peak_of
+from store_runs.clocks import ClockedFiles, SetClock
+from store_runs.stores import (
+    KIB,
+    assert_clean,
+    content,
+    noise,
+    open_store,
+    safetensors,
+    three,
+    u8,
+    write,
+)
 from tensor_dedup import Store
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import (

@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from contracts import CodecTests
+from store_runs.contracts import CodecTests
 from tensor_dedup.store.codecs.choice import CODECS, CodecChoice, Sample, choose, distance, places
 from tensor_dedup.store.codecs.interface import AGAINST_BASE, CHUNK_BYTES, LEAVES, Codec, Effort
 from tensor_dedup.store.codecs.records import chunks, entry, head_bytes

@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import pytest
 
-from damage import PLACES, flip, manifest_of, one
-from disk_faults import FaultyFiles
-from stores import (
+from store_runs.damage import PLACES, flip, manifest_of, one
+from store_runs.disk_faults import FaultyFiles
+from store_runs.stores import (
     KIB,
     Content,
     assert_clean,

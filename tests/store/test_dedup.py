@@ -4,7 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from stores import KIB, MIB, Tensors, content, noise, safetensors, size_on_disk, u8, write
+from store_runs.stores import (
+    KIB,
+    MIB,
+    Tensors,
+    content,
+    noise,
+    safetensors,
+    size_on_disk,
+    u8,
+    write,
+)
 from tensor_dedup import Store
 from tensor_dedup.analyze import analyze
 

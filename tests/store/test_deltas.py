@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stores import (
+from store_runs.stores import (
     KIB,
     MIB,
     Content,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stores import (
+from store_runs.stores import (
     KIB,
     content,
     open_store,

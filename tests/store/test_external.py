@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import stores
+from store_runs import stores
 from tensor_dedup import Store
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import ChangedFileError

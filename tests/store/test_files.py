@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from disk_faults import Crash, Faults, FaultyFiles, FilesTests
-from process_state import fork, forked
+from processes.process_state import fork, forked
+from store_runs.disk_faults import Crash, Faults, FaultyFiles, FilesTests
 from tensor_dedup.store.files import PAGE, Files, RealFiles
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import stores
+from store_runs import stores
 from tensor_dedup import Store, shares_memory
 from tensor_dedup.analyze import analyze
 from tensor_dedup.errors import FormatError

@@ -15,7 +15,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stores import memory_folder
+from store_runs.stores import memory_folder
 from tensor_dedup.errors import (
     CheckpointNotFoundError,
     ConfigError,

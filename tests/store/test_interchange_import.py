@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from refusals import refused
-from stores import content
+from files.refusals import refused
+from store_runs.stores import content
 from tensor_dedup import Store
 from tensor_dedup.digest import digest
 from tensor_dedup.errors import CheckpointNotFoundError, FormatError

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from stores import (
+from store_runs.stores import (
     KIB,
     assert_clean,
     assert_same,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from process_state import forked
-from stores import (
+from processes.process_state import forked
+from store_runs.stores import (
     KIB,
     Content,
     content,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stores import noise, safetensors, u8, write
+from store_runs.stores import noise, safetensors, u8, write
 from tensor_dedup import Store
 from tensor_dedup.store.errors import UnknownNameError
 from tensor_dedup.store.objects import Objects

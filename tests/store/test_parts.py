@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from disk_faults import Crash, Faults, FaultyFiles
-from parted_runs import (
+from store_runs.disk_faults import Crash, Faults, FaultyFiles
+from store_runs.parted_runs import (
     BASE,
     BOOKS,
     LEAVES,
@@ -25,7 +25,7 @@ from parted_runs import (
     parted_run,
     save_parted_run,
 )
-from stores import Model, assert_same, handle, memory_folder, noise, open_store
+from store_runs.stores import Model, assert_same, handle, memory_folder, noise, open_store
 from tensor_dedup.digest import LEAF_BYTES, digest, leaf_digests
 from tensor_dedup.store import LocalStore
 from tensor_dedup.store.codecs.parts import codec_of, numbers_in, part_digest

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from pytorch_files import AMBIGUOUS, bytes_of, file_of, flat
-from refusals import refused
-from stores import safetensors
+from files.pytorch_files import AMBIGUOUS, bytes_of, file_of, flat
+from files.refusals import refused
+from store_runs.stores import safetensors
 from tensor_dedup import Store
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.formats import weights

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-import stores
+from store_runs import stores
 from tensor_dedup import Store
 from tensor_dedup.digest import LEAF_BYTES, digest
 from tensor_dedup.store.errors import CorruptTensorError, MissingObjectError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stores import network, noise, safetensors, u8, write
+from store_runs.stores import network, noise, safetensors, u8, write
 from tensor_dedup import Store
 from tensor_dedup.store.errors import UnknownNameError, UnknownTensorError
 from tensor_dedup.training import CheckpointStore

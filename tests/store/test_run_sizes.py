@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stores import content, handle, network, noise, safetensors, train, u8, write
+from store_runs.stores import content, handle, network, noise, safetensors, train, u8, write
 from tensor_dedup import Store
 from tensor_dedup.store import LocalStore
 from tensor_dedup.store.errors import UnfitForCollectionError

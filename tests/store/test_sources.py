@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from refusals import refused
-from stores import (
+from files.refusals import refused
+from store_runs.stores import (
     KIB,
     assert_clean,
     content,

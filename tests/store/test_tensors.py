@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from stores import KIB, MIB, Tensors, elements, noise, safetensors, write
+from store_runs.stores import KIB, MIB, Tensors, elements, noise, safetensors, write
 from tensor_dedup import Store
 from tensor_dedup.formats.safetensors import DTYPE_BITS
 from tensor_dedup.store import StoredCheckpoint, StoreError

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from damage import PLACES, one
-from disk_faults import FaultyFiles
-from stores import (
+from store_runs.damage import PLACES, one
+from store_runs.disk_faults import FaultyFiles
+from store_runs.stores import (
     KIB,
     MIB,
     Content,

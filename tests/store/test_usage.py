@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stores import KIB, noise, safetensors, size_on_disk, tuned, u8, weights, write
+from store_runs.stores import KIB, noise, safetensors, size_on_disk, tuned, u8, weights, write
 from tensor_dedup import Store
 from tensor_dedup.store.upkeep.usage import Usage
 from tensor_dedup.training import CheckpointStore

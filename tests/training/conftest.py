@@ -1,3 +1,3 @@
 """Runs in memory; tests/faults has some on the disk."""
 
-from stores import tmp_path as tmp_path
+from store_runs.stores import tmp_path as tmp_path

@@ -15,7 +15,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import nn
 
-from stores import open_store
+from store_runs.stores import open_store
 from tensor_dedup.store.steps.runs import manifest_of
 from tensor_dedup.training import CheckpointStore
 from tensor_dedup.training.adapters import PyTorchAdapter

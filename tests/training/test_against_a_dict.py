@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from stores import Model, assert_same, copied, handle, memory_folder, noise, shares
+from store_runs.stores import Model, assert_same, copied, handle, memory_folder, noise, shares
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.store.errors import ChangedModelError
 from tensor_dedup.store.files import Handle, Mode, RealFiles

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stores import Arrays, Model, assert_same, handle, network, shares, train
+from store_runs.stores import Arrays, Model, assert_same, handle, network, shares, train
 from tensor_dedup.store.errors import NameTakenError
 from tensor_dedup.store.writing.run_cache import Places
 from tensor_dedup.training import CheckpointStore

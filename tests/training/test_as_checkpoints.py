@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from stores import Model, assert_same, content, handle, network, shares, train
+from store_runs.stores import Model, assert_same, content, handle, network, shares, train
 from tensor_dedup.cli import main
 from tensor_dedup.formats.checkpoint import open_checkpoint
 from tensor_dedup.loader.checkpoint_io.stub_folder import ENVIRONMENT, check_out

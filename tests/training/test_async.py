@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from process_state import fork, forked
-from stores import (
+from processes.process_state import fork, forked
+from store_runs.stores import (
     Arrays,
     Gate,
     Model,
@@ -411,7 +411,7 @@ def test_a_forked_child_has_saves_of_its_own(tmp_path: Path) -> None:
 _LEAVING = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from stores import Arrays, network
+from store_runs.stores import Arrays, network
 from tensor_dedup.training import CheckpointStore
 run = CheckpointStore(sys.argv[2], "run", Arrays(), compress=None)
 model = {f"w{number}": network(number)["layer0.weight"] for number in range(60)}

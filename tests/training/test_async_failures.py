@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from disk_faults import NEEDS_SPACE, Faults, FaultyFiles
-from stores import (
+from store_runs.disk_faults import NEEDS_SPACE, Faults, FaultyFiles
+from store_runs.stores import (
     Arrays,
     Gate,
     Model,

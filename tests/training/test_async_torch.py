@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from stores import PageablePool, shares
+from store_runs.stores import PageablePool, shares
 from tensor_dedup.store.errors import ChangedModelError
 from tensor_dedup.store.gathered import Gathered
 from tensor_dedup.store.steps.notes import Notes
@@ -26,7 +26,7 @@ from tensor_dedup.training.capture import (
 from tensor_dedup.training.commit import StepSnapshot
 from tensor_dedup.training.errors import UnsupportedArrayError
 from tensor_dedup.training.state import StateChunk
-from trainings import Training
+from training_runs.trainings import Training
 
 NOTES = Notes("run", 0, "pytorch", {})
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-import fresh
-from clocks import JUMPS, ClockedFiles, SetClock
+from processes import fresh
+from store_runs.clocks import JUMPS, ClockedFiles, SetClock
 
 _FOREVER = 10**6
 
@@ -23,8 +23,8 @@ def killing(root: str, seconds: float) -> dict[str, Any]:
     # Before children are forked nothing is computed, or torch's threads would be missing in them.
     import torch._dynamo  # noqa: F401 (what every optimizer imports when it is made)
 
-    import trainings
     from tensor_dedup.training import CheckpointStore
+    from training_runs import trainings
 
     dice, end, kills, done = random.Random(4), time.monotonic() + seconds, 0, -1
     CheckpointStore(root, "run").close()
@@ -108,7 +108,7 @@ def killed_and_resumed(root: str, seconds: float) -> dict[str, Any]:
 
 def both(root: str, steps: int) -> dict[str, list[float]]:
     """The losses of the training that goes on, and of one that nobody killed."""
-    import trainings
+    from training_runs import trainings
 
     return {
         "resumed": trainings.train(root, steps),

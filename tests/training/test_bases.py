@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from stores import Model, assert_same
+from store_runs.stores import Model, assert_same
 from tensor_dedup.store.errors import UnknownNameError
 from tensor_dedup.store.format.tables import PLAIN
 from tensor_dedup.training import CheckpointStore

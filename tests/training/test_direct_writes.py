@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disk_faults import Crash, Faults, FaultyFiles, Loss, some_changes
-from stores import Model, assert_same
+from store_runs.disk_faults import Crash, Faults, FaultyFiles, Loss, some_changes
+from store_runs.stores import Model, assert_same
 from tensor_dedup import Store
 from tensor_dedup.store.buffers import address
 from tensor_dedup.store.errors import ChangedModelError, NoSpaceError, StoreIOError

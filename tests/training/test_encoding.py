@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stores import Model, assert_holds, assert_same, copied, handle, open_store, shares
+from store_runs.stores import Model, assert_holds, assert_same, copied, handle, open_store, shares
 from tensor_dedup.store.writing.run_cache import AnchorMemory
 from tensor_dedup.training import CheckpointStore
 

@@ -20,8 +20,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from clocks import JUMPS, ClockedFiles, SetClock
-from disk_faults import (
+from store_runs.clocks import JUMPS, ClockedFiles, SetClock
+from store_runs.disk_faults import (
     CHANGES,
     NEEDS_SPACE,
     WRITES,
@@ -31,7 +31,17 @@ from disk_faults import (
     Loss,
     some_changes,
 )
-from stores import KIB, Model, assert_same, copied, forest, handle, network, shares, train
+from store_runs.stores import (
+    KIB,
+    Model,
+    assert_same,
+    copied,
+    forest,
+    handle,
+    network,
+    shares,
+    train,
+)
 from tensor_dedup.digest import LEAF_BYTES
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.errors import NoSpaceError

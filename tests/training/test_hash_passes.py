@@ -14,7 +14,7 @@ import torch
 from blake3 import blake3
 from xxhash import xxh3_128_digest
 
-from stores import shares
+from store_runs.stores import shares
 from tensor_dedup import digest
 from tensor_dedup.store import hashing
 from tensor_dedup.training import CheckpointStore, background

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from stores import assert_same, content, handle, network, safetensors, shares, stored, u8, write
+from store_runs.stores import (
+    assert_same,
+    content,
+    handle,
+    network,
+    safetensors,
+    shares,
+    stored,
+    u8,
+    write,
+)
 from tensor_dedup.store import LocalStore
 from tensor_dedup.store.errors import BadNameError, DamagedFileError, NameTakenError
 from tensor_dedup.store.format.manifests import STATE, WEIGHTS, free_path

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from stores import handle, network, shares
+from store_runs.stores import handle, network, shares
 from tensor_dedup.store.steps.errors import BadMetricError
 from tensor_dedup.store.steps.notes import Notes, checked
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stores import assert_same, handle, network, train
+from store_runs.stores import assert_same, handle, network, train
 from tensor_dedup.store.files import Handle, RealFiles
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from clocks import JUMPS, ClockedFiles, SetClock
-from disk_faults import FaultyFiles
-from process_state import fork, forked
-from stores import Gate, Model, assert_same, gated, handle, network, shares, train
+from processes.process_state import fork, forked
+from store_runs.clocks import JUMPS, ClockedFiles, SetClock
+from store_runs.disk_faults import FaultyFiles
+from store_runs.stores import Gate, Model, assert_same, gated, handle, network, shares, train
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store.files import Handle, Mode, RealFiles
 from tensor_dedup.store.format import frames

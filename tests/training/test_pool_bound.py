@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-import fresh
-from process_state import forked
-from stores import Gate, gated, handle, memory_folder
+from processes import fresh
+from processes.process_state import forked
+from store_runs.stores import Gate, gated, handle, memory_folder
 from tensor_dedup.store.buffers import PAGE
 from tensor_dedup.store.files import Handle, RealFiles
 from tensor_dedup.store.steps.notes import Notes

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from stores import Model, assert_same, forest, handle, network, shares, train
+from store_runs.stores import Model, assert_same, forest, handle, network, shares, train
 from tensor_dedup import Store
 from tensor_dedup.store.errors import StoreBusyError
 from tensor_dedup.store.files import Handle, RealFiles

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from stores import PageablePool
+from store_runs.stores import PageablePool
 from tensor_dedup.store.steps.notes import Notes
 from tensor_dedup.store.writing.containers import PACK_BELOW
 from tensor_dedup.training import CheckpointStore

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stores import assert_same, copied, handle, network, shares, train
+from store_runs.stores import assert_same, copied, handle, network, shares, train
 from tensor_dedup.store.steps.errors import (
     BadOption,
     BadOptionError,

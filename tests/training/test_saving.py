@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from process_state import forked
-from stores import (
+from processes.process_state import forked
+from store_runs.stores import (
     Arrays,
     Model,
     assert_same,

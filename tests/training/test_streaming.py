@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from disk_faults import CHANGES, Faults, FaultyFiles, Loss
-from stores import (
+from store_runs.disk_faults import CHANGES, Faults, FaultyFiles, Loss
+from store_runs.stores import (
     Arrays,
     Model,
     PageablePool,

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stores import Model, assert_same, handle, shares
+from store_runs.stores import Model, assert_same, handle, shares
 
 _FORK = multiprocessing.get_context("fork")
 _FOREVER = 10**6

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import zstandard
 
-import registries
-from registries import MODEL
-from remotes import Proxy
-from stores import KIB, noise, open_store, safetensors, stored, u8
+from remote_runs import registries
+from remote_runs.registries import MODEL
+from remote_runs.remotes import Proxy
+from store_runs.stores import KIB, noise, open_store, safetensors, stored, u8
 from tensor_dedup.errors import UnsupportedError
 from tensor_dedup.remote.errors import DamagedRemoteError
 from tensor_dedup.remote.oci import archives

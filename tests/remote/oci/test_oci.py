@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 import zstandard
 
-import registries
-from remotes import Proxy
-from s3_faults import FAULTS, FaultyProxy, RealS3, Request, Response, possible
-from stores import (
+from remote_runs import registries
+from remote_runs.remotes import Proxy
+from remote_runs.s3_faults import FAULTS, FaultyProxy, RealS3, Request, Response, possible
+from store_runs.stores import (
     KIB,
     content,
     noise,

@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import pytest
 
-import registries
-from remotes import Proxy, answered
-from stores import KIB, content, noise, open_store, safetensors, stored, u8, write
+from remote_runs import registries
+from remote_runs.remotes import Proxy, answered
+from store_runs.stores import KIB, content, noise, open_store, safetensors, stored, u8, write
 from tensor_dedup import Store
 from tensor_dedup.remote.errors import RemoteNameTakenError, RemoteUnreachableError
 from tensor_dedup.remote.oci import modelpack as artifacts

@@ -11,7 +11,7 @@ import pytest
 import xgboost as xgb
 from sklearn import ensemble
 
-from stores import frozen, thawed
+from store_runs.stores import frozen, thawed
 from tensor_dedup.training.adapters import (
     LightGBMAdapter,
     ModelAdapter,

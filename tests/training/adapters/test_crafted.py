@@ -8,8 +8,8 @@ import pytest
 from sklearn import ensemble
 from sklearn.ensemble._hist_gradient_boosting.predictor import TreePredictor
 
-import fresh
-from stores import frozen, thawed, there_and_back
+from processes import fresh
+from store_runs.stores import frozen, thawed, there_and_back
 from tensor_dedup.training.adapters import NumpyAdapter, SklearnAdapter
 from tensor_dedup.training.errors import DamagedStateError
 from tensor_dedup.training.state import NamedValue

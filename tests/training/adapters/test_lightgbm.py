@@ -6,7 +6,7 @@ import lightgbm as lgb
 import numpy as np
 import pytest
 
-from stores import frozen, new_bytes, thawed, there_and_back, unchanged
+from store_runs.stores import frozen, new_bytes, thawed, there_and_back, unchanged
 from tensor_dedup.training.adapters import LightGBMAdapter, adapter_for, by_name
 from tensor_dedup.training.adapters.lightgbm import _cut, _joined
 from tensor_dedup.training.errors import (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from stores import there_and_back
+from store_runs.stores import there_and_back
 from tensor_dedup.training.adapters import NumpyAdapter, PyTorchAdapter
 from tensor_dedup.training.errors import MismatchedOriginalError
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy._core._rational_tests import rational  # type: ignore[import-not-found]
 
-from stores import frozen, thawed, there_and_back
+from store_runs.stores import frozen, thawed, there_and_back
 from tensor_dedup.store.steps.errors import BadOption, BadOptionError
 from tensor_dedup.training.adapters import (
     NumpyAdapter,

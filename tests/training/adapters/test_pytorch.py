@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-import fresh
-from stores import frozen, new_bytes, thawed, there_and_back, unchanged
+from processes import fresh
+from store_runs.stores import frozen, new_bytes, thawed, there_and_back, unchanged
 from tensor_dedup.training.adapters import PyTorchAdapter
 from tensor_dedup.training.errors import (
     MismatchedOriginalError,

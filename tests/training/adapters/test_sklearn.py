@@ -36,7 +36,7 @@ from sklearn import (
 from sklearn.base import BaseEstimator, TransformerMixin, clone
 from sklearn.exceptions import ConvergenceWarning, InconsistentVersionWarning
 
-from stores import Frozen, frozen, new_bytes, thawed, there_and_back, unchanged
+from store_runs.stores import Frozen, frozen, new_bytes, thawed, there_and_back, unchanged
 from tensor_dedup.store.gathered import flat_bytes
 from tensor_dedup.training.adapters import SklearnAdapter, adapter_for, by_name, sklearn_trees
 from tensor_dedup.training.adapters.sklearn import _class, _restore_function

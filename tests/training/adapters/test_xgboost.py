@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import xgboost as xgb
 
-from stores import frozen, new_bytes, thawed, there_and_back, unchanged
+from store_runs.stores import frozen, new_bytes, thawed, there_and_back, unchanged
 from tensor_dedup.training.adapters import XGBoostAdapter, adapter_for, by_name, ubjson
 from tensor_dedup.training.errors import (
     DamagedStateError,

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from damage import damage_piece
-from stores import (
+from store_runs.damage import damage_piece
+from store_runs.stores import (
     Arrays,
     Model,
     alone,
@@ -713,7 +713,7 @@ def larger_model_of(step: int) -> Model:
 _PROGRAM = """
 import sys
 sys.path.insert(0, {support!r})
-from stores import handle, open_store
+from store_runs.stores import handle, open_store
 sys.path.insert(0, {here!r})
 from test_drain import Mount, larger_model_of, tiers
 from pathlib import Path

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from damage import damage_piece
-from drains import model_of
-from remotes import Chunks, MemoryBucket, s3, web
-from stores import (
+from remote_runs.remotes import Chunks, MemoryBucket, s3, web
+from store_runs.damage import damage_piece
+from store_runs.stores import (
     Model,
     assert_same,
     handle,
@@ -43,6 +42,7 @@ from tensor_dedup.store.steps.errors import NotATrainingError, PinnedStepError, 
 from tensor_dedup.store.steps.runs import in_save_order
 from tensor_dedup.training import CheckpointStore
 from tensor_dedup.training.errors import DivergedStepError, DrainError
+from training_runs.drains import model_of
 
 
 class Server(MemoryBucket):
@@ -503,8 +503,8 @@ _PROGRAM = """
 import sys
 sys.path.insert(0, {support!r})
 from pathlib import Path
-from drains import model_of
-from stores import handle
+from training_runs.drains import model_of
+from store_runs.stores import handle
 run = handle(Path(sys.argv[1]), drain=sys.argv[2], compress="always")
 Path(sys.argv[1], "opened").touch()
 if sys.argv[3] == "away":

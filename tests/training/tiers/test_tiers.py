@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disk_faults import Crash, Faults, FaultyFiles
-from stores import Model, alone, assert_same, handle, moving, open_store
+from store_runs.disk_faults import Crash, Faults, FaultyFiles
+from store_runs.stores import Model, alone, assert_same, handle, moving, open_store
 from tensor_dedup import Store
 from tensor_dedup.errors import StoreError
 from tensor_dedup.store import locks

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stores import alone, assert_same, handle, moving, open_store
+from store_runs.stores import alone, assert_same, handle, moving, open_store
 from tensor_dedup.remote import transfer
 from tensor_dedup.store.errors import NoSpaceError
 from tensor_dedup.store.files import RealFiles

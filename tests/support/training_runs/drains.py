@@ -1,0 +1,133 @@
+"""What is done to a run of two tiers in tests of faults, and what may be there afterwards."""
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from store_runs.stores import Model, assert_same, forest, network, train
+from tensor_dedup.training import CheckpointStore
+from tensor_dedup.training.tiers.remote_tier import RemoteTier
+from tensor_dedup.training.tiers.second_tier import StoreTier
+
+Steps = Mapping[int, int]
+"""Which model each step is."""
+
+
+@cache
+def model_of(number: int) -> Model:
+    """A large tensor that moves, a small one, and an ensemble that grows."""
+    model = network(1, layers=1)
+    for seed in range(number + 1):
+        train(model, seed, "layer0.weight")
+    return {**model, **forest(4 + number)}
+
+
+def drain(run: CheckpointStore) -> None:
+    assert run._drain is not None
+    while run._drain.work_once():
+        pass
+
+
+@dataclass(frozen=True)
+class Act:
+    """What is done to a run of two tiers, what both together may then be, and the second alone."""
+
+    before: Callable[[CheckpointStore], object]
+    act: Callable[[CheckpointStore], object]
+    both: tuple[Steps, ...]
+    second: tuple[Steps, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    pinned: tuple[set[int], ...] = (set(),)
+    opening: bool = False
+    """Whether to open the run is a part of it."""
+
+
+def undrained(*saves: tuple[int, int]) -> Callable[[CheckpointStore], None]:
+    def before(run: CheckpointStore) -> None:
+        for step, number in saves:
+            run.save(model_of(number), step)
+
+    return before
+
+
+def with_pin(run: CheckpointStore) -> None:
+    run.pin(0)
+    drain(run)
+
+
+def pin(run: CheckpointStore) -> None:
+    run.pin(0)
+    drain(run)
+
+
+def of_an_earlier_version(run: CheckpointStore) -> None:
+    """Neither tier has a note of the other."""
+    assert run._drain is not None
+    run._drain._notes._note = None
+    for folder in ("tiers", "drains"):
+        shutil.rmtree(run.store.path / folder)
+    second = run._drain.second
+    if isinstance(second, StoreTier):
+        (second.path / "identity").unlink()
+    else:
+        assert isinstance(second, RemoteTier)
+        second._bucket.delete("identity")
+    run.save(model_of(2), 2)
+
+
+_ALL: dict[str, Any] = {"keep_fast": None}
+OLD = {0: 0, 1: 1}
+ACTS = {
+    "next steps": Act(
+        undrained((2, 2), (3, 3)),
+        drain,
+        ({**OLD, 2: 2, 3: 3},),
+        (OLD, {**OLD, 2: 2}, {**OLD, 2: 2, 3: 3}),
+    ),
+    "first drain of this version": Act(
+        of_an_earlier_version,
+        drain,
+        ({**OLD, 2: 2},),
+        (OLD, {**OLD, 2: 2}),
+        {"keep_fast": 2},
+        opening=True,
+    ),
+    "sweeping": Act(
+        undrained((2, 2), (3, 3)),
+        drain,
+        ({**OLD, 2: 2, 3: 3},),
+        (OLD, {**OLD, 2: 2}, {**OLD, 2: 2, 3: 3}),
+        {"drain_backlog": 2},
+    ),
+    "replacing": Act(undrained((0, 5)), drain, ({0: 5, 1: 1},), (OLD, {0: 5, 1: 1}), _ALL),
+    "retention": Act(
+        undrained((2, 2)),
+        drain,
+        ({0: 0, 1: 1, 2: 2}, {1: 1, 2: 2}),
+        (OLD, {**OLD, 2: 2}, {1: 1, 2: 2}),
+        {"keep_last": 2, "keep_fast": None},
+    ),
+    "delete": Act(undrained(), lambda run: run.delete(0), (OLD, {1: 1}), (OLD, {1: 1}), _ALL),
+    "delete of what was saved again": Act(
+        undrained((0, 5)),
+        lambda run: run.delete(0),
+        ({0: 5, 1: 1}, {1: 1}),  # never what it was before
+        (OLD, {1: 1}),
+        _ALL,
+    ),
+    "pin": Act(undrained(), pin, (OLD,), (OLD,), _ALL, (set(), {0})),
+    "unpin": Act(with_pin, lambda run: run.unpin(0), (OLD,), (OLD,), _ALL, (set(), {0})),
+}
+
+
+def held(run: CheckpointStore) -> Steps:
+    """Which model each step is; each is whole."""
+    found = {}
+    for step in run.steps():
+        model = run.load(step)
+        number = sum(name.startswith("tree") for name in model) - 4
+        assert_same(model, model_of(number))
+        found[step] = number
+    return found
