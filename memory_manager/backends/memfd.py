@@ -1,7 +1,6 @@
-"""Sealed memory files: after sealing, the kernel itself refuses every write. Linux only.
+"""A backend for host memory: memory files (`memfd_create`) with seals. Linux only.
 
-The manager maps a slab only while it hashes it, so the bytes are charged once, wherever they are
-read.
+After sealing, the kernel refuses every write. The manager maps a slab only while it hashes it.
 """
 
 import errno
@@ -32,7 +31,7 @@ _BLOCK: Final = 512  # of st_blocks, whatever the file system's own
 
 
 class MemfdSlab:
-    """A memory file, whose descriptor is closed with the last reference to this object."""
+    """A memory file. Its descriptor is closed when this object is garbage-collected."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.nbytes: Final = nbytes
@@ -41,7 +40,7 @@ class MemfdSlab:
 
 
 class MemfdBackend:
-    """The `memfd` backend."""
+    """The backend for host memory, in sealed memory files."""
 
     capabilities: Final = Capabilities(
         "memfd", hardware_readonly=True, hashes_itself=True, seals=True
@@ -56,7 +55,7 @@ class MemfdBackend:
         return slab
 
     def commit(self, memory: Memory, offset: int, nbytes: int) -> None:
-        """Implement `Backend.commit`: or a writer would meet SIGBUS when memory is short."""
+        """Implement `Backend.commit`: without it, a write without free memory ends in SIGBUS."""
         with _refusals(memory.nbytes):
             os.posix_fallocate(memory.fileno, offset, nbytes)
 

@@ -1,7 +1,7 @@
-"""The real driver, called through NVIDIA's cuda-python (the extra `cuda`).
+"""The CUDA driver, called through NVIDIA's cuda-python (the extra `cuda`).
 
-`cuda.bindings` is loaded when the driver is first needed: neither the package nor a manager of
-ordinary memory ever loads it.
+`cuda.bindings` is imported when the driver is first used, so a manager of host memory never loads
+it.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ _MODULE: Final = "cuda.bindings.driver"
 
 
 class NvidiaDriver:
-    """The installed driver, called by NVIDIA's own bindings for Python."""
+    """The installed CUDA driver, called through NVIDIA's Python bindings."""
 
     def __init__(self) -> None:
         self._api: Any = None
