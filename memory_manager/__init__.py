@@ -5,8 +5,8 @@ dicts and needs torch; engines use `tensor_dedup.memory_manager.client`, which d
 
 The terms of the package:
 
-* A slab is one block of memory, such as a memory file, that one client fills and the manager then
-  seals: nobody can write to it any more.
+* A slab is one block of memory, such as a memory file. One client fills it, and then the manager
+  seals it: no process can write to it any more.
 * A resident is one tensor in a sealed slab, named by the digest of its bytes.
 * A layer is a record (bytes that only engines understand) and the tensors it refers to. Engines
   find it by its layer key.

@@ -86,7 +86,12 @@ class IpcBackend:
         )
 
     def reserve(self, nbytes: int) -> IpcSlab:
-        """Implement `Backend.reserve`."""
+        """Return a new slab of GPU memory, which the helper process allocates.
+
+        Raises:
+            NoMemoryError: The GPU has no memory left, or this process no descriptor.
+            DeviceError: The driver failed, or the helper does not answer.
+        """
         number, handle = self._helper.allocate(nbytes)
         try:
             return IpcSlab(self._helper, number, write_ticket(handle, nbytes), nbytes)

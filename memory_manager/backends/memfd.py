@@ -47,7 +47,11 @@ class MemfdBackend:
     )
 
     def reserve(self, nbytes: int) -> MemfdSlab:
-        """Implement `Backend.reserve`."""
+        """Return a new memory file of `nbytes` bytes, whose size is sealed.
+
+        Raises:
+            NoMemoryError: The system has no memory or no descriptor left.
+        """
         with _refusals(nbytes):
             slab = MemfdSlab(_memory_file(), nbytes)
             os.ftruncate(slab.fileno, nbytes)
@@ -55,12 +59,20 @@ class MemfdBackend:
         return slab
 
     def commit(self, memory: Memory, offset: int, nbytes: int) -> None:
-        """Implement `Backend.commit`: without it, a write without free memory ends in SIGBUS."""
+        """Allocate the pages of a range: a write to a page that cannot be allocated ends in SIGBUS.
+
+        Raises:
+            NoMemoryError: The system has no memory left.
+        """
         with _refusals(memory.nbytes):
             os.posix_fallocate(memory.fileno, offset, nbytes)
 
     def seal(self, memory: Memory) -> None:
-        """Implement `Backend.seal`."""
+        """Seal a memory file against writes and changes of size, by any process.
+
+        Raises:
+            StillWritableError: A writable mapping still exists; the file is not sealed.
+        """
         if _seals(memory.fileno) & _ALL_SEALS == _ALL_SEALS:
             return
         try:
@@ -73,7 +85,11 @@ class MemfdBackend:
             raise BackendError(f"sealing: {error.strerror}", errno=error.errno) from error
 
     def leaves(self, memory: Memory, spans: Spans) -> list[list[bytes]]:
-        """Implement `Backend.leaves`."""
+        """Return the leaf digests (one for each 2 MiB) of each span (offset, size) of a slab.
+
+        Raises:
+            NoMemoryError: The spans cannot be mapped.
+        """
         begin = min(offset for offset, _ in spans) // PAGE * PAGE
         end = max(offset + nbytes for offset, nbytes in spans)
         # Private: older kernels refuse a shared mapping of a sealed file, be it to read.
@@ -91,7 +107,12 @@ class MemfdBackend:
             return [_leaves(view, offset - begin, nbytes) for offset, nbytes in spans]
 
     def reclaim(self, fd: int, nbytes: int) -> MemfdSlab:
-        """Implement `Backend.reclaim`."""
+        """Return the slab of an earlier manager that `fd` refers to, and take ownership of `fd`.
+
+        Raises:
+            NotSealedError: It is not a sealed memory file of tensor-dedup, has another size, or has
+                holes. `fd` stays open.
+        """
         # The seals first: to ask another file system for anything may take as long as it likes.
         if _seals(fd) & _ALL_SEALS != _ALL_SEALS or not _is_ours(fd):
             raise NotSealedError("the descriptor is no sealed memory file of tensor-dedup")

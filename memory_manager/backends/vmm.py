@@ -35,10 +35,14 @@ class VmmBackend:
     """The `vmm` backend for one GPU, which is named by its UUID or ordinal."""
 
     def __init__(self, driver: Driver, device: str, handle: int = 0) -> None:
-        """Slabs are multiples of `handle` bytes, one driver handle each; 0 is the driver's minimum.
+        """Open a GPU by its UUID or ordinal.
+
+        Sizes of slabs are multiples of `handle` bytes; 0 stands for the smallest that the driver
+        allows.
 
         Raises:
-            DeviceError: There is no such GPU or no driver, or its handles have another size.
+            DeviceError: There is no such GPU or no driver, the GPU's memory cannot be passed on as
+                file descriptors, or `handle` is not a multiple of what the driver allows.
         """
         driver.init()
         self._driver = driver
@@ -68,7 +72,12 @@ class VmmBackend:
         )
 
     def reserve(self, nbytes: int) -> VmmAllocation:
-        """Implement `Backend.reserve`."""
+        """Return a new slab of GPU memory.
+
+        Raises:
+            NoMemoryError: The GPU has no memory left.
+            DeviceError: The driver failed.
+        """
         handle = self._driver.create(self.device.ordinal, nbytes)
         try:
             return VmmAllocation(self._driver.export(handle), nbytes)
@@ -87,7 +96,11 @@ class VmmBackend:
         raise BackendError("the manager does not hash the memory of a GPU")
 
     def reclaim(self, fd: int, nbytes: int) -> VmmAllocation:
-        """Implement `Backend.reclaim`."""
+        """Return the slab of an earlier manager that `fd` refers to, and take ownership of `fd`.
+
+        Raises:
+            NotSealedError: It is not memory of this GPU; `fd` stays open.
+        """
         try:
             handle = self._driver.import_(fd)
         except BackendError as error:

@@ -1,9 +1,10 @@
-"""An engine's connection to a memory manager: get layers by key, put those that are missing.
+"""An engine's connection to a memory manager: look up layers by key, and put those it lacks.
 
     leases = client.get(keys)                                 # one message for 256 keys
     result = client.put({key: NewLayer(record, tensors)})     # reserve, write, seal, publish
 
-Both return leases: as long as a lease exists, its bytes stay in place and unchanged.
+A layer is a record (bytes that only engines understand) and its tensors. Both calls return leases
+on the tensors: as long as a lease exists, its bytes stay in place and unchanged.
 """
 
 import logging

@@ -50,13 +50,13 @@ class Connection:
     """
 
     def __init__(self, path: Path, name: str, timeout_s: float = REPLY_TIMEOUT_S) -> None:
-        """Connect and say hello.
+        """Connect and send Hello.
 
         Raises:
             ManagerGoneError: No manager answers.
             UnsafeSocketError: The socket or its folder does not belong to this user alone.
-            RefusedError: The manager has no room for another client, or speaks another version.
-            ProtocolError: What answers speaks another protocol.
+            RefusedError: The manager cannot serve another client, or has another version.
+            ProtocolError: The process that answers uses another protocol.
         """
         self.path: Final = path
         self._timeout_s = timeout_s

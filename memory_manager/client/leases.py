@@ -119,7 +119,7 @@ class SlabTable:
     """
 
     def __init__(self, older: Iterable[SharedSlab] = ()) -> None:
-        """`older` has the slabs of an earlier connection, which have no number here."""
+        """Create a table; `older` are slabs of an earlier connection, which have no number here."""
         self._slabs: weakref.WeakValueDictionary[int, SharedSlab] = weakref.WeakValueDictionary()
         self._all: WeakBag[SharedSlab] = WeakBag(older)
 

@@ -43,13 +43,13 @@ Answer = Literal["granted", "building", "ready"]
 LeaseAll = Callable[[Sequence[str], str], list[Lease | None]]
 
 TensorSlot = tuple[str, int]
-"""One tensor of a put: the key of its layer, and which tensor of that layer it is."""
+"""A tensor of a put: the key of its layer, and its index in that layer."""
 
 Fill = Callable[["Put", Sequence[TensorSlot]], Sequence[str]]
-"""Write these tensors into a put's slab: the n-th of them at the n-th offset of `Put.place`.
+"""A function that writes tensors into a put's slab, the n-th at the n-th offset of `Put.place`.
 
-Returns their digests, or nothing where all of them were announced. It calls `Put.progress` where
-it takes more than a few seconds, and leaves no writable mapping of the slab.
+It returns their digests, or () if all of them were known before. It calls `Put.progress` if it
+takes more than a few seconds, and leaves no writable mapping of the slab.
 """
 
 

@@ -34,13 +34,13 @@ class SocketFile:
     """A listening socket and its file, which this process owns until `close`."""
 
     def __init__(self, path: Path) -> None:
-        """Take the lock, make the socket and listen.
+        """Take the lock, create the socket and listen.
 
         Raises:
             ManagerRunningError: Another process has the lock, or answers at the path.
-            UnsafeSocketError: The folder is not this user's alone, or something stands at the path,
-                or in place of the lock file, that no manager has left there.
-            OSError: The socket cannot be made.
+            UnsafeSocketError: The folder does not belong to this user alone, or there is another
+                file at the path of the socket or of the lock.
+            OSError: The socket cannot be created.
         """
         self.path: Final = path
         paths.make_folder(path.parent)

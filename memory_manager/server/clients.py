@@ -130,7 +130,7 @@ class Clients:
         self._numbers = 0
 
     def __len__(self) -> int:
-        """Return how many are connected."""
+        """Return the number of connected clients."""
         return len(self._clients)
 
     def __contains__(self, connection: int) -> bool:

@@ -37,7 +37,7 @@ class DescriptorCloser:
         """Start the threads.
 
         Raises:
-            NoMemoryError: The system starts no thread.
+            NoMemoryError: The system cannot start a thread.
         """
         self._received: SimpleQueue[int] = SimpleQueue()
         self._work: SimpleQueue[_Work | None] = SimpleQueue()

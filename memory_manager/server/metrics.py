@@ -31,7 +31,7 @@ from tensor_dedup.memory_manager.server.worker_threads import start_threads
 
 _log = logging.getLogger(__name__)
 MAX_DESCRIPTORS: Final = 80
-"""How many descriptors serving takes at most: what is open, and what waits to be accepted."""
+"""The most descriptors that the server uses: for open connections and for those queued."""
 _MAX_CONNECTIONS: Final = 32
 _MAX_REQUEST: Final = 8 << 10
 _PATIENCE_S: Final = 5.0
@@ -101,7 +101,7 @@ class MetricsSource(Protocol):
     """The numbers that the HTTP server reports. Safe from any thread."""
 
     attach_seconds: Histogram
-    """How long look-ups took, labelled by device. Safe from any thread."""
+    """The duration of look-ups, labelled by device. Safe from any thread."""
 
     @property
     def totals(self) -> Totals:
@@ -117,7 +117,7 @@ class MetricsSource(Protocol):
 
     @property
     def overview(self) -> dict[str, Any]:
-        """What the dashboard shows, as a dict that can be encoded as JSON."""
+        """The tables that the dashboard shows, as a dict that can be encoded as JSON."""
 
     @property
     def device(self) -> str:
@@ -187,11 +187,11 @@ class Metrics:
         *,
         dashboard: bool = False,
     ) -> None:
-        """Start serving, with `dashboard` the page of it too; port 0 is any that is free.
+        """Start the server at `port`, 0 for any free one. With `dashboard` it has that page, too.
 
         Raises:
-            NoMemoryError: The system starts no thread.
-            OSError: The port is taken, or the address is none of this machine's.
+            NoMemoryError: The system cannot start a thread.
+            OSError: The port is in use, or the address is not one of this machine.
         """
         self._source = source
         self._dashboard = dashboard

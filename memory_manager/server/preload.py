@@ -43,10 +43,10 @@ class Preload:
     """
 
     def __init__(self, socket: Path, checkpoints: Sequence[str], engine_args: str) -> None:
-        """Prepare; nothing runs yet.
+        """Check that the checkpoints can be loaded; `start` begins to load them.
 
         Raises:
-            NotInstalledError: there is no vLLM, or for NAME=PATH no torch.
+            NotInstalledError: vLLM is not installed or, for NAME=PATH, torch is not.
         """
         for checkpoint in checkpoints:
             package = "torch" if _name(checkpoint) else "vllm"

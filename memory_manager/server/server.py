@@ -107,17 +107,17 @@ class Server:
         self._ending = False
         self._totals_at = 0.0
         self.totals: Totals = self._core.totals(0.0)
-        """A copy of the numbers for other threads, at most about a second old."""
+        """A copy of the totals for other threads, at most about a second old."""
         self.bookkeeping = 0
-        """The part of `totals.charged` that is the manager's own memory, in bytes; likewise."""
+        """The part of `totals.charged` that is for the manager's own records, in bytes; as old."""
         self.saved_bytes = 0
-        """The bytes that sharing saves; likewise."""
+        """The bytes of memory that sharing saves; as old."""
         self.overview = self._core.overview(0.0) if self._options.overview else {}
-        """What `status --json` says, without the residents; likewise, and empty without the option.
-        It is replaced as a whole, never changed."""
+        """What `tensor-dedup status --json` prints, without the residents; as old. It is empty
+        without `Options.overview`. It is replaced as a whole, never changed."""
         self.device: Final = settings.device
         self.attach_seconds, self._attach_seconds = attach_seconds(self.device)
-        """How long look-ups took; likewise, and at once."""
+        """How long look-ups took, always up to date."""
         self._turned_at: float | None = None
         self._watched = watched()
 

@@ -82,7 +82,7 @@ class SlabJobs:
         """Start the threads, one for each available CPU but at least four.
 
         Raises:
-            NoMemoryError: The system starts no thread.
+            NoMemoryError: The system cannot start a thread.
         """
         self._backend = backend
         self._closer = closer

@@ -28,11 +28,12 @@ class Slabs:
     ) -> None:
         """Start the threads.
 
-        `spare_descriptor` frees an unused slab, and returns whether there was one: where memory
-        could not be made for want of a descriptor, it is then tried again.
+        `spare_descriptor` frees an unused slab, and returns whether there was one. It is called
+        when memory could not be allocated because no descriptor was left; the allocation is then
+        tried again.
 
         Raises:
-            NoMemoryError: The system starts no thread.
+            NoMemoryError: The system cannot start a thread.
         """
         self._closer = closer
         self._spare_descriptor = spare_descriptor

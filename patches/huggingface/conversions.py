@@ -243,7 +243,7 @@ class Conversion:
         return None if key is None else (ReplicaKey(key, known.copy), device)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what the function would return, or an equal tensor that exists already."""
+        """Return the converted tensor: a shared one if there is one, or the function's result."""
         ready = self._ready.pop(id(tensor), None)
         if ready is not None:
             return ready

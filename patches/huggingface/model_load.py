@@ -92,9 +92,10 @@ class ModelLoad:
         trust: bool = True,
         checkout: Checkout | None = None,
     ) -> None:
-        """Begin a load; without `trust`, hints are not believed whatever the configuration is.
+        """Begin a load of what `name` says.
 
-        `checkout` is the stored checkpoint that is loaded, if it is one.
+        With `trust=False`, remembered digests of files (hints) are not used, whatever the
+        configuration says. `checkout` is the stored checkpoint that is loaded, or None.
         """
         self._name = name
         self._config = config

@@ -114,5 +114,5 @@ class StoredWeightsSlice:
         return str(self._spec.dtype)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Return a part of the tensor; it is read whole."""
+        """Return the indexed part of the tensor. The whole tensor is read."""
         return self._file.get_tensor(self._name)[index]

@@ -1,4 +1,4 @@
-"""What this package knows of vLLM's kernels: which layers a layer key covers, and what they pack.
+"""vLLM's kernels: which processed layers can be shared by a layer key, and what they have packed.
 
 A layer key identifies a processed layer by everything that processing reads. Only classes that
 tests cover are named here. They are looked up by name: in a vLLM that has moved one, models still

@@ -131,7 +131,7 @@ class TensorDedupLoader(ReadingLoader):
     """
 
     def __new__(cls, load_config: LoadConfig) -> Any:
-        """Return a loader; in an unknown vLLM, one that overrides nothing and logs why."""
+        """Return a loader. In an unsupported vLLM it overrides nothing, and logs the reason."""
         reason = why_not("loader", "reload")
         return super().__new__(cls) if reason is None else plain_loader(reason)(load_config)
 

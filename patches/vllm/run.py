@@ -137,9 +137,10 @@ class LoadRun:
         gpu: SharedGpu | None = None,
         frozen: FrozenLayers | None = None,
     ) -> None:
-        """Open nothing yet. `name` is for reports and a manager's tables.
+        """Prepare a load; no file is opened yet.
 
-        `frozen` are layers that a base gives; the run closes them.
+        `name` is for reports and for the manager's tables. `frozen` are the layers to be taken from
+        a base; they are closed with the load.
         """
         reader = SourceReader(config.hash_algorithm)
         scratch = Scratch()
