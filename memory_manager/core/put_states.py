@@ -13,7 +13,7 @@ from tensor_dedup.memory_manager.errors import ProtocolError
 
 
 class State(Enum):
-    """The state of a put."""
+    """The state of a put, which is the right of a client to build some layers."""
 
     RESERVED = "reserved"  # keys are granted, there is no memory
     ALLOCATING = "allocating"  # the backend is at it

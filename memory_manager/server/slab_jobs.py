@@ -283,7 +283,7 @@ class SlabJobs:
             self._bell.send(b"!")
 
     def outcomes(self) -> list[Outcome]:
-        """Return the outcomes since the last call."""
+        """Return the results of the jobs that have ended since the last call."""
         with contextlib.suppress(BlockingIOError):
             while self.wake_up.recv(4096):
                 pass
