@@ -1,6 +1,18 @@
-"""The process that owns memory and lends it: a server, and clients without torch.
+"""The memory manager: a process that owns the memory of shared tensors and lends it to engines.
 
-`connect` is for programs that share state dicts; engines use `tensor_dedup.memory_manager.client`.
+The package has the server and its clients. `connect` returns a client for programs that share state
+dicts and needs torch; engines use `tensor_dedup.memory_manager.client`, which does not.
+
+The terms of the package:
+
+* A slab is one block of memory, such as a memory file. One client fills it, and then the manager
+  seals it: no process can write to it any more.
+* A resident is one tensor in a sealed slab, named by the digest of its bytes.
+* A layer is a record (bytes that only engines understand) and the tensors it refers to. Engines
+  find it by its layer key.
+* A put is the right of one client to build some layers, from the reservation of their keys to the
+  publication of their records.
+* A lease is the right of one client to use one resident, which stays in place until the lease ends.
 """
 
 from typing import TYPE_CHECKING, Any

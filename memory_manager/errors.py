@@ -1,15 +1,15 @@
-"""The errors between an engine and its memory manager.
+"""The errors of the memory manager, its clients and its backends.
 
 MemoryManagerError
-  - ManagerGoneError      nobody answers, or the connection broke: load privately, connect again
+  - ManagerGoneError      no manager answers, or the connection broke: load privately, connect again
   - UnsafeSocketError     the socket, its folder or the process behind it is not this user's own
   - ManagerRunningError   another manager owns this socket
-  - ProtocolError         the other side sent what is no message of this version
-  - RefusedError          the manager understood and said no; `code` says why
-  - LeaseClosedError      you used a lease, a put or a slab after closing it
-  - BackendError          memory could not be had, sealed or taken back
+  - ProtocolError         the other side sent no valid message of this version
+  - RefusedError          the manager understood the request and refused it; `code` says why
+  - LeaseClosedError      a lease, a put or a slab was used after it was closed
+  - BackendError          memory could not be allocated, sealed or reclaimed
       - NoMemoryError       the system refused memory or a descriptor
-      - StillWritableError  somebody still maps the slab writable
+      - StillWritableError  a process still has the slab mapped writable
       - NotSealedError      an offered descriptor is not sealed memory of that size
       - DeviceError         a call of the CUDA driver failed, or there is no driver to call
 """
@@ -44,11 +44,11 @@ class ProtocolError(MemoryManagerError):
 
 
 class RefusedError(MemoryManagerError):
-    """The manager understood the request and refused it. `code` is one of `messages.Code`."""
+    """The manager understood the request and refused it. `code` is one of `limits.Code`."""
 
     @property
     def code(self) -> str:
-        """The reason, as a word that programs can compare."""
+        """The reason, as one of the words in `limits.Code`."""
         return str(self.facts.get("code", ""))
 
 
@@ -65,7 +65,7 @@ class NoMemoryError(BackendError):
 
 
 class StillWritableError(BackendError):
-    """Somebody still maps the slab writable: unmap it everywhere, then seal again."""
+    """A process still has the slab mapped writable: unmap it everywhere, then seal again."""
 
 
 class NotSealedError(BackendError):
@@ -73,13 +73,14 @@ class NotSealedError(BackendError):
 
 
 class DeviceError(BackendError):
-    """A call of the CUDA driver failed; `call` and `code` (a CUresult) are among the facts.
+    """A call of the CUDA driver failed.
 
-    Without a driver, or without cuda-bindings to call it with, the fact `kind` is "no_driver".
+    The error's `facts` have the name of the call and its CUresult as `call` and `code`. If there is
+    no driver, or no cuda-bindings to call it with, the fact `kind` is "no_driver".
     """
 
 
 class NoBindingsError(DeviceError):
-    """cuda-bindings, of the extra `cuda`, cannot be imported."""
+    """The package cuda-bindings (of the extra `cuda`) cannot be imported."""
 
     exit_status = WRONG_USE

@@ -1,1 +1,4 @@
-"""The backends of the memory manager: one interface (`base.Backend`), several kinds of memory."""
+"""The backends of the memory manager: one module for each kind of memory.
+
+`base.Backend` is the interface that all of them implement.
+"""

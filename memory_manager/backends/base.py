@@ -1,6 +1,7 @@
 """The interface of a backend, which provides one kind of memory.
 
-The same contract suite tests every backend.
+A backend provides memory in slabs: blocks that one client fills, and that are then sealed and lent
+to others. All backends pass the same tests.
 """
 
 from collections.abc import Sequence
@@ -17,15 +18,15 @@ Spans = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """The guarantees that a client may rely on.
+    """The properties of a backend and the guarantees that clients may rely on.
 
-    `hardware_readonly`: the hardware refuses writes through a reader's mapping. `seals`: after
-    sealing nobody, the writer included, can change a byte or map the memory writable; without it,
-    processes of one uid trust each other not to. `hashes_itself`: `digests` reads the bytes;
-    otherwise it returns what the writer announced, which is trusted within one uid. `zeroed`:
-    memory that nobody has written to is zero. `outlives`: a mapping keeps the memory even after the
-    manager has ended. `device`: the GPU's UUID, "" for the machine's memory; `device_bytes`: the
-    size of its memory.
+    `hardware_readonly`: the hardware refuses writes through a reader's mapping. `hashes_itself`:
+    the manager hashes the bytes; otherwise it trusts the digests that the writer sent. `seals`: no
+    process, the writer included, can change a sealed slab or map it writable; without it, processes
+    of one user trust each other not to. `zeroed`: memory that was never written is zero.
+    `outlives`: a mapping keeps the memory alive after the manager has ended. `device`: the UUID of
+    the GPU, or "" for host memory. `device_bytes`: the size of that GPU's memory in bytes, or 0 for
+    host memory. `layout`: the alignment rules of slabs.
     """
 
     name: str
@@ -40,35 +41,36 @@ class Capabilities:
 
 
 class Memory(Protocol):
-    """The memory of one slab, returned to the system with the last reference to this object."""
+    """The memory of one slab. It is freed when this object is garbage-collected."""
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes, a multiple of the layout's unit."""
+        """The size in bytes, a multiple of the unit in the backend's `SlabLayout`."""
 
     @property
     def fileno(self) -> int:
-        """Return the descriptor that is sent to clients; this object keeps owning it.
+        """The file descriptor that is sent to clients. This object owns it and closes it.
 
-        It refers to the memory or, with `ipc`, to a ticket with the handle to open it by.
+        It refers to the memory itself or, with the `ipc` backend, to a small file that holds the
+        CUDA IPC handle of the memory.
         """
 
 
 class Backend(Protocol):
-    """A source of slabs, which it makes, seals, hashes and reclaims. Safe from any thread.
+    """A source of slabs: it allocates, seals, hashes and reclaims them. Safe from any thread.
 
-    What takes long is done range by range, so that the caller can stop, or do something for
-    somebody else, between two of them.
+    Slow work takes an offset and a size, so that the caller can split it into steps, and stop or
+    serve another client between two steps.
     """
 
     @property
     def capabilities(self) -> Capabilities:
-        """Return its capabilities, which never change."""
+        """The properties of this backend, which never change."""
 
     def reserve(self, nbytes: int) -> Memory:
-        """Return a slab. Holders of its descriptor cannot change its size.
+        """Return a new slab of `nbytes` bytes, whose size is fixed.
 
-        Nobody may write to a range of it before `commit`.
+        A range of it must not be written before `commit` was called for that range.
 
         Raises:
             NoMemoryError: The system has no memory or no descriptor left.
@@ -76,24 +78,25 @@ class Backend(Protocol):
         """
 
     def commit(self, memory: Memory, offset: int, nbytes: int) -> None:
-        """Commit a range: writing to it never fails for want of memory from now on.
+        """Allocate the memory behind a range, so that writes to it cannot fail for lack of memory.
 
         Raises:
             NoMemoryError: The system has no memory left.
         """
 
     def seal(self, memory: Memory) -> None:
-        """Make the bytes immutable for everybody, for good; sealing twice has no effect.
+        """Make the bytes of a slab immutable for every process. Sealing twice has no effect.
 
-        A backend that cannot seal only ends the writing, and trusts the writer to have unmapped the
-        slab.
+        A backend that cannot seal trusts the writer to have unmapped the slab.
 
         Raises:
             StillWritableError: A writable mapping still exists; the slab is unchanged.
         """
 
     def leaves(self, memory: Memory, spans: Spans) -> list[list[bytes]]:
-        """Return the leaf digests of each of these spans of a sealed slab; nothing stays mapped.
+        """Return the leaf digests (one for each 2 MiB) of each span of a sealed slab.
+
+        A span is an offset and a size in bytes. The slab is mapped only during the call.
 
         Raises:
             NoMemoryError: The spans cannot be mapped.
@@ -101,12 +104,13 @@ class Backend(Protocol):
         """
 
     def reclaim(self, fd: int, nbytes: int) -> Memory:
-        """Reclaim a sealed slab of an earlier manager. It takes over `fd` unless it raises.
+        """Return the sealed slab of an earlier manager that the descriptor `fd` refers to.
 
-        Closing a descriptor that somebody else has opened can take as long as that process likes:
-        where and when to do so is the caller's to say.
+        The returned object owns `fd`. If this method raises, `fd` stays open and belongs to the
+        caller: closing a descriptor that a client has opened may block, so the caller chooses the
+        thread.
 
         Raises:
-            NotSealedError: It is not memory of this kind, has another size, or can be changed; only
-                a backend that seals can tell the last two. Or part of it was never written.
+            NotSealedError: The descriptor is not memory of this kind. A backend that seals also
+                raises it if the slab has another size, is not sealed, or has holes.
         """

@@ -1,11 +1,14 @@
-"""Memory of one GPU by CUDA's legacy IPC handles, where descriptors are not available.
+"""A backend for the memory of one GPU that uses CUDA's legacy IPC handles.
 
-This backend is used on request only. cudaIpc handles come from a process with a CUDA context, so a
-helper process has one and the manager has none: the helper allocates, hands out handles, frees, and
-ends when the manager hangs up. Where the protocol needs a descriptor of the memory, it sends a
-ticket, a sealed file with the handle. Nothing keeps a reader from writing, an address cannot be
-chosen, and all of the memory ends with the helper, and so with the manager: `vmm` is better
-wherever it works.
+It is used only on request, where the `vmm` backend does not work. The IPC calls need a CUDA
+context, which the manager does not have. So a helper process has one: it allocates the memory,
+returns the handles, frees the memory, and ends when the manager closes its socket.
+
+The protocol sends descriptors, and such memory has none. A slab's descriptor is therefore a ticket:
+a small sealed file that holds the IPC handle and the size.
+
+The backend has three disadvantages: readers can write to the memory, a client cannot choose the
+address of a mapping, and all memory is lost when the helper ends, and so when the manager ends.
 """
 
 import errno
@@ -53,7 +56,7 @@ _PATIENCE_S: Final = 60.0
 
 
 class IpcSlab:
-    """An allocation of the helper, freed with the last reference to this object."""
+    """A slab that the helper process has allocated, freed when this object is garbage-collected."""
 
     def __init__(self, helper: "Helper", number: int, fd: int, nbytes: int) -> None:
         self.nbytes: Final = nbytes
@@ -67,7 +70,7 @@ def _free(helper: "Helper", number: int, fd: int) -> None:
 
 
 class IpcBackend:
-    """The `ipc` backend for one GPU. A slab's descriptor is a ticket (`write_ticket`)."""
+    """The `ipc` backend for one GPU. The descriptor of a slab refers to a ticket file."""
 
     def __init__(self, helper: "Helper") -> None:
         self._helper = helper
@@ -83,7 +86,12 @@ class IpcBackend:
         )
 
     def reserve(self, nbytes: int) -> IpcSlab:
-        """Implement `Backend.reserve`."""
+        """Return a new slab of GPU memory, which the helper process allocates.
+
+        Raises:
+            NoMemoryError: The GPU has no memory left, or this process no descriptor.
+            DeviceError: The driver failed, or the helper does not answer.
+        """
         number, handle = self._helper.allocate(nbytes)
         try:
             return IpcSlab(self._helper, number, write_ticket(handle, nbytes), nbytes)
@@ -92,17 +100,17 @@ class IpcBackend:
             raise NoMemoryError(f"no descriptor for a ticket: {error.strerror}") from error
 
     def commit(self, memory: Memory, offset: int, nbytes: int) -> None:
-        """Implement `Backend.commit`: `reserve` has done it."""
+        """Do nothing: `reserve` has allocated the memory already."""
 
     def seal(self, memory: Memory) -> None:
-        """Implement `Backend.seal`."""
+        """Do nothing: this memory cannot be sealed. The writer is trusted to have unmapped it."""
 
     def leaves(self, memory: Memory, spans: Spans) -> list[list[bytes]]:
         """Raise BackendError: the manager cannot read this memory."""
         raise BackendError("the manager does not hash the memory of a GPU")
 
     def reclaim(self, fd: int, nbytes: int) -> IpcSlab:
-        """Raise NotSealedError: the memory ended with the helper that allocated it."""
+        """Raise NotSealedError: the memory of an earlier manager was freed with its helper."""
         raise NotSealedError("memory of the backend `ipc` does not outlive its manager; load again")
 
 
@@ -110,7 +118,9 @@ class IpcBackend:
 
 
 def write_ticket(handle: bytes, nbytes: int) -> int:
-    """Return a new descriptor of a sealed file with a handle and the size it opens.
+    """Write an IPC handle and its size in bytes to a new sealed memory file; return its descriptor.
+
+    The caller owns the descriptor.
 
     Raises:
         OSError: No descriptor is left.
@@ -126,7 +136,7 @@ def write_ticket(handle: bytes, nbytes: int) -> int:
 
 
 def read_ticket(fd: int) -> tuple[bytes, int]:
-    """Return the handle in a ticket, and the number of bytes it opens.
+    """Return the IPC handle in the file of `write_ticket`, and the size of its memory in bytes.
 
     Raises:
         NotSealedError: The descriptor does not refer to a ticket.
@@ -145,33 +155,33 @@ def read_ticket(fd: int) -> tuple[bytes, int]:
 
 
 class HelperAllocate(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
-    """The request to allocate memory."""
+    """A request to the helper process to allocate `nbytes` bytes of GPU memory."""
 
     nbytes: int
 
 
 class HelperFree(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
-    """The request to free an allocation. It has no answer."""
+    """A request to the helper process to free the allocation `number`. It has no answer."""
 
     number: int
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
-    """The helper's first message: its GPU, and the size of that GPU's memory."""
+    """The first message of the helper process: its GPU's UUID and memory size in bytes."""
 
     device: str
     total: int
 
 
 class HelperAllocated(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
-    """The answer to HelperAllocate."""
+    """The answer to HelperAllocate: the number of the allocation, and its CUDA IPC handle."""
 
     number: int
     handle: bytes
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
-    """The answer to a request that failed; `full` if for want of memory."""
+    """The answer to a request that failed. `full` is True if there was no memory left."""
 
     text: str
     full: bool
@@ -184,7 +194,7 @@ _answers: msgspec.msgpack.Decoder[_Answer] = msgspec.msgpack.Decoder(_Answer)
 
 
 class Helper:
-    """The manager's end of a helper process. Safe from any thread; `free` never blocks."""
+    """A running helper process, as the manager uses it. Safe from any thread."""
 
     def __init__(self, device: str, driver: str = "") -> None:
         """Start the helper, and wait until it reports its GPU.
@@ -219,7 +229,12 @@ class Helper:
         return self._process.pid
 
     def allocate(self, nbytes: int) -> tuple[int, bytes]:
-        """Allocate memory: return its number in the helper, and the handle to open it by."""
+        """Allocate GPU memory; return the allocation's number, for `free`, and its CUDA IPC handle.
+
+        Raises:
+            NoMemoryError: The GPU has no memory left.
+            DeviceError: The driver failed, or the helper does not answer.
+        """
         with self._lock:
             try:
                 while not self._send_what_waits():  # first: the memory may be needed
@@ -259,7 +274,10 @@ class Helper:
                 return
 
     def free(self, number: int) -> None:
-        """Free an allocation, now or with the next request. It never fails: finalizers call it."""
+        """Free an allocation. Never blocks and never fails, so that finalizers can call it.
+
+        If the helper's socket is full, the request is sent before the next one.
+        """
         self._unsent.append(number)
         with suppress(OSError):
             self._send_what_waits()
@@ -301,7 +319,10 @@ def _end(ours: socket.socket, process: "subprocess.Popen[bytes]") -> None:
 
 
 def serve(manager: socket.socket, driver: Driver, device: str) -> None:
-    """Serve the manager's requests until it hangs up, then free everything."""
+    """Run the helper process: serve requests until the manager hangs up, then free all memory.
+
+    `device` is the UUID or the ordinal of the GPU.
+    """
     driver.init()
     found = find_device(driver, device)
     with current(driver, found.ordinal), Undo() as always:
@@ -339,7 +360,10 @@ def _allocated(
 
 
 def main(device: str, driver: str) -> None:
-    """Run as the helper, on the socket that is this process's standard input."""
+    """Run the helper process on the socket that is its standard input.
+
+    `device` is the UUID or the ordinal of the GPU, `driver` the `Driver` class as `module:class`.
+    """
     module, _, name = driver.partition(":")
     with socket.socket(fileno=os.dup(0)) as manager:
         try:

@@ -1,7 +1,6 @@
-"""Sealed memory files: after sealing, the kernel itself refuses every write. Linux only.
+"""A backend for host memory: memory files (`memfd_create`) with seals. Linux only.
 
-The manager maps a slab only while it hashes it, so the bytes are charged once, wherever they are
-read.
+After sealing, the kernel refuses every write. The manager maps a slab only while it hashes it.
 """
 
 import errno
@@ -32,7 +31,7 @@ _BLOCK: Final = 512  # of st_blocks, whatever the file system's own
 
 
 class MemfdSlab:
-    """A memory file, whose descriptor is closed with the last reference to this object."""
+    """A memory file. Its descriptor is closed when this object is garbage-collected."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.nbytes: Final = nbytes
@@ -41,14 +40,18 @@ class MemfdSlab:
 
 
 class MemfdBackend:
-    """The `memfd` backend."""
+    """The backend for host memory, in sealed memory files."""
 
     capabilities: Final = Capabilities(
         "memfd", hardware_readonly=True, hashes_itself=True, seals=True
     )
 
     def reserve(self, nbytes: int) -> MemfdSlab:
-        """Implement `Backend.reserve`."""
+        """Return a new memory file of `nbytes` bytes, whose size is sealed.
+
+        Raises:
+            NoMemoryError: The system has no memory or no descriptor left.
+        """
         with _refusals(nbytes):
             slab = MemfdSlab(_memory_file(), nbytes)
             os.ftruncate(slab.fileno, nbytes)
@@ -56,12 +59,20 @@ class MemfdBackend:
         return slab
 
     def commit(self, memory: Memory, offset: int, nbytes: int) -> None:
-        """Implement `Backend.commit`: or a writer would meet SIGBUS when memory is short."""
+        """Allocate the pages of a range: a write to a page that cannot be allocated ends in SIGBUS.
+
+        Raises:
+            NoMemoryError: The system has no memory left.
+        """
         with _refusals(memory.nbytes):
             os.posix_fallocate(memory.fileno, offset, nbytes)
 
     def seal(self, memory: Memory) -> None:
-        """Implement `Backend.seal`."""
+        """Seal a memory file against writes and changes of size, by any process.
+
+        Raises:
+            StillWritableError: A writable mapping still exists; the file is not sealed.
+        """
         if _seals(memory.fileno) & _ALL_SEALS == _ALL_SEALS:
             return
         try:
@@ -74,7 +85,11 @@ class MemfdBackend:
             raise BackendError(f"sealing: {error.strerror}", errno=error.errno) from error
 
     def leaves(self, memory: Memory, spans: Spans) -> list[list[bytes]]:
-        """Implement `Backend.leaves`."""
+        """Return the leaf digests (one for each 2 MiB) of each span (offset, size) of a slab.
+
+        Raises:
+            NoMemoryError: The spans cannot be mapped.
+        """
         begin = min(offset for offset, _ in spans) // PAGE * PAGE
         end = max(offset + nbytes for offset, nbytes in spans)
         # Private: older kernels refuse a shared mapping of a sealed file, be it to read.
@@ -92,7 +107,12 @@ class MemfdBackend:
             return [_leaves(view, offset - begin, nbytes) for offset, nbytes in spans]
 
     def reclaim(self, fd: int, nbytes: int) -> MemfdSlab:
-        """Implement `Backend.reclaim`."""
+        """Return the slab of an earlier manager that `fd` refers to, and take ownership of `fd`.
+
+        Raises:
+            NotSealedError: It is not a sealed memory file of tensor-dedup, has another size, or has
+                holes. `fd` stays open.
+        """
         # The seals first: to ask another file system for anything may take as long as it likes.
         if _seals(fd) & _ALL_SEALS != _ALL_SEALS or not _is_ours(fd):
             raise NotSealedError("the descriptor is no sealed memory file of tensor-dedup")

@@ -1,11 +1,13 @@
-"""Memory of one GPU, allocated and passed on as descriptors; this process never maps it.
+"""A backend for the memory of one GPU, which passes it on as file descriptors and never maps it.
 
-After cuMemCreate, cuMemExportToShareableHandle and cuMemRelease, the descriptor alone keeps the
-memory. None of these calls needs or creates a context, so a manager of 80 GB takes nothing else of
-a GPU. Nor can it read the memory: nothing is zeroed, sealed or hashed here, and slabs that are
-offered back are only checked to be memory of this GPU. Readers map it so that the hardware refuses
-their writes; the writer is trusted to have unmapped it, and to announce the digests of what it
-wrote.
+The memory is made by cuMemCreate, exported by cuMemExportToShareableHandle, and the handle released
+by cuMemRelease; from then on the descriptor keeps the memory. None of these calls needs a CUDA
+context, so the manager takes no GPU memory of its own.
+
+Without a mapping, the manager cannot zero, seal or hash the memory. It trusts the digests that the
+writer sends, and trusts the writer to have unmapped the memory. Of slabs that clients offer back
+after a restart it checks only that they are memory of this GPU. Readers map the memory read-only,
+and the hardware refuses their writes.
 """
 
 import os
@@ -21,7 +23,7 @@ ALIGNMENT: Final = 512  # what torch's own allocator gives, and more than any ke
 
 
 class VmmAllocation:
-    """The memory of one handle, whose descriptor is closed with the last reference to this."""
+    """The memory of one CUDA handle. Its descriptor is closed with this object."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.nbytes: Final = nbytes
@@ -30,13 +32,17 @@ class VmmAllocation:
 
 
 class VmmBackend:
-    """The `vmm` backend for one GPU, named by its UUID or ordinal."""
+    """The `vmm` backend for one GPU, which is named by its UUID or ordinal."""
 
     def __init__(self, driver: Driver, device: str, handle: int = 0) -> None:
-        """Slabs are multiples of `handle` bytes, one driver handle each; 0 is the driver's minimum.
+        """Open a GPU by its UUID or ordinal.
+
+        Sizes of slabs are multiples of `handle` bytes; 0 stands for the smallest that the driver
+        allows.
 
         Raises:
-            DeviceError: There is no such GPU or no driver, or its handles have another size.
+            DeviceError: There is no such GPU or no driver, the GPU's memory cannot be passed on as
+                file descriptors, or `handle` is not a multiple of what the driver allows.
         """
         driver.init()
         self._driver = driver
@@ -66,7 +72,12 @@ class VmmBackend:
         )
 
     def reserve(self, nbytes: int) -> VmmAllocation:
-        """Implement `Backend.reserve`."""
+        """Return a new slab of GPU memory.
+
+        Raises:
+            NoMemoryError: The GPU has no memory left.
+            DeviceError: The driver failed.
+        """
         handle = self._driver.create(self.device.ordinal, nbytes)
         try:
             return VmmAllocation(self._driver.export(handle), nbytes)
@@ -75,17 +86,21 @@ class VmmBackend:
             self._driver.release(handle)
 
     def commit(self, memory: Memory, offset: int, nbytes: int) -> None:
-        """Implement `Backend.commit`: `reserve` has done it."""
+        """Do nothing: `reserve` has allocated the memory already."""
 
     def seal(self, memory: Memory) -> None:
-        """Implement `Backend.seal`."""
+        """Do nothing: this memory cannot be sealed. The writer is trusted to have unmapped it."""
 
     def leaves(self, memory: Memory, spans: Spans) -> list[list[bytes]]:
         """Raise BackendError: the manager cannot read this memory."""
         raise BackendError("the manager does not hash the memory of a GPU")
 
     def reclaim(self, fd: int, nbytes: int) -> VmmAllocation:
-        """Implement `Backend.reclaim`."""
+        """Return the slab of an earlier manager that `fd` refers to, and take ownership of `fd`.
+
+        Raises:
+            NotSealedError: It is not memory of this GPU; `fd` stays open.
+        """
         try:
             handle = self._driver.import_(fd)
         except BackendError as error:

@@ -1,4 +1,4 @@
-"""The administrative requests of the command line: totals, tables, pin, evict, stop."""
+"""The administrative client of the command line: status, pin, evict and stop."""
 
 import os
 from typing import Any, Final, Literal, Self, TypeAlias
@@ -23,7 +23,7 @@ Table: TypeAlias = Literal["clients", "checkpoints", "residents", "builds"]
 
 
 class Overview(msgspec.Struct, frozen=True):
-    """The totals and tables of a manager, taken at about the same time. Sizes in bytes."""
+    """The totals and tables of a manager, queried at about the same time. Sizes are in bytes."""
 
     totals: Totals
     clients: list[ClientRow]
@@ -33,11 +33,11 @@ class Overview(msgspec.Struct, frozen=True):
 
     @property
     def saved_bytes(self) -> int:
-        """The bytes that sharing saves."""
+        """The bytes of memory that sharing saves; see `protocol.tables.saved_bytes`."""
         return saved_bytes(self.clients, self.totals.leased_bytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the overview as a JSON object."""
+        """Return the totals, `saved_bytes` and the tables as a dict that can be encoded as JSON."""
         tables = ("clients", "checkpoints", "builds", "residents")
         rows = {name: [msgspec.structs.asdict(r) for r in getattr(self, name)] for name in tables}
         totals = msgspec.structs.asdict(self.totals)
@@ -45,9 +45,9 @@ class Overview(msgspec.Struct, frozen=True):
 
 
 class Admin:
-    """An administrative connection to a manager. One thread at a time.
+    """An administrative connection to a manager, for one thread at a time.
 
-    Every method raises ManagerGoneError when the manager does not answer.
+    Every method raises ManagerGoneError if the manager does not answer.
     """
 
     def __init__(self, where: str | os.PathLike[str] | None = None) -> None:
@@ -60,11 +60,14 @@ class Admin:
 
     @property
     def device(self) -> str:
-        """The UUID of the GPU whose memory this manager serves; "" for the machine's memory."""
+        """The UUID of the GPU whose memory this manager lends, or "" for host memory."""
         return self._connection.welcome.device
 
     def overview(self, *, residents: bool = True) -> Overview:
-        """Return the totals and the tables, with administrative clients left out."""
+        """Return the totals and all tables, without the rows of administrative clients.
+
+        With `residents=False` the table of resident tensors is left empty.
+        """
         clients = [row for page in self._pages("clients") for row in page.clients]
         return Overview(
             self.totals(),
@@ -88,15 +91,23 @@ class Admin:
                 return pages
 
     def pin(self, name: str, *, pinned: bool = True) -> Done:
-        """Pin or unpin a checkpoint or a digest; return the number and bytes of its residents."""
+        """Protect the tensors of a checkpoint from eviction, or end that with `pinned=False`.
+
+        `name` is the name of a checkpoint or the digest of one tensor. Return the number of tensors
+        affected and their bytes.
+        """
         return self._connection.ask(Pin(name, pinned), Done)[0]
 
     def evict(self, name: str) -> Done:
-        """Evict the unused residents of a checkpoint or a digest; return how many were evicted."""
+        """Free the tensors of a checkpoint that are neither in use nor pinned.
+
+        `name` is the name of a checkpoint or the digest of one tensor. Return the number of tensors
+        freed and the bytes of their slabs.
+        """
         return self._connection.ask(Evict(name), Done)[0]
 
     def stop(self) -> None:
-        """Stop the manager; return when it has closed its connections."""
+        """Stop the manager, and wait until it has closed this connection."""
         self._connection.ask(Stop(), Done)
         self._connection.wait_for_end()
 

@@ -1,9 +1,10 @@
-"""An engine's connection to a memory manager: get layers by key, put those that are missing.
+"""An engine's connection to a memory manager: look up layers by key, and put those it lacks.
 
     leases = client.get(keys)                                 # one message for 256 keys
     result = client.put({key: NewLayer(record, tensors)})     # reserve, write, seal, publish
 
-Both return leases: as long as a lease exists, its bytes stay in place and unchanged.
+A layer is a record (bytes that only engines understand) and its tensors. Both calls return leases
+on the tensors: as long as a lease exists, its bytes stay in place and unchanged.
 """
 
 import logging
@@ -90,7 +91,7 @@ class _Session(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerFound:
-    """A layer record, and a lease on each of its tensors, in the order of publication."""
+    """A published layer: its record, and a lease on each of its tensors in the record's order."""
 
     record: bytes
     leases: tuple[Lease, ...]
@@ -103,14 +104,15 @@ def connect(
     keep_connected: bool = True,
     device: str = "",
 ) -> "Client":
-    """Connect to the manager at a socket's path; "auto" is the default one, started if needed.
+    """Connect to the manager at a socket's path, or at the default path with "auto".
 
-    `name` is shown by `tensor-dedup status`. With `keep_connected`, when the manager dies, the
-    client connects to the next one by itself, and offers it what is leased. `device` is the UUID of
-    a GPU whose memory is wanted: its manager's socket is beside the one at `where`.
+    With "auto", a manager is started if none answers. `name` is shown by `tensor-dedup status`.
+    With `keep_connected`, the client reconnects by itself when a manager has been replaced, and
+    offers it the slabs that are leased here. `device` is the UUID of a GPU whose memory is wanted;
+    the socket of that GPU's manager lies beside the one at `where`.
 
     Raises:
-        ManagerGoneError: No manager answers; load privately.
+        ManagerGoneError: No manager answers; load into private memory instead.
         UnsafeSocketError: The socket or its folder does not belong to this user alone.
     """
     auto = os.fspath(where) == AUTO
@@ -135,14 +137,15 @@ def _connected(beside: Path, name: str, device: str, *, start: bool) -> Connecti
 
 
 def start_manager(path: Path, device: str = "", budget: int | None = None) -> bool:
-    """Start a manager in the background at this socket; False: another process just has.
+    """Start a manager in the background at this socket, and wait until clients can connect.
 
-    `device`: the UUID of the GPU whose memory it is to lend, at a socket beside this one; `budget`
-    in bytes, by default the server's. Returns when it can be connected to. It is nobody's child,
-    and ends after ten idle minutes. Many processes may try at once.
+    Return False if another process has started one meanwhile. `device` is the UUID of the GPU whose
+    memory it lends; the socket of that manager lies beside `path`. `budget` is in bytes; by default
+    the server chooses. The manager is detached from this process, and ends after ten minutes
+    without clients. Several processes may call this at once.
 
     Raises:
-        ManagerGoneError: it does not start.
+        ManagerGoneError: The manager does not start.
     """
     command = [
         sys.executable, "-m", _SERVER, "--detach",
@@ -183,10 +186,12 @@ def _check_device(connection: Connection, device: str) -> None:
 
 
 class Client:
-    """A process's connection to a memory manager. Safe from any thread, unusable after a fork.
+    """A connection of this process to a memory manager.
 
-    Every method raises ManagerGoneError when the manager does not answer, except `put`, which
-    reports it: load privately then. What is leased stays mapped and valid.
+    It is safe from any thread and unusable after a fork. A lease on a tensor keeps it in place;
+    what is leased stays mapped and valid even if the manager dies. Every method raises
+    ManagerGoneError if the manager does not answer, except `put`, which returns the error. The
+    caller then loads into private memory.
     """
 
     def __init__(self, connection: Connection, name: str = "") -> None:
@@ -207,7 +212,7 @@ class Client:
 
     @property
     def welcome(self) -> Welcome:
-        """What the manager reported about itself: its process, its backend, its device."""
+        """The manager's description of itself: its process, its backend and its device."""
         return self._connection.welcome
 
     @property
@@ -217,11 +222,11 @@ class Client:
 
     @property
     def connected(self) -> bool:
-        """Whether a manager is connected, as far as is known."""
+        """Whether the client is connected to a manager. A hang-up may not have been noticed yet."""
         return self._connection.alive
 
     def watched(self) -> int:
-        """Return the socket's descriptor, or -1 without a connection."""
+        """Return the descriptor of the socket, for `poll`, or -1 without a connection."""
         return self._connection.fileno() if self._connection.alive else -1
 
     def keep_connected(self) -> None:
@@ -229,7 +234,11 @@ class Client:
         watch_manager(self, self._closed)
 
     def close(self) -> None:
-        """Close the connection: all leases end. What is mapped stays valid and charged."""
+        """Close the connection, which ends all leases.
+
+        Mappings stay valid. The manager counts their memory against its budget until this process
+        ends.
+        """
         self._closed.set()
         self._connection.close()
 
@@ -242,10 +251,11 @@ class Client:
     # Get.
 
     def get(self, keys: Sequence[str], checkpoint: str = "") -> list[LayerFound | None]:
-        """Return the layers of these keys, in order, with None for those nobody has published.
+        """Look up layers by key and lease their tensors; the result is None for unpublished keys.
 
-        Up to MAX_KEYS keys go in one message. The manager answers as many as fit its reply, and is
-        asked again for the others. The leases are listed under the name `checkpoint`.
+        The results are in the order of `keys`. Up to MAX_KEYS keys go in one message. The manager
+        answers as many as fit into a reply, and is asked again for the others. `checkpoint` is the
+        name under which the manager lists the tensors.
         """
         return [
             found for batch in _batches(keys, MAX_KEYS) for found in self._pages(batch, checkpoint)
@@ -265,10 +275,10 @@ class Client:
             keys = _rest(keys, len(reply.layers))
 
     def lease(self, digests: Sequence[str], checkpoint: str = "") -> list[Lease | None]:
-        """Lease the tensors with these digests, in order, with None for those not resident.
+        """Lease tensors by digest; the result is None for digests that are not resident.
 
-        A builder calls it with the digests that it has computed, and writes only the missing
-        tensors.
+        The results are in the order of `digests`. A client that builds a layer calls this with the
+        digests it has computed, and then writes only the missing tensors.
         """
         found: list[Lease | None] = []
         for batch in _batches(digests, MAX_PIECES):
@@ -280,12 +290,13 @@ class Client:
         return found
 
     def stand_by(self, leases: Sequence[Lease], *, asleep: bool = True) -> list[bool]:
-        """Tell whether an engine that sleeps holds these leases; return which are used awake.
+        """Mark leases as held by a sleeping engine, or by a woken one with `asleep=False`.
 
-        They keep their tensors either way. True means that somebody awake holds the tensor too.
+        Return for each lease whether another client that is awake also holds the tensor. The leases
+        keep their tensors in either case.
 
         Raises:
-            RefusedError: The code is "not_resident": one of them is no lease of this manager's.
+            RefusedError: The code is "not_resident": the manager does not know one of the leases.
         """
         found: list[bool] = []
         for batch in _batches(leases, MAX_RELEASES):
@@ -297,7 +308,10 @@ class Client:
         return found
 
     def evict(self, name: str) -> int:
-        """Let go of the memory of a checkpoint or a digest that nobody holds; return the bytes."""
+        """Free the slabs of a checkpoint, or of one digest, that are not in use.
+
+        Return their bytes. Pinned slabs are kept.
+        """
         return self._connection.ask(Evict(name), Done)[0].nbytes
 
     # Put.
@@ -310,15 +324,16 @@ class Client:
         fill: Fill | None = None,
         wait_s: float = PUT_WAIT_S,
     ) -> PutResult:
-        """Put these layers into the manager's memory; each is built once, here or elsewhere.
+        """Build these layers in the manager's memory, unless another process builds them.
 
-        What the manager grants is written by `fill` (by default the `data` of the tensors is
-        copied), sealed and published. Layers that another process is building are waited for,
-        `wait_s` seconds in all, and taken over when their builder gives up or falls silent. A layer
-        that exists under another record or with other digests is not used.
+        `fill` writes the tensors of the granted layers into the slab; by default their `data` is
+        copied. The slab is then sealed and the layers are published. If another process is building
+        a layer, this call waits, `wait_s` seconds for all layers together, and takes the layer over
+        if its builder gives up or falls silent. A layer that is already published with another
+        record or with other digests is not used.
 
-        A MemoryManagerError is not raised, but returned with what was put before it, which stays
-        usable. No thread may call it that has an unfinished put itself.
+        A MemoryManagerError is not raised but returned in the result; layers that were put before
+        it stay usable. A thread that has an unfinished put must not call this.
         """
         result = PutResult()
         deadline = time.monotonic() + wait_s
@@ -382,9 +397,9 @@ class Client:
         return None
 
     def reserve(self, keys: Sequence[str], checkpoint: str = "") -> Reservation:
-        """Request to build these layers (at most MAX_KEYS); the granted ones form one put.
+        """Request the right to build these layers, at most MAX_KEYS of them.
 
-        Publish or abandon the put before waiting for anything.
+        The granted layers form one put. Publish or abandon it before you wait for other layers.
 
         Raises:
             RefusedError: The code is "limit": this client holds the maximum number of puts.
@@ -400,10 +415,11 @@ class Client:
         return Reservation(answers, Put(connection, reply.put, granted, checkpoint, self.lease))
 
     def wait(self, key: str, timeout_s: float) -> Outcome:
-        """Wait for a layer that another client builds, and return the outcome.
+        """Wait up to `timeout_s` seconds for a layer that another client builds.
 
-        "ready": get it. "free": its builder gave up; reserve it. "stalled": the builder has been
-        silent for too long; reserving takes over. "building": the time is up; build privately.
+        Return the outcome. "ready": the layer is published; look it up. "free": its builder gave
+        up; reserve it. "stalled": its builder has been silent for too long; reserving the layer
+        takes it over. "building": the time is up; build the layer in private memory.
 
         Raises:
             RefusedError: The code is "holds_reservation": this client has an unfinished put.
@@ -416,18 +432,20 @@ class Client:
                 return reply.outcome
 
     def publish(self, keys: Sequence[str], record: bytes, digests: Sequence[str]) -> int:
-        """Publish a record whose tensors are leased here; return how many keys had none.
+        """Publish a layer record under `keys`. This client must hold leases on all its tensors.
+
+        Return the number of keys that had no record before.
 
         Raises:
-            RefusedError: Another client builds the layer of a key, or the manager can remember no
-                more.
+            RefusedError: Another client is building the layer of a key, or the manager has no
+                memory left for records.
         """
         return publish(self._connection, 0, record, digests, keys)
 
     def remember(self, keys: Sequence[str], record: bytes, digests: Sequence[str]) -> list[str]:
-        """Publish this record again if the manager is replaced while its tensors are leased.
+        """Note a layer record, to publish it again with the next manager if this one is replaced.
 
-        Return the keys for which it was not remembered yet.
+        Return those of the keys that were not noted with this record before.
         """
         new = (record, tuple(digests))
         found = [key for key in keys if self._records.get(key) != new]
@@ -435,17 +453,16 @@ class Client:
         return found
 
     def forget(self, keys: Sequence[str]) -> None:
-        """Stop publishing the records of these keys again: the layer is gone from this process."""
+        """Undo `remember` for these keys, because this process no longer has the layer."""
         for key in keys:
             self._records.pop(key, None)
 
     # After the manager's death.
 
     def reconnect(self) -> int:
-        """Connect to the current manager, and offer it every slab that is leased here.
+        """Connect to the manager that replaced a dead one, and offer it all slabs leased here.
 
-        Return the number of slabs it has accepted. While the connection is good, this has no
-        effect.
+        Return the number of slabs it has accepted, or 0 if the present connection still works.
 
         Raises:
             ManagerGoneError: No manager answers.

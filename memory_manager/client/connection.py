@@ -1,4 +1,4 @@
-"""One connection to the manager: requests and replies, from any thread; unusable after a fork."""
+"""A single connection to the memory manager: it sends requests and receives replies."""
 
 import contextlib
 import os
@@ -45,18 +45,18 @@ CONNECT_TIMEOUT_S: Final = 10.0
 class Connection:
     """A socket to the manager. Safe from any thread; unusable in a forked child.
 
-    One request is in progress at a time. After any failure the connection is closed for good, and
-    every request raises ManagerGoneError.
+    Requests are sent one at a time. After a failure the connection is closed for good, and every
+    request raises ManagerGoneError.
     """
 
     def __init__(self, path: Path, name: str, timeout_s: float = REPLY_TIMEOUT_S) -> None:
-        """Connect and say hello.
+        """Connect and send Hello.
 
         Raises:
             ManagerGoneError: No manager answers.
             UnsafeSocketError: The socket or its folder does not belong to this user alone.
-            RefusedError: The manager has no room for another client, or speaks another version.
-            ProtocolError: What answers speaks another protocol.
+            RefusedError: The manager cannot serve another client, or has another version.
+            ProtocolError: The process that answers uses another protocol.
         """
         self.path: Final = path
         self._timeout_s = timeout_s
@@ -73,13 +73,14 @@ class Connection:
 
     @property
     def alive(self) -> bool:
-        """Whether it is open, and was opened by this process."""
+        """Whether the connection is open and was opened by this process (not before a fork)."""
         return self._socket is not None and self._owner == os.getpid()
 
     def check(self) -> bool:
-        """Return whether the other side is connected; close the connection if it has hung up.
+        """Return whether the manager is still connected; close the connection if it has hung up.
 
-        While a request is in progress its thread notices a hang-up, and this returns True.
+        While another thread's request is in progress this returns True, because that request
+        notices a hang-up itself.
         """
         if self.alive and self._lock.acquire(blocking=False):
             try:
@@ -90,7 +91,7 @@ class Connection:
         return self.alive
 
     def fileno(self) -> int:
-        """Return the socket's descriptor, to poll, or -1 when it is closed."""
+        """Return the descriptor of the socket, for `poll`, or -1 if it is closed."""
         connection = self._socket
         return connection.fileno() if connection is not None else -1
 
@@ -101,16 +102,16 @@ class Connection:
         descriptors: tuple[int, ...] = (),
         extra_s: float = 0.0,
     ) -> tuple[_Answer, list[int]]:
-        """Send a request; return its reply, and the received descriptors, which the caller owns.
+        """Send a request, and return the reply and the descriptors that came with it.
 
-        `extra_s` extends the usual timeout of the reply, in seconds.
+        The caller owns the descriptors. `extra_s` extends the usual timeout of a reply, in seconds.
 
         Raises:
             RefusedError: The manager refused the request; `code` says why.
             ManagerGoneError: The manager does not answer.
-            ProtocolError: The reply is of another type, and the connection is closed; or no manager
-                accepts such a request, and nothing has happened.
-            NoMemoryError: This process has no descriptors left for those of the reply.
+            ProtocolError: The request is invalid and was not sent, or the reply is invalid and the
+                connection was closed.
+            NoMemoryError: This process cannot open the descriptors of the reply.
         """
         data = _checked(request)
         with self._lock:
@@ -210,7 +211,7 @@ class Connection:
         self._send_releases_if_free()
 
     def wait_for_end(self) -> None:
-        """Wait until the other side has hung up, or for the usual timeout of a reply."""
+        """Wait until the manager has closed the connection, at most for a reply's usual timeout."""
         with self._lock:
             connection = self._open()
             connection.settimeout(self._timeout_s)
@@ -221,10 +222,10 @@ class Connection:
                 return
 
     def release(self, lease: int) -> None:
-        """Give a lease back, now or with the next request. Never blocks and never fails.
+        """Give back the lease with this number, now or with the next request.
 
-        Finalizers call this, and they may run inside any allocation of any thread, even one that is
-        inside this class.
+        It never blocks and never fails: finalizers call it, and may do so in any thread at any
+        allocation, even while that thread runs a method of this class.
         """
         self._released.append(lease)
         self._send_releases_if_free()
@@ -253,7 +254,7 @@ class Connection:
         return True
 
     def close(self) -> None:
-        """Close the connection: all leases end. Closing twice has no effect."""
+        """Close the connection, which ends all leases. Closing twice has no effect."""
         connection, self._socket = self._socket, None
         if connection is not None:
             if self._owner == os.getpid():

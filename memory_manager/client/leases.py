@@ -1,4 +1,7 @@
-"""The memory that an engine has borrowed: slabs, and leases on the tensors in them."""
+"""The memory that an engine has borrowed from the manager: slabs, and leases on tensors in them.
+
+A slab is one sealed block of memory. A lease is the right to use one tensor in a slab.
+"""
 
 import itertools
 import os
@@ -14,9 +17,9 @@ _Item = TypeVar("_Item")
 
 
 class WeakBag(Generic[_Item]):
-    """A collection of weak references. Unlike a WeakSet it may change while it is listed.
+    """A collection of weak references that may change while it is iterated, unlike a WeakSet.
 
-    It takes no lock, because objects are finalized in any thread, and a fork may happen at any
+    It takes no lock, because objects are finalized in any thread and a fork may happen at any
     moment.
     """
 
@@ -27,7 +30,7 @@ class WeakBag(Generic[_Item]):
             self.add(item)
 
     def add(self, item: _Item) -> None:
-        """Add an object; it is removed when it is garbage-collected."""
+        """Add an object. It is removed when it is garbage-collected."""
         items, number = self._items, next(self._numbers)
         items[number] = weakref.ref(item, lambda _: items.pop(number, None))
 
@@ -37,10 +40,12 @@ class WeakBag(Generic[_Item]):
 
 
 class SharedSlab:
-    """A sealed slab of the manager: immutable bytes. Safe from any thread, after a fork too.
+    """A sealed slab of the manager, whose bytes never change.
 
-    It owns its descriptor, which is closed with it; every lease references its slab. Map it
-    MAP_PRIVATE: reads are shared, writes are private. A mapping outlives the descriptor.
+    It is safe from any thread, and after a fork. It owns its descriptor, which is closed when the
+    object is garbage-collected; a mapping outlives the descriptor. Each lease holds a reference to
+    its slab. In host memory, map the slab with MAP_PRIVATE: reads use the shared pages, and a write
+    gives the process its own copy of the page.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
@@ -50,18 +55,21 @@ class SharedSlab:
         weakref.finalize(self, os.close, fd).atexit = False
 
     def spans(self) -> list[DigestSpan]:
-        """Return what is currently leased in it, in order to offer it to another manager."""
+        """Return the offset, size and digest of each tensor that is leased in this slab.
+
+        The result is what `Offer` sends to a new manager.
+        """
         leases = self.leases.living()
         found = {each.offset: DigestSpan(each.offset, each.nbytes, each.digest) for each in leases}
         return [found[offset] for offset in sorted(found)]
 
 
 class Lease:
-    """The right to use one tensor: bytes `offset` to `offset + nbytes` of `slab`.
+    """The right to use one tensor: `nbytes` bytes of `slab` from `offset`.
 
-    It ends with `close`, or with the last reference to it: code that maps the bytes must hold it
-    until it has unmapped them. After a fork the child's copy keeps the memory but is not a lease:
-    the manager knows only the parent.
+    It ends with `close`, or when it is garbage-collected: code that maps the bytes must hold it
+    until it has unmapped them. In a forked child the copy keeps the memory but is not a lease,
+    because the manager knows only the parent.
     """
 
     __slots__ = ("__weakref__", "_end", "digest", "nbytes", "number", "offset", "slab")
@@ -85,10 +93,10 @@ class Lease:
         self._end()
 
     def renew(self, number: int, connection: Connection) -> None:
-        """Continue as the lease of this number, of the manager that accepted the slab.
+        """Make this object the lease `number` of another manager, which has accepted the slab.
 
         Raises:
-            LeaseClosedError: It was closed meanwhile.
+            LeaseClosedError: It has been closed.
         """
         if self._end.detach() is None:
             raise LeaseClosedError("this lease was closed; look the tensor up again")
@@ -105,18 +113,21 @@ def _finalizer(
 
 
 class SlabTable:
-    """The slabs of one connection by the manager's numbers, with one descriptor each.
+    """The slabs that came over one connection, by the manager's number, with one descriptor each.
 
-    Numbers of one manager mean nothing to another: every connection has a table of its own.
+    Each manager numbers its slabs anew, so every connection has a table of its own.
     """
 
     def __init__(self, older: Iterable[SharedSlab] = ()) -> None:
-        """`older` has the slabs of an earlier connection, which have no number here."""
+        """Create a table; `older` are slabs of an earlier connection, which have no number here."""
         self._slabs: weakref.WeakValueDictionary[int, SharedSlab] = weakref.WeakValueDictionary()
         self._all: WeakBag[SharedSlab] = WeakBag(older)
 
     def enter(self, refs: Sequence[SlabRef], descriptors: Sequence[int]) -> list[SharedSlab]:
-        """Return the slabs of a reply; close the descriptors of those already known."""
+        """Return the slabs that a reply lists, adding those that are new.
+
+        `descriptors` are theirs, in the same order. Those of known slabs are closed.
+        """
         found = []
         for ref, fd in zip(refs, descriptors, strict=True):
             slab = self._slabs.get(ref.slab)
@@ -136,10 +147,10 @@ class SlabTable:
 def lease_of(
     extent: Extent | None, slabs: Sequence[SharedSlab], connection: Connection
 ) -> Lease | None:
-    """Return the lease for an extent in a reply, or None if there is none.
+    """Make a Lease from an extent of a reply; return None if there is no extent.
 
     Raises:
-        ProtocolError: It lies in none of the reply's slabs.
+        ProtocolError: The extent names a slab that the reply does not list.
     """
     if extent is None:
         return None

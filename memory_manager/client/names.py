@@ -1,4 +1,4 @@
-"""Names of checkpoints and processes, as a manager stores and displays them."""
+"""Names of checkpoints and processes, as a manager stores and shows them."""
 
 import os
 
@@ -6,10 +6,10 @@ from tensor_dedup.memory_manager.protocol.limits import MAX_NAME
 
 
 def checkpoint_name(given: str) -> str:
-    """Return the name of a checkpoint: the absolute path of an existing one, or the given text.
+    """Return the absolute path of `given` if it exists, otherwise `given` itself.
 
-    So processes in different working directories agree on it. A name that is too long keeps only
-    its end.
+    Processes with different working directories so use the same name for a checkpoint. Only
+    printable characters are kept, and only the end of a name that is too long.
     """
     # Not pathlib's: a link keeps its name, and what is too long for a path is no error.
     there = os.path.exists(given)  # noqa: PTH110
@@ -17,5 +17,5 @@ def checkpoint_name(given: str) -> str:
 
 
 def printed(text: str) -> str:
-    """Return the printable characters of a text, only its end if that is too long for a name."""
+    """Return the printable characters of a text, cut to the last MAX_NAME of them."""
     return "".join(char for char in text if char.isprintable())[-MAX_NAME:]

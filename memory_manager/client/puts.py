@@ -1,7 +1,9 @@
-"""Putting layers into the manager's memory: the layers, the right to build them, and their slab.
+"""Build layers in the manager's memory.
 
-`Client.put` does all of it. The steps below it, which a put of another shape may use on their own,
-are those of PROTOCOL.md: reserve, allocate, write, seal, publish.
+A layer is a record (bytes that only engines understand) and its tensors, found by a layer key. A
+put is the right to build some layers, and has one slab of memory for their tensors. `Client.put`
+does everything; code with other needs can use the single steps: reserve, allocate, write, seal,
+publish. PROTOCOL.md specifies them.
 """
 
 import os
@@ -41,22 +43,22 @@ Answer = Literal["granted", "building", "ready"]
 LeaseAll = Callable[[Sequence[str], str], list[Lease | None]]
 
 TensorSlot = tuple[str, int]
-"""One tensor of a put: the key of its layer, and which tensor of that layer it is."""
+"""A tensor of a put: the key of its layer, and its index in that layer."""
 
 Fill = Callable[["Put", Sequence[TensorSlot]], Sequence[str]]
-"""Write these tensors into a put's slab: the n-th of them at the n-th offset of `Put.place`.
+"""A function that writes tensors into a put's slab, the n-th at the n-th offset of `Put.place`.
 
-Returns their digests, or nothing where all of them were announced. It calls `Put.progress` where
-it takes more than a few seconds, and leaves no writable mapping of the slab.
+It returns their digests, or () if all of them were known before. It calls `Put.progress` if it
+takes more than a few seconds, and leaves no writable mapping of the slab.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class NewTensor:
-    """A tensor to put: its size in bytes (at least 1), and its digest if that is known.
+    """A tensor to be written to the manager: its size in bytes (at least 1), and its digest.
 
-    `digest` is "" if it becomes known only while the tensor is written. `data` is what `write_data`
-    copies; a `Fill` of another kind may leave it out.
+    `digest` is "" if it is not known before the tensor is written. `data` holds the bytes, for
+    `write_data` to copy; it may be None if another `Fill` function writes them.
     """
 
     nbytes: int
@@ -66,9 +68,10 @@ class NewTensor:
 
 @dataclass(frozen=True, slots=True)
 class NewLayer:
-    """A layer to put: its record, which means something to engines only, and its tensors.
+    """A layer to be published: its record, and its tensors.
 
-    `also`: further keys that are to lead to it.
+    `record` is opaque to the manager. `also` holds further layer keys under which the layer is
+    found.
     """
 
     record: bytes
@@ -78,9 +81,9 @@ class NewLayer:
 
 @dataclass(frozen=True, slots=True)
 class PutLayer:
-    """A layer that is now in the manager's memory, and a lease on each of its tensors.
+    """A layer that is now in the manager's memory, with a lease on each of its tensors.
 
-    `written` tells whether this call wrote any of it; otherwise all of it was there already.
+    `written` is True if this call wrote at least one of the tensors.
     """
 
     leases: tuple[Lease, ...]
@@ -91,10 +94,11 @@ class PutLayer:
 class PutResult:
     """The result of `Client.put`.
 
-    `layers` has the layers that are in the manager's memory; those that it lacks are to be kept in
-    private memory. The reasons are `error`, which ended the call, `unusable`: layers of which a
-    tensor of another size is resident under the digest, and `still_building`: those that other
-    processes had not finished when the time was up.
+    `layers` has the layers that are now in the manager's memory. The caller keeps all others in
+    private memory; the other fields say why. `error` is the error that ended the call, if any.
+    `unusable` has the layers for which the manager holds a tensor with the same digest but another
+    size. `still_building` has the keys that other processes were still building when the time was
+    up.
     """
 
     layers: dict[str, PutLayer] = field(default_factory=dict)
@@ -105,9 +109,10 @@ class PutResult:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """The manager's answer for each reserved key, and the put of the granted ones, if any.
+    """The manager's answer for each requested key, and the put of the granted ones or None.
 
-    "building": another client builds that layer; wait for it. "ready": it is published; get it.
+    "granted": build the layer with `put`. "building": another client builds it; wait for it.
+    "ready": it is published; look it up.
     """
 
     answers: dict[str, Answer]
@@ -121,10 +126,12 @@ class Reservation:
 class Put:
     """The right to build some layers, and the slab for their tensors. One thread at a time.
 
-    `build` does everything; its steps are allocate, write, seal, and publish for each layer. A put
-    whose tensors are all resident already only publishes. Leaving the context abandons what was
-    not published. Every method raises RefusedError with the code "stale_put" when another client
-    has taken the put over because this one was silent for too long: build privately then.
+    `build` does everything; its steps are `allocate`, `write`, `seal`, and `publish` for each
+    layer. If all tensors are resident already, only `publish` is needed. As a context manager it
+    abandons at its end what was not published.
+
+    Every method raises RefusedError with the code "stale_put" if this put was silent for too long
+    and another client has taken it over; the caller then builds in private memory.
     """
 
     def __init__(
@@ -149,11 +156,11 @@ class Put:
         self._reported = time.monotonic()
 
     def build(self, layers: Mapping[str, NewLayer], fill: Fill) -> dict[str, PutLayer]:
-        """Build and publish these layers, and return a lease on each of their tensors.
+        """Build and publish these layers; return each with a lease on each of its tensors.
 
-        Tensors that are resident already are leased; `fill` writes only the others. A layer is left
-        out, and entered into `unusable`, if a tensor of another size is resident under the digest
-        of one of its own.
+        Resident tensors are leased; `fill` writes only the missing ones. If the manager holds a
+        tensor with the same digest but another size, the layer is not built but entered into
+        `unusable`.
 
         Raises:
             RefusedError: There is no room, or the bytes do not match the announced digest.
@@ -206,13 +213,13 @@ class Put:
         return leases
 
     def allocate(self, sizes: Sequence[int], digests: Sequence[str] | None = None) -> None:
-        """Get a slab for tensors of these sizes (in bytes, at least 1; at most MAX_PIECES of them).
+        """Allocate a slab for tensors of these sizes: 1 byte or more each, MAX_PIECES at most.
 
-        `digests` announces the digests of their bytes, "" for unknown ones; the manager checks them
-        when the slab is sealed.
+        `digests` are the digests of their bytes, "" for unknown ones. The manager compares them
+        when the slab is sealed, if it can hash this memory.
 
         Raises:
-            RefusedError: The code is "no_room" or "no_memory"; build privately.
+            RefusedError: The code is "no_room" or "no_memory"; build in private memory.
         """
         names = digests if digests is not None else [""] * len(sizes)
         pieces = [PutPiece(nbytes, digest) for nbytes, digest in zip(sizes, names, strict=True)]
@@ -228,16 +235,17 @@ class Put:
     def place(self) -> tuple[int, int, tuple[int, ...]]:
         """The slab's descriptor, its size in bytes, and the offset of each tensor in it.
 
-        It is for writers that map the slab themselves, as those to a GPU do; every writable mapping
-        must be gone before `seal`.
+        It is for code that maps the slab to write to it, as for GPU memory. All writable mappings
+        must be removed before `seal`.
         """
         self._check_range(0, 0, 0)
         return self._fd, self._nbytes, self._offsets
 
     def write(self, index: int, data: "Buffer", at: int = 0) -> None:
-        """Copy contiguous bytes into tensor `index`, from offset `at` in the tensor.
+        """Copy contiguous bytes into tensor number `index`, from byte `at` of the tensor.
 
-        This is the fastest way to fill a slab: it neither zeroes pages nor takes page faults.
+        This is the fastest way to fill a slab in host memory: no pages are zeroed and there are no
+        page faults.
         """
         with memoryview(data) as view, view.cast("B") as rest:
             self._check_range(index, at, rest.nbytes)
@@ -257,9 +265,9 @@ class Put:
             )
 
     def progress(self) -> None:
-        """Report that the build goes on. Call it as often as you like, from any thread.
+        """Tell the manager that the build goes on. May be called often, and from any thread.
 
-        A few a second are sent: a manager that does not listen is not waited for each time.
+        Most calls send nothing; messages are limited to a few each second.
         """
         now = time.monotonic()
         if now - self._reported > _REPORT_EVERY_S:
@@ -267,15 +275,16 @@ class Put:
             self._connection.tell(Progress(self.number))
 
     def seal(self, digests: Sequence[str] = ()) -> list[Lease]:
-        """Make the tensors resident; return a lease on each, in the order of `allocate`.
+        """Seal the slab, so that its tensors become resident; return a lease on each of them.
 
-        `digests` has the digests of all tensors, if `allocate` did not announce them. A GPU's
-        manager, which cannot hash, needs one or the other. A lease may lead into another slab,
-        because another client had equal bytes first.
+        The leases are in the order of `allocate`. `digests` has the digests of all tensors if
+        `allocate` was not given them; a manager of GPU memory, which cannot hash, needs them from
+        one of the two. A lease may refer to another slab, if another client has put equal bytes
+        first.
 
         Raises:
-            RefusedError: "still_writable" (unmap the slab everywhere, then seal again) or
-                "mismatch" (the put has ended).
+            RefusedError: The code is "still_writable" (unmap the slab everywhere, then seal again)
+                or "mismatch" (a digest was wrong; the put has ended).
         """
         reply, _ = self._connection.ask(Seal(self.number, list(digests)), Sealed)
         self._forget_slab()
@@ -288,15 +297,17 @@ class Put:
     def publish(
         self, key: str, record: bytes, digests: Sequence[str], also: Sequence[str] = ()
     ) -> None:
-        """Publish a layer's record (up to MAX_RECORD bytes); its tensors are leased or sealed.
+        """Publish a layer: from now on `key` leads to its record and tensors.
 
-        The keys in `also` lead to it, too, where they have no record.
+        `record` has at most MAX_RECORD bytes. The tensors of `digests` must be leased by this
+        client or sealed by this put. The keys in `also` lead to the record, too, unless they have
+        one already.
         """
         publish(self._connection, self.number, record, digests, [key, *also])
         self.open_keys.discard(key)
 
     def abandon(self) -> None:
-        """Give up the unpublished layers and the memory. Never fails; may be called twice."""
+        """Give up the unpublished layers and free the slab. Never fails; may be called twice."""
         if not self.open_keys:
             return
         self.open_keys.clear()
@@ -326,12 +337,14 @@ def publish(
     digests: Sequence[str],
     keys: Sequence[str],
 ) -> int:
-    """Have keys lead to a record, the first of them as one of `put` or, for 0, of none.
+    """Publish one record under several keys; return the number of keys that had none before.
 
-    Return how many are new. They go in messages of MAX_KEYS and one.
+    The first key must be reserved by the put number `put`; with 0, no key has to be reserved. Keys
+    that do not fit into one message go in further ones.
 
     Raises:
-        RefusedError: The first of a message is being built, or no more can be remembered.
+        RefusedError: Another client is building the layer of the first key of a message, or the
+            manager has no memory left for records.
     """
     size = 1 + MAX_KEYS
     new = 0
@@ -343,7 +356,7 @@ def publish(
 
 
 def write_data(layers: Mapping[str, NewLayer]) -> Fill:
-    """Return the `Fill` that copies the `data` of these layers' tensors."""
+    """Return a `Fill` function that writes the `data` of these layers' tensors."""
 
     def fill(put: Put, missing: Sequence[TensorSlot]) -> Sequence[str]:
         for position, (key, index) in enumerate(missing):

@@ -5,10 +5,10 @@
     # in another process
     weights = connect().get("llama")
 
-A state dict is published as its storages, each once however many tensors are views of it, in
-layers of at most 128, whose keys are their content; and, last, as a layer whose key is the name,
-with an index of the tensors. So whoever finds the name finds everything, a put that is killed
-leaves nothing that is found, and storages that others have are not stored again.
+A state dict is published as its storages: a storage that several tensors view is published once. Up
+to 128 storages form a layer, whose key is computed from their bytes. The last layer has the name as
+its key, and an index of the tensors. Because it comes last, a put that was killed leaves nothing
+under the name. Storages that are in the manager already are not stored again.
 """
 
 import mmap
@@ -54,7 +54,10 @@ class _Index(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class PublishedStateDict:
-    """What `put` has published: sizes in bytes, of which `written_bytes` were not there before."""
+    """The result of `StateDictClient.put`: the number of tensors, and sizes in bytes.
+
+    `nbytes` is the size of all storages, `written_bytes` the size of those that the manager lacked.
+    """
 
     name: str
     tensors: int
@@ -63,10 +66,11 @@ class PublishedStateDict:
 
 
 class StateDictClient:
-    """A process's state dicts in a memory manager. Safe from any thread, unusable after a fork.
+    """A client that publishes and maps state dicts. Safe from any thread, unusable after a fork.
 
-    What this object has put stays in the manager until it is closed or `drop` is called; what was
-    got, as long as a tensor of it lives. After that it stays until the manager needs the room.
+    A state dict that was put stays in the manager until this object is closed or `drop` is called.
+    One that was got stays while any of its tensors exists. After that the manager may evict it to
+    make room.
     """
 
     def __init__(self, client: Client) -> None:
@@ -80,24 +84,25 @@ class StateDictClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connection. What is mapped stays valid."""
+        """Close the connection. Tensors that were got stay valid."""
         self._held.clear()
         self._client.close()
 
     def drop(self, name: str) -> None:
-        """Let the manager evict what was put under this name, once nobody maps it."""
+        """Allow the manager to evict what was put under this name, when no process uses it."""
         self._held.pop(name, None)
 
     def put(self, name: str, state_dict: Mapping[str, torch.Tensor]) -> PublishedStateDict:
-        """Publish a state dict of tensors in host memory under a name; return when others find it.
+        """Publish a state dict of tensors in host memory under a name.
 
-        Views and ties stay: tensors of one storage are of one storage where they are got. A storage
-        is published whole, also where only a part of it is used. Nobody may write to the tensors
-        meanwhile. The same state dict may be put again, by any process.
+        When this returns, other processes can `get` it. Tensors that share a storage share one in
+        the result of `get`, too. A storage is published whole, even if only a part of it is used.
+        The tensors must not be written during the call. Any process may put the same state dict
+        again.
 
         Raises:
-            ConfigError: The name holds another state dict, or is no name.
-            UnsupportedError: A value is no plain tensor in host memory.
+            ConfigError: The name is not valid, or another state dict has it.
+            UnsupportedError: A value is not a dense tensor in host memory.
             MemoryManagerError: The manager does not answer, or has no room.
         """
         _check_name(name)
@@ -140,14 +145,16 @@ class StateDictClient:
         )
 
     def get(self, name: str) -> dict[str, torch.Tensor] | None:
-        """Return the state dict of this name, mapped, in its order; None if nobody has put it.
+        """Return the state dict of this name, or None if it is not published.
 
-        Nothing is copied. Who writes to a tensor gets pages of its own, seen by the views of it in
-        this state dict, and by nobody else. What the manager has evicted in part is not there.
+        Its tensors are mapped, not copied, and in the order in which they were put. A write to a
+        tensor copies the pages it changes: the change is visible in tensors of this state dict that
+        share the storage, and nowhere else. If the manager has evicted any part of the state dict,
+        the result is None.
 
         Raises:
-            ConfigError: It is no name.
-            FormatError: What is there under this name is no state dict of this version.
+            ConfigError: The name is not valid.
+            FormatError: The entry of this name is not a state dict of this version.
             MemoryManagerError: The manager does not answer.
         """
         _check_name(name)
@@ -172,9 +179,9 @@ class StateDictClient:
 
 
 def connect(where: str | os.PathLike[str] = AUTO, *, name: str = "") -> StateDictClient:
-    """Connect to the manager at a socket's path; "auto" is the default one, started if needed.
+    """Connect to the manager at a socket's path, or at the default path with "auto".
 
-    `name` is shown by `tensor-dedup status`.
+    With "auto", a manager is started if none answers. `name` is shown by `tensor-dedup status`.
 
     Raises:
         ManagerGoneError: No manager answers.

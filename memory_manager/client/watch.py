@@ -1,7 +1,7 @@
-"""Reconnecting when a manager dies: connect to the next one, and offer it the leased slabs.
+"""A thread that reconnects a client when its manager has died.
 
-The bytes that are mapped stay valid meanwhile. A thread of each client watches the connection;
-`Client.reconnect`, which it calls, offers every slab that a living lease leads into.
+The client connects to the next manager and offers it the slabs in which it holds leases. Mapped
+bytes stay valid meanwhile.
 """
 
 import logging
@@ -35,21 +35,29 @@ _CHECK_MS: Final = 60_000
 
 
 class ReconnectingClient(Protocol):
-    """The part of a client that the watching thread uses."""
+    """The methods of a client that the reconnecting thread calls."""
 
     @property
     def closed(self) -> bool:
-        """Whether the client was closed."""
+        """Whether `close` of the client was called."""
 
     def watched(self) -> int:
-        """Return the descriptor that hangs up when the manager dies, or -1 without a connection."""
+        """Return the descriptor of the client's socket, or -1 without a connection."""
 
     def reconnect(self) -> object:
-        """Connect again and offer the leased slabs. Raise MemoryManagerError if that fails."""
+        """Connect to the next manager and offer it the leased slabs, unless the connection works.
+
+        Raises:
+            MemoryManagerError: No connection could be made.
+        """
 
 
 def watch_manager(client: ReconnectingClient, stop: threading.Event) -> None:
-    """Start the thread that keeps this client connected, without keeping the client alive."""
+    """Start a thread that reconnects this client whenever its manager has died.
+
+    The thread holds only a weak reference to the client, and ends when the client is closed or
+    `stop` is set.
+    """
     threading.Thread(
         target=_run, args=(weakref.ref(client), stop), name="tensor-dedup-watch", daemon=True
     ).start()
@@ -88,9 +96,10 @@ def _wait_for_hang_up(fd: int) -> None:
 
 
 def offer_slab(connection: Connection, slab: SharedSlab) -> bool:
-    """Offer a slab of a dead manager to the one behind this connection.
+    """Offer a slab of a dead manager to the manager behind this connection.
 
-    Return whether it was accepted; every living lease in it then belongs to this connection.
+    Return whether the manager has accepted it. If so, the leases in the slab are now leases of this
+    connection.
     """
     leases = [lease for lease in slab.leases.living() if not lease.closed]
     spans = slab.spans()

@@ -1,4 +1,4 @@
-"""The administrative requests: totals, tables, pin, evict, stop."""
+"""Handlers of the administrative requests: totals, tables, pin, evict and stop."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -48,7 +48,7 @@ class _Use(NamedTuple):
 
 
 def totals(state: ManagerState, now: float, started: float) -> Totals:
-    """Return the totals as they are now."""
+    """Return the manager's totals. `now - started` is reported as its uptime in seconds."""
     ledger = state.ledger
     living = [slab for slab in ledger.slabs.values() if not slab.released_but_mapped]
     residents = list(ledger.residents.values())
@@ -83,14 +83,14 @@ def totals(state: ManagerState, now: float, started: float) -> Totals:
 
 
 def saved(state: ManagerState, now: float) -> int:
-    """Return the bytes that sharing saves now."""
+    """Return the bytes of memory that sharing saves; see `protocol.tables.saved_bytes`."""
     clients = [_client(c, now) for c in state.connections.values() if c.name is not None]
     leased = _nbytes(r for r in state.ledger.residents.values() if r.leases)
     return saved_bytes(clients, leased)
 
 
 def overview(state: ManagerState, now: float) -> dict[str, Any]:
-    """Return what `status --json` says, without the residents."""
+    """Return what `tensor-dedup status --json` prints, without the table of residents."""
     clients = [c for c in state.connections.values() if c.name not in (None, COMMAND)]
     tables: dict[str, list[Any]] = {
         "clients": [_client(c, now) for c in clients],
@@ -106,12 +106,12 @@ def _nbytes(residents: "list[ResidentEntry] | Iterator[ResidentEntry]") -> int:
 
 
 def status(state: ManagerState, now: float, connection: ClientState, _message: Status) -> None:
-    """Answer with the totals. `uptime_s` counts from time 0 of the core's clock."""
+    """Handle Status: answer with the totals. The clock of `now` starts with the manager."""
     state.send(connection, totals(state, now, 0.0))
 
 
 def rows(state: ManagerState, now: float, connection: ClientState, message: Rows) -> None:
-    """Answer with a page of one table, in a stable order."""
+    """Handle Rows: answer with one page of a table, whose order is stable."""
     start = message.start
     if message.table == "clients":
         clients = [_client(c, now) for c in state.connections.values() if c.name is not None]
@@ -266,7 +266,11 @@ def _builds(state: ManagerState, now: float) -> Iterator[BuildRow]:
 
 
 def pin(state: ManagerState, _now: float, connection: ClientState, message: Pin) -> None:
-    """Pin or unpin a name or a digest; what comes later under that name is pinned too."""
+    """Handle Pin: pin or unpin a checkpoint's name, or a digest.
+
+    A pinned tensor is not evicted. Tensors that are added under a pinned name later are pinned,
+    too.
+    """
     pins = state.ledger.pins
     if message.pinned and len(pins) >= _MAX_PINS and message.name not in pins:
         raise refusal("limit", f"{_MAX_PINS} pins are the most; unpin something first")
@@ -282,7 +286,10 @@ def pin(state: ManagerState, _now: float, connection: ClientState, message: Pin)
 
 
 def evict(state: ManagerState, _now: float, connection: ClientState, message: Evict) -> None:
-    """Drop the unused, unpinned slabs of a name; answer with what was dropped."""
+    """Handle Evict: free the slabs of a name that are neither in use nor pinned.
+
+    The answer has the number of tensors freed, and the bytes of their slabs.
+    """
     ledger = state.ledger
     slabs = [ledger.slabs[n] for n in {r.slab for r in ledger.named(message.name)}]
     idle = [slab for slab in slabs if not slab.held and not ledger.pinned_slab(slab)]
@@ -298,7 +305,7 @@ def evict(state: ManagerState, _now: float, connection: ClientState, message: Ev
 
 
 def stop(state: ManagerState, _now: float, connection: ClientState, _message: Stop) -> None:
-    """Acknowledge, then end."""
+    """Handle Stop: acknowledge it, and end the manager."""
     state.stopping = True
     state.note("stop requested", pid=connection.pid)
     state.send(connection, Done())

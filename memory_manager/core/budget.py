@@ -1,9 +1,11 @@
-"""Slabs and residents: what exists, who holds it, what it costs. Independent of the protocol.
+"""The bookkeeping of slabs and residents: which exist, who uses them, and what they cost.
 
-A slab is charged from the moment it is requested until the manager has released it *and* no process
-can have it mapped: a process whose connection broke is charged for what it held until it has ended.
-What the manager remembers is charged, too: a slab of tiny tensors takes more of its memory than of
-the system's.
+A slab is one block of memory, a resident one tensor in a sealed slab. A slab counts against the
+budget from the request for it until the manager has released it and no process can have it mapped.
+If a connection breaks, the slabs that its process may have mapped count until that process ends.
+
+The manager's own records count against the budget, too: for a slab of very small tensors they are
+larger than the slab itself.
 """
 
 import sys
@@ -29,9 +31,10 @@ _SHARE_REMEMBERED: Final = 16
 
 @dataclass(slots=True, eq=False)
 class ResidentEntry:
-    """A tensor in memory. `holds` counts leases, and puts that have not been closed.
+    """A tensor in a sealed slab.
 
-    `asleep`: how many of the leases belong to engines that sleep.
+    `leases` is the number of leases on it, and `asleep` how many of these belong to sleeping
+    engines. `holds` counts the leases and, in addition, the open puts that need the tensor.
     """
 
     digest: str
@@ -47,11 +50,13 @@ class ResidentEntry:
 
 @dataclass(slots=True, eq=False)
 class SlabState:
-    """The memory of one put.
+    """A slab: the block of memory that one put has filled or is filling.
 
-    `cost`: what is charged for it, `nbytes` and what the manager remembers of it. `busy`: a backend
-    job runs on it. `released_but_mapped`: released, but perhaps still mapped somewhere. `holds`:
-    those of its residents. `named`: what the names of its residents' checkpoints cost.
+    `cost`: the bytes it counts for in the budget, with the manager's records about it. `busy`: a
+    backend job runs on it. `doomed`: to be released when that job ends. `released_but_mapped`: the
+    manager has released it, but a process may still have it mapped. `holds`: the sum of `holds` of
+    its residents. `named`: the bytes for the checkpoint names of its residents. `lingering`: the
+    processes without a connection that may have it mapped.
     """
 
     number: int
@@ -69,16 +74,16 @@ class SlabState:
 
     @property
     def held(self) -> bool:
-        """Whether it is in use, as far as the manager knows."""
+        """Whether a client, a put or a backend job uses the slab, so that it cannot be evicted."""
         return self.busy or self.owned or bool(self.lingering) or bool(self.holds)
 
 
 class Ledger:
-    """All slabs and residents, pins, and the budget (in bytes).
+    """All slabs, residents and pins, and the budget in bytes.
 
-    `mappings_hold`: what a process maps stays when the manager lets go; otherwise the manager must
-    hold a slab until no process can have it mapped any more. `max_slabs`: how many the manager may
-    hold at a time, as each takes a descriptor.
+    `mappings_hold`: mappings keep their memory after the manager has released a slab; if False, the
+    manager holds each slab until no process can have it mapped. `max_slabs`: the number of slabs
+    that the manager may hold at a time, because each needs a descriptor.
     """
 
     def __init__(
@@ -104,18 +109,21 @@ class Ledger:
 
     @property
     def charged(self) -> int:
-        """Bytes that are charged: of slabs, and of what the manager remembers."""
+        """The bytes that count against the budget: slabs, and the manager's own records."""
         return self._slab_costs + self.remembered
 
     @property
     def bookkeeping(self) -> int:
-        """The part of `charged` that is memory of the manager's own, and no slab's."""
+        """The part of `charged` that is for the manager's own records, in bytes."""
         return self.charged - self._slab_bytes
 
     # Slabs.
 
     def add(self, nbytes: int, now: float, tensors: int = 1) -> SlabState | None:
-        """Charge a new slab, evicting unused ones; return None when there is no room."""
+        """Add a new slab for this number of tensors, and evict unused slabs to make room for it.
+
+        Return None, and evict nothing, if that would not make enough room.
+        """
         cost = nbytes + SLAB_BYTES + tensors * RESIDENT_BYTES
         if not self._make_room(cost):
             return None
@@ -145,25 +153,25 @@ class Ledger:
         return (slab for slab in self._idle.values() if not self.pinned_slab(slab))
 
     def has_descriptor(self) -> bool:
-        """Return whether one more slab may have a descriptor, after evicting one if need be."""
+        """Return whether one more slab can be opened, after evicting unused ones if necessary."""
         if self.open_slabs >= self._max_slabs:
             self.evict_for_descriptors(1 + self.open_slabs - self._max_slabs)
         return self.open_slabs < self._max_slabs
 
     def evict_for_descriptors(self, count: int) -> int:
-        """Evict up to so many unused slabs, whatever their size; return how many."""
+        """Evict up to `count` unused slabs of any size; return how many were evicted."""
         victims = [slab for slab, _ in zip(self._evictable(), range(count), strict=False)]
         for slab in victims:
             self.evict(slab)
         return len(victims)
 
     def evict(self, slab: SlabState) -> None:
-        """Release a slab that is not held."""
+        """Release a slab that is not in use, and count its bytes as evicted."""
         self.evicted_bytes += slab.nbytes
         self.drop(slab)
 
     def drop(self, slab: SlabState) -> None:
-        """Release a slab, after the backend job on it if there is one."""
+        """Release a slab. If a backend job runs on it, it is released when the job ends."""
         for digest, resident in slab.residents.items():
             del self.residents[digest]
             self.orphans |= resident.records
@@ -201,7 +209,10 @@ class Ledger:
             self._idle[slab.number] = slab
 
     def idle(self, slab: SlabState) -> bool:
-        """Note that a slab's backend job is done; return False if it was released meanwhile."""
+        """Record that the backend job on a slab has ended.
+
+        Return False if the slab was dropped while the job ran; it is released now.
+        """
         slab.busy = False
         if slab.doomed:
             self.drop(slab)
@@ -209,17 +220,17 @@ class Ledger:
         return not slab.doomed
 
     def disown(self, slab: SlabState) -> None:
-        """Note that no put fills a slab any more."""
+        """Record that the slab belongs to no put any more."""
         slab.owned = False
         self._rank(slab)
 
     def linger(self, slab: SlabState, process: int) -> None:
-        """Note that a process without a connection may have this slab mapped."""
+        """Record that a process without a connection may still have this slab mapped."""
         slab.lingering.add(process)
         self._rank(slab)
 
     def unlinger(self, slab: SlabState, process: int) -> None:
-        """Note that a process has ended, or has said that it unmapped the slab."""
+        """Undo `linger`: the process has ended, or has reported that it unmapped the slab."""
         slab.lingering.discard(process)
         self._settle(slab)
         self._rank(slab)
@@ -227,7 +238,10 @@ class Ledger:
     # Residents.
 
     def enter(self, slab: SlabState, offset: int, nbytes: int, digest: str) -> ResidentEntry:
-        """Make a tensor of a sealed slab resident; return an older one of its digest, if any."""
+        """Make a tensor of a sealed slab resident, and return it.
+
+        If another resident has the same digest, return that one instead.
+        """
         first = self.residents.get(digest)
         if first is not None:
             return first
@@ -236,11 +250,11 @@ class Ledger:
         return resident
 
     def hold(self, resident: ResidentEntry, now: float, *, leased: bool) -> None:
-        """Count a lease or a put that needs this tensor."""
+        """Count one more use of a tensor, by a lease (`leased`) or by a put."""
         self._count(resident, now, 1, leased)
 
     def let_go(self, resident: ResidentEntry, now: float, *, leased: bool) -> None:
-        """Undo one `hold`."""
+        """Undo one `hold` with the same value of `leased`."""
         self._count(resident, now, -1, leased)
 
     def _count(self, resident: ResidentEntry, now: float, by: int, leased: bool) -> None:
@@ -252,7 +266,7 @@ class Ledger:
         self._rank(slab)
 
     def attribute(self, resident: ResidentEntry, checkpoint: str) -> None:
-        """Record that this tensor is a part of a checkpoint, if that can be remembered."""
+        """Record that a tensor belongs to a checkpoint, unless a limit on such names is reached."""
         names = resident.checkpoints
         if not checkpoint or checkpoint in names or len(names) >= _MAX_CHECKPOINTS:
             return
@@ -262,29 +276,29 @@ class Ledger:
             names.add(checkpoint)
 
     def pinned(self, resident: ResidentEntry) -> bool:
-        """Return whether it is pinned, by its digest or by the name of a checkpoint."""
+        """Return whether a tensor is pinned, by its digest or by the name of a checkpoint."""
         return resident.digest in self.pins or not self.pins.isdisjoint(resident.checkpoints)
 
     def pinned_slab(self, slab: SlabState) -> bool:
-        """Return whether any tensor in it is pinned."""
+        """Return whether any tensor in a slab is pinned."""
         return bool(self.pins) and any(map(self.pinned, slab.residents.values()))
 
     def named(self, name: str) -> list[ResidentEntry]:
-        """Return the residents of a checkpoint, or the one of a digest."""
+        """Return the residents of the checkpoint `name`, or the one whose digest is `name`."""
         found = self.residents.get(name)
         return [r for r in self.residents.values() if r is found or name in r.checkpoints]
 
     # What is remembered beside them: leases, names, records, reservations.
 
     def may_remember(self, nbytes: int) -> bool:
-        """Return whether so much more may be remembered."""
+        """Return whether the manager's own records may grow by `nbytes`."""
         return self.remembered + nbytes <= self._max_remembered
 
     def remember(self, nbytes: int) -> bool:
-        """Charge memory of the manager's own; return False when that has come to its limit.
+        """Count `nbytes` for the manager's own records; return False if their limit is reached.
 
-        This may exceed the budget until `trim`, and where all is held, which lending it must not
-        fail for, for longer.
+        The total may then exceed the budget until `trim` evicts unused slabs, and longer if all
+        slabs are in use: a lease is not refused for lack of budget.
         """
         if not self.may_remember(nbytes):
             return False
@@ -292,11 +306,11 @@ class Ledger:
         return True
 
     def forget(self, nbytes: int) -> None:
-        """Undo `remember`."""
+        """Undo `remember` for `nbytes`."""
         self.remembered -= nbytes
 
     def trim(self) -> None:
-        """Evict unused slabs for what has been remembered above the budget."""
+        """Evict unused slabs until `charged` is within the budget or no slab can be evicted."""
         while self.charged > self.budget:
             slab = next(self._evictable(), None)
             if slab is None:

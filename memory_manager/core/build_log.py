@@ -1,6 +1,7 @@
-"""The log of what a client has built of a checkpoint: one line, once the client is quiet again.
+"""Log lines about what clients have built: one line for each client and checkpoint.
 
-A load makes a put for each batch and each large tensor, hundreds in all, too many lines to read.
+One load makes hundreds of puts, too many for a line each. So the puts are summed up, and the sum is
+logged when the client has built nothing of the checkpoint for a few seconds.
 """
 
 from typing import Final
@@ -21,7 +22,7 @@ _MAX_TALLIES: Final = 64  # of one client, which may name as many checkpoints as
 def count(
     state: ManagerState, connection: ClientState, put: PutState, now: float, slab: SlabState
 ) -> None:
-    """Count the tensors of a slab that a put has made resident."""
+    """Add the tensors of a slab that a put has made resident to the sum for its checkpoint."""
     if put.checkpoint not in connection.tallies and len(connection.tallies) >= _MAX_TALLIES:
         name = next(iter(connection.tallies))
         _say(state, connection, name, connection.tallies.pop(name))
@@ -32,7 +33,7 @@ def count(
 
 
 def look(state: ManagerState, now: float) -> None:
-    """Log the builds that seem to be complete by now."""
+    """Log the sums of clients that have built nothing for a few seconds."""
     for connection in state.connections.values():
         busy = {put.checkpoint for put in connection.puts.values() if put.active}
         for name, tally in list(connection.tallies.items()):
@@ -42,7 +43,7 @@ def look(state: ManagerState, now: float) -> None:
 
 
 def say_all(state: ManagerState, connection: ClientState) -> None:
-    """Log everything that was counted, because the client or the manager ends."""
+    """Log all sums of a client, because the client or the manager ends."""
     for name, tally in connection.tallies.items():
         _say(state, connection, name, tally)
     connection.tallies.clear()

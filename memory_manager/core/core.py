@@ -1,4 +1,4 @@
-"""The entry to the core: events from outside come in, with the time, and effects go out."""
+"""The entry points of the state machine: each takes an event and returns the effects."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -67,10 +67,11 @@ _HANDLERS: Final[Mapping[type[Message], _Handler]] = {
 
 
 class Core:
-    """The memory manager without sockets, memory, threads or a clock. One thread at a time.
+    """The state machine of the memory manager, without sockets, memory, threads or a clock.
 
-    Every method takes the time (seconds, monotonic) and returns the effects to perform, in order.
-    The caller chooses the numbers of connections and processes, and never uses one twice.
+    For one thread at a time. Methods take the time `now` in seconds of a monotonic clock. Those
+    that handle an event return the effects that the caller must perform, in order. The caller
+    numbers the connections and processes, and never uses a number twice.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -83,18 +84,18 @@ class Core:
 
     @property
     def state(self) -> ManagerState:
-        """The state, read-only: for tests, and for the handover."""
+        """The state, to be read only: by tests, and when slabs are handed to the next manager."""
         return self._state
 
     def connected(self, now: float, number: int, process: int, pid: int) -> list[Effect]:
-        """Note that a client of this user has connected."""
+        """Handle a new connection `number` of a process, whose user has been checked."""
         state = self._state
         state.connections[number] = ClientState(number, process, pid, now)
         state.processes.setdefault(process, Process(process)).connections.add(number)
         return self._effects()
 
     def received(self, now: float, number: int, request: Request) -> list[Effect]:
-        """Handle a message of a client."""
+        """Handle a request of a client."""
         connection = self._state.connections.get(number)
         if connection is not None:
             try:
@@ -144,14 +145,14 @@ class Core:
         state.forget_if_idle(connection.process)
 
     def garbage(self, now: float, number: int, code: Code, text: str) -> list[Effect]:
-        """Handle an invalid message: tell the client why, and hang up."""
+        """Handle an invalid message: refuse it with this code, and close the connection."""
         connection = self._state.connections.get(number)
         if connection is not None:
             self._hang_up(now, connection, code, text)
         return self._effects()
 
     def disconnected(self, now: float, number: int) -> list[Effect]:
-        """Note that a connection is closed, by either side. Its process may still run."""
+        """Handle the end of a connection, closed by either side. Its process may still run."""
         connection = self._state.connections.get(number)
         if connection is not None:
             self._drop(now, connection)
@@ -177,7 +178,7 @@ class Core:
         del state.connections[connection.number]
 
     def ended(self, now: float, process: int) -> list[Effect]:
-        """Note that a process has ended, and free whatever it held."""
+        """Handle the end of a process: close its connections, and free all it held."""
         state = self._state
         known = state.processes.get(process)
         if known is not None:
@@ -193,25 +194,28 @@ class Core:
     def allocated(
         self, now: float, slab: int, failure: tuple[Code, str] | None = None
     ) -> list[Effect]:
-        """Handle the outcome of an AllocateSlab: done, or the reason of the failure."""
+        """Handle the result of an AllocateSlab effect; `failure` is None if it succeeded."""
         puts.allocated(self._state, now, slab, failure)
         return self._effects()
 
     def hashed(self, now: float, slab: int, result: list[str] | tuple[Code, str]) -> list[Effect]:
-        """Handle the outcome of a SealAndHash or a ReclaimSlab: the digests, or the failure."""
+        """Handle the result of a SealAndHash or ReclaimSlab effect.
+
+        `result` is the list of digests or, after a failure, the code and text of the error.
+        """
         handed_back = slab in self._state.offers
         (reclaim if handed_back else puts).hashed(self._state, now, slab, result)
         return self._effects()
 
     def spare_descriptors(self, count: int) -> list[Effect]:
-        """Evict up to so many unused slabs, because the manager needs their descriptors."""
+        """Evict up to `count` unused slabs, because the manager needs their descriptors."""
         self._state.ledger.evict_for_descriptors(count)
         return self._effects()
 
     def expect(self, records: dict[str, KeyRecord], pins: Sequence[str]) -> None:
-        """Take over the last manager's pins and records, before the first client.
+        """Take over the pins and layer records of the last manager, before any client connects.
 
-        A record is entered when `inherit` has brought its tensors.
+        A record can be looked up as soon as `inherit` has brought back all its tensors.
         """
         reclaim.expect(self._state, records, pins)
 
@@ -222,7 +226,10 @@ class Core:
         spans: Sequence[DigestSpan],
         checkpoints: Sequence[Sequence[str]],
     ) -> tuple[int, list[Effect]]:
-        """Inherit a slab of the last manager; return the number in its ReclaimSlab.
+        """Take over a slab of the last manager.
+
+        Return the slab's number, which the ReclaimSlab effect has, and the effects. `spans` and
+        `checkpoints` describe the tensors in the slab, in the same order.
 
         Raises:
             RefusedError: There is no room for it.
@@ -231,7 +238,10 @@ class Core:
         return number, self._effects()
 
     def tick(self, now: float) -> list[Effect]:
-        """Note that time has passed: end waits, disconnect clients that never said hello."""
+        """Handle the passing of time: end waits that are over, and close idle connections.
+
+        A connection is closed if its client has sent no Hello in time.
+        """
         wait_queue.look(self._state, now)
         build_log.look(self._state, now)
         limit = self._state.settings.hello_timeout_s
@@ -241,28 +251,28 @@ class Core:
         return self._effects()
 
     def ending(self) -> list[Effect]:
-        """End the manager: return the last effects."""
+        """Return the last effects, before the manager ends."""
         for connection in self._state.connections.values():
             build_log.say_all(self._state, connection)
         return self._effects()
 
     def next_deadline(self, now: float) -> float | None:
-        """Return the time by which `tick` must be called, or None if there is none."""
+        """Return the time by which `tick` must be called, or None if it need not be."""
         limit = self._state.settings.hello_timeout_s
         silent = [c.since + limit for c in self._state.connections.values() if c.name is None]
         wait = wait_queue.next_deadline(self._state, now)
         return min([*silent, *([wait] if wait is not None else [])], default=None)
 
     def totals(self, now: float) -> Totals:
-        """Return the totals as they are now."""
+        """Return the manager's totals."""
         return admin.totals(self._state, now, 0.0)
 
     def saved_bytes(self, now: float) -> int:
-        """Return the bytes that sharing saves now."""
+        """Return the bytes of memory that sharing saves; see `protocol.tables.saved_bytes`."""
         return admin.saved(self._state, now)
 
     def overview(self, now: float) -> dict[str, Any]:
-        """Return what `status --json` says, without the residents."""
+        """Return what `tensor-dedup status --json` prints, without the table of residents."""
         return admin.overview(self._state, now)
 
     def _effects(self) -> list[Effect]:

@@ -1,4 +1,7 @@
-"""The effects: what the core asks the server to do, in the order given."""
+"""The effects: actions that the core asks the server to perform, in the given order.
+
+After a slow job the server reports the result to the core, by the method that each effect names.
+"""
 
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -8,7 +11,7 @@ from tensor_dedup.memory_manager.protocol.messages import Reply
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a reply, with the descriptors of these slabs."""
+    """Send a reply to a client, with the descriptors of the listed slabs."""
 
     connection: int
     reply: Reply
@@ -17,7 +20,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Close a connection, after the replies that were sent before. The core has forgotten it."""
+    """Close a connection after the replies queued for it. The core no longer knows it."""
 
     connection: int
     reason: str
@@ -25,7 +28,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class AllocateSlab:
-    """Reserve memory for a slab, for this process; then call `allocated`."""
+    """Allocate memory for a slab that `process` has requested; then call `Core.allocated`."""
 
     slab: int
     nbytes: int
@@ -34,7 +37,10 @@ class AllocateSlab:
 
 @dataclass(frozen=True, slots=True)
 class SealAndHash:
-    """Seal a slab and hash these (offset, nbytes, announced digest or ""); then call `hashed`."""
+    """Seal a slab and hash its tensors; then call `Core.hashed`.
+
+    A piece is the offset, size and digest of a tensor; the digest is "" if the client sent none.
+    """
 
     slab: int
     pieces: tuple[tuple[int, int, str], ...]
@@ -43,7 +49,11 @@ class SealAndHash:
 
 @dataclass(frozen=True, slots=True)
 class ReclaimSlab:
-    """Check the descriptor that came with this message, hash as above; then call `hashed`."""
+    """Check and hash a slab of an earlier manager; then call `Core.hashed`.
+
+    The slab's descriptor came with the message that is being handled, or was inherited. A piece is
+    the offset, size and digest of a tensor.
+    """
 
     slab: int
     nbytes: int
@@ -53,28 +63,28 @@ class ReclaimSlab:
 
 @dataclass(frozen=True, slots=True)
 class CancelJob:
-    """Nobody waits for the job on this slab any more: end it soon, then call as if it was done."""
+    """End the job on a slab soon, because its result is not needed; then report as usual."""
 
     slab: int
 
 
 @dataclass(frozen=True, slots=True)
 class FreeSlab:
-    """Close a slab's descriptor. No backend job is running on it."""
+    """Release the memory of a slab. No job is running on it."""
 
     slab: int
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Stop watching this process, to which nothing is charged any more."""
+    """Stop watching a process, which has no connection and no memory counted for it."""
 
     process: int
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Write an event to the log; `detail` events only if details are asked for."""
+    """Write an event to the log. With `detail`, only if detailed logging is on."""
 
     event: str
     facts: dict[str, object] = field(default_factory=dict)

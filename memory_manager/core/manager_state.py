@@ -1,4 +1,4 @@
-"""The state shared by all parts of the core. One thread; times are seconds, monotonic."""
+"""The state that all parts of the core share. For one thread; times are monotonic seconds."""
 
 import sys
 from collections import Counter
@@ -51,7 +51,13 @@ class Settings:
 
 @dataclass(slots=True, eq=False)
 class PutState:
-    """The right of one connection to build some layers. Its number is its generation."""
+    """A put: the right of one connection to build the layers `keys`.
+
+    `number` is never used again, so messages about an earlier put are recognised. `spans` has the
+    offset, size and announced digest ("" if unknown) of each tensor in the slab. `held` are the
+    residents that the put has made. `progress` is the time of the builder's last message. `cost` is
+    the memory that the record takes, in bytes.
+    """
 
     number: int
     connection: int
@@ -68,15 +74,22 @@ class PutState:
 
     @property
     def active(self) -> bool:
-        """Whether it still holds its layers."""
+        """Whether the put still owns its layers: it is neither closed nor taken over."""
         return self.state in ACTIVE
 
     def step(self, event: Event) -> None:
-        """Go to the next state; raise BadTransition if the event is not allowed."""
+        """Go to the state after an event.
+
+        Raises:
+            BadTransition: The event is not allowed in the present state.
+        """
         self.state = advance(self.state, event)
 
     def silent(self, now: float) -> float:
-        """Return the seconds since the builder's last message; 0 while the manager works on it."""
+        """Return the seconds since the builder's last message.
+
+        The result is 0 while the manager itself works on the put.
+        """
         if self.state in (State.ALLOCATING, State.SEALING):
             return 0.0
         return max(0.0, now - self.progress)
@@ -84,7 +97,7 @@ class PutState:
 
 @dataclass(slots=True, eq=False)
 class Tally:
-    """What a client has built of a checkpoint since it was last logged."""
+    """The sum of what a client has built of one checkpoint since the last log line about it."""
 
     since: float
     until: float
@@ -94,7 +107,7 @@ class Tally:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A Wait that has not been answered yet."""
+    """A Wait request that has not been answered: the layer key, and the deadline."""
 
     key: str
     until: float
@@ -102,7 +115,7 @@ class Waiting:
 
 @dataclass(slots=True, eq=False)
 class ClientState:
-    """One client. `name` is None until it has said hello."""
+    """A connection of a client. `name` is None until it has sent Hello."""
 
     number: int
     process: int
@@ -118,13 +131,16 @@ class ClientState:
 
     @property
     def builds(self) -> bool:
-        """Whether it holds a reservation."""
+        """Whether the client has an unfinished put."""
         return any(put.active for put in self.puts.values())
 
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """A process with charged memory. It outlives its connections while it may have it mapped."""
+    """A client's process. It stays listed without connections while it may have slabs mapped.
+
+    `lingering` are the numbers of these slabs.
+    """
 
     number: int
     connections: set[int] = field(default_factory=set)
@@ -133,9 +149,10 @@ class Process:
 
 @dataclass(slots=True, eq=False)
 class PendingOffer:
-    """A slab being hashed that was offered by a client or, with connection 0, inherited.
+    """A slab of an earlier manager that is being checked and hashed.
 
-    `checkpoints`: those of each tensor, where an earlier manager knew.
+    `connection` is the number of the client that offered it, or 0 if the last manager left it with
+    systemd. `checkpoints` has the names of the checkpoints of each tensor, if they are known.
     """
 
     connection: int
@@ -146,7 +163,7 @@ class PendingOffer:
 
 @dataclass(slots=True, eq=False)
 class ManagerState:
-    """Everything the core knows, and the effects to perform."""
+    """The whole state of the manager, and the effects that are still to be returned."""
 
     settings: Settings
     ledger: Ledger
@@ -171,32 +188,32 @@ class ManagerState:
             self.effects.append(Send(connection.number, reply, tuple(slabs)))
 
     def refuse(self, connection: ClientState, code: Code, text: str) -> None:
-        """Refuse a client's request."""
+        """Answer a request with a refusal, and count it."""
         self.counters["refusals"] += 1
         self.send(connection, Refused(code, text[:2048]))
 
     def note(self, event: str, **facts: object) -> None:
-        """Add a line to the log."""
+        """Write an event to the log, with these facts."""
         self.effects.append(Note(event, facts))
 
     def detail(self, event: str, **facts: object) -> None:
-        """Add a line of detail to the log."""
+        """Write an event to the log if detailed logging is on."""
         self.effects.append(Note(event, facts, detail=True))
 
     def may_lease(self, connection: ClientState, count: int) -> bool:
-        """Return whether this client may have this many more leases."""
+        """Return whether a client may have `count` more leases."""
         few = len(connection.leases) + count <= self.settings.max_leases
         return few and self.ledger.may_remember(count * LEASE_BYTES)
 
     def may_sleep(self, connection: ClientState, leases: Iterable[int]) -> bool:
-        """Return whether it can be remembered that these leases are of an engine that sleeps."""
+        """Return whether there is memory to mark these leases as held by a sleeping engine."""
         return self.ledger.may_remember(len({*leases} - connection.asleep) * ASLEEP_BYTES)
 
     def new_slab(self, nbytes: int, tensors: int, now: float) -> SlabState:
-        """Charge a new slab, for which unused ones are evicted if need be.
+        """Add a slab for this number of tensors, and evict unused slabs to make room for it.
 
         Raises:
-            RefusedError: There is no room for it, or no descriptor.
+            RefusedError: There is not enough room, or no descriptor left.
         """
         slab = self.ledger.add(nbytes, now, tensors) if self.ledger.has_descriptor() else None
         if slab is not None:
@@ -216,7 +233,7 @@ class ManagerState:
     def lease(
         self, connection: ClientState, resident: ResidentEntry, checkpoint: str, now: float
     ) -> int:
-        """Lease a tensor; return the lease's number. Call `may_lease` before."""
+        """Lease a tensor to a client; return the number of the lease. Check `may_lease` first."""
         self.ledger.hold(resident, now, leased=True)
         self.ledger.remember(LEASE_BYTES)
         self.ledger.attribute(resident, checkpoint)
@@ -227,7 +244,7 @@ class ManagerState:
         return number
 
     def unlease(self, connection: ClientState, number: int, now: float) -> None:
-        """Take a lease back; an unknown number, perhaps released before, is ignored."""
+        """End a lease. An unknown number, such as one that was released before, is ignored."""
         resident = connection.leases.pop(number, None)
         if resident is None:
             return
@@ -241,7 +258,10 @@ class ManagerState:
     def set_asleep(
         self, connection: ClientState, number: int, resident: ResidentEntry, *, asleep: bool
     ) -> None:
-        """Note whether the engine that holds a lease sleeps. Call `may_sleep` before if it does."""
+        """Mark a lease as held by a sleeping engine, or remove the mark.
+
+        Check `may_sleep` before marking one.
+        """
         if asleep and number not in connection.asleep:
             resident.asleep += 1
             connection.asleep.add(number)
@@ -252,17 +272,19 @@ class ManagerState:
             self.ledger.forget(ASLEEP_BYTES)
 
     def charge(self, slab: SlabState, process: int) -> None:
-        """Keep a slab charged until the process has ended."""
+        """Count a slab against the budget until the process has ended: it may have it mapped."""
         if process in self.processes:
             self.ledger.linger(slab, process)
             self.processes[process].lingering.add(slab.number)
 
     def enter_record(self, key: str, record: KeyRecord) -> bool:
-        """Enter a record whose tensors are resident; return False if the key has one.
+        """Make a layer key lead to a record, whose tensors are resident.
+
+        Return False if the key has a record already. If the limit on the manager's own memory is
+        reached, the least recently used keys are dropped, except those of an equal record.
 
         Raises:
-            RefusedError: No more can be remembered, not even in place of all other records. An
-                equal record keeps its keys.
+            RefusedError: Dropping keys does not make enough room.
         """
         if key in self.records:
             return False
@@ -282,7 +304,7 @@ class ManagerState:
         return True
 
     def drop_record(self, key: str) -> None:
-        """Remove a key, and its record with the last one; the tensors stay."""
+        """Remove a layer key, and with its last key the record. Its tensors stay resident."""
         record = self.records.get(key)
         if record is None:
             return
@@ -293,14 +315,17 @@ class ManagerState:
                 resident.records.discard(record)
 
     def forget_if_idle(self, number: int) -> None:
-        """Stop watching a process that has neither a connection nor charged memory."""
+        """Stop watching a process that has no connection and no slabs counted for it."""
         process = self.processes.get(number)
         if process is not None and not process.connections and not process.lingering:
             del self.processes[number]
             self.effects.append(Forget(number))
 
     def settle(self) -> None:
-        """Evict what there is no room for any more, and turn what was released into effects."""
+        """Evict slabs above the budget, and queue the effects for all slabs that were released.
+
+        Records that have lost a tensor are removed.
+        """
         self.ledger.trim()
         for record in list(self.ledger.orphans):
             for key in self.records.keys_of(record):

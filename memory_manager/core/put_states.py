@@ -1,9 +1,9 @@
-"""The states of a put, with every event that affects them, in one table.
+"""The states of a put, and the events that change them, in one table.
 
     RESERVED -> ALLOCATING -> WRITING -> SEALING -> SEALED -> CLOSED
 
-A put is the right to build some layers. Everything that is not in the table is refused
-(`wrong_state`) and changes nothing.
+A put is the right of a client to build some layers. An event that the table does not list for a
+state is refused (`wrong_state`) and changes nothing.
 """
 
 from enum import Enum
@@ -13,7 +13,7 @@ from tensor_dedup.memory_manager.errors import ProtocolError
 
 
 class State(Enum):
-    """The state of a put."""
+    """The state of a put, which is the right of a client to build some layers."""
 
     RESERVED = "reserved"  # keys are granted, there is no memory
     ALLOCATING = "allocating"  # the backend is at it
@@ -25,7 +25,7 @@ class State(Enum):
 
 
 class Event(Enum):
-    """An event in the life of a put."""
+    """An event that changes the state of a put."""
 
     ALLOCATE = "allocate"
     ALLOCATED = "allocated"
@@ -74,11 +74,15 @@ ACTIVE: Final = frozenset(State) - {State.REVOKED, State.CLOSED}
 
 
 class BadTransition(ProtocolError):
-    """The event is not allowed in that state."""
+    """An event that is not allowed in the present state of a put."""
 
 
 def advance(state: State, event: Event) -> State:
-    """Return the state after an event, or raise BadTransition."""
+    """Return the state of a put after an event.
+
+    Raises:
+        BadTransition: The event is not allowed in that state.
+    """
     try:
         return NEXT[state, event]
     except KeyError:

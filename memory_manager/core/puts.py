@@ -1,4 +1,8 @@
-"""Puts: reserve, allocate, seal and publish, and taking over from a silent builder."""
+"""Handlers of the requests that build layers: Reserve, Allocate, Seal, Publish and others.
+
+A put is the right of one client to build some layers. If its client is silent for too long, another
+client can take its layers over.
+"""
 
 from tensor_dedup.memory_manager.core import build_log
 from tensor_dedup.memory_manager.core.budget import KEY_BYTES, PUT_BYTES, SlabState
@@ -31,7 +35,10 @@ from tensor_dedup.memory_manager.protocol.messages import Allocate as AllocateRe
 
 
 def reserve(state: ManagerState, now: float, connection: ClientState, message: Reserve) -> None:
-    """Grant the layers that are neither built nor being built; take over from silent builders."""
+    """Handle Reserve: grant the layers that are neither published nor being built.
+
+    A layer whose builder has been silent for too long is taken over, and granted, too.
+    """
     if len(connection.puts) >= state.settings.max_puts:
         raise refusal("limit", "this client holds as many puts as one may; finish or abandon some")
     answers = Reserved(0, [])
@@ -112,7 +119,7 @@ def _mine(connection: ClientState, number: int, now: float) -> PutState:
 def allocate(
     state: ManagerState, now: float, connection: ClientState, message: AllocateRequest
 ) -> None:
-    """Charge a slab and have it made."""
+    """Handle Allocate: count a slab against the budget, and ask the backend for its memory."""
     put = _mine(connection, message.put, now)
     put.step(Event.ALLOCATE)
     layout = state.settings.layout
@@ -139,7 +146,7 @@ def _start(state: ManagerState, put: PutState, slab: SlabState) -> None:
 def allocated(
     state: ManagerState, now: float, number: int, failure: tuple[Code, str] | None
 ) -> None:
-    """Handle the backend's result: a slab was allocated, or could not be."""
+    """Handle the backend's result for the slab `number`; `failure` is None if it succeeded."""
     put, slab = state.filling.pop(number), state.ledger.slabs[number]
     connection = state.connections.get(put.connection)
     if not state.ledger.idle(slab) or connection is None:
@@ -164,14 +171,17 @@ def _refuse_late(state: ManagerState, connection: ClientState | None, put: PutSt
 
 
 def progress(_state: ManagerState, now: float, connection: ClientState, message: Progress) -> None:
-    """Note that the builder is alive. A put that was taken over learns it at its next request."""
+    """Handle Progress: note that the builder of a put is alive. There is no reply.
+
+    A client whose put was taken over learns it from the reply to its next request.
+    """
     put = connection.puts.get(message.put)
     if put is not None:
         put.progress = now
 
 
 def seal(state: ManagerState, now: float, connection: ClientState, message: Seal) -> None:
-    """Have the slab sealed and hashed."""
+    """Handle Seal: ask the backend to seal and hash the slab."""
     put = _mine(connection, message.put, now)
     spans = _announced(put.spans, message.digests)
     put.step(Event.SEAL)
@@ -198,7 +208,10 @@ def _announced(
 def hashed(
     state: ManagerState, now: float, number: int, result: list[str] | tuple[Code, str]
 ) -> None:
-    """Handle the backend's result: a slab was sealed and hashed, or could not be."""
+    """Handle the backend's result for a slab that was to be sealed and hashed.
+
+    `result` is the list of digests or, after a failure, the code and text of the error.
+    """
     put, slab = state.filling.pop(number), state.ledger.slabs[number]
     connection = state.connections.get(put.connection)
     if not state.ledger.idle(slab) or connection is None:
@@ -231,7 +244,10 @@ def hashed(
 def announced_problem(
     spans: tuple[tuple[int, int, str], ...], result: list[str] | tuple[Code, str]
 ) -> tuple[Code, str] | None:
-    """Return what is wrong with a hashed slab: an error of the backend, or a wrong digest."""
+    """Return the code and text of the error if a hashed slab cannot be used, or None.
+
+    It cannot if the backend failed, or if a digest is not the one that the client announced.
+    """
     if isinstance(result, tuple):
         return result
     for index, ((_, _, announced), found) in enumerate(zip(spans, result, strict=True)):
@@ -269,7 +285,7 @@ def _close(state: ManagerState, now: float, connection: ClientState, put: PutSta
 
 
 def publish(state: ManagerState, now: float, connection: ClientState, message: Publish) -> None:
-    """Enter a layer record whose tensors this client holds."""
+    """Handle Publish: enter a layer record. The client must hold all its tensors."""
     put = _mine(connection, message.put, now) if message.put else None
     if put is not None:
         if message.key not in put.keys:
@@ -327,7 +343,10 @@ def _published(
 
 
 def abandon(state: ManagerState, now: float, connection: ClientState, message: Abandon) -> None:
-    """End a put. The client says that it has unmapped the memory, so it is charged no longer."""
+    """Handle Abandon: end a put.
+
+    The client has unmapped the slab, so its memory counts against the budget no longer.
+    """
     put = connection.puts.get(message.put)
     if put is None:
         state.send(connection, Done())
@@ -343,7 +362,7 @@ def abandon(state: ManagerState, now: float, connection: ClientState, message: A
 
 
 def gone(state: ManagerState, now: float, connection: ClientState, put: PutState) -> None:
-    """End the put of a closed connection; its process may still have the memory mapped."""
+    """End a put because its connection is closed; its process may still have the slab mapped."""
     slab = state.ledger.slabs.get(put.slab) if put.slab is not None else None
     if slab is not None and put.state in (State.WRITING, State.SEALING):
         state.charge(slab, put.process)

@@ -1,4 +1,4 @@
-"""The requests that look up layers and tensors, and release leases."""
+"""Handlers of the requests that look up layers and tensors, and that concern leases."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ class _Page:
 
 
 def lookup(state: ManagerState, now: float, connection: ClientState, message: Lookup) -> None:
-    """Answer with as many layers as fit one reply."""
+    """Handle Lookup: answer for as many layers as fit one reply, and lease their tensors."""
     page, layers = _Page(), list[LayerHit | None]()
     lend = _lender(state, now, connection, message.checkpoint, page)
     for key in message.keys:
@@ -70,7 +70,7 @@ def lookup(state: ManagerState, now: float, connection: ClientState, message: Lo
 def lookup_digests(
     state: ManagerState, now: float, connection: ClientState, message: LookupDigests
 ) -> None:
-    """Answer with as many digests as fit one reply."""
+    """Handle LookupDigests: answer for as many digests as fit one reply, and lease the tensors."""
     page, extents = _Page(), list[Extent | None]()
     lend = _lender(state, now, connection, message.checkpoint, page)
     for digest in message.digests:
@@ -101,16 +101,17 @@ def _lender(
 
 
 def release(state: ManagerState, now: float, connection: ClientState, message: Release) -> None:
-    """Take leases back."""
+    """Handle Release: end leases. There is no reply."""
     for number in message.leases:
         state.unlease(connection, number, now)
 
 
 def stand_by(state: ManagerState, _now: float, connection: ClientState, message: StandBy) -> None:
-    """Note which leases belong to an engine that sleeps; tell whose tensors are used awake.
+    """Handle StandBy: mark leases as held by a sleeping engine, or as used again.
 
-    Whoever fills or publishes a tensor counts as awake. All are noted before any is answered, so
-    that of two who fall asleep at once the second sees that nobody is awake.
+    The reply tells for each tensor whether another client that is awake holds it. A put that holds
+    a tensor counts as awake. All leases are marked before any is answered: if two engines fall
+    asleep at the same time, the second one learns that no other is awake.
     """
     for number in message.leases:
         if number not in connection.leases:

@@ -1,4 +1,7 @@
-"""Slabs of an earlier manager: offered by clients that hold them, or inherited by this one."""
+"""Slabs of an earlier manager: offered by a client that holds them, or left with systemd.
+
+Each is checked and hashed before its tensors are lent again.
+"""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,7 +25,10 @@ _NOBODY = 0  # the connection of what was inherited
 
 
 def offer(state: ManagerState, now: float, connection: ClientState, message: Offer) -> None:
-    """Reclaim a slab of an earlier manager, if there is room and it is what the client says."""
+    """Handle Offer: take back a slab of an earlier manager from a client.
+
+    It is refused if there is no room, or if it is not what the client says.
+    """
     slab = _slab_for(state, now, message.nbytes, message.pieces, connection.process)
     pieces = tuple(message.pieces)
     state.offers[slab.number] = PendingOffer(connection.number, pieces, message.checkpoint)
@@ -35,7 +41,9 @@ def inherit(
     spans: Sequence[DigestSpan],
     checkpoints: Sequence[Sequence[str]],
 ) -> int:
-    """Reclaim a slab that the last manager of this service has left; return its number.
+    """Take over a slab that the last manager left with systemd; return its number.
+
+    `checkpoints` has the names of the checkpoints that each tensor of `spans` belongs to.
 
     Raises:
         RefusedError: There is no room for it.
@@ -47,7 +55,7 @@ def inherit(
 
 
 def leave(state: ManagerState, connection: ClientState) -> None:
-    """Let go of what a client has offered and that is still being hashed."""
+    """Drop the slabs that a client has offered and that are still being hashed."""
     for number, pending in state.offers.items():
         if pending.connection == connection.number:
             state.ledger.drop(state.ledger.slabs[number])
@@ -78,7 +86,10 @@ def _slab_for(
 def hashed(
     state: ManagerState, now: float, number: int, result: list[str] | tuple[Code, str]
 ) -> None:
-    """Handle the backend's result: an offered slab was checked and hashed, or could not be."""
+    """Handle the backend's result for a slab that was to be checked and hashed.
+
+    `result` is the list of digests or, after a failure, the code and text of the error.
+    """
     pending, slab = state.offers.pop(number), state.ledger.slabs[number]
     wanted = state.ledger.idle(slab)
     connection = state.connections.get(pending.connection)
@@ -134,6 +145,9 @@ def _enter_inherited_records(state: ManagerState) -> None:
 
 
 def expect(state: ManagerState, records: dict[str, KeyRecord], pins: Sequence[str]) -> None:
-    """Take over the records and pins of the last manager."""
+    """Take over the layer records and pins of the last manager.
+
+    A record is entered when all its tensors have been taken back.
+    """
     state.inherited.update(records)
     state.ledger.pins.update(pins)

@@ -1,4 +1,7 @@
-"""Layer records by key. Their content is for engines, and nothing here depends on it."""
+"""A bounded table of layer records by layer key.
+
+A record is written and read by engines only; its bytes mean nothing to this module.
+"""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -13,27 +16,26 @@ _KEY_BYTES: Final = 384
 
 @dataclass(frozen=True, slots=True)
 class KeyRecord:
-    """The record of a layer key: opaque bytes, and the tensors they refer to."""
+    """A layer record: opaque bytes, and the digests of the tensors they refer to."""
 
     record: bytes
     digests: tuple[str, ...]
 
     @property
     def cost(self) -> int:
-        """The most memory that it takes beside its keys, in bytes."""
+        """An upper bound of the memory that the record takes, without its keys, in bytes."""
         return len(self.record) + _DIGEST_BYTES * len(self.digests) + _RECORD_BYTES
 
 
 def key_cost(key: str) -> int:
-    """Return the most memory that a key takes beside its record, in bytes."""
+    """Return an upper bound of the memory that a key takes, without its record, in bytes."""
     return len(key) + _KEY_BYTES
 
 
 class Records:
-    """A bounded table of records by key; the key that was used least recently goes first.
+    """A bounded table of layer records by key. The least recently used key is dropped first.
 
-    Equal records are kept once, however many keys lead to them: a tensor has tens of keys by which
-    others find its leaves.
+    Equal records are stored once, even if tens of keys lead to them.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
@@ -49,7 +51,7 @@ class Records:
         return key in self._table
 
     def get(self, key: str) -> KeyRecord | None:
-        """Return the record of a key, and mark it as used."""
+        """Return the record of a key, or None, and mark the key as just used."""
         if key in self._table:
             self._table.move_to_end(key)
         return self._table.get(key)
@@ -59,11 +61,11 @@ class Records:
         return list(self._keys.get(record, ()))
 
     def cost(self, key: str, record: KeyRecord) -> int:
-        """Return how many bytes `put` would add."""
+        """Return by how many bytes `put` would enlarge the table."""
         return key_cost(key) + (0 if record in self._keys else record.cost)
 
     def put(self, key: str, record: KeyRecord) -> bool:
-        """Enter a record; return False if the key has one."""
+        """Enter a record under a key. Return False if the key has a record already."""
         if key in self._table:
             return False
         self._nbytes += self.cost(key, record)
@@ -73,16 +75,16 @@ class Records:
         return True
 
     def oldest_in_excess(self) -> str | None:
-        """Return the key to drop next, while the table is larger than its limit."""
+        """Return the least recently used key if the table exceeds its limit, otherwise None."""
         return self.oldest if self._nbytes > self._max_bytes else None
 
     @property
     def oldest(self) -> str | None:
-        """The least recently used key, if there is any."""
+        """The least recently used key, or None if the table is empty."""
         return next(iter(self._table), None)
 
     def drop(self, key: str) -> int:
-        """Remove a key, and its record with the last one; return how many bytes that frees."""
+        """Remove a key, and with its last key the record. Return the bytes that this frees."""
         record = self._table.pop(key, None)
         if record is None:
             return 0
@@ -95,5 +97,5 @@ class Records:
         return freed
 
     def items(self) -> list[tuple[str, KeyRecord]]:
-        """Return all records."""
+        """Return all keys with their records."""
         return list(self._table.items())

@@ -1,4 +1,8 @@
-"""Waiting for a layer that another client builds. Every wait ends: by news, time or silence."""
+"""Clients that wait for a layer which another client builds.
+
+A wait ends when the layer is published or given up, when its time is up, or when the builder has
+been silent for too long.
+"""
 
 from tensor_dedup.memory_manager.core.manager_state import (
     ClientState,
@@ -10,7 +14,7 @@ from tensor_dedup.memory_manager.protocol.messages import Wait, Waited
 
 
 def wait(state: ManagerState, now: float, connection: ClientState, message: Wait) -> None:
-    """Answer at once when there is nothing to wait for; park the request otherwise."""
+    """Handle Wait: answer at once if there is nothing to wait for, otherwise later."""
     if connection.builds:
         raise refusal(
             "holds_reservation",
@@ -25,7 +29,7 @@ def wait(state: ManagerState, now: float, connection: ClientState, message: Wait
 
 
 def interrupt(state: ManagerState, now: float, connection: ClientState) -> None:
-    """End a client's wait because of its next request: replies keep their order."""
+    """Answer a client's open Wait, because its next request has come: replies keep their order."""
     waiting, connection.waiting = connection.waiting, None
     if waiting is not None:
         put = state.builders.get(waiting.key)
@@ -33,7 +37,7 @@ def interrupt(state: ManagerState, now: float, connection: ClientState) -> None:
 
 
 def wake(state: ManagerState, key: str, outcome: str) -> None:
-    """Tell all waiting clients that a layer was published ("ready") or given up ("free")."""
+    """Answer all clients that wait for a layer: "ready" if published, "free" if given up."""
     for connection in state.connections.values():
         if connection.waiting is not None and connection.waiting.key == key:
             connection.waiting = None
@@ -41,7 +45,7 @@ def wake(state: ManagerState, key: str, outcome: str) -> None:
 
 
 def look(state: ManagerState, now: float) -> None:
-    """End the waits whose deadline has passed."""
+    """Answer the waits whose deadline has passed or whose builder is silent for too long."""
     for connection in list(state.connections.values()):
         if connection.waiting is not None:
             _look(state, now, connection)
@@ -65,7 +69,7 @@ def _look(state: ManagerState, now: float, connection: ClientState) -> None:
 
 
 def next_deadline(state: ManagerState, now: float) -> float | None:
-    """Return when the next wait ends by time, or None if there is none."""
+    """Return the time at which `look` must be called next, or None if no client waits."""
     deadlines = [
         min(c.waiting.until, now + state.settings.build_timeout_s - put.silent(now))
         for c in state.connections.values()

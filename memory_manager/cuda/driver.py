@@ -1,9 +1,8 @@
-"""The CUDA driver as this package uses it: about thirty calls behind one protocol.
+"""The interface of the CUDA driver: the about thirty calls that this package uses.
 
-Every method is one call of the driver, which its docstring names. The results of all drivers, that
-of the tests included, become errors here: NoMemoryError when the device is full, DeviceError for
-all others.
-Handles, addresses and events are numbers; sizes are bytes.
+Each method makes the calls of the driver that its docstring names. Handles, addresses and events
+are integers; sizes are in bytes. All implementations, a test double included, turn a failed call
+into NoMemoryError if the GPU is full, and into DeviceError otherwise.
 """
 
 import logging
@@ -20,7 +19,7 @@ IPC_HANDLE_BYTES: Final = 64  # CU_IPC_HANDLE_SIZE
 
 
 class Result(IntEnum):
-    """The CUresult codes that this package returns or branches on."""
+    """The CUresult codes that this package returns or tests for."""
 
     SUCCESS = 0
     INVALID_VALUE = 1
@@ -40,7 +39,7 @@ class Result(IntEnum):
 
 
 class Access(IntEnum):
-    """The CUmemAccess_flags."""
+    """The access rights to mapped memory (CUmemAccess_flags)."""
 
     NONE = 0
     READ = 1
@@ -72,19 +71,22 @@ class Driver(Protocol):
     # Memory without addresses. None of these calls needs a context.
 
     def granularity(self, device: int) -> int:
-        """Return the unit of sizes and addresses (cuMemGetAllocationGranularity, minimum)."""
+        """Return the unit of sizes and addresses (cuMemGetAllocationGranularity), in bytes."""
 
     def create(self, device: int, nbytes: int) -> int:
-        """Return a handle of new memory that can be exported (cuMemCreate)."""
+        """Return a handle of newly allocated memory that can be exported (cuMemCreate)."""
 
     def release(self, handle: int) -> None:
         """Release a handle; mappings and descriptors of its memory stay (cuMemRelease)."""
 
     def export(self, handle: int) -> int:
-        """Return a new descriptor of the memory, for the caller (cuMemExportToShareableHandle)."""
+        """Return a new file descriptor of the memory (cuMemExportToShareableHandle).
+
+        The caller owns the descriptor.
+        """
 
     def import_(self, fd: int) -> int:
-        """Return a handle of a descriptor's memory (cuMemImportFromShareableHandle)."""
+        """Return a handle of the memory of a descriptor (cuMemImportFromShareableHandle)."""
 
     def device_of(self, handle: int) -> int:
         """Return the ordinal of a handle's GPU (cuMemGetAllocationPropertiesFromHandle)."""
@@ -92,13 +94,19 @@ class Driver(Protocol):
     # Addresses.
 
     def reserve(self, nbytes: int, alignment: int) -> int:
-        """Reserve a range of addresses without memory (cuMemAddressReserve)."""
+        """Reserve a range of addresses, without memory (cuMemAddressReserve).
+
+        Return its first address.
+        """
 
     def free(self, address: int, nbytes: int) -> None:
-        """Free a range exactly as it was reserved (cuMemAddressFree)."""
+        """Free a whole range of addresses from `reserve` (cuMemAddressFree)."""
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
-        """Map a whole handle, not yet accessible to any device (cuMemMap)."""
+        """Map the whole memory of a handle at an address (cuMemMap).
+
+        `allow` then makes it accessible to a GPU.
+        """
 
     def unmap(self, address: int, nbytes: int) -> None:
         """Unmap one or more whole mappings (cuMemUnmap)."""
@@ -109,7 +117,7 @@ class Driver(Protocol):
     # With a context: of the device that is `entered` in this thread.
 
     def enter(self, device: int) -> None:
-        """Make the primary context current (cuDevicePrimaryCtxRetain, cuCtxPushCurrent)."""
+        """Make the GPU's primary context current (cuDevicePrimaryCtxRetain, cuCtxPushCurrent)."""
 
     def leave(self) -> None:
         """Undo the last `enter` of this thread (cuCtxPopCurrent). The context stays."""
@@ -127,38 +135,47 @@ class Driver(Protocol):
         """Wait for all work of the context (cuCtxSynchronize)."""
 
     def mark(self) -> int:
-        """Return an event after all work of the context so far (cuEventCreate, cuCtxRecordEvent).
+        """Return an event that follows all work queued so far (cuEventCreate, cuCtxRecordEvent).
 
-        It invalidates a graph capture in progress, so finalizers must not call it.
+        The call invalidates a graph capture in progress, so finalizers must not make it.
         """
 
     def done(self, event: int) -> bool:
-        """Return whether the work before an event has ended (cuEventQuery)."""
+        """Return whether the work before an event has finished (cuEventQuery)."""
 
     def wait(self, event: int) -> None:
-        """Wait until the work before an event has ended (cuEventSynchronize)."""
+        """Wait until the work before an event has finished (cuEventSynchronize)."""
 
     def forget(self, event: int) -> None:
         """Destroy an event (cuEventDestroy)."""
 
     def allocate(self, nbytes: int) -> int:
-        """Allocate mapped memory of the kind that `ipc_handle` accepts (cuMemAlloc)."""
+        """Allocate mapped memory that `ipc_handle` accepts, and return its address (cuMemAlloc)."""
 
     def deallocate(self, address: int) -> None:
         """Free memory from `allocate` (cuMemFree)."""
 
     def ipc_handle(self, address: int) -> bytes:
-        """Return the IPC_HANDLE_BYTES by which another process opens memory (cuIpcGetMemHandle)."""
+        """Return the handle by which another process can map memory (cuIpcGetMemHandle).
+
+        It has IPC_HANDLE_BYTES bytes.
+        """
 
     def ipc_open(self, handle: bytes) -> int:
-        """Map another process's memory, or count one more use (cuIpcOpenMemHandle)."""
+        """Map another process's memory, and return the address (cuIpcOpenMemHandle).
+
+        Opening a handle again returns the same address; every `ipc_open` needs an `ipc_close`.
+        """
 
     def ipc_close(self, address: int) -> None:
         """Undo one `ipc_open` (cuIpcCloseMemHandle)."""
 
 
 def refused(call: str, code: int, nbytes: int = 0) -> BackendError:
-    """Return the error for the result code of a call."""
+    """Return the error to raise for the result code of a failed call.
+
+    `nbytes` is the size that was requested, for the message of a NoMemoryError.
+    """
     try:
         name = f"CUDA_ERROR_{Result(code).name}"
     except ValueError:
@@ -178,7 +195,7 @@ def refused(call: str, code: int, nbytes: int = 0) -> BackendError:
 
 
 def device_uuid(raw: bytes) -> str:
-    """Return a UUID in the notation of nvidia-smi and NVML."""
+    """Return a GPU's UUID, given as 16 bytes, in the notation of nvidia-smi and NVML."""
     return f"GPU-{uuid.UUID(bytes=raw)}"
 
 
@@ -201,7 +218,7 @@ def find_device(driver: Driver, name: str) -> GpuInfo:
 
 @contextmanager
 def current(driver: Driver, device: int) -> Iterator[None]:
-    """Make a GPU's context current in this thread; restore the previous one afterwards."""
+    """Make a GPU's context current in this thread for a `with` block."""
     driver.enter(device)
     try:
         yield
@@ -210,25 +227,25 @@ def current(driver: Driver, device: int) -> Iterator[None]:
 
 
 class Undo:
-    """Steps that are undone, last first, unless `keep` is called. One thread.
+    """A context manager that undoes the added steps, last first, unless `keep` was called.
 
-    A step that cannot be undone does not prevent the others from being undone; its error goes into
-    the notes of the one that is raised, or into the log.
+    For one thread. If a step fails, the others are still undone; the error is added as a note to
+    the error that ended the block, or else logged.
     """
 
     def __init__(self) -> None:
         self._steps: list[Callable[[], None]] = []
 
     def add(self, step: Callable[[], None]) -> None:
-        """Add a step that undoes the last action."""
+        """Add a function that undoes what was just done."""
         self._steps.append(step)
 
     def keep(self) -> None:
-        """Undo nothing, because everything succeeded."""
+        """Discard all steps, so that nothing is undone."""
         self._steps.clear()
 
     def run(self) -> list[BackendError]:
-        """Undo everything; return the errors."""
+        """Undo all steps now; return the errors of those that failed."""
         failed: list[BackendError] = []
         while self._steps:
             try:

@@ -1,7 +1,7 @@
-"""The real driver, called through NVIDIA's cuda-python (the extra `cuda`).
+"""The CUDA driver, called through NVIDIA's cuda-python (the extra `cuda`).
 
-`cuda.bindings` is loaded when the driver is first needed: neither the package nor a manager of
-ordinary memory ever loads it.
+`cuda.bindings` is imported when the driver is first used, so a manager of host memory never loads
+it.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ _MODULE: Final = "cuda.bindings.driver"
 
 
 class NvidiaDriver:
-    """The installed driver, called by NVIDIA's own bindings for Python."""
+    """The installed CUDA driver, called through NVIDIA's Python bindings."""
 
     def __init__(self) -> None:
         self._api: Any = None
@@ -34,7 +34,11 @@ class NvidiaDriver:
         self._contexts: dict[int, Any] = {}
 
     def init(self) -> None:
-        """Call cuInit."""
+        """Initialise the driver (cuInit); a second call has no effect.
+
+        Raises:
+            DeviceError: There is no driver, or it has no device.
+        """
         with self._lock:
             if self._api is None:
                 api = _bindings()
@@ -59,7 +63,7 @@ class NvidiaDriver:
         return values[0] if values else None
 
     def devices(self) -> list[GpuInfo]:
-        """Call cuDeviceGetCount, cuDeviceGetUuid and cuDeviceTotalMem."""
+        """Return the visible GPUs (cuDeviceGetCount, cuDeviceGetUuid, cuDeviceTotalMem)."""
         return [self._device(ordinal) for ordinal in range(self._ask("cuDeviceGetCount"))]
 
     def _device(self, ordinal: int) -> GpuInfo:
@@ -91,7 +95,7 @@ class NvidiaDriver:
         return found
 
     def granularity(self, device: int) -> int:
-        """Call cuMemGetAllocationGranularity."""
+        """Return the unit of sizes and addresses (cuMemGetAllocationGranularity), in bytes."""
         self._require()
         option = self._api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         return int(self._ask("cuMemGetAllocationGranularity", self._properties(device), option))
@@ -101,48 +105,57 @@ class NvidiaDriver:
             raise refused("cuInit", Result.NOT_INITIALIZED)
 
     def create(self, device: int, nbytes: int) -> int:
-        """Call cuMemCreate."""
+        """Return a handle of newly allocated memory that can be exported (cuMemCreate)."""
         self._require()
         return int(self._ask("cuMemCreate", nbytes, self._properties(device), 0, nbytes=nbytes))
 
     def release(self, handle: int) -> None:
-        """Call cuMemRelease."""
+        """Release a handle; mappings and descriptors of its memory stay (cuMemRelease)."""
         self._ask("cuMemRelease", handle)
 
     def export(self, handle: int) -> int:
-        """Call cuMemExportToShareableHandle."""
+        """Return a new file descriptor of the memory (cuMemExportToShareableHandle).
+
+        The caller owns the descriptor.
+        """
         self._require()
         fd = int(self._ask("cuMemExportToShareableHandle", handle, self._descriptor_kind(), 0))
         os.set_inheritable(fd, False)
         return fd
 
     def import_(self, fd: int) -> int:
-        """Call cuMemImportFromShareableHandle."""
+        """Return a handle of the memory of a descriptor (cuMemImportFromShareableHandle)."""
         self._require()
         return int(self._ask("cuMemImportFromShareableHandle", fd, self._descriptor_kind()))
 
     def device_of(self, handle: int) -> int:
-        """Call cuMemGetAllocationPropertiesFromHandle."""
+        """Return the ordinal of a handle's GPU (cuMemGetAllocationPropertiesFromHandle)."""
         return int(self._ask("cuMemGetAllocationPropertiesFromHandle", handle).location.id)
 
     def reserve(self, nbytes: int, alignment: int) -> int:
-        """Call cuMemAddressReserve."""
+        """Reserve a range of addresses, without memory (cuMemAddressReserve).
+
+        Return its first address.
+        """
         return int(self._ask("cuMemAddressReserve", nbytes, alignment, 0, 0, nbytes=nbytes))
 
     def free(self, address: int, nbytes: int) -> None:
-        """Call cuMemAddressFree."""
+        """Free a whole range of addresses from `reserve` (cuMemAddressFree)."""
         self._ask("cuMemAddressFree", address, nbytes)
 
     def map(self, address: int, nbytes: int, handle: int) -> None:
-        """Call cuMemMap."""
+        """Map the whole memory of a handle at an address (cuMemMap).
+
+        `allow` then makes it accessible to a GPU.
+        """
         self._ask("cuMemMap", address, nbytes, 0, handle, 0, nbytes=nbytes)
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Call cuMemUnmap."""
+        """Unmap one or more whole mappings (cuMemUnmap)."""
         self._ask("cuMemUnmap", address, nbytes)
 
     def allow(self, address: int, nbytes: int, device: int, access: Access) -> None:
-        """Call cuMemSetAccess."""
+        """Set a GPU's access to a range (cuMemSetAccess)."""
         self._require()
         wish = self._api.CUmemAccessDesc()
         self._place(wish, device)
@@ -150,7 +163,7 @@ class NvidiaDriver:
         self._ask("cuMemSetAccess", address, nbytes, [wish], 1)
 
     def enter(self, device: int) -> None:
-        """Call cuDevicePrimaryCtxRetain and cuCtxPushCurrent."""
+        """Make the GPU's primary context current (cuDevicePrimaryCtxRetain, cuCtxPushCurrent)."""
         context = self._context(device)
         self._ask("cuCtxPushCurrent", context)
         self._stack().append(context)
@@ -163,7 +176,7 @@ class NvidiaDriver:
             return self._contexts[device]
 
     def leave(self) -> None:
-        """Call cuCtxPopCurrent."""
+        """Undo the last `enter` of this thread (cuCtxPopCurrent). The context stays."""
         self._stack().pop()
         self._ask("cuCtxPopCurrent")
 
@@ -174,23 +187,26 @@ class NvidiaDriver:
         return found
 
     def copy_in(self, target: int, source: int, nbytes: int) -> None:
-        """Call cuMemcpyHtoD."""
+        """Copy from host to device; complete after `synchronize` (cuMemcpyHtoD)."""
         self._ask("cuMemcpyHtoD", target, source, nbytes)
 
     def copy_out(self, target: int, source: int, nbytes: int) -> None:
-        """Call cuMemcpyDtoH."""
+        """Copy from device to host (cuMemcpyDtoH)."""
         self._ask("cuMemcpyDtoH", target, source, nbytes)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Call cuMemcpyDtoD."""
+        """Copy from device to device; complete after `synchronize` (cuMemcpyDtoD)."""
         self._ask("cuMemcpyDtoD", target, source, nbytes)
 
     def synchronize(self) -> None:
-        """Call cuCtxSynchronize."""
+        """Wait for all work of the context (cuCtxSynchronize)."""
         self._ask("cuCtxSynchronize")
 
     def mark(self) -> int:
-        """Call cuEventCreate and cuCtxRecordEvent."""
+        """Return an event that follows all work queued so far (cuEventCreate, cuCtxRecordEvent).
+
+        The call invalidates a graph capture in progress, so finalizers must not make it.
+        """
         if not self._stack():
             raise refused("cuEventCreate", Result.INVALID_CONTEXT)
         flag = self._api.CUevent_flags.CU_EVENT_DISABLE_TIMING
@@ -203,7 +219,7 @@ class NvidiaDriver:
         return int(event)
 
     def done(self, event: int) -> bool:
-        """Call cuEventQuery."""
+        """Return whether the work before an event has finished (cuEventQuery)."""
         self._require()
         (result,) = self._api.cuEventQuery(event)
         if int(result) == Result.NOT_READY:
@@ -212,28 +228,34 @@ class NvidiaDriver:
         return True
 
     def wait(self, event: int) -> None:
-        """Call cuEventSynchronize."""
+        """Wait until the work before an event has finished (cuEventSynchronize)."""
         self._ask("cuEventSynchronize", event)
 
     def forget(self, event: int) -> None:
-        """Call cuEventDestroy."""
+        """Destroy an event (cuEventDestroy)."""
         self._ask("cuEventDestroy", event)
 
     def allocate(self, nbytes: int) -> int:
-        """Call cuMemAlloc."""
+        """Allocate mapped memory that `ipc_handle` accepts, and return its address (cuMemAlloc)."""
         return int(self._ask("cuMemAlloc", nbytes, nbytes=nbytes))
 
     def deallocate(self, address: int) -> None:
-        """Call cuMemFree."""
+        """Free memory from `allocate` (cuMemFree)."""
         self._ask("cuMemFree", address)
 
     def ipc_handle(self, address: int) -> bytes:
-        """Call cuIpcGetMemHandle."""
+        """Return the handle by which another process can map memory (cuIpcGetMemHandle).
+
+        It has IPC_HANDLE_BYTES bytes.
+        """
         found = self._ask("cuIpcGetMemHandle", address)
         return ctypes.string_at(found.getPtr(), IPC_HANDLE_BYTES)
 
     def ipc_open(self, handle: bytes) -> int:
-        """Call cuIpcOpenMemHandle."""
+        """Map another process's memory, and return the address (cuIpcOpenMemHandle).
+
+        Opening a handle again returns the same address; every `ipc_open` needs an `ipc_close`.
+        """
         self._require()
         given = self._api.CUipcMemHandle()
         ctypes.memmove(given.getPtr(), handle, IPC_HANDLE_BYTES)
@@ -241,7 +263,7 @@ class NvidiaDriver:
         return int(self._ask("cuIpcOpenMemHandle", given, int(flag)))
 
     def ipc_close(self, address: int) -> None:
-        """Call cuIpcCloseMemHandle."""
+        """Undo one `ipc_open` (cuIpcCloseMemHandle)."""
         self._ask("cuIpcCloseMemHandle", address)
 
 

@@ -1,7 +1,7 @@
-"""The used memory of a GPU, and the processes that use it, as reported by NVIDIA's NVML.
+"""The memory that is in use on a GPU, and the processes that use it, as NVIDIA's NVML reports them.
 
-This is optional: without the package nvidia-ml-py, the library or the permission to query it, the
-result says why. Nothing here creates a context, and NVML is loaded by the first query.
+NVML is optional. If the package nvidia-ml-py, the library or a permission is missing, the result
+has the reason. NVML is loaded by the first query, and no query creates a CUDA context.
 """
 
 import importlib
@@ -13,9 +13,10 @@ _MODULE: Final = "pynvml"  # what nvidia-ml-py is imported as
 
 
 class ProcessUse(msgspec.Struct, frozen=True):
-    """A process's use of a GPU, in bytes; None if the library does not tell, as in containers.
+    """The GPU memory of one process in bytes, or None if NVML does not report it.
 
-    Memory that several processes map counts for the one that made it, if that still has it open.
+    NVML often cannot report it in containers. Memory that several processes map counts for the
+    process that allocated it, while that process has it open.
     """
 
     pid: int
@@ -23,7 +24,7 @@ class ProcessUse(msgspec.Struct, frozen=True):
 
 
 class DeviceUse(msgspec.Struct, frozen=True):
-    """A GPU's memory in bytes, and the processes with a context on it, by pid."""
+    """The memory of a GPU in bytes, and the processes that have a CUDA context there."""
 
     uuid: str
     name: str
@@ -32,27 +33,30 @@ class DeviceUse(msgspec.Struct, frozen=True):
     processes: list[ProcessUse]
 
     def of(self, pid: int) -> ProcessUse | None:
-        """Return the use of a process, or None if it has no context on this GPU."""
+        """Return the memory use of a process, or None if it has no context on this GPU."""
         return next((each for each in self.processes if each.pid == pid), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the use as a JSON object."""
+        """Return the fields as a dict that can be encoded as JSON."""
         found: dict[str, Any] = msgspec.to_builtins(self)
         return found
 
 
 class NotAvailable(msgspec.Struct, frozen=True):
-    """The reason why the use of a GPU is unknown."""
+    """The reason why the memory use of a GPU is not known."""
 
     reason: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the reason as a JSON object."""
+        """Return the reason as a dict that can be encoded as JSON."""
         return {"not_available": self.reason}
 
 
 def use_of(uuid: str, api: Any = None) -> DeviceUse | NotAvailable:
-    """Return the memory use of a GPU, by its UUID. `api` is pynvml or a substitute."""
+    """Return the memory use of the GPU with this UUID, or why it is not known.
+
+    `api` is the module pynvml or a substitute; by default pynvml is imported.
+    """
     if api is None:
         try:
             api = importlib.import_module(_MODULE)

@@ -1,7 +1,7 @@
-"""Encoding messages as datagrams, and decoding them. No I/O.
+"""Encode messages as datagrams, and decode them. No I/O.
 
 A datagram is `MAGIC`, the version (2 bytes, little-endian) and one msgspec struct in MessagePack.
-The version is outside the struct, so that a peer of another version can be told so. Any bytes
+The version precedes the struct so that it can be read even if the rest has changed. Any bytes
 decode to a message or raise ProtocolError.
 """
 
@@ -24,7 +24,7 @@ _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def encode(message: Request | Reply) -> bytes:
-    """Return the datagram of a message.
+    """Encode a message as a datagram.
 
     Raises:
         ProtocolError: It is larger than the receiver accepts.
@@ -39,17 +39,17 @@ def encode(message: Request | Reply) -> bytes:
 
 
 def decode_request(data: bytes) -> Request:
-    """Return the request in a datagram.
+    """Decode the request in a datagram.
 
     Raises:
-        ProtocolError: It is not a valid request. If the other side has another version, the fact
-            `version` names it.
+        ProtocolError: It is not a valid request. If the other side has another version, `facts` has
+            that version as `version`.
     """
     return _decode(data, _requests)
 
 
 def decode_reply(data: bytes) -> Reply:
-    """Return the reply in a datagram.
+    """Decode the reply in a datagram.
 
     Raises:
         ProtocolError: It is not a valid reply.

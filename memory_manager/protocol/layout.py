@@ -1,4 +1,7 @@
-"""The layout of tensors in a slab. Pure arithmetic, in bytes."""
+"""The places of tensors in a slab. Only arithmetic; all numbers are in bytes.
+
+A slab is one block of memory that holds one or more tensors.
+"""
 
 import mmap
 from collections.abc import Iterable
@@ -17,7 +20,10 @@ def round_up(nbytes: int, unit: int = PAGE) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SlabLayout:
-    """The alignment rules for slabs of a kind of memory, in bytes."""
+    """The alignment rules of slabs, in bytes.
+
+    The size of a slab is a multiple of `unit`; tensors begin at multiples of `alignment`.
+    """
 
     unit: int = PAGE  # of slabs
     alignment: int = ALIGNMENT  # of tensors
@@ -27,12 +33,15 @@ MEMORY: Final = SlabLayout()
 
 
 def next_offset(end: int, nbytes: int, alignment: int = ALIGNMENT) -> int:
-    """Return the offset of a tensor of `nbytes` in a slab that is used up to `end`."""
+    """Return the offset of the next tensor in a slab that is filled up to `end`.
+
+    Tensors of 64 KiB and more begin at a page boundary, smaller ones at a multiple of `alignment`.
+    """
     return round_up(end, PAGE if nbytes >= PAGE_ALIGNED_FROM else alignment)
 
 
 def offsets_of(sizes: Iterable[int], layout: SlabLayout = MEMORY) -> tuple[tuple[int, ...], int]:
-    """Return offsets of tensors of these sizes, in order, and the size of a slab for them."""
+    """Return the offset of each tensor of these sizes, and the size of the slab they need."""
     offsets, end = [], 0
     for nbytes in sizes:
         start = next_offset(end, nbytes, layout.alignment)

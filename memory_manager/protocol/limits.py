@@ -1,4 +1,4 @@
-"""The limits of the protocol, and the base classes of its messages."""
+"""The limits and field types of the protocol, and the base classes of its messages."""
 
 from typing import Annotated, Final, Literal, TypeAlias
 
@@ -47,8 +47,8 @@ Record = Annotated[bytes, msgspec.Meta(max_length=MAX_RECORD)]
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="t"):
-    """Base of all messages; the tag is the class's name."""
+    """Base of all messages. The class name is sent as a tag in the field `t`."""
 
 
 class WirePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Base of the parts of messages, encoded as arrays of values without names."""
+    """Base of the structs inside messages, which are encoded as arrays without field names."""

@@ -1,7 +1,14 @@
-"""Every message between a client and the manager. No I/O.
+"""All messages between a client and the memory manager. No I/O.
 
-`codec` refuses unknown fields and tags, wrong types and sizes over the limits. `wire` sends
-descriptors beside the message they belong to. PROTOCOL.md specifies what the messages mean.
+`codec` refuses unknown fields, unknown messages, wrong types and sizes over the limits. `wire`
+sends file descriptors beside the message they belong to. PROTOCOL.md specifies what each message
+means, and these terms:
+
+* slab: one block of memory, filled by one client and then sealed
+* resident: a tensor in a sealed slab, named by the digest of its bytes
+* layer: a record (bytes that only engines understand) and its tensors, found by a key
+* put: the right of one client to build some layers
+* lease: the right of one client to use one resident
 """
 
 from typing import Annotated, Final, Literal, TypeAlias
@@ -28,14 +35,14 @@ from tensor_dedup.memory_manager.protocol.tables import Page, Totals
 
 
 class PutPiece(WirePart, frozen=True):
-    """A tensor of a slab to be written. `digest` announces its digest, "" if it is unknown."""
+    """A tensor that is to be written: its size in bytes, and its digest ("" if unknown)."""
 
     nbytes: Size
     digest: Annotated[str, msgspec.Meta(pattern=r"\A(?:[0-9a-f]{64})?\Z")] = ""
 
 
 class DigestSpan(WirePart, frozen=True):
-    """A tensor in a slab: `nbytes` from `offset` have this digest."""
+    """A tensor in a slab: its offset and size in bytes, and its digest."""
 
     offset: Number
     nbytes: Size
@@ -43,7 +50,10 @@ class DigestSpan(WirePart, frozen=True):
 
 
 class Extent(WirePart, frozen=True):
-    """A leased tensor: bytes `offset` to `offset + nbytes` of the reply's slab number `slab`."""
+    """A leased tensor: its place in a slab, its digest, and the number of the lease.
+
+    `slab` is the position of the slab in the reply's list; `offset` and `nbytes` are in bytes.
+    """
 
     slab: Number
     offset: Number
@@ -53,14 +63,14 @@ class Extent(WirePart, frozen=True):
 
 
 class SlabRef(WirePart, frozen=True):
-    """A slab whose descriptor travels with the reply, at the same position."""
+    """The number and size of a slab. Its descriptor is sent with the reply, in the same order."""
 
     slab: Number
     nbytes: Size
 
 
 class LayerHit(WirePart, frozen=True):
-    """A layer record, and a lease on each tensor it names."""
+    """A layer that was found: its record, and a lease on each of its tensors."""
 
     record: Record
     extents: list[Extent]
@@ -70,22 +80,25 @@ class LayerHit(WirePart, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """The first message. `name` tells people which program, model and rank this is."""
+    """The first message of a client. `name` is for people: its program, model and rank."""
 
     name: Name
 
 
 class Lookup(Message, frozen=True):
-    """Ask which of these layers are published, and lease the tensors of their records."""
+    """Ask which of these layers are published, and lease their tensors.
+
+    `checkpoint` is the name under which the manager lists the tensors.
+    """
 
     keys: Annotated[list[Key], msgspec.Meta(min_length=1, max_length=MAX_KEYS)]
     checkpoint: Name = ""
 
 
 class LookupDigests(Message, frozen=True):
-    """Ask which tensors with these digests are resident, and lease them.
+    """Ask which of these digests are resident, and lease those tensors.
 
-    A writer also sends the digests that it has computed.
+    A client that builds layers sends the digests it has computed, and writes only what is missing.
     """
 
     digests: Annotated[list[Digest], msgspec.Meta(min_length=1, max_length=MAX_PIECES)]
@@ -93,14 +106,14 @@ class LookupDigests(Message, frozen=True):
 
 
 class Reserve(Message, frozen=True):
-    """Ask to build these layers. The granted ones form one put."""
+    """Ask for the right to build these layers. The granted ones form one put."""
 
     keys: Annotated[list[Key], msgspec.Meta(min_length=1, max_length=MAX_KEYS)]
     checkpoint: Name = ""
 
 
 class Allocate(Message, frozen=True):
-    """Ask for the slab of a put: one for all its tensors, written by this client only."""
+    """Ask for the slab of a put, with room for all tensors in `pieces`."""
 
     put: Number
     pieces: Annotated[list[PutPiece], msgspec.Meta(min_length=1, max_length=MAX_PIECES)]
@@ -113,9 +126,10 @@ class Progress(Message, frozen=True):
 
 
 class Seal(Message, frozen=True):
-    """Ask to seal and hash a slab that is written and unmapped, and make it resident.
+    """Ask to seal and hash a slab that has been written and unmapped.
 
-    `digests`: of the pieces, all of them, where they became known while writing.
+    Its tensors then become resident. `digests` is empty, or has the digests of all its tensors if
+    they became known only while they were written.
     """
 
     put: Number
@@ -125,9 +139,10 @@ class Seal(Message, frozen=True):
 
 
 class Publish(Message, frozen=True, omit_defaults=True):
-    """Publish a layer record. With `put` 0, republish one when nobody builds that layer.
+    """Make a key lead to a layer record, whose tensors are resident.
 
-    `also`: further keys that lead to the record, which nobody has reserved.
+    With `put` 0, the key need not be reserved: a record is published again in a new manager. `also`
+    are further keys that will lead to the record, except those that are being built.
     """
 
     put: Number
@@ -140,28 +155,31 @@ class Publish(Message, frozen=True, omit_defaults=True):
 
 
 class Abandon(Message, frozen=True):
-    """Give up a put. Its memory is unmapped and its descriptor closed when this is sent."""
+    """Give up a put. The client has unmapped its slab and closed the descriptor before."""
 
     put: Number
 
 
 class Wait(Message, frozen=True):
-    """Wait until a layer is published, given up, or its builder has been silent for too long."""
+    """Wait for a layer that another client builds, at most `timeout_s` seconds.
+
+    The wait ends when the layer is published or given up, or its builder is silent for too long.
+    """
 
     key: Key
     timeout_s: Seconds
 
 
 class Release(Message, frozen=True):
-    """Release leases whose mappings are gone. Has no reply."""
+    """Release leases whose tensors are no longer mapped. Has no reply."""
 
     leases: Annotated[list[Number], msgspec.Meta(min_length=1, max_length=MAX_RELEASES)]
 
 
 class StandBy(Message, frozen=True):
-    """Tell whether an engine that sleeps holds these leases, and ask who else uses their tensors.
+    """Mark leases as held by an engine that sleeps, or has woken; ask who else uses the tensors.
 
-    A lease keeps its tensor either way.
+    A lease keeps its tensor in either case.
     """
 
     leases: Annotated[list[Number], msgspec.Meta(min_length=1, max_length=MAX_RELEASES)]
@@ -169,7 +187,7 @@ class StandBy(Message, frozen=True):
 
 
 class Offer(Message, frozen=True):
-    """Offer a sealed slab of a dead manager; its descriptor travels with this message."""
+    """Offer a sealed slab of a dead manager. Its descriptor is sent with this message."""
 
     nbytes: Size
     pieces: Annotated[list[DigestSpan], msgspec.Meta(min_length=1, max_length=MAX_PIECES)]
@@ -177,31 +195,34 @@ class Offer(Message, frozen=True):
 
 
 class Status(Message, frozen=True):
-    """Ask for the totals."""
+    """Ask for the manager's totals."""
 
 
 class Rows(Message, frozen=True):
-    """Ask for a page of a table, from row `start`."""
+    """Ask for a page of a table, beginning with row number `start`."""
 
     table: Literal["clients", "checkpoints", "residents", "builds"]
     start: Number = 0
 
 
 class Pin(Message, frozen=True):
-    """Keep a checkpoint's tensors, by its name, or one tensor, by its digest."""
+    """Protect a checkpoint's tensors, or one tensor, from eviction; or end that protection.
+
+    `name` is a checkpoint's name or a tensor's digest.
+    """
 
     name: Name
     pinned: bool = True
 
 
 class Evict(Message, frozen=True):
-    """Evict the residents of a checkpoint or a digest, unless they are in use."""
+    """Free the tensors of a checkpoint, or of one digest, that are neither in use nor pinned."""
 
     name: Name
 
 
 class Stop(Message, frozen=True):
-    """End the manager."""
+    """Ask the manager to end."""
 
 
 Request: TypeAlias = (
@@ -229,10 +250,11 @@ Request: TypeAlias = (
 
 
 class Welcome(Message, frozen=True):
-    """The answer to Hello. `build_timeout_s`: how long a builder may be silent, in seconds.
+    """The answer to Hello: a description of the manager.
 
-    `hashes_itself`: digests are the manager's word; else every digest must be announced, and is the
-    writer's. `device`: the UUID of the GPU whose memory this is, "" for the machine's memory.
+    `build_timeout_s`: the seconds for which a builder may be silent. `hashes_itself`: the manager
+    hashes what was written; if False, the client must send every digest and is trusted. `device`:
+    the UUID of the GPU whose memory is lent, or "" for host memory.
     """
 
     pid: Number
@@ -245,67 +267,76 @@ class Welcome(Message, frozen=True):
 
 
 class Found(Message, frozen=True):
-    """The answer to Lookup: the first `len(layers)` of the keys; ask again for the others."""
+    """The answer to Lookup. It covers the first `len(layers)` keys; ask again for the others.
+
+    A layer that is not published is None.
+    """
 
     layers: list[LayerHit | None]
     slabs: list[SlabRef]
 
 
 class FoundDigests(Message, frozen=True):
-    """The answer to LookupDigests: the first `len(extents)` of the digests."""
+    """The answer to LookupDigests. It covers the first `len(extents)` digests.
+
+    A digest that is not resident has None.
+    """
 
     extents: list[Extent | None]
     slabs: list[SlabRef]
 
 
 class Reserved(Message, frozen=True):
-    """The answer to Reserve, key by key; `put` is 0 if nothing was granted."""
+    """The answer to Reserve, with one word for each key. `put` is 0 if none was granted."""
 
     put: Number
     answers: list[Literal["granted", "building", "ready"]]
 
 
 class Allocated(Message, frozen=True):
-    """The answer to Allocate: the offset of each piece in the slab whose descriptor comes along."""
+    """The answer to Allocate: the slab, and the offset of each tensor in it.
+
+    The slab's descriptor is sent along.
+    """
 
     slab: SlabRef
     offsets: list[Number]
 
 
 class Sealed(Message, frozen=True):
-    """The answer to Seal: the digest of each piece. All are resident and held by the put."""
+    """The answer to Seal: the digest of each tensor. All are now resident and held by the put."""
 
     digests: list[Digest]
 
 
 class Waited(Message, frozen=True):
-    """The answer to Wait. `silent_s`: seconds since the builder's last message."""
+    """The answer to Wait. `silent_s` is the time in seconds since the builder's last message."""
 
     outcome: Literal["ready", "free", "building", "stalled"]
     silent_s: float = 0.0
 
 
 class StoodBy(Message, frozen=True):
-    """The answer to StandBy: of each lease's tensor, whether somebody who is awake holds it."""
+    """The answer to StandBy: whether another client that is awake holds each lease's tensor."""
 
     awake: list[bool]
 
 
 class Offered(Message, frozen=True):
-    """The answer to Offer: a lease for each piece, 0 for those that were not accepted."""
+    """The answer to Offer: the number of a lease on each tensor in the slab."""
 
     leases: list[Number]
 
 
 class Done(Message, frozen=True):
-    """The answer to a request without data to return. `count` and `nbytes` were affected."""
+    """The answer to requests that return no data: how many items and bytes they affected."""
 
     count: Number = 0
     nbytes: Number = 0
 
 
 class Refused(Message, frozen=True):
-    """The request was refused, for a reason that programs can compare and people can read."""
+    """The refusal of a request: `code` for programs, `text` for people."""
 
     code: Code
     text: Annotated[str, msgspec.Meta(max_length=2048)]
@@ -333,7 +364,7 @@ WITHOUT_REPLY: Final = (Progress, Release)
 
 
 def descriptors_of_reply(reply: Reply) -> int:
-    """Return the number of descriptors that come with a reply."""
+    """Return how many file descriptors are sent with a reply."""
     if isinstance(reply, Allocated):
         return 1
     return len(reply.slabs) if isinstance(reply, Found | FoundDigests) else 0

@@ -1,7 +1,6 @@
-"""The path of the socket, and whether it can be trusted, for the manager and its clients.
+"""The path of the manager's socket, and the check that it can be trusted.
 
-A socket serves one uid, which is one domain of trust: its folder belongs to this user and to nobody
-else.
+A socket serves one user. Its folder must belong to that user and be closed to all others.
 """
 
 import os
@@ -21,7 +20,7 @@ _OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
 
 def default_socket() -> Path:
-    """Return the path that `serve` and "auto" use when none is given."""
+    """Return the default path of the socket, for `tensor-dedup serve` and for "auto"."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     # It is often named where it does not exist (containers, su), or is another user's.
     if runtime.startswith("/") and _is_own_folder(Path(runtime)):
@@ -39,7 +38,9 @@ def _is_own_folder(folder: Path) -> bool:
 
 
 def socket_path(given: str | os.PathLike[str] | None = None) -> Path:
-    """Return the path that was given, or else the environment's, a configuration file's, or ours.
+    """Return the absolute path of the socket: `given`, or the configured one, or the default.
+
+    The environment variable TENSOR_DEDUP_SOCKET goes before the configuration file.
 
     Raises:
         UnsafeSocketError: The path is longer than a socket's can be.
@@ -55,12 +56,12 @@ def socket_path(given: str | os.PathLike[str] | None = None) -> Path:
 
 
 def device_socket(path: Path, device: str) -> Path:
-    """Return the path of the socket of a GPU's manager, beside `path`, the one for host memory.
+    """Return the socket's path of a GPU's manager, given that of the host memory's manager.
 
-    `device` is the GPU's UUID; "" stands for the machine's memory. The name has only the beginning
-    of the UUID, since a socket's path is short; the manager's Welcome says all of it. Each GPU has
-    a manager of its own: one that meets a broken GPU costs nobody else anything, and the one of
-    the machine's memory never loads a driver.
+    `device` is the UUID of the GPU; with "" the result is `path`. Because socket paths are short,
+    the file name has only the beginning of the UUID; the manager's Welcome has all of it. Each GPU
+    has a manager of its own, so a GPU that fails disturbs no other manager, and the manager of host
+    memory needs no CUDA driver.
 
     Raises:
         UnsafeSocketError: The path is longer than a socket's can be.
@@ -73,11 +74,11 @@ def device_socket(path: Path, device: str) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the socket's folder, or check an existing one.
+    """Create the socket's folder, or check an existing one.
 
     Raises:
         UnsafeSocketError: It does not belong to this user alone.
-        OSError: It cannot be made or inspected.
+        OSError: It cannot be created or inspected.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -85,10 +86,10 @@ def make_folder(folder: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Check that this is a folder (no link) of this user, closed to all others.
+    """Check that a folder belongs to this user and is closed to all others.
 
     Raises:
-        UnsafeSocketError: It is not.
+        UnsafeSocketError: It is not, or the path is not a folder, or is a link.
         OSError: It cannot be inspected.
     """
     found = folder.lstat()

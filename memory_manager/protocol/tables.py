@@ -1,4 +1,8 @@
-"""What a manager reports about itself: its totals, and the rows of its tables. Sizes in bytes."""
+"""The totals of a manager and the rows of its tables. Sizes are in bytes.
+
+A resident is a tensor in the manager's memory, a lease the right of a client to use one, and a put
+the right of a client to build layers.
+"""
 
 from collections.abc import Iterable
 
@@ -8,9 +12,11 @@ from tensor_dedup.memory_manager.protocol.limits import Message, Number, WirePar
 
 
 class Totals(Message, frozen=True, omit_defaults=True):
-    """The answer to Status; sizes in bytes.
+    """The answer to Status: the state of the manager in numbers. Sizes are in bytes.
 
-    `leaf_shared_bytes`: what processes use as parts of tensors that differ from it in others.
+    `charged` is what counts against `budget`, with the manager's own records. `lingering_bytes` are
+    in slabs that processes without a connection may have mapped. `leaf_shared_bytes` are used as
+    parts of tensors that are otherwise different.
     """
 
     pid: Number
@@ -40,9 +46,10 @@ class Totals(Message, frozen=True, omit_defaults=True):
 
 
 class ClientRow(WirePart, frozen=True):
-    """A connected process and what it holds.
+    """A connected client and what it uses.
 
-    `leased_bytes`: what it uses, so of a tensor of which it uses only leaves those alone.
+    `leased_bytes` counts a tensor of which the client uses only some leaves with those leaves
+    alone.
     """
 
     pid: int
@@ -54,11 +61,11 @@ class ClientRow(WirePart, frozen=True):
 
 
 def saved_bytes(clients: Iterable[ClientRow], leased_bytes: int) -> int:
-    """Return the bytes that sharing saves: what each process uses, less what is there once for all.
+    """Return the bytes that sharing saves: the sum of what processes use, less what exists once.
 
-    Of a process with several connections only the one that leases most counts, since two may lease
-    the same: sharing saves at least this. `leased_bytes`: of all tensors in use, each once and
-    whole, for a tensor stays as long as a leaf of it is used.
+    `leased_bytes` is the size of all tensors in use, each counted once and whole. Of the
+    connections of one process only the largest counts, because they may lease the same tensors. So
+    the result is a lower bound.
     """
     used: dict[int, int] = {}
     for row in clients:
@@ -67,7 +74,7 @@ def saved_bytes(clients: Iterable[ClientRow], leased_bytes: int) -> int:
 
 
 class CheckpointRow(WirePart, frozen=True):
-    """A checkpoint as clients named it; `nbytes` are its residents', shared ones included."""
+    """A checkpoint, by the name that clients gave. `nbytes` includes tensors shared with others."""
 
     name: str
     residents: int
@@ -77,7 +84,7 @@ class CheckpointRow(WirePart, frozen=True):
 
 
 class ResidentRow(WirePart, frozen=True):
-    """A resident tensor."""
+    """A tensor in the manager's memory. `checkpoints` has some of the names it belongs to."""
 
     digest: str
     nbytes: int
@@ -87,7 +94,7 @@ class ResidentRow(WirePart, frozen=True):
 
 
 class BuildRow(WirePart, frozen=True):
-    """A put in progress."""
+    """A put in progress. `silent_s` is the time in seconds since the builder's last message."""
 
     put: int
     pid: int
@@ -98,7 +105,7 @@ class BuildRow(WirePart, frozen=True):
 
 
 class Page(Message, frozen=True):
-    """The answer to Rows: rows of that table, which has `total` rows in all."""
+    """The answer to Rows: a page of one table. `total` is the number of rows of that table."""
 
     total: Number
     clients: list[ClientRow] = msgspec.field(default_factory=list)

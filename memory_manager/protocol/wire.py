@@ -1,7 +1,7 @@
-"""Datagrams with descriptors over a Unix socket, for both sides. No policy.
+"""Messages with file descriptors over a Unix socket, for clients and the manager.
 
-SOCK_SEQPACKET preserves message boundaries, and keeps the descriptors of each message with it. The
-receiver owns the descriptors: those that are not passed on are closed here.
+SOCK_SEQPACKET preserves the boundaries of messages and keeps the descriptors of each message with
+it. The receiver owns the descriptors.
 """
 
 import array
@@ -26,7 +26,7 @@ _ANCILLARY: Final = socket.CMSG_SPACE(_MOST_AT_ONCE * _INT_BYTES)
 
 
 class Peer(NamedTuple):
-    """The process at the other end, as reported by the kernel."""
+    """The process at the other end of a socket, as reported by the kernel."""
 
     pid: int
     uid: int
@@ -35,7 +35,8 @@ class Peer(NamedTuple):
 class Datagram(NamedTuple):
     """One received message. `data` is empty if the other side has hung up.
 
-    `truncated`: descriptors were lost, because there were too many or this process has none left.
+    `truncated` is True if descriptors were lost: there were too many, or this process could open no
+    more.
     """
 
     data: bytes
@@ -44,25 +45,31 @@ class Datagram(NamedTuple):
 
 
 def new_socket() -> socket.socket:
-    """Return an unconnected socket of the right kind."""
+    """Return a new unconnected SOCK_SEQPACKET Unix socket."""
     return configure(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
 
 
 def configure(connection: socket.socket) -> socket.socket:
-    """Make the socket's buffers large enough for the largest message."""
+    """Make the socket's send buffer large enough for any message; return the socket."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
     return connection
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """Return the process that has connected or listens. Raises OSError if it is unknown."""
+    """Return the process that has connected or listens at the other end.
+
+    Raises:
+        OSError: The kernel does not know it.
+    """
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, _ = _UCRED.unpack(raw)
     return Peer(pid, uid)
 
 
 def pidfd_of(connection: socket.socket, pid: int) -> int | None:
-    """Return a descriptor that signals the end of the peer, or None if it has ended already.
+    """Return a descriptor that becomes readable when the peer's process ends.
+
+    Return None if it has ended already.
 
     Raises:
         OSError: There is no descriptor left.
@@ -91,7 +98,7 @@ def send(connection: socket.socket, data: bytes, descriptors: Sequence[int] = ()
 
 
 def close_all(descriptors: Iterable[int]) -> None:
-    """Close descriptors that nobody takes over."""
+    """Close file descriptors."""
     for fd in descriptors:
         os.close(fd)
 
@@ -99,10 +106,12 @@ def close_all(descriptors: Iterable[int]) -> None:
 def receive(
     connection: socket.socket, discard: Callable[[list[int]], None] = close_all
 ) -> Datagram:
-    """Receive one message. `discard` closes the descriptors of one that cannot be used.
+    """Receive one message.
+
+    If its descriptors cannot be used, `discard` is called to close them.
 
     Raises:
-        ProtocolError: The message was too large; its rest is lost.
+        ProtocolError: The message was too large; its end is lost.
         OSError: The connection is broken.
     """
     try:

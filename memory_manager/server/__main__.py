@@ -1,8 +1,8 @@
-"""Command `python -m tensor_dedup.memory_manager.server`: a manager in the background.
+"""The command `python -m tensor_dedup.memory_manager.server`, by which clients start a manager.
 
-Clients start it this way. The parent exits when the manager accepts connections (0), when another
-one owns the socket (3), or when it could not start (1, with the reason on stderr). The manager is
-detached from it.
+With `--detach` the manager runs in the background, detached from its parent. The parent exits with
+status 0 when the manager accepts connections, 3 if another manager owns the socket, and 1 if it
+could not start; the reason is on stderr.
 """
 
 import argparse
@@ -41,7 +41,10 @@ def _arguments() -> argparse.Namespace:
 
 
 def main(make: Callable[[Start], Backend] = backend_for) -> int:
-    """Start the manager and return the exit status. `make` makes its backend."""
+    """Run a manager, or start one in the background; return the exit status.
+
+    `make` creates the backend.
+    """
     given = _arguments()
     try:
         start = Start(

@@ -1,7 +1,8 @@
-"""Access control: the socket's file is this user's alone, and the kernel identifies the peer.
+"""Accept connections from processes of this user only.
 
-The folder has mode 0700 and the socket 0600 (`protocol.paths`), a lock says which process may make
-and remove the socket, and a peer of another user is refused by SO_PEERCRED.
+The socket's folder has mode 0700 and the socket 0600. The process that holds a lock file may create
+and remove the socket. The kernel reports the user of each peer (SO_PEERCRED); other users are
+refused.
 """
 
 import contextlib
@@ -30,16 +31,16 @@ _NOTHING_LEFT: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class SocketFile:
-    """A listening socket at a path that this process owns until `close`."""
+    """A listening socket and its file, which this process owns until `close`."""
 
     def __init__(self, path: Path) -> None:
-        """Take the lock, make the socket and listen.
+        """Take the lock, create the socket and listen.
 
         Raises:
             ManagerRunningError: Another process has the lock, or answers at the path.
-            UnsafeSocketError: The folder is not this user's alone, or something stands at the path,
-                or in place of the lock file, that no manager has left there.
-            OSError: The socket cannot be made.
+            UnsafeSocketError: The folder does not belong to this user alone, or there is another
+                file at the path of the socket or of the lock.
+            OSError: The socket cannot be created.
         """
         self.path: Final = path
         paths.make_folder(path.parent)
@@ -54,7 +55,7 @@ class SocketFile:
             undo.pop_all()
 
     def close(self) -> None:
-        """Stop listening and remove the file; the lock goes last."""
+        """Stop listening, remove the file, and release the lock."""
         self.socket.close()
         with contextlib.suppress(FileNotFoundError):
             if _identity(self.path) == self._made:  # nobody has put something else there
@@ -161,12 +162,12 @@ class AcceptedConnection(NamedTuple):
 
 
 def lacks_descriptors(error: OSError) -> bool:
-    """Return whether the system has no descriptor, or no memory for one, left."""
+    """Return whether an error means that no descriptor, or no memory for one, is left."""
     return error.errno in _NOTHING_LEFT
 
 
 class Acceptor:
-    """Accepts connections. Keeps one descriptor in reserve, to refuse when none is left."""
+    """Accepts connections. It keeps a spare descriptor, to refuse clients when none is left."""
 
     def __init__(
         self, listener: socket.socket, peer_of: Callable[[socket.socket], wire.Peer] = wire.peer_of
@@ -180,7 +181,8 @@ class Acceptor:
         """Return the next connection, or None if there is none or it was refused.
 
         Raises:
-            OSError: There is no descriptor left (`lacks_descriptors`); the connection waits.
+            OSError: There is no descriptor left (see `lacks_descriptors`); the connection stays
+                queued.
         """
         try:
             connection, _ = self._listener.accept()
@@ -208,7 +210,10 @@ class Acceptor:
             return None
 
     def turn_away(self) -> bool:
-        """Refuse the next connection; return False if there is not even a descriptor for that."""
+        """Refuse the next connection, using the spare descriptor.
+
+        Return False if the spare descriptor is missing and cannot be replaced.
+        """
         if self._spare is None:
             self._spare = _open_spare()
         if self._spare is None:
@@ -228,7 +233,7 @@ class Acceptor:
         connection.close()
 
     def close(self) -> None:
-        """Close the descriptor in reserve."""
+        """Close the spare descriptor."""
         if self._spare is not None:
             os.close(self._spare)
 

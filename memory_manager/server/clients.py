@@ -1,7 +1,7 @@
-"""The connections of clients and the processes behind them, watched without waiting for any.
+"""The connections of clients, and the processes behind them, without blocking.
 
 A client that does not read its replies is not read from, and is disconnected after a while. A
-process is watched until it ends, since what it has mapped outlives its connections.
+process is watched until it ends, because its mappings outlive its connections.
 """
 
 import errno
@@ -29,10 +29,10 @@ _RETRY_S: Final = 0.02
 
 @dataclass(slots=True, eq=False)
 class ClientSocket:
-    """A connection as the event loop sees it: its socket, and the messages still to be sent.
+    """A client's socket, and the messages that are still to be sent to it.
 
-    The outbox holds the memory whose descriptors it will send. What it held for a while may be
-    freed with it: `drop` does that elsewhere.
+    `outbox` keeps the memory whose descriptors it will send. If a message had to wait, it may hold
+    the last reference to that memory; `drop` then frees it on another thread.
     """
 
     number: int
@@ -80,28 +80,35 @@ def _too_many_in_flight(error: OSError) -> bool:
 
 
 class ClientEvents(Protocol):
-    """A receiver of what becomes of clients, in the order in which it happens."""
+    """A receiver of events about clients, in the order in which they happen."""
 
     def connected(self, client: ClientSocket) -> None:
-        """Receive a client that is connected from now on."""
+        """Handle a new client."""
 
     def received(self, client: ClientSocket, datagram: wire.Datagram) -> None:
-        """Receive a message, or the empty one of a client that has hung up; own its descriptors."""
+        """Handle a message of a client, and take ownership of its descriptors.
+
+        The message is empty if the client has hung up.
+        """
 
     def invalid(self, client: ClientSocket, code: Code, text: str) -> None:
-        """Receive that a client has sent what is no message."""
+        """Handle an invalid message of a client; `code` and `text` say what is wrong."""
 
     def disconnected(self, client: ClientSocket) -> None:
-        """Receive that a client's connection is closed."""
+        """Handle the end of a client's connection."""
 
     def ended(self, process: int) -> None:
-        """Receive that a process has ended, or that its last connection has which stands for it."""
+        """Handle the end of a process.
+
+        If the end of a process cannot be watched, the end of its last connection counts as that.
+        """
 
 
 class Clients:
-    """The clients of one manager. Call it in the loop's thread, which calls what `selector` gives.
+    """The clients of one manager. For the event loop's thread only.
 
-    A client and a process each have a number that no other has.
+    `selector` is the event loop's; its entries are callbacks of this object. Each client and each
+    process has a number that is never used again.
     """
 
     def __init__(
@@ -123,7 +130,7 @@ class Clients:
         self._numbers = 0
 
     def __len__(self) -> int:
-        """Return how many are connected."""
+        """Return the number of connected clients."""
         return len(self._clients)
 
     def __contains__(self, connection: int) -> bool:
@@ -132,17 +139,17 @@ class Clients:
 
     @property
     def descriptors(self) -> int:
-        """How many descriptors they take at most: a socket each, and one for each process."""
+        """An upper bound of the descriptors in use for clients: one for each socket and process."""
         return len(self._clients) + len(self._processes)
 
     @property
     def next_retry(self) -> float | None:
-        """The time by which `look` has something to send again, if any."""
+        """The time at which `look` must send something again, or None."""
         retries = (client.retry_at for client in self._clients.values())
         return min((at for at in retries if at is not None), default=None)
 
     def welcome(self, accepted: AcceptedConnection) -> None:
-        """Take a connection, and watch it and its process."""
+        """Add an accepted connection, and watch it and its process."""
         self._numbers += 1
         number = self._numbers
         process = self._process(accepted)
@@ -206,7 +213,7 @@ class Clients:
         self._events.received(client, datagram)
 
     def send(self, connection: int, reply: Reply, memories: tuple[Memory, ...]) -> None:
-        """Send a reply, with the descriptors of this memory, as soon as the client reads."""
+        """Queue a reply, with the descriptors of this memory; it is sent when the client reads."""
         client = self._clients[connection]
         client.outbox.append((encode(reply), memories))
         if client.stuck_since is None:
@@ -231,7 +238,7 @@ class Clients:
         client.events = events
 
     def look(self, now: float) -> None:
-        """Cut off the clients that have not read for long, and send again what could not be."""
+        """Disconnect clients that have not read for too long, and retry failed sends."""
         limit = self._stall_timeout_s
         for client in list(self._clients.values()):
             if client.stuck_since is not None and now - client.stuck_since >= limit:
@@ -241,7 +248,7 @@ class Clients:
                 self._flush(client)
 
     def hang_up(self, client: ClientSocket) -> None:
-        """Close a connection, whichever side ended it."""
+        """Close a connection and report it to the receiver of events."""
         self._drop(client)
         self._events.disconnected(client)
         if self._processes.get(client.process, 0) is None:
@@ -259,7 +266,7 @@ class Clients:
                 self._closer.drop(unsent)
 
     def dismiss(self, connection: int) -> None:
-        """Close a connection that the core has forgotten, after the replies sent before."""
+        """Close a connection that the core has dropped, after sending what its socket accepts."""
         client = self._clients.get(connection)
         if client is not None:
             client.flush(self._now())  # the reason, when the socket takes it
@@ -275,7 +282,10 @@ class Clients:
             os.close(pidfd)
 
     def close(self) -> None:
-        """Close all connections, after what their sockets take, and stop watching processes."""
+        """Close all connections, and stop watching processes.
+
+        Queued replies are sent as far as the sockets accept them.
+        """
         for connection in list(self._clients):
             self.dismiss(connection)
         for pidfd in self._processes.values():

@@ -1,8 +1,8 @@
-"""The page of `serve --dashboard`: what is held, by whom, and what sharing saves.
+"""The HTML page of `tensor-dedup serve --dashboard`: what is in memory, and what sharing saves.
 
-It needs nothing from elsewhere, asks its own server for `/overview.json` every two seconds, and
-changes nothing. Exact bytes stand in `data-bytes` beside each rounded figure. What the server sends
-is only ever set as text.
+The page loads nothing from other hosts, changes nothing, and requests `/overview.json` from its own
+server every two seconds. Exact sizes are in `data-bytes` beside each rounded number. Text from the
+server is inserted as text, never as HTML.
 """
 
 from typing import Final

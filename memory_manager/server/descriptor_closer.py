@@ -1,7 +1,7 @@
-"""Closing descriptors where nobody waits for it.
+"""Close descriptors and free memory on threads, so that the event loop never blocks on them.
 
-To close a socket with SO_LINGER, or a file of FUSE, NFS or a terminal, takes as long as the other
-end likes, and to free the memory of a slab takes about 0.3 s a GiB. The event loop does neither.
+Closing a socket with SO_LINGER, or a file of FUSE, NFS or a terminal, can block for as long as its
+other end likes. Freeing the memory of a slab takes about 0.3 s for each GiB.
 """
 
 import os
@@ -27,17 +27,17 @@ _Work: TypeAlias = Callable[[], None]
 
 
 class DescriptorCloser:
-    """Closes what clients sent on one thread, and frees slabs on another. Safe from any thread.
+    """Two threads: one closes descriptors that clients have sent, one frees slabs.
 
-    There are two threads because the first may be held up by a client for as long as that lives.
-    `pending` then grows, and with it what the server counts as descriptors in use.
+    Safe from any thread. A client can block the first thread for as long as it lives; `pending`
+    then grows, and the server counts those descriptors as in use.
     """
 
     def __init__(self) -> None:
         """Start the threads.
 
         Raises:
-            NoMemoryError: The system starts no thread.
+            NoMemoryError: The system cannot start a thread.
         """
         self._received: SimpleQueue[int] = SimpleQueue()
         self._work: SimpleQueue[_Work | None] = SimpleQueue()
@@ -53,7 +53,7 @@ class DescriptorCloser:
 
     @property
     def freeing(self) -> bool:
-        """Whether something that was dropped is not free yet."""
+        """Whether memory passed to `drop` has not been freed yet."""
         return self._counts["dropped"] > 0
 
     def _count(self, what: str, by: int) -> None:
@@ -61,26 +61,29 @@ class DescriptorCloser:
             self._counts[what] += by
 
     def close_received(self, descriptors: Iterable[int]) -> None:
-        """Close descriptors that a client has sent."""
+        """Close descriptors that a client has sent, later and on the thread for them."""
         for fd in descriptors:
             self._count("received", 1)
             self._received.put(fd)
 
     def drop(self, held: list[object]) -> None:
-        """Drop the last references to memory, which the caller has nowhere but in this list."""
+        """Clear the list `held` on the thread that frees memory.
+
+        The list must have the last references to the objects in it.
+        """
         self._count("dropped", 1)
         self._work.put(held.clear)
         self._work.put(lambda: self._count("dropped", -1))
 
     def afterwards(self, work: _Work) -> None:
-        """Call `work` once all that was dropped before is free. It must not raise."""
+        """Call `work` when everything passed to `drop` so far has been freed. It must not raise."""
         self._work.put(work)
 
     def drain(self, connection: socket.socket) -> None:
-        """Take what a client has sent and nobody has read, so that its socket can be closed.
+        """Receive all unread messages of a client, so that closing its socket does not block.
 
-        With a socket the kernel closes the descriptors that lie in its queue, whosever thread that
-        is.
+        The kernel closes the descriptors in a socket's queue together with the socket, in the
+        calling thread, and that can block.
         """
         # An empty message and the end look the same.
         nothing = 0
@@ -97,7 +100,10 @@ class DescriptorCloser:
                 nothing = 0 if datagram.data or datagram.descriptors else nothing + 1
 
     def end(self) -> None:
-        """Free and close what is left. A client's descriptor is not waited for long."""
+        """End the threads, after all memory is freed.
+
+        Descriptors of clients are waited for only briefly.
+        """
         self._work.put(None)
         self._received.put(-1)
         self._freer.join()

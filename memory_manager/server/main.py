@@ -1,4 +1,4 @@
-"""The manager as a process: its options, its memory, its budget, signals and the log.
+"""The memory manager as a process: its options, backend, budget, signals and log.
 
 `tensor-dedup serve` runs it in the foreground; `__main__` runs it in the background.
 """
@@ -43,11 +43,11 @@ _ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The options of `tensor-dedup serve`; sizes in bytes, times in seconds.
+    """The options of `tensor-dedup serve`. Sizes are in bytes, times in seconds.
 
-    `device`: a GPU's UUID or ordinal; its socket then stands beside `socket`. "" for the machine's
-    memory. `backend`: for a GPU, "vmm" or "ipc"; `handle`: with "vmm", what handles are
-    multiples of, 0 for the least there is.
+    `device` is the UUID or ordinal of a GPU, or "" for host memory; a GPU's socket lies beside
+    `socket`. `backend` is "vmm" or "ipc", and used for a GPU only. `handle` is the unit of which,
+    with "vmm", the sizes of CUDA handles are multiples, or 0 for the smallest possible.
     """
 
     socket: Path
@@ -64,10 +64,10 @@ class Start:
 
 
 def backend_for(start: Start) -> Backend:
-    """Return the backend for these options.
+    """Create the backend for these options.
 
     Raises:
-        DeviceError: There is no such GPU, or no driver to call.
+        DeviceError: There is no such GPU, or no CUDA driver.
     """
     if not start.device:
         return MemfdBackend()
@@ -81,15 +81,15 @@ def serve(
     ready: Callable[[], None] = lambda: None,
     make: Callable[[Start], Backend] = backend_for,
 ) -> None:
-    """Run a memory manager until SIGTERM, SIGINT or a client's Stop, in the main thread.
+    """Run a memory manager until SIGTERM, SIGINT or a client's Stop. For the main thread only.
 
-    `ready` is called as soon as clients can connect; `make` makes the backend.
+    `ready` is called as soon as clients can connect; `make` creates the backend.
 
     Raises:
         ManagerRunningError: Another manager owns the socket.
-        UnsafeSocketError: The socket's folder is not this user's alone.
-        NoMemoryError: The system has no threads for it.
-        OSError: The socket or the port for metrics is unavailable.
+        UnsafeSocketError: The socket's folder does not belong to this user alone.
+        NoMemoryError: The system cannot start the threads.
+        OSError: The socket, or the port for metrics, is not available.
     """
     descriptors = raise_descriptor_limit()
     servers: list[Server] = []
@@ -156,10 +156,14 @@ def _settings(start: Start, backend: Backend, path: Path, descriptors: int) -> S
 
 
 class JsonFormatter(logging.Formatter):
-    """A JSON object a line: `time` (UTC), `level`, `message`, and what it tells as `facts`."""
+    """A log formatter that writes one JSON object for each line.
+
+    Its keys are `time` (UTC), `level`, `event`, `message` and `facts`, and `exception` if there is
+    one.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
+        """Return the log record as a JSON object."""
         facts = {k: v if isinstance(v, int | float) else str(v) for k, v in _facts(record).items()}
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
@@ -178,9 +182,9 @@ def _facts(record: logging.LogRecord) -> Mapping[str, object]:
 
 
 def log_to(*, details: bool = False, as_json: bool = False) -> None:
-    """Log lines with the time to stderr, for people or as JSON.
+    """Log to stderr, as text with the time or as JSON.
 
-    With `details`, for every put and layer too.
+    With `details`, every put and every layer is logged, too.
     """
     handler = logging.StreamHandler()
     readable = logging.Formatter("%(asctime)s %(levelname).1s %(message)s")
@@ -192,10 +196,10 @@ def log_to(*, details: bool = False, as_json: bool = False) -> None:
 
 
 def own_budget() -> int:
-    """Return the bytes that a configuration file gives, or else half of what there is.
+    """Return the budget in bytes from a configuration file, or else the default.
 
     Raises:
-        ConfigError: The file is wrong.
+        ConfigError: The configuration file is not valid.
     """
     return configured_budget() or default_budget()
 
@@ -206,7 +210,7 @@ def default_budget() -> int:
 
 
 def memory_limit() -> int:
-    """Return the bytes of memory that the machine or its container grants this process."""
+    """Return how many bytes of memory the machine and its cgroups allow this process."""
     return min([psutil.virtual_memory().total, *_cgroup_limits()])
 
 
@@ -245,7 +249,7 @@ def _text(path: Path) -> str:
 
 
 def raise_descriptor_limit() -> int:
-    """Raise this process's limit on descriptors to the maximum; return it."""
+    """Raise this process's limit on open files to the maximum; return that."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

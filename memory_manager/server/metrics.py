@@ -1,7 +1,7 @@
-"""HTTP for operators: the totals for Prometheus, and whether the manager lives and serves.
+"""An HTTP server for operators: metrics for Prometheus, and health checks.
 
-Any user of the machine may ask: the metrics contain sizes and counts, and no names. The dashboard
-names checkpoints and clients and is there only on request; then metrics name checkpoints, too.
+Any user of the machine can query it. The metrics have sizes and counts but no names. With the
+dashboard, which is off by default, names of checkpoints and clients are shown, too.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from tensor_dedup.memory_manager.server.worker_threads import start_threads
 
 _log = logging.getLogger(__name__)
 MAX_DESCRIPTORS: Final = 80
-"""How many descriptors serving takes at most: what is open, and what waits to be accepted."""
+"""The most descriptors that the server uses: for open connections and for those queued."""
 _MAX_CONNECTIONS: Final = 32
 _MAX_REQUEST: Final = 8 << 10
 _PATIENCE_S: Final = 5.0
@@ -79,7 +79,10 @@ _ATTACH_BUCKETS: Final = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 
 
 
 def attach_seconds(device: str) -> tuple[Histogram, Histogram]:
-    """Return a histogram of how long look-ups take, and its part for one device, to be fed."""
+    """Return a histogram of the duration of look-ups, and its child for one device.
+
+    The child is the object to record durations in.
+    """
     text = "Seconds from a look-up of layers or tensors until its answer is on its way."
     name = _PREFIX + "attach_seconds"
     family = Histogram(name, text, ["device"], registry=None, buckets=_ATTACH_BUCKETS)
@@ -95,47 +98,47 @@ _OF_CHECKPOINTS: Final = {
 
 
 class MetricsSource(Protocol):
-    """A source of totals."""
+    """The numbers that the HTTP server reports. Safe from any thread."""
 
     attach_seconds: Histogram
-    """How long look-ups took, labelled by device. Safe from any thread."""
+    """The duration of look-ups, labelled by device. Safe from any thread."""
 
     @property
     def totals(self) -> Totals:
-        """Return a recent copy of the totals. Safe from any thread."""
+        """A recent copy of the manager's totals."""
 
     @property
     def bookkeeping(self) -> int:
-        """Return how many of the charged bytes are the manager's own. Safe from any thread."""
+        """The part of `totals.charged` that is for the manager's own records, in bytes."""
 
     @property
     def saved_bytes(self) -> int:
-        """Return the bytes that sharing saves. Safe from any thread."""
+        """The bytes of memory that sharing saves."""
 
     @property
     def overview(self) -> dict[str, Any]:
-        """Return what the dashboard shows. Safe from any thread."""
+        """The tables that the dashboard shows, as a dict that can be encoded as JSON."""
 
     @property
     def device(self) -> str:
-        """Return the UUID of the GPU, "" for the machine's memory. Safe from any thread."""
+        """The UUID of the GPU whose memory is lent, or "" for host memory."""
 
     @property
     def silence_s(self) -> float | None:
-        """Return the seconds since the event loop last went round; None while it does not run."""
+        """The seconds since the event loop last ran through, or None while it is not running."""
 
 
 class TotalsCollector(Collector):
-    """A collector with one metric family for each number of `Totals`, labelled by device.
+    """A Prometheus collector with a metric for each number of `Totals`, labelled by device.
 
-    Where there is an overview, also of the largest checkpoints.
+    If there is an overview, it also has metrics of the largest checkpoints.
     """
 
     def __init__(self, source: MetricsSource) -> None:
         self._source = source
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of one copy of the totals."""
+        """Yield all metrics, taken from one copy of the totals."""
         source = self._source
         totals, device = source.totals, source.device or _HOST
         for field, (name, text) in _GAUGES.items():
@@ -170,10 +173,10 @@ def _gauge(name: str, text: str, device: str, value: float) -> GaugeMetricFamily
 
 
 class Metrics:
-    """An HTTP server that runs while the context is open; without a port it does nothing.
+    """A context manager that runs the HTTP server. Without a port it does nothing.
 
-    Whoever reaches the address can connect to it: one thread serves all, and a connection that
-    comes when there are too many takes the place of the oldest.
+    One thread serves all connections. There is no authentication: any client that reaches the
+    address can connect. If there are too many connections, a new one replaces the oldest.
     """
 
     def __init__(
@@ -184,11 +187,11 @@ class Metrics:
         *,
         dashboard: bool = False,
     ) -> None:
-        """Start serving, with `dashboard` the page of it too; port 0 is any that is free.
+        """Start the server at `port`, 0 for any free one. With `dashboard` it has that page, too.
 
         Raises:
-            NoMemoryError: The system starts no thread.
-            OSError: The port is taken, or the address is none of this machine's.
+            NoMemoryError: The system cannot start a thread.
+            OSError: The port is in use, or the address is not one of this machine.
         """
         self._source = source
         self._dashboard = dashboard

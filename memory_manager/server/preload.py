@@ -1,4 +1,4 @@
-"""Preloading checkpoints into a manager, in one process after the other."""
+"""Load checkpoints into the manager before an engine needs them, one after the other."""
 
 import logging
 import os
@@ -36,17 +36,17 @@ def _name(checkpoint: str) -> str:
 
 
 class Preload:
-    """Runs a helper for each checkpoint, in order, in a thread. `close` ends the running one.
+    """A thread that loads checkpoints into the manager, each in a process of its own.
 
-    A checkpoint is a path, or NAME=PATH: then its tensors are published under that name, as
-    `connect().put` does, instead of being built for engines.
+    A checkpoint is a path, or NAME=PATH. With a name, its tensors are published under that name, as
+    `connect().put` does; without one, they are built as vLLM's engines need them.
     """
 
     def __init__(self, socket: Path, checkpoints: Sequence[str], engine_args: str) -> None:
-        """Prepare; nothing runs yet.
+        """Check that the checkpoints can be loaded; `start` begins to load them.
 
         Raises:
-            NotInstalledError: there is no vLLM, or for NAME=PATH no torch.
+            NotInstalledError: vLLM is not installed or, for NAME=PATH, torch is not.
         """
         for checkpoint in checkpoints:
             package = "torch" if _name(checkpoint) else "vllm"
@@ -61,7 +61,7 @@ class Preload:
         self._closed = False
 
     def start(self) -> None:
-        """Begin; return at once."""
+        """Start the thread."""
         if not self._checkpoints:
             return
         try:
@@ -70,7 +70,7 @@ class Preload:
             _log.warning("preload failed: %s", str(error))
 
     def close(self) -> None:
-        """End the running helper, and start no other."""
+        """End the running process, and start no further one."""
         with self._lock:
             self._closed = True
             running = self._running

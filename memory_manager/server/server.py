@@ -1,7 +1,8 @@
-"""The event loop: one thread that moves messages, memory and time into the core and effects out.
+"""The event loop of the memory manager, which is one thread.
 
-Nothing in it waits for one client: sockets do not block (`clients`), memory is allocated, hashed
-and freed on threads (`slabs`), and so are descriptors closed that clients have sent.
+It passes messages, results and the time to the core, and performs the effects that the core
+returns. It never blocks: sockets are non-blocking (`clients`), and other threads allocate, hash and
+free memory (`slabs`) and close descriptors of clients (`descriptor_closer`).
 """
 
 import errno
@@ -60,10 +61,12 @@ _FOR_A_MESSAGE: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The timeouts in seconds after which a stalled client is cut off, and an unused manager ends.
+    """The options of the event loop. Times are in seconds.
 
-    `descriptors`: how many this process may have open, None where it does not count them.
-    `overview`: whether the server keeps an overview for other threads.
+    `stall_timeout_s`: a client that has not read its replies for so long is disconnected.
+    `idle_exit_s`: the manager ends after so long without clients, or never if None. `descriptors`:
+    how many descriptors this process may open, or None for no limit. `overview`: keep an overview
+    that other threads can read.
     """
 
     stall_timeout_s: float = 10.0
@@ -73,9 +76,9 @@ class Options:
 
 
 class Server:
-    """A memory manager on one socket. `run` in one thread; `stop` from anywhere.
+    """A memory manager on one socket. Call `run` in one thread, and `stop` from any.
 
-    What becomes of its clients it receives as their `ClientEvents`, in the thread of `run`.
+    It implements `ClientEvents`, whose methods are called in the thread of `run`.
     """
 
     def __init__(
@@ -104,17 +107,17 @@ class Server:
         self._ending = False
         self._totals_at = 0.0
         self.totals: Totals = self._core.totals(0.0)
-        """A copy of the numbers for other threads, at most about a second old."""
+        """A copy of the totals for other threads, at most about a second old."""
         self.bookkeeping = 0
-        """The part of `totals.charged` that is the manager's own memory, in bytes; likewise."""
+        """The part of `totals.charged` that is for the manager's own records, in bytes; as old."""
         self.saved_bytes = 0
-        """The bytes that sharing saves; likewise."""
+        """The bytes of memory that sharing saves; as old."""
         self.overview = self._core.overview(0.0) if self._options.overview else {}
-        """What `status --json` says, without the residents; likewise, and empty without the option.
-        It is replaced as a whole, never changed."""
+        """What `tensor-dedup status --json` prints, without the residents; as old. It is empty
+        without `Options.overview`. It is replaced as a whole, never changed."""
         self.device: Final = settings.device
         self.attach_seconds, self._attach_seconds = attach_seconds(self.device)
-        """How long look-ups took; likewise, and at once."""
+        """How long look-ups took, always up to date."""
         self._turned_at: float | None = None
         self._watched = watched()
 
@@ -124,7 +127,10 @@ class Server:
         self._slabs.ring()
 
     def run(self) -> None:
-        """Serve until stopped; then close everything. Memory that clients mapped stays valid."""
+        """Serve until stopped, then close everything.
+
+        Memory that clients have mapped stays valid.
+        """
         self._own_descriptors = sum(1 for _ in _OPEN.iterdir()) if _OPEN.is_dir() else 0
         self._watch_listener()
         self._selector.register(self._slabs.wake_up, selectors.EVENT_READ, self._slabs_done)
@@ -138,7 +144,7 @@ class Server:
 
     @property
     def silence_s(self) -> float | None:
-        """The seconds since the event loop last went round; None while it does not run.
+        """The seconds since the event loop last ran through, or None while it is not running.
 
         Safe from any thread.
         """
@@ -146,7 +152,10 @@ class Server:
         return None if turned_at is None else self._now() - turned_at
 
     def inherit(self, left: Inherited) -> None:
-        """Take over what the last manager of this service left with systemd, before `run`."""
+        """Take over the slabs, records and pins that the last manager left with systemd.
+
+        Call it before `run`.
+        """
         records = {
             key: KeyRecord(r.record, tuple(r.digests))
             for r in left.index.records
@@ -252,13 +261,16 @@ class Server:
     # What clients do.
 
     def connected(self, client: ClientSocket) -> None:
-        """Tell the core of a client."""
+        """Report a new client to the core."""
         self._effects.extend(
             self._core.connected(self._now(), client.number, client.process, client.pid)
         )
 
     def received(self, client: ClientSocket, datagram: wire.Datagram) -> None:
-        """Give the core a message, and do at once what follows: it may use the descriptors."""
+        """Pass a message to the core, and perform the effects at once.
+
+        Effects may use the descriptors of the message; those that are left are closed.
+        """
         self._arrived = datagram.descriptors
         try:
             if datagram.truncated:
@@ -293,15 +305,15 @@ class Server:
             self._attach_seconds.observe(self._now() - began)
 
     def invalid(self, client: ClientSocket, code: Code, text: str) -> None:
-        """Tell the core that a client has sent what is no request."""
+        """Report an invalid message of a client to the core."""
         self._effects.extend(self._core.garbage(self._now(), client.number, code, text))
 
     def disconnected(self, client: ClientSocket) -> None:
-        """Tell the core that a client is gone."""
+        """Report the end of a client's connection to the core."""
         self._effects.extend(self._core.disconnected(self._now(), client.number))
 
     def ended(self, process: int) -> None:
-        """Tell the core that a process has ended."""
+        """Report the end of a process to the core."""
         self._effects.extend(self._core.ended(self._now(), process))
 
     def _look_at_idleness(self, now: float) -> None:

@@ -1,8 +1,8 @@
-"""Slow jobs on threads: allocating, sealing and hashing slabs, and checking offered ones.
+"""Slow jobs on threads: allocate slabs, seal and hash them, and check offered ones.
 
-A job is done in short steps, and whoever is free takes the next step of the client whose turn it
-is: a client's gigabytes hold up another one's megabytes for one step. A job never touches the core:
-its outcome is queued, and the event loop is woken to fetch it.
+A job consists of short steps. A free thread takes a step of the client whose turn it is, so a job
+on gigabytes delays a small job of another client by one step only. Jobs do not call the core: their
+outcomes are queued, and the event loop is woken to fetch them.
 """
 
 import contextlib
@@ -45,9 +45,10 @@ _Steps: TypeAlias = Iterator[_Step | None]
 
 @dataclass(slots=True)
 class Outcome:
-    """The outcome of a job on a slab. `memory` is set if the job allocated or reclaimed one.
+    """The result of a job on a slab. `memory` is set if the job allocated or reclaimed it.
 
-    `short_of_descriptors`: it failed for want of a descriptor, and may be tried again.
+    `failure` is None, or an error code and text. `short_of_descriptors`: the job failed because no
+    descriptor was left, and can be tried again.
     """
 
     kind: Literal["allocated", "hashed"]
@@ -71,16 +72,17 @@ class _Job:
 
 
 class SlabJobs:
-    """The jobs of one manager. Start them, and call `outcomes`, in the loop's thread.
+    """The jobs of one manager, and the threads that run them.
 
-    `client` is whose turn a job takes: a process, however many connections and puts it has.
+    Its methods are for the event loop's thread. `client` is the number of the client's process: the
+    processes take turns, however many connections each has.
     """
 
     def __init__(self, backend: Backend, closer: DescriptorCloser) -> None:
         """Start the threads, one for each available CPU but at least four.
 
         Raises:
-            NoMemoryError: The system starts no thread.
+            NoMemoryError: The system cannot start a thread.
         """
         self._backend = backend
         self._closer = closer
@@ -97,19 +99,19 @@ class SlabJobs:
         self._threads = start_threads("tensor-dedup-slab", count, self._work)
 
     def allocate(self, slab: int, client: int, nbytes: int) -> None:
-        """Start allocating memory for a slab."""
+        """Start a job that allocates the memory of a slab."""
         job = _Job(client, Outcome("allocated", slab))
         job.steps = self._allocation(job, nbytes)
         self._start(job)
 
     def seal_and_hash(self, slab: int, client: int, memory: Memory, pieces: Pieces) -> None:
-        """Start sealing a slab, and then hashing it."""
+        """Start a job that seals a slab and then hashes it."""
         job = _Job(client, Outcome("hashed", slab))
         job.steps = self._hashing(job, lambda: self._backend.seal(memory), lambda: memory, pieces)
         self._start(job)
 
     def reclaim(self, slab: int, client: int, fd: int, nbytes: int, pieces: Pieces) -> None:
-        """Start checking and hashing an offered slab. Takes ownership of the descriptor."""
+        """Start a job that checks and hashes an offered slab. It takes ownership of `fd`."""
         job = _Job(client, Outcome("hashed", slab), fd=fd)
 
         def check() -> None:
@@ -120,7 +122,7 @@ class SlabJobs:
         self._start(job)
 
     def cancel(self, slab: int) -> None:
-        """End the job on a slab soon: nobody waits for it any more. Its outcome still comes."""
+        """End the job on a slab after its present step, as failed. Its outcome is still queued."""
         with self._changed:
             job = self._jobs.get(slab)
             if job is not None and job.outcome.failure is None:
@@ -281,7 +283,7 @@ class SlabJobs:
             self._bell.send(b"!")
 
     def outcomes(self) -> list[Outcome]:
-        """Return the outcomes since the last call."""
+        """Return the results of the jobs that have ended since the last call."""
         with contextlib.suppress(BlockingIOError):
             while self.wake_up.recv(4096):
                 pass
@@ -292,7 +294,7 @@ class SlabJobs:
         return found
 
     def close(self) -> None:
-        """End all jobs; those that run end with their step."""
+        """End all jobs, each after its present step, and the threads."""
         with self._changed:
             self._closing = True
             for job in list(self._jobs.values()):

@@ -1,4 +1,4 @@
-"""The memory of slabs: made, taken back, hashed and freed, none of it in the loop's thread."""
+"""The memory of all slabs, allocated, hashed and freed on other threads than the event loop's."""
 
 import logging
 import socket
@@ -21,18 +21,19 @@ _log = logging.getLogger(__name__)
 
 
 class Slabs:
-    """The slabs that the core has asked for, by number. Call it in the loop's thread."""
+    """The memory of the slabs that the core knows, by number. For the event loop's thread."""
 
     def __init__(
         self, backend: Backend, closer: DescriptorCloser, spare_descriptor: Callable[[], bool]
     ) -> None:
         """Start the threads.
 
-        `spare_descriptor` frees an unused slab, and returns whether there was one: where memory
-        could not be made for want of a descriptor, it is then tried again.
+        `spare_descriptor` frees an unused slab, and returns whether there was one. It is called
+        when memory could not be allocated because no descriptor was left; the allocation is then
+        tried again.
 
         Raises:
-            NoMemoryError: The system starts no thread.
+            NoMemoryError: The system cannot start a thread.
         """
         self._closer = closer
         self._spare_descriptor = spare_descriptor
@@ -43,7 +44,7 @@ class Slabs:
 
     @property
     def wake_up(self) -> socket.socket:
-        """A socket that can be read when there are outcomes, or `ring` was called."""
+        """A socket that becomes readable when there are outcomes, or when `ring` was called."""
         return self._jobs.wake_up
 
     def ring(self) -> None:
@@ -51,7 +52,7 @@ class Slabs:
         self._jobs.ring()
 
     def inherit(self, slab: int, fd: int) -> None:
-        """Take the descriptor of a slab of the last manager, for the ReclaimSlab of that number."""
+        """Store the descriptor of an inherited slab until the core's ReclaimSlab effect for it."""
         self._inherited[slab] = fd
 
     def memories(self, slabs: Sequence[int]) -> tuple[Memory, ...]:
@@ -63,7 +64,11 @@ class Slabs:
         effect: AllocateSlab | SealAndHash | ReclaimSlab | CancelJob | FreeSlab,
         arrived: list[int],
     ) -> None:
-        """Start what the core asks for; a ReclaimSlab takes its descriptor from those `arrived`."""
+        """Perform an effect of the core.
+
+        A ReclaimSlab takes its slab's descriptor from `arrived` (the descriptors of the present
+        message), unless `inherit` was given it.
+        """
         match effect:
             case AllocateSlab(slab, nbytes, process):
                 self._asked[slab] = effect
@@ -80,7 +85,7 @@ class Slabs:
                 self._closer.drop([self._memories.pop(slab)])
 
     def outcomes(self) -> Iterator[Outcome]:
-        """Iterate over what has been done since the last call, for the core to hear of."""
+        """Yield the results of the jobs that have ended since the last call."""
         for outcome in self._jobs.outcomes():
             if outcome.memory is not None:
                 # And nowhere else: what is freed is freed by the closer.
@@ -99,7 +104,10 @@ class Slabs:
         )
 
     def close(self, state: ManagerState) -> None:
-        """End the threads, leave sealed slabs with systemd, if it keeps them, and free all."""
+        """End the threads and free all memory.
+
+        If systemd keeps descriptors for this service, sealed slabs are left with it first.
+        """
         self._jobs.close()
         if handed := hand_over(state, self._memories):
             _log.info("handed over slabs=%d", handed)

@@ -1,10 +1,11 @@
-"""Keeping tensors across a restart under systemd, in its store of descriptors (FDSTORE).
+"""Keep tensors across a restart of the manager, in systemd's file descriptor store (FDSTORE).
 
-When it ends, the manager sends every sealed slab to systemd, and an index of their contents, also a
-memory file. The next manager finds them as inherited descriptors, and trusts neither: the index is
-decoded strictly, and slabs are checked like any that a client offers, and hashed if the manager
-can. It cannot hash a GPU's slabs: they are tied to their digests by the names of their descriptors,
-which are never used twice.
+When the manager ends, it sends the descriptors of its sealed slabs to systemd, with an index of
+their contents in one more memory file. The next manager inherits the descriptors. It decodes the
+index strictly, and checks and hashes the slabs like those that clients offer.
+
+Slabs of GPU memory cannot be hashed. Which digests belong to which slab then follows from the names
+of their descriptors, which are never used twice.
 """
 
 import array
@@ -46,14 +47,14 @@ _NOTIFY_S: Final = 5.0
 
 
 class HandoverTensor(WirePart, frozen=True):
-    """The place of a tensor in its slab, and the checkpoints it is a part of."""
+    """A tensor's place in its slab, and the names of the checkpoints it belongs to."""
 
     span: DigestSpan
     checkpoints: list[Name]
 
 
 class HandoverSlab(WirePart, frozen=True):
-    """A slab, whose descriptor is stored under this name and the index's generation."""
+    """A slab. Its descriptor is stored as `name`, a hyphen and the index's generation."""
 
     name: Name
     nbytes: Size
@@ -61,7 +62,7 @@ class HandoverSlab(WirePart, frozen=True):
 
 
 class HandoverRecord(WirePart, frozen=True):
-    """A layer record. The keys in `also` lead to it, too."""
+    """A layer record and its key. `also` has further keys that lead to it."""
 
     key: Key
     record: Record
@@ -70,10 +71,10 @@ class HandoverRecord(WirePart, frozen=True):
 
 
 class HandoverIndex(Message, frozen=True, tag="Index"):
-    """Everything that the next manager is told.
+    """The index for the next manager: slabs, layer records and pins.
 
-    `generation` is random, and part of the names of the descriptors that belong to this index.
-    systemd may still have older ones, whose slabs have the same numbers.
+    `generation` is random and part of the names of the stored descriptors. It tells them from those
+    that systemd still has of an earlier index, whose slabs may have the same numbers.
     """
 
     generation: Name
@@ -87,7 +88,10 @@ _NOTHING: Final = HandoverIndex("", [], [], [])
 
 @dataclass(frozen=True, slots=True)
 class Inherited:
-    """What an earlier manager left: the index, and descriptors by slab, owned by the caller."""
+    """What an earlier manager left: the index, and a descriptor for each slab by its name.
+
+    The caller owns the descriptors.
+    """
 
     index: HandoverIndex
     descriptors: dict[str, int]
@@ -104,9 +108,9 @@ def _stored(name: str, generation: str) -> str:
 
 
 def describe(state: ManagerState, memories: Mapping[int, Memory], room: int) -> HandoverIndex:
-    """Return what is handed over: at most `room` sealed slabs with their tensors, records, pins.
+    """Return the index of the slabs to leave for the next manager, at most `room` of them.
 
-    Pinned slabs come first, then those used last.
+    Pinned slabs come first, then those used most recently.
     """
     ledger = state.ledger
     fit = [s for number, s in ledger.slabs.items() if s.residents and number in memories]
@@ -134,7 +138,10 @@ def describe(state: ManagerState, memories: Mapping[int, Memory], room: int) -> 
 
 
 def hand_over(state: ManagerState, memories: Mapping[int, Memory]) -> int:
-    """Leave the slabs with systemd, if it keeps descriptors; return their number."""
+    """Leave the sealed slabs and an index with systemd; return the number of slabs.
+
+    The result is 0 if systemd keeps no descriptors for this service.
+    """
     room = _room()
     if room < 1:
         return 0
@@ -155,7 +162,10 @@ def hand_over(state: ManagerState, memories: Mapping[int, Memory]) -> int:
 
 
 def inherit() -> Inherited:
-    """Take what systemd has kept, and remove it from its store. It may be nothing."""
+    """Take the index and the slabs that systemd has kept, and remove them from its store.
+
+    Both are empty if there is nothing, or if the index is not valid.
+    """
     descriptors = _inherited_descriptors()
     for name in descriptors:
         notify(f"FDSTOREREMOVE=1\nFDNAME={name}")
@@ -205,13 +215,16 @@ def _inherited_descriptors() -> dict[str, int]:
 
 
 def watched() -> bool:
-    """Return whether systemd restarts this process when it stops to report (WatchdogSec=)."""
+    """Return whether systemd watches that this process sends keep-alives (WatchdogSec=)."""
     pid = os.environ.get("WATCHDOG_PID", str(os.getpid()))
     return "WATCHDOG_USEC" in os.environ and pid == str(os.getpid())
 
 
 def notify(state: str, descriptors: tuple[int, ...] = ()) -> None:
-    """Send a notification to systemd, if it has asked for them."""
+    """Send a notification and descriptors to systemd, if it runs this process and listens.
+
+    Errors are ignored.
+    """
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return

@@ -1,7 +1,7 @@
-"""The manager's threads: all of them are started before it serves anybody.
+"""Start the manager's threads, all of them before it serves clients.
 
-A thread that is started when it is needed may not be had then (`ulimit -u`, a container's limit on
-processes), and who needs it is the event loop, or somebody's request.
+A thread that is started only when it is needed may fail to start, because of a limit on processes
+(`ulimit -u`, or a container's), and the event loop or a request would then fail, too.
 """
 
 import logging
@@ -14,10 +14,10 @@ _log = logging.getLogger(__name__)
 
 
 def start_threads(name: str, count: int, body: Callable[[], None]) -> list[threading.Thread]:
-    """Start up to `count` daemon threads that run `body`; fewer where the system has no more.
+    """Start up to `count` daemon threads that run `body`; return those that could be started.
 
     Raises:
-        NoMemoryError: Not even one can be started.
+        NoMemoryError: Not even one could be started.
     """
     started: list[threading.Thread] = []
     try:

@@ -1,11 +1,14 @@
 """Keep shared tensors shared when a module is moved or cast: `.to(...)`, `.half()`, `.cuda()`.
 
-On a GPU the first model makes a resident of each tensor, and later ones map it read-only
-(`tensor_dedup.patches.huggingface.gpu_conversions`). On a device whose memory cannot be mapped that
-way, later models get the copy that the first one made
-(`tensor_dedup.loader.unsharing.device_copies`). A cast in host memory gives every model an equal
-private copy: the first one is hashed and shared, and what it was cast from is remembered, so that
-the next model needs neither a cast nor a hash.
+A resident is a tensor that lies in memory once for several models. A conversion in torch would give
+each model a copy of its own. Instead:
+
+* On a GPU that can map memory, the first model makes a resident of each tensor, and later models
+  map it read-only (`tensor_dedup.patches.huggingface.gpu_conversions`).
+* On other devices, later models use the copy that the first one made
+  (`tensor_dedup.loader.unsharing.device_copies`).
+* A cast in host memory makes a private tensor, which is hashed and shared. Which tensor it was cast
+  from is recorded, so that later models need neither a cast nor a hash.
 """
 
 from __future__ import annotations
@@ -105,10 +108,10 @@ _versions: Final[MutableMapping[torch.Tensor, tuple[int, int]]] = WeakTensorKeyD
 
 
 def watch(config: TensorDedupConfig, alone: Guard) -> None:
-    """Wrap conversions of modules until nothing is shared any more.
+    """Wrap `nn.Module._apply`, and with it all conversions, until no tensors are shared any more.
 
-    `alone()` is a context in which no other thread converts. It yields False during a load of this
-    thread, which does the sharing itself.
+    `alone()` returns a context in which no other thread converts modules. Its value is False during
+    a load in this thread, because the load does the sharing itself.
     """
     _settings.config = config
     if read_only() or len(DEVICE_MAPPINGS):
@@ -176,8 +179,8 @@ def _share_again(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
 class Conversion:
     """One conversion of one model, called in place of the converting function. For one thread.
 
-    Residents, and copies of them on devices, are replaced by what another model has made of them
-    already. All other tensors go through the function.
+    If another model has converted a shared tensor in the same way, that result is used. All other
+    tensors go through the function.
     """
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], fn: Function) -> None:
@@ -201,7 +204,7 @@ class Conversion:
         self._format = closure.get("convert_to_format")
 
     def prepare(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Transfer what is bound for a GPU, before anything is converted."""
+        """Transfer all shared parameters that are moved to a GPU, before the conversion begins."""
         pending: dict[SharedGpu, list[PendingTransfer]] = {}
         for each in parameters:
             wanted = self._wanted(each)
@@ -240,7 +243,7 @@ class Conversion:
         return None if key is None else (ReplicaKey(key, known.copy), device)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what the function would return, or an equal tensor that exists already."""
+        """Return the converted tensor: a shared one if there is one, or the function's result."""
         ready = self._ready.pop(id(tensor), None)
         if ready is not None:
             return ready
@@ -305,10 +308,10 @@ class Conversion:
         return made
 
     def finish(self) -> None:
-        """Wait for the devices, and record what an offloaded model comes back to.
+        """Wait for the devices, and keep the residents that an offloaded model will return to.
 
-        The next model may use what was copied on another stream, and what came to host memory is
-        hashed next.
+        Without the wait, another model could use a copy, or a thread could hash a tensor, before it
+        is complete.
         """
         for device in self._busy:
             if device.type not in ("cpu", "meta"):
@@ -317,7 +320,7 @@ class Conversion:
             _kept[self._model] = self._comes_back_to
 
     def remember(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Record which residents the casts became when they were shared again."""
+        """Record which resident each cast has become, for later casts of the same tensors."""
         cast = (each for each in parameters if id(each) in self._casts)
         for number, (_, resident) in residents_of(cast).items():
             _casts[self._casts[number]] = resident

@@ -1,4 +1,8 @@
-"""The functions of Diffusers that are replaced during a load, if they are as recorded."""
+"""The functions of Diffusers that are replaced during a load.
+
+A seam is such a function with the signature that was recorded for it. A function with another
+signature is not replaced.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +43,11 @@ WARM_UPS: Final = tuple(
 
 
 def replacements(note: Note) -> Iterator[tuple[Seam, Wrap]]:
-    """Yield each seam with its wrapper, which calls `note(model, name)` for every tensor set."""
+    """Yield each function to replace, as a Seam, and what wraps it.
+
+    The wrapper calls `note(model, name)` for every tensor that a loader sets. The warm-up of the
+    device allocator is replaced by a function that does nothing.
+    """
 
     def notes(original: Callable[..., Any]) -> Callable[..., Any]:
         def set_tensor(module: nn.Module, tensor_name: str, *args: Any, **kwargs: Any) -> Any:

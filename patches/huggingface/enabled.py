@@ -1,4 +1,4 @@
-"""Whether sharing is enabled for the process, and whether one load opts out. Imports no torch."""
+"""Whether sharing is enabled in this process, and whether a load opts out. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 class EnabledSwitch:
-    """The configuration that `enable` has set, for the whole process.
+    """The configuration that `enable` has set for the whole process, or None.
 
-    Worker threads inherit no context, so it is not held in one.
+    It is not a context variable, because worker threads do not inherit those.
     """
 
     def __init__(self) -> None:
@@ -25,16 +25,17 @@ class EnabledSwitch:
         self._lock = threading.Lock()
 
     def set(self, config: TensorDedupConfig | None) -> TensorDedupConfig | None:
-        """Set the configuration and return the previous one."""
+        """Set the configuration, None to disable sharing; return the previous one."""
         with self._lock:
             before, self.config = self.config, config
         return before
 
 
 class OptOut(threading.local):
-    """Whether a load with `tensor_dedup=False` is in progress in this thread.
+    """A context manager around a load with `tensor_dedup=False`, for the current thread.
 
-    Models that are loaded as part of it are not shared either.
+    While `depth` is above 0, other models that are loaded as part of that load are not shared
+    either.
     """
 
     depth = 0

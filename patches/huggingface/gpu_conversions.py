@@ -1,7 +1,8 @@
-"""Convert shared tensors to read-only memory on a GPU that models have in common.
+"""Move shared tensors to a GPU, into read-only memory that models share.
 
-Everything that a model brings to a GPU is looked up, or built, before the first parameter is
-converted: GPU memory comes in handles of 2 MiB and more, so small tensors share one.
+All tensors that one conversion moves to a GPU are looked up, or transferred, before the first
+parameter is converted. GPU memory is allocated in handles of 2 MiB and more, so small tensors of a
+model share a handle.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 class PendingTransfer(NamedTuple):
-    """A parameter to transfer to a GPU: its key in host memory, and its key there."""
+    """A parameter to move to a GPU.
+
+    `source` is the key of its resident in host memory, `target` that of the resident on the GPU.
+    """
 
     parameter: nn.Parameter
     target: ReplicaKey
@@ -40,14 +44,15 @@ class PendingTransfer(NamedTuple):
 
     @property
     def is_cast(self) -> bool:
-        """Whether the parameter is cast on the way."""
+        """Whether the dtype changes with the transfer."""
         return self.target.key != self.source.key
 
 
 class GpuConversion:
-    """One conversion of one model to one GPU. For one thread.
+    """The transfer of one model's shared tensors to one GPU. For one thread.
 
-    `taken` are the replicas that other names of the model have there; no two names share one.
+    Equal tensors of one model stay separate: each uses another replica of the resident. `taken` are
+    the replicas that the model uses on the GPU already.
     """
 
     def __init__(
@@ -66,7 +71,11 @@ class GpuConversion:
     def transfer(
         self, pending: Sequence[PendingTransfer], function: Function
     ) -> dict[int, torch.Tensor]:
-        """Return the tensors that the parameters become, by id, where they can be shared."""
+        """Return the shared tensors on the GPU, by the id of the parameter each will replace.
+
+        Parameters for which there is no room are left out. `function` is the conversion, used for
+        casts.
+        """
         brought: dict[int, torch.Tensor] = {}
         with ExitStack() as stack:
             uploads = _Uploads(self._gpu, stack)

@@ -1,8 +1,8 @@
-"""Give code that writes in place private memory before it writes, where the kernel cannot.
+"""Give tensors private memory before code writes to them in place on a GPU or another device.
 
-Mappings in host memory are copied on write and need none of this. It is installed when the first
-memory of another kind is shared (`tensor_dedup.loader.unsharing.private`) and stays installed;
-where nothing is shared, it does nothing.
+Host memory is copied on write by the kernel and needs none of this. The wrappers are installed when
+the first memory of another kind is shared (`tensor_dedup.loader.unsharing.private`) and stay in
+place; they do nothing for models that share no such memory.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ Before = Callable[..., Iterable[torch.Tensor]]
 
 @functools.cache
 def install() -> None:
-    """Guard all known writers, imported already or later. Idempotent."""
+    """Wrap all known functions that write to parameters in place. Idempotent.
+
+    Functions of modules that are not imported yet are wrapped when they are.
+    """
     _guard(LOAD_STATE, _copied_into)
     register_optimizer_step_pre_hook(_before_step)
     wrapt.when_imported("peft.tuners.tuners_utils")(_guard_adapters)

@@ -1,13 +1,13 @@
-"""Share what one load of a pipeline or model by Diffusers or Transformers brings.
+"""Share the tensors that one load by Diffusers or Transformers brings into memory.
 
-    with deduplicated(config, name) as load:       # hooks note the tensors that are finished
-        pipeline = call()                          # they are hashed and shared meanwhile
-        report = load.finish(modules_of(pipeline)) # what is left is shared now
+    with deduplicated(config, name) as load:       # wrappers report each tensor that is set
+        pipeline = call()                          # these are hashed and shared meanwhile
+        report = load.finish(modules_of(pipeline)) # all other tensors are shared now
 
 `tensor_dedup.loader.post_load.dedup` does the sharing, model by model.
 
-Loading is not thread-safe in these frameworks (two threads leave weights on the meta device, with
-or without this package), so all loads that share wait for each other.
+Loading is not thread-safe in these frameworks: two threads leave weights on the meta device, with
+or without this package. So loads that share take turns.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class _State:
 
 
 class ModelLoad:
-    """Everything that one call of `from_pretrained` loads: the models of a pipeline, or one model.
+    """One call of `from_pretrained`: a context manager that shares all models that it loads.
 
-    A context manager, because it keeps files open.
+    It keeps the files of the checkpoint open.
     """
 
     def __init__(
@@ -92,9 +92,10 @@ class ModelLoad:
         trust: bool = True,
         checkout: Checkout | None = None,
     ) -> None:
-        """Begin a load; without `trust`, hints are not believed whatever the configuration is.
+        """Begin a load of what `name` says.
 
-        `checkout` is the stored checkpoint that is loaded, if it is one.
+        With `trust=False`, remembered digests of files (hints) are not used, whatever the
+        configuration says. `checkout` is the stored checkpoint that is loaded, or None.
         """
         self._name = name
         self._config = config
@@ -126,10 +127,10 @@ class ModelLoad:
             self.stored.close()
 
     def note(self, model: nn.Module, name: str) -> None:
-        """Tell that a loader has set a tensor of a model for good.
+        """Record that a loader has set a tensor of a model, which will not change any more.
 
-        Other threads are ignored, because they may load something else. What a loader's own threads
-        set is shared when its model is complete.
+        Calls from other threads are ignored, because these may load something else. Tensors that a
+        loader sets in threads of its own are shared when their model is complete.
         """
         if self.is_here() and not OPT_OUT.depth:
             self._dedup(model).note(name)
@@ -140,11 +141,11 @@ class ModelLoad:
         return self._config
 
     def is_here(self) -> bool:
-        """Return whether this thread is the one that loads."""
+        """Return whether the current thread is the one that loads."""
         return (os.getpid(), threading.get_ident()) == (self._process, self._thread)
 
     def leave_alone(self, models: Iterable[nn.Module]) -> None:
-        """Exclude these models from sharing, although they are part of what is loaded."""
+        """Exclude these models, which are part of what is loaded, from sharing."""
         self._left_alone.update((id(model), model) for model in models)
 
     def _dedup(self, model: nn.Module) -> ModuleDedup:
@@ -154,7 +155,7 @@ class ModelLoad:
         return found
 
     def settle(self, model: nn.Module) -> None:
-        """Share the rest of a model, which is complete."""
+        """Share all tensors of a complete model that are not shared yet."""
         dedup = self._dedup(model)
         if id(model) in self._settled:
             return
@@ -168,9 +169,10 @@ class ModelLoad:
     def finish(
         self, models: Mapping[str, nn.Module], skipped: Iterable[tuple[str, str]] = ()
     ) -> ModelReport:
-        """Settle everything that was loaded and return the report.
+        """Share everything that was loaded, and return the report.
 
-        `models` are the loaded models by name; `skipped` are other parts, with the reason.
+        `models` are the loaded models by name. `skipped` are other parts, each with the reason why
+        it is not shared.
 
         Raises:
             ChangedFileError: A file changed while it was loaded.
@@ -237,11 +239,12 @@ def run(
     given: set[int],
     checkout: Checkout | None = None,
 ) -> Any:
-    """Call a loader of either framework, share what it loads, and report it.
+    """Call a loader of either framework, share the tensors it loads, and add a report.
 
-    Waits for other loads. `given` are the ids of modules that the caller passed in, which are not
-    shared; `checkout` is the stored checkpoint whose folder is loaded, if it is one. If `call`
-    fails, its error is raised and the state of the process is as before.
+    Return what `call` returns. Loads in other threads are waited for. `given` are the ids of
+    modules that the caller passed in, which are not shared. `checkout` is the stored checkpoint
+    that is loaded, or None. If `call` fails, its error is raised and the state of the process is
+    restored.
 
     Raises:
         StoreError: A stored tensor cannot be read, or is damaged.
@@ -332,7 +335,11 @@ def _keep(config: TensorDedupConfig, name: str, report: ModelReport) -> None:
 
 
 def move(target: object, device: Any, config: TensorDedupConfig) -> None:
-    """Move a pipeline or module to a device, and share what it has in host memory."""
+    """Move a pipeline or module to a device, and share its tensors that lie in host memory.
+
+    Raises:
+        UnsupportedError: `target` is neither a pipeline nor a module.
+    """
     here = torch.device(device).type == "cpu"
     models = _require_modules(target, "move")
     if not here:
@@ -345,20 +352,20 @@ def move(target: object, device: Any, config: TensorDedupConfig) -> None:
 
 
 def under_way() -> TensorDedupConfig | None:
-    """Return the configuration of the load in progress in this thread, or None."""
+    """Return the configuration of the load in progress in this thread, or None if there is none."""
     load = _state.load
     return load.config if load is not None and load.is_here() else None
 
 
 def leave_alone(loaded: object) -> None:
-    """Exclude what was loaded with `tensor_dedup=False` from the load of which it is a part."""
+    """Exclude models that were loaded with `tensor_dedup=False` from the surrounding load."""
     load = _state.load
     if load is not None and load.is_here():
         load.leave_alone(modules_of(loaded).values())
 
 
 def share(target: object, config: TensorDedupConfig) -> ModelReport:
-    """Share what a pipeline or module holds now.
+    """Share the parameters of a pipeline or module in memory, and return a report.
 
     Raises:
         UnsupportedError: `target` is neither a pipeline nor a module.
@@ -388,7 +395,10 @@ def _require_modules(target: object, verb: str) -> dict[str, nn.Module]:
 
 @contextmanager
 def alone() -> Iterator[bool]:
-    """Keep other threads from converting; yield False if a load is in progress in this one."""
+    """Keep other threads from converting modules during a `with` block.
+
+    The value is False if a load is in progress in this thread, otherwise True.
+    """
     with MOVE_LOCK:
         yield under_way() is None
 
@@ -397,9 +407,10 @@ def alone() -> Iterator[bool]:
 def deduplicated(
     config: TensorDedupConfig, name: str, *, trust: bool, checkout: Checkout | None = None
 ) -> Iterator[ModelLoad]:
-    """Share what this thread loads within the context, and afterwards what it converts.
+    """Share what this thread loads in a `with` block, and what it converts afterwards.
 
-    The caller holds the load lock. Without `trust`, hints are not believed.
+    The caller holds the load lock. With `trust=False`, remembered digests of files (hints) are not
+    used.
     """
     load = ModelLoad(config, name, trust=trust, checkout=checkout)
     with load, Replacements(_replacements(load)):
@@ -441,9 +452,9 @@ def _replacements(load: ModelLoad) -> Iterator[Any]:
 
 
 def modules_of(loaded: object) -> dict[str, nn.Module]:
-    """Return the modules of a pipeline by name, or a module under the name "".
+    """Return the modules of a pipeline by name. A single module has the name "".
 
-    Of a tuple, only the first item counts.
+    The result is empty for other objects. Of a tuple, only the first item counts.
     """
     if isinstance(loaded, tuple) and loaded:
         loaded = loaded[0]  # with output_loading_info the model comes with other things
@@ -457,7 +468,7 @@ def modules_of(loaded: object) -> dict[str, nn.Module]:
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """Return whether accelerate has taken the weights away and brings them back for each use."""
+    """Return whether accelerate offloads the weights and loads them again for each use."""
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
     every = (each for hook in hooks for each in getattr(hook, "hooks", (hook,)))
     return any(getattr(each, "offload", False) for each in every)

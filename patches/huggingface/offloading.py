@@ -1,7 +1,7 @@
-"""Keep host memory shared under group offloading of Diffusers.
+"""Keep host memory shared when Diffusers offloads groups of layers.
 
-Diffusers copies a group of layers to a device before each use, and back into new private memory
-afterwards. Parameters that were not written on the device get their mapping back instead.
+Diffusers copies a group to a device before each use, and then back into new private host memory.
+Here, parameters that were not changed on the device get their shared mapping back instead.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ _away: Final[MutableMapping[torch.Tensor, torch.Tensor]] = WeakTensorKeyDictiona
 
 @functools.cache
 def install() -> None:
-    """Wrap the functions that move groups, now or when Diffusers imports them. Idempotent."""
+    """Wrap the functions of Diffusers that move groups of layers. Idempotent.
+
+    If Diffusers is not imported yet, they are wrapped when it is.
+    """
     wrapt.when_imported("diffusers.hooks.group_offloading")(_patch)
 
 
@@ -60,7 +63,7 @@ def _patch(module: ModuleType) -> None:
 
 
 def onloading(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the transfer to the device so that the mapping of a parameter is kept."""
+    """Wrap the transfer of a parameter to a device, so that its shared mapping is kept."""
 
     @functools.wraps(original)
     def transfer(self: Any, tensor: Any, source_tensor: Any, default_stream: Any) -> Any:
@@ -75,7 +78,7 @@ def onloading(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def offloading(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the transfer back so that parameters not written on the device get their mappings."""
+    """Wrap the transfer back to host memory, so that unchanged parameters are mapped again."""
 
     @functools.wraps(original)
     def offload(self: Any) -> Any:

@@ -1,7 +1,7 @@
 """Control sharing for Diffusers and Transformers: `enable`, `disable`, `sweep` and `move`.
 
-This module also adds the argument `tensor_dedup=` to their loaders. Importing it imports neither
-framework, nor torch: their loaders are wrapped when they are imported.
+This module also adds the argument `tensor_dedup=` to the loaders of both frameworks. Importing it
+imports neither a framework nor torch: the loaders are wrapped when their modules are imported.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MODELS: Final = "_BaseAutoModelClass"
 
 
 class Enabled:
-    """The result of `enable`; as a context manager it restores what was enabled before."""
+    """The result of `enable`. As a context manager it restores the previous setting at its end."""
 
     def __init__(self, config: TensorDedupConfig, before: TensorDedupConfig | None) -> None:
         self.config: Final = config
@@ -63,14 +63,15 @@ class Enabled:
 
 
 def enable(config: object = True) -> Enabled:
-    """Share the tensors of all pipelines and models that any thread loads from now on.
+    """Share the tensors of all pipelines and models that are loaded from now on, in any thread.
 
-    Call it, and `disable` later, or use it as a context manager. `config` is anything that
-    `TensorDedupConfig.from_any` takes. What was loaded before stays as it is; `sweep` shares it.
+    Call `disable` to end that, or use the result as a context manager. `config` is anything that
+    `TensorDedupConfig.from_any` takes. Models that were loaded before are not changed; `sweep`
+    shares them.
 
     Raises:
         ConfigError: The configuration is not valid.
-        UnsupportedError: It has layers taken from a base, which only vLLM's models can.
+        UnsupportedError: It has `frozen_base`, which is for models of vLLM only.
     """
     chosen = _without_base(TensorDedupConfig.from_any(config))
     install()
@@ -78,16 +79,17 @@ def enable(config: object = True) -> Enabled:
 
 
 def disable() -> None:
-    """Load without sharing from now on. What is shared already stays shared."""
+    """Load without sharing from now on. Tensors that are shared stay shared."""
     SWITCH.set(None)
 
 
 def sweep(target: object, config: object = None) -> ModelReport:
-    """Share the parameters of a pipeline or module that is in memory already, and return a report.
+    """Share the parameters of a pipeline or module that is in memory, and return a report.
 
-    Each parameter keeps its object and gets the memory of a resident with equal bytes, or becomes
-    one. Nobody may write to the models meanwhile, nor run them in another thread. `config` defaults
-    to what is enabled. `report()` lists the sweep unless it lists a load of the same module.
+    Each parameter stays the same object. Its memory is replaced by that of a shared tensor with
+    equal bytes or, if there is none, becomes shared itself. During the call no thread may write to
+    the models or run them. `config` defaults to what is enabled. `report()` lists the sweep, unless
+    it lists a load of the same module.
 
     Raises:
         UnsupportedError: `target` is neither a pipeline nor a module.
@@ -98,13 +100,14 @@ def sweep(target: object, config: object = None) -> ModelReport:
 
 
 def move(target: object, device: object, config: object = None) -> None:
-    """Move a pipeline or module to a device, as `.to(device)` does, and share what it has.
+    """Move a pipeline or module to a device, as `.to(device)` does, and share its tensors.
 
-    Tensors that other models have there already are not copied. What is private in host memory is
-    shared first, as by `sweep`; what is private elsewhere stays private. On other devices a write
-    in place would reach the models that share the memory: peft, `load_state_dict`, textual
-    inversion and optimizers get private memory first, any other writer needs `unshare`. Nobody may
-    use the models meanwhile. Errors of `.to` are passed on.
+    Tensors that other models have on that device are not copied. Private tensors in host memory are
+    shared first, as by `sweep`; private tensors elsewhere stay private. On devices other than the
+    CPU, a write in place would change the other models that share the memory. peft,
+    `load_state_dict`, textual inversion and optimizers get private memory automatically; before any
+    other write in place, call `unshare`. No thread may use the models during the call. Errors of
+    `.to` are passed on.
 
     Raises:
         UnsupportedError: `target` is neither a pipeline nor a module.
@@ -130,7 +133,10 @@ def _without_base(config: TensorDedupConfig) -> TensorDedupConfig:
 
 
 def install() -> None:
-    """Wrap the loaders of both frameworks now, or when they are imported. Idempotent."""
+    """Wrap the loaders of both frameworks. Idempotent.
+
+    Loaders that are not imported yet are wrapped when they are.
+    """
     for name in (*_ENTRIES, *_AUTO):
         module = sys.modules.get(name)
         if module is None:

@@ -1,7 +1,8 @@
-"""safetensors files of a stored checkpoint, read by the functions that both frameworks call.
+"""Reading the safetensors files of a stored checkpoint through functions of the frameworks.
 
-Where a path leads into the folder that stands for a stored checkpoint in the load in progress, its
-tensors come from residents and the store; every other file is read as always.
+A stored checkpoint is loaded from a folder that stands for it and has no weights. The functions
+below take the tensors of its files from shared memory and the store. All other files are read as
+usual.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ LOAD_FILE: Final = Seam(
 
 
 def replacements(stored: StoredWeights) -> Iterator[tuple[Seam, Wrap]]:
-    """Yield each seam with its wrapper, for the frameworks that are imported."""
+    """Yield each function that reads safetensors files, as a Seam, and what wraps it.
+
+    Functions of frameworks that are not imported are left out.
+    """
 
     def opens(original: Callable[..., Any]) -> Callable[..., Any]:
         def safe_open(filename: Any, *args: Any, **options: Any) -> Any:
@@ -65,7 +69,7 @@ def replacements(stored: StoredWeights) -> Iterator[tuple[Seam, Wrap]]:
 
 
 class StoredWeightsFile:
-    """A stored safetensors file with the methods of `safetensors.safe_open`. Safe from threads."""
+    """A stored safetensors file with the methods of `safetensors.safe_open`. Thread-safe."""
 
     def __init__(self, stored: StoredWeights, filename: Any, device: Any) -> None:
         self._stored, self._path, self._device = stored, filename, device
@@ -82,33 +86,33 @@ class StoredWeightsFile:
         return sorted(self._file.tensors)
 
     def metadata(self) -> dict[str, str]:
-        """Return the metadata in the header."""
+        """Return the metadata in the file's header."""
         return dict(getattr(self._file.header, "metadata", {}))
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor on the device that the file was opened for."""
+        """Return a tensor, on the device that the file was opened for."""
         found = self._stored.tensor(self._path, name)
         return found if str(self._device) == "cpu" else found.to(self._device)
 
     def get_slice(self, name: str) -> StoredWeightsSlice:
-        """Return a tensor that is read when it is indexed."""
+        """Return an object that reads the tensor when it is indexed, as safetensors does."""
         return StoredWeightsSlice(self, name, self._file.tensors[name].spec)
 
 
 class StoredWeightsSlice:
-    """One tensor of a `StoredWeightsFile`, not read yet: a slice as safetensors has them."""
+    """A tensor of a stored file that is read when it is indexed, like a slice of safetensors."""
 
     def __init__(self, file: StoredWeightsFile, name: str, spec: Any) -> None:
         self._file, self._name, self._spec = file, name, spec
 
     def get_shape(self) -> list[int]:
-        """Return the shape."""
+        """Return the shape of the tensor."""
         return list(self._spec.shape)
 
     def get_dtype(self) -> str:
-        """Return safetensors' name of the element type."""
+        """Return the element type as safetensors names it, such as "BF16"."""
         return str(self._spec.dtype)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Return a part of the tensor; it is read whole."""
+        """Return the indexed part of the tensor. The whole tensor is read."""
         return self._file.get_tensor(self._name)[index]

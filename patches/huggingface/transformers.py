@@ -1,4 +1,8 @@
-"""The functions of Transformers that are replaced during a load, if they are as recorded."""
+"""The functions of Transformers that are replaced during a load.
+
+A seam is such a function with the signature that was recorded for it. A function with another
+signature is not replaced.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,11 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def replacements(note: Note) -> Iterator[tuple[Seam, Wrap]]:
-    """Yield each seam with its wrapper, which calls `note(model, name)` for every tensor set."""
+    """Yield each function to replace, as a Seam, and what wraps it.
+
+    The wrapper calls `note(model, name)` for every tensor that a loader sets. The warm-up of the
+    device allocator is replaced by a function that does nothing.
+    """
 
     def notes(original: Callable[..., Any]) -> Callable[..., Any]:
         def set_param_for_module(model: nn.Module, target_name: str, *args: Any, **kw: Any) -> Any:
@@ -50,5 +58,5 @@ def replacements(note: Note) -> Iterator[tuple[Seam, Wrap]]:
 
 
 def idle(_original: Callable[..., Any]) -> Callable[..., None]:
-    """Return a function that ignores its arguments and does nothing."""
+    """Return a function that takes any arguments and does nothing."""
     return lambda *_args, **_kwargs: None

@@ -1,7 +1,7 @@
-"""The integration of vLLM: the load format `tensor_dedup` and the argument `tensor_dedup=`.
+"""The integration with vLLM: the load format `tensor_dedup` and the argument `tensor_dedup=`.
 
-Both functions below are entry points; vLLM calls them in every process, before it reads any
-argument. Importing this module imports neither vllm nor torch.
+The two functions are entry points, which vLLM calls in each of its processes before it reads any
+arguments. Importing this module imports neither vllm nor torch.
 """
 
 import functools
@@ -18,18 +18,18 @@ _log = logging.getLogger(__name__)
 
 
 def prepare() -> None:
-    """Patch the arguments and claim no platform: entry point in `vllm.platform_plugins`.
+    """Add the argument `tensor_dedup=` to vLLM. Entry point in `vllm.platform_plugins`.
 
-    vLLM asks platform plug-ins while it is being imported, before anybody can build arguments; its
-    general plug-ins would be called too late for `LLM(tensor_dedup=...)`.
+    It returns None, so vLLM does not take it for a platform. vLLM calls platform plug-ins while it
+    is imported; it would call general plug-ins too late for `LLM(tensor_dedup=...)`.
     """
     install()
 
 
 def register() -> None:
-    """Patch the arguments and register the load format: entry point in `vllm.general_plugins`.
+    """Add the argument and the load format to vLLM. Entry point in `vllm.general_plugins`.
 
-    Idempotent; vLLM calls it in every process of an engine.
+    Idempotent. vLLM calls it in every process of an engine.
     """
     install()
     _register_loader()

@@ -1,7 +1,7 @@
 """The argument `tensor_dedup=` of vLLM's engine arguments, and `--tensor-dedup` of its commands.
 
-What the user asked for becomes a load format and a plain dict beside the loader's own keys:
-`LoadConfig` carries both, pickled, to every process of the engine. Nothing here imports vllm.
+The argument is translated into a load format and an entry in vLLM's loader config, because vLLM's
+`LoadConfig` is pickled and sent to every process of an engine. This module imports no vllm.
 """
 
 import argparse
@@ -62,14 +62,14 @@ class _Request:
 
 
 def translate(value: object, load_format: str, extra: object) -> tuple[str, dict[str, Any]]:
-    """Return the load format and loader config that mean `tensor_dedup=value` to vLLM.
+    """Return the `load_format` and `model_loader_extra_config` that stand for `tensor_dedup=value`.
 
-    `extra` is the user's own model_loader_extra_config; its other keys are kept and the object is
-    not changed. Applied to its own result with `value` None it returns the same again. A config
-    that is disabled returns what plain vLLM would have been given.
+    `extra` is the user's model_loader_extra_config; it is not changed, and its other keys are kept.
+    With `value` None, the result of an earlier call is returned unchanged. If the configuration is
+    disabled, the result is what plain vLLM would get.
 
     Raises:
-        ConfigError: The config is not valid, or does not combine with the load format.
+        ConfigError: The configuration is not valid, or does not combine with the load format.
     """
     own = _loader_config(extra)
     request = _requested(value, load_format, own)
@@ -101,10 +101,10 @@ def translate(value: object, load_format: str, extra: object) -> tuple[str, dict
 
 
 def refuse_moving_weights(settings: object) -> None:
-    """Refuse engine arguments under which shared weights would be written or moved.
+    """Refuse engine arguments with which vLLM would overwrite or move shared weights.
 
     Raises:
-        ConfigError: One of `MOVES_WEIGHTS` is set.
+        ConfigError: An argument in `MOVES_WEIGHTS` is set, and its case is not handled.
     """
     for name, reason in MOVES_WEIGHTS.items():
         value = getattr(settings, name, None)
@@ -152,7 +152,7 @@ def _copied_on_write() -> bool:
 
 
 def parse_flag(text: str) -> dict[str, Any]:
-    """Parse `--tensor-dedup` for argparse.
+    """Parse the value of `--tensor-dedup`, for argparse; return the configuration as a dict.
 
     Raises:
         ArgumentTypeError: The value is not valid; argparse then exits with status 2.
@@ -164,10 +164,10 @@ def parse_flag(text: str) -> dict[str, Any]:
 
 
 def patch(arg_utils: ModuleType) -> None:
-    """Add the argument to the classes of vllm.engine.arg_utils. Idempotent.
+    """Add the argument to the classes of the module vllm.engine.arg_utils. Idempotent.
 
-    If the seams do not match, every argument class accepts `tensor_dedup`, logs once that it cannot
-    be honoured, and loads plainly.
+    If this version of vLLM is not supported, the classes still accept `tensor_dedup`, log a warning
+    once, and load without sharing.
     """
     matches = not check("arguments")
     for name in ("EngineArgs", "AsyncEngineArgs"):
@@ -182,7 +182,7 @@ def patch(arg_utils: ModuleType) -> None:
 
 
 def patch_load_config(load: ModuleType) -> None:
-    """Provide `from vllm.config.load import TensorDedupConfig`, as in the published example."""
+    """Make `from vllm.config.load import TensorDedupConfig` work."""
     load.TensorDedupConfig = TensorDedupConfig  # type: ignore[attr-defined]
 
 

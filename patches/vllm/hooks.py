@@ -1,4 +1,4 @@
-"""Patching of vLLM's modules as soon as they are imported, by any importer and in any order."""
+"""Patch modules of vLLM as soon as they are imported, in whichever order that happens."""
 
 import importlib
 import sys
@@ -43,9 +43,9 @@ _installed: set[str] = set()
 
 
 def install() -> None:
-    """Patch vLLM's arguments now, or when they are imported. Idempotent, safe from any thread.
+    """Patch vLLM's arguments now, or when their module is imported.
 
-    Imports neither vllm nor torch.
+    Idempotent and safe from any thread. Imports neither vllm nor torch.
     """
     for hook in _HOOKS:
         with _lock:

@@ -1,7 +1,8 @@
-"""vLLM's kernels: which of them a layer key covers, and what processing leaves beside parameters.
+"""vLLM's kernels: which processed layers can be shared by a layer key, and what they have packed.
 
-Classes of quantised layers are looked up by name: a vLLM that has moved one still loads, and shares
-those layers by content. Only classes that tests cover are named.
+A layer key identifies a processed layer by everything that processing reads. Only classes that
+tests cover are named here. They are looked up by name: in a vLLM that has moved one, models still
+load, and its layers are shared by their final bytes.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ _INT8_KERNELS = _classes(f"{_KERNELS}.scaled_mm.cpu:CPUInt8ScaledMMLinearKernel"
 
 
 def linear_kernel(layer: nn.Module) -> Any | None:
-    """Return vLLM's kernel of a quantised linear layer, from its method or its scheme, or None."""
+    """Return vLLM's kernel of a quantised linear layer, or None if it has none."""
     for holder in (layer.quant_method, getattr(layer, "scheme", None)):
         for name in ("fp8_linear", "kernel"):
             kernel = getattr(holder, name, None)
@@ -70,7 +71,7 @@ def linear_kernel(layer: nn.Module) -> Any | None:
 
 
 def is_plain_fp8(layer: nn.Module) -> bool:
-    """Return whether a layer has fp8 weights that only their method processes."""
+    """Return whether a layer has fp8 weights that its kernel leaves as the method made them."""
     method: Any = layer.quant_method
     return type(method) in _FP8 and type(method.fp8_linear) in _FP8_KERNELS
 
@@ -84,7 +85,10 @@ def packs_int8(layer: nn.Module) -> bool:
 
 
 def dispatch() -> dict[str, bool]:
-    """Return what vLLM's choice of a packing depends on besides CPU features and environment."""
+    """Return the installed features by which vLLM chooses how to pack a weight on a CPU.
+
+    CPU features and environment variables, which matter too, are not included.
+    """
     return {
         "onednn": bool(_custom_ops._supports_onednn),
         "zen": bool(current_platform.is_zen_cpu()),
@@ -96,11 +100,10 @@ def dispatch() -> dict[str, bool]:
 
 
 def packed_linear(layer: nn.Module) -> Callable[..., torch.Tensor] | None:
-    """Return the layer's `cpu_linear` if it owns all it needs and nothing of the layer, or None.
+    """Return the layer's `cpu_linear` if its packed weight can be used by other layers, or None.
 
-    vLLM's closures hold a oneDNN handler, or a packed weight and the number of outputs. A closure
-    that holds anything else, such as the copy of the bias in one of vLLM 0.28, is tied to its layer
-    and cannot be given to another.
+    vLLM's closure holds a oneDNN handler, or a packed weight and the number of outputs. A closure
+    with anything else in it, such as vLLM 0.28's copy of the bias, belongs to its layer.
     """
     linear: Any = getattr(layer, "cpu_linear", None)
     cells = getattr(linear, "__closure__", None) or ()
@@ -116,10 +119,10 @@ def _owned(name: str, value: object) -> bool:
 
 
 def unpacked_linear(layer: nn.Module) -> Callable[..., torch.Tensor] | None:
-    """Return the layer's `cpu_linear` if it is a function of its arguments alone, or None.
+    """Return the layer's `cpu_linear` if it is a function without a packed weight, or None.
 
-    vLLM falls back to one where oneDNN has no kernel (float16 on many CPUs): the layer then keeps
-    its plain weight.
+    vLLM uses a plain function where oneDNN has no kernel (float16 on many CPUs). The layer then
+    keeps its plain weight.
     """
     linear = getattr(layer, "cpu_linear", None)
     plain_function = isinstance(linear, FunctionType) and not linear.__closure__
@@ -127,7 +130,7 @@ def unpacked_linear(layer: nn.Module) -> Callable[..., torch.Tensor] | None:
 
 
 def packed_scaled(layer: nn.Module) -> CPUDNNLGEMMHandler | None:
-    """Return the handler into which the layer's kernel packed an int8 weight, or None."""
+    """Return the oneDNN handler with the layer's packed int8 weight, or None."""
     kernel: Any = linear_kernel(layer)
     handler = getattr(kernel, "dnnl_handler", None)
     if not packs_int8(layer) or not isinstance(handler, CPUDNNLGEMMHandler):
@@ -137,13 +140,12 @@ def packed_scaled(layer: nn.Module) -> CPUDNNLGEMMHandler | None:
 
 @contextmanager
 def scales_kept() -> Iterator[list[int]]:
-    """Let each int8 handler that this thread creates in the block keep the memory of its scales.
+    """Make int8 handlers that this thread creates in a `with` block keep their scales alive.
 
-    oneDNN is given the scales once, as a pointer; a parameter that is given other memory, or a
-    layer that is dropped before another one that shares its handler, would leave the pointer
-    dangling. Handlers of every layer are covered. Yields the storages kept so far, one entry per
-    handler. Several threads may be in such blocks at once without waiting for each other, because
-    no lock is held meanwhile.
+    oneDNN gets the scales once, as a pointer. The pointer would dangle if the parameter got other
+    memory, or if another layer used the handler after its own layer was dropped. The value of the
+    block is the list of storages kept so far, one entry for each handler. Several threads can be in
+    such blocks at the same time.
     """
     kept: list[int] = []
     with _HANDLERS.watched():
@@ -210,9 +212,9 @@ _HANDLERS: Final = _Handlers()
 
 
 def kept_by_others(parameter: nn.Parameter, kept: Sequence[int] = ()) -> bool:
-    """Return whether anything besides the parameter keeps its memory, such as a kernel's view.
+    """Return whether any object besides the parameter uses its memory, such as a kernel's view.
 
-    `kept` is what `scales_kept` has given to handlers, which does not count.
+    `kept` are the storages that `scales_kept` has attached to handlers; those uses do not count.
     """
     storage = parameter.untyped_storage()._cdata
     # The parameter holds its storage once, and the handle asked for here once more.
@@ -220,7 +222,7 @@ def kept_by_others(parameter: nn.Parameter, kept: Sequence[int] = ()) -> bool:
 
 
 def holds_memory(layer: nn.Module, block: torch.Tensor) -> bool:
-    """Return whether the layer or its packed function still uses the memory of `block`."""
+    """Return whether the layer, or its packed function, uses the memory of `block`."""
     storage = block.untyped_storage().data_ptr()
     linear = getattr(layer, "cpu_linear", None)
     cells = [cell.cell_contents for cell in getattr(linear, "__closure__", None) or ()]
@@ -232,9 +234,10 @@ def holds_memory(layer: nn.Module, block: torch.Tensor) -> bool:
 
 
 def processed_attributes(layer: nn.Module) -> dict[str, Any] | None:
-    """Return what processing set on the layer's MoE kernel that a fresh kernel lacks.
+    """Return the attributes that processing has set on the layer's MoE kernel.
 
-    Returns None if some of it is not a plain value and so cannot be set on another layer.
+    The result is {} for layers of other kinds. It is None if an attribute is not a plain value and
+    so cannot be copied to another layer.
     """
     method: Any = layer.quant_method
     if not isinstance(method, UnquantizedFusedMoEMethod):
@@ -253,7 +256,7 @@ def processed_attributes(layer: nn.Module) -> dict[str, Any] | None:
 
 
 def set_attributes(layer: nn.Module, attributes: dict[str, Any]) -> None:
-    """Set on this layer's MoE kernel what `processed_attributes` found on another's."""
+    """Set attributes from `processed_attributes` of another layer on this layer's MoE kernel."""
     method: Any = layer.quant_method
     for name, value in attributes.items():
         setattr(method.moe_kernel.fused_experts, name, value)
@@ -269,10 +272,10 @@ def _fresh_kernel(method: Any, layer: nn.Module) -> Any:
 
 
 def final_bytes(model: nn.Module, dtype: torch.dtype) -> int:
-    """Return the bytes of a processed model's parameters and of what was packed from them.
+    """Return the size of a processed model in bytes: its parameters and its packed weights.
 
-    A packed weight counts as the plain one it was made from, of the model's `dtype`, although
-    oneDNN may pad it.
+    A packed weight counts with the size of the plain weight in `dtype` (int8 weights: 1 byte for
+    each element), although oneDNN may pad it.
     """
     total = sum(parameter.nbytes for parameter in model.parameters())
     itemsize = dtype.itemsize

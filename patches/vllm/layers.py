@@ -1,9 +1,13 @@
-"""Processing of vLLM's layers from deferred parameters: by layer key, or by content afterwards.
+"""Processing of a model's layers during a load, with sharing.
 
-vLLM's own loop calls `quant_method.process_weights_after_loading(layer)`; during a load that call
-comes here first. A (quantisation method, kernel) pair is shared by layer key only if it is named in
-`CONSTANT_METHODS`, `_PREPROCESSED` or `kernels`, and so covered by tests; every other layer is
-processed as vLLM does it, and its final tensors are then shared by content.
+vLLM calls `quant_method.process_weights_after_loading(layer)` for each layer; during a load of this
+package that call comes here. Layers are shared in one of two ways:
+
+* By layer key, before they are processed. The key identifies the processed result. This is done
+  only for combinations of quantisation method and kernel that tests cover (`CONSTANT_METHODS`,
+  `_PREPROCESSED` and `kernels`).
+* By content, afterwards: vLLM processes the layer, and its final tensors are hashed and replaced by
+  shared ones with equal bytes.
 """
 
 from __future__ import annotations
@@ -53,19 +57,22 @@ def _takes_processed(layer: nn.Module) -> bool:
 
 @dataclass(slots=True)
 class PreprocessedLayer(KeyedLayer):
-    """A layer whose method can be told that its weights are processed already."""
+    """A layer whose quantisation method accepts weights that have been processed already."""
 
     def form_of(self, record: LayerRecord) -> LayerRecord:
-        """Return the record itself, which holds residents."""
+        """Return the record itself: the processed form is its residents."""
         return record
 
     def refuse(self, reason: str, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
-        """Process the layer and share it by content."""
+        """Record the reason, process the layer, and share it by content."""
         self.context.session.ledger.skip(next(iter(self.deferred.values())).name, reason)
         self.build(key, made)
 
     def reuse(self, record: LayerRecord, form: Any, made: dict[str, ScratchTensor]) -> None:
-        """Map the residents of another layer, compared first where an audit asks for it."""
+        """Map the residents in the record as this layer's parameters.
+
+        If an audit selects the layer, it is processed, too, and compared with them first.
+        """
         layer = ProcessedLayer(self.context, self.layer, self.deferred)
         if self.context.session.checks.sampled():
             layer.materialise(made)
@@ -80,7 +87,10 @@ class PreprocessedLayer(KeyedLayer):
         set_attributes(self.layer, record.attributes)
 
     def build(self, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
-        """Process the layer, share its parameters, and publish the record if it is complete."""
+        """Process the layer and share its parameters by content.
+
+        The result is registered under `key` if all parameters could be shared.
+        """
         layer = ProcessedLayer(self.context, self.layer, self.deferred)
         layer.materialise(made)
         layer.process(self.original)
@@ -98,17 +108,17 @@ class PreprocessedLayer(KeyedLayer):
 
 @dataclass(slots=True)
 class LayerProcessor:
-    """The processing of one load's layers."""
+    """The replacement of `process_weights_after_loading` for the layers of one load."""
 
     context: LayerContext
 
     @property
     def session(self) -> LoadSession:
-        """The session of the load."""
+        """The state of the load that all its layers use."""
         return self.context.session
 
     def process(self, original: Original, layer: nn.Module) -> None:
-        """Do what `original(layer)` does, and share what can be shared."""
+        """Process a layer as `original(layer)` would, and share its tensors where possible."""
         method: Any = layer.quant_method
         parameters = self.context.parameters(layer)
         if not parameters:

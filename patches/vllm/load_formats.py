@@ -1,7 +1,7 @@
-"""The load format `tensor_dedup`, and the formats it reads: vLLM's default ones and two others.
+"""The load format `tensor_dedup`, and the formats of vLLM that it reads in its place.
 
-The config and the name of the inner format travel in `model_loader_extra_config`, pickled, to every
-process of an engine. Importing this module imports no vllm.
+The inner format is the vLLM load format that reads the files. It is sent to every process of an
+engine in `model_loader_extra_config`, together with the configuration. This module imports no vllm.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ OWN = ("runai_streamer", SAVED_STATE)
 
 
 def split(mine: object) -> tuple[TensorDedupConfig, str]:
-    """Split this package's entry of model_loader_extra_config into config and inner load format.
+    """Split this package's entry in model_loader_extra_config into configuration and inner format.
 
-    The entry may be anything that stands for a config, including None. Its item `stored` is left to
-    `stub_folder.stored_in`.
+    `mine` is anything that `TensorDedupConfig.from_any` takes, or a dict of its fields with the
+    inner format as "inner". An item "stored" is ignored; `stub_folder.stored_in` reads it.
 
     Raises:
-        ConfigError: The config is not valid.
+        ConfigError: The configuration is not valid.
     """
     if not isinstance(mine, Mapping):
         return TensorDedupConfig.from_any(mine), "auto"
@@ -39,7 +39,7 @@ def split(mine: object) -> tuple[TensorDedupConfig, str]:
 
 
 def loader_of(load_format: str, load_config: LoadConfig) -> BaseModelLoader | None:
-    """Return the loader of a format that vLLM's default loader does not read, or None."""
+    """Return vLLM's own loader for a load format, or None if the default loader reads it."""
     if load_format not in OWN:
         return None
     # Here, because an older vLLM may lack what hardly anybody asks for.
@@ -49,10 +49,10 @@ def loader_of(load_format: str, load_config: LoadConfig) -> BaseModelLoader | No
 
 
 def tie_again(load_format: str, model_config: ModelConfig) -> None:
-    """Restore the tied embeddings of a saved state, which holds tied weights once.
+    """Mark the embeddings of a saved state as tied again, if vLLM took them for untied.
 
-    vLLM concludes from the missing name that they are untied. It makes an exception for saved
-    states, but it was told the name of this package's format.
+    A saved state has tied weights once, under one name. vLLM allows for that, but not if the load
+    format has the name of this package.
     """
     untied = getattr(model_config, "word_embeddings_untied_by_checkpoint", False)
     if load_format == SAVED_STATE and untied:
@@ -62,7 +62,7 @@ def tie_again(load_format: str, model_config: ModelConfig) -> None:
 
 
 def is_draft(vllm_config: VllmConfig, model_config: ModelConfig) -> bool:
-    """Return whether a model is a speculative draft, which may take weights from its target."""
+    """Return whether a model is a speculative draft, which may use weights of its target model."""
     speculative = vllm_config.speculative_config
     if speculative is None or model_config is speculative.target_model_config:
         return False  # without a draft model the target stands for it

@@ -1,4 +1,8 @@
-"""The load format `tensor_dedup`: vLLM's default loader, over deferred tensors."""
+"""vLLM's loader for the load format `tensor_dedup`.
+
+It runs the default loader over deferred tensors, which have a shape but no data, to learn how the
+model's tensors follow from the checkpoint. Tensors that other models have are then shared.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +72,10 @@ _CAST: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 class ReadingLoader(DefaultModelLoader):
-    """vLLM's loader of the inner load format; records whether the model reports what it loaded."""
+    """vLLM's loader of the inner load format, the one that reads the files.
+
+    It also records whether the model reports which weights it has loaded.
+    """
 
     def __init__(self, load_config: LoadConfig) -> None:
         self._format = str(load_config.load_format)
@@ -81,7 +88,7 @@ class ReadingLoader(DefaultModelLoader):
         super().__init__(load_config)
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        """Load the model's weights."""
+        """Load the weights of `model`, as vLLM's loader of the inner format does."""
         if self._inner is None:
             super().load_weights(model, model_config)
         else:
@@ -90,10 +97,10 @@ class ReadingLoader(DefaultModelLoader):
     def get_all_weights(
         self, model_config: ModelConfig, model: nn.Module
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Yield every tensor by name, for a reload.
+        """Yield every tensor of the checkpoint by name, for a reload.
 
         Raises:
-            AttributeError: vLLM's loader of the inner format cannot do this.
+            AttributeError: vLLM's loader of the inner format has no such method.
         """
         if self._inner is None:
             return super().get_all_weights(model_config, model)
@@ -104,27 +111,27 @@ class ReadingLoader(DefaultModelLoader):
     def track_weights_loading(
         self, model: nn.Module, loaded_weights: set[str] | None, *args: Any, **more: Any
     ) -> None:
-        """Track as vLLM does; called only if the model reports what it has loaded."""
+        """Call vLLM's method, and record whether the model has reported the weights it loaded."""
         super().track_weights_loading(model, loaded_weights, *args, **more)
         quantized = args[0] if args else more.get("quantized")  # of newer versions
         self._tracked = loaded_weights is not None and not quantized
 
 
 class TensorDedupLoader(ReadingLoader):
-    """A loader of models whose final tensors are shared with models that are loaded already.
+    """The loader of the format `tensor_dedup`: it shares final tensors with other loaded models.
 
-    Weights that cannot be shared are loaded as vLLM would, and `report()` tells why. The loads of a
-    process wait for each other.
+    Weights that cannot be shared are loaded as in plain vLLM; `report()` has the reason. Loads in
+    one process take turns.
 
     Raises:
         ConfigError: The configuration is not valid.
         FormatError: A stored checkpoint is not valid.
-        ChangedFileError: A file of the checkpoint changed meanwhile.
-        AuditError: An audit found a resident that differs from its checkpoint.
+        ChangedFileError: A file of the checkpoint changed during the load.
+        AuditError: An audit found a shared tensor that differs from its checkpoint.
     """
 
     def __new__(cls, load_config: LoadConfig) -> Any:
-        """Return a loader; in an unknown vLLM, one that overrides nothing and logs why."""
+        """Return a loader. In an unsupported vLLM it overrides nothing, and logs the reason."""
         reason = why_not("loader", "reload")
         return super().__new__(cls) if reason is None else plain_loader(reason)(load_config)
 
@@ -150,7 +157,7 @@ class TensorDedupLoader(ReadingLoader):
     def load_model(
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
     ) -> nn.Module:
-        """Build the model and load its weights."""
+        """Build the model, load its weights, and add a report. `prefix` is vLLM's."""
         self._note_base(model_config, draft=load_formats.is_draft(vllm_config, model_config))
         with LOAD_LOCK:
             model, report = self._load(vllm_config, model_config, prefix)
@@ -240,7 +247,7 @@ class TensorDedupLoader(ReadingLoader):
     def get_all_weights(
         self, model_config: ModelConfig, model: nn.Module
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Yield every tensor by name; a reload takes layers from a base again."""
+        """Yield every tensor by name, for a reload. Layers from a base are taken from it again."""
         self._note_base(model_config, draft=getattr(model_config, "runner_type", "") == "draft")
         return super().get_all_weights(model_config, model)
 
@@ -277,10 +284,10 @@ class TensorDedupLoader(ReadingLoader):
         return None
 
     def get_external_weight_memory(self, vllm_config: VllmConfig) -> int:
-        """Return the bytes of this model that a memory manager holds already.
+        """Return the bytes of this model that a memory manager has in memory already.
 
-        They are not part of the engine's own memory; 0 if nothing is shared there. vLLM calls this
-        on GPUs, before it measures free memory.
+        The result is 0 if there is no manager or the model is not shared. vLLM calls this on GPUs
+        before it measures free memory, because these bytes are not part of the engine's own memory.
         """
         manager = self.dedup.memory_manager
         if manager is None or self._refusal(vllm_config) is not None:
@@ -422,11 +429,11 @@ def _describe_checkpoint(report: ModelReport, path: str) -> None:
 
 
 def held_by_manager(where: str | os.PathLike[str], checkpoint: str, device: str = "") -> int:
-    """Return the bytes that the manager at `where` holds of a checkpoint, or 0 if none answers.
+    """Return the bytes that a memory manager holds of a checkpoint, or 0 if none answers.
 
-    `device` is the UUID of the GPU whose manager, beside that one, is asked. What a fine-tune has
-    in common with others becomes known only when it is loaded, so it is missing here and counts as
-    the engine's own. No manager is started.
+    `where` is the manager's socket or "auto"; no manager is started. `device` is the UUID of a GPU,
+    whose manager is then asked instead. Only tensors listed under the name `checkpoint` count: what
+    a fine-tune has in common with other models is known only after it was loaded.
     """
     try:
         beside = socket_path(None if os.fspath(where) == AUTO else where)
@@ -438,10 +445,10 @@ def held_by_manager(where: str | os.PathLike[str], checkpoint: str, device: str 
 
 
 def at_most(held: int, path: str, dtype: torch.dtype) -> int:
-    """Return `held`, but no more than a model of this dtype can use of a local checkpoint.
+    """Return `held`, but no more than the size of a local checkpoint loaded as `dtype`.
 
-    Other engines may hold it in their own dtype. What an engine adds to tensors, such as rows of a
-    vocabulary, is not counted. `held` is returned unchanged if the checkpoint cannot be read.
+    Other engines may hold the checkpoint in another dtype, too. Rows or padding that an engine adds
+    to tensors are not counted. `held` is returned unchanged if the checkpoint cannot be read.
     """
     try:
         tensors = open_checkpoint(path, follow_links=True).tensors()

@@ -1,4 +1,4 @@
-"""`/v1/models` tells of layers that a served model takes from a base. Nothing here imports vllm."""
+"""Show in vLLM's `/v1/models` the base from which a model takes layers. Imports no vllm."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,10 @@ _METHOD: Final = "show_available_models"
 
 
 def patch(serving: ModuleType) -> None:
-    """Wrap the method of vLLM's server that lists models. Idempotent."""
+    """Wrap the method of vLLM's server that lists models. Idempotent.
+
+    `serving` is the module vllm.entrypoints.openai.models.serving.
+    """
     found = getattr(serving, _CLASS, None)
     original = getattr(found, _METHOD, None)
     if original is None or original.__code__.co_filename == __file__:

@@ -1,7 +1,7 @@
-"""vLLM's other loaders whose load formats are supported, over deferred tensors.
+"""Subclasses of vLLM's loaders for load formats that its default loader does not read.
 
-Each loader here is vLLM's. Where it would open files, it is given the deferred tensors of this
-package's load in progress in the same context; without one it does what it always does.
+During a load of this package they get deferred tensors instead of opening files. At other times
+they do what vLLM's loaders do.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""CPU matrix products whose weight vLLM packs into a handler: unquantised, and int8 (w8a8).
+"""Linear layers whose weight vLLM packs into a oneDNN handler on a CPU.
 
-A handler cannot be mapped, hashed or written. It is shared as the object it is, within one process,
-under a key that includes the recipe of the plain weight it was packed from. What an int8 layer has
-beside it (scales, sums of columns) is shared tensor by tensor, in the same record.
+These are unquantised layers and int8 layers (w8a8). A handler is opaque: it cannot be mapped,
+hashed or written. So the object itself is shared, within one process only. Its key includes the
+recipe of the plain weight, which says how that follows from the checkpoint. The other tensors of an
+int8 layer (scales, sums of columns) are shared one by one, and listed in the same record.
 
-oneDNN's handlers are not made for two threads at once, and a lock cannot stand in compiled code.
-None is needed: vLLM keeps its forward context in a variable of the process, so engines of one
-process take turns.
+oneDNN does not allow two threads to use one handler at the same time. No lock is needed, because
+vLLM keeps its forward context in a variable of the process, so that engines in one process take
+turns.
 """
 
 from __future__ import annotations
@@ -40,17 +41,20 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class PackedGemm(KeyedLayer):
-    """A layer whose two-dimensional weight vLLM packs for the CPU."""
+    """An unquantised linear layer, whose two-dimensional weight vLLM packs on a CPU.
+
+    `keeps_weight`: the layer also needs the plain weight, as embeddings do.
+    """
 
     keeps_weight: bool
 
     @property
     def weight(self) -> DeferredParameter:
-        """The parameter that is packed."""
+        """The parameter that vLLM packs."""
         return self.deferred["weight"]
 
     def process(self) -> None:
-        """Reuse a handler packed from the same weight, or have vLLM pack it, and publish it."""
+        """Use the packed weight of an equal layer, or have vLLM pack it and share the result."""
         reason = self.context.session.plan.reason(self.weight)
         if reason is not None:
             self._pack_privately(reason)
@@ -58,7 +62,11 @@ class PackedGemm(KeyedLayer):
             self.share_by_key()
 
     def compute_unknown(self) -> dict[str, ScratchTensor]:
-        """Compute the weight; a large one that is kept is read directly into shared memory."""
+        """Compute the weight if its digest is not known yet; return it by name.
+
+        A large weight that the layer keeps is read directly into shared memory. The result is then
+        empty.
+        """
         session, weight = self.context.session, self.weight
         if weight.installed or weight.known:
             return {}
@@ -68,15 +76,18 @@ class PackedGemm(KeyedLayer):
         return {"weight": session.make(weight)}
 
     def form_of(self, record: LayerRecord) -> Any | None:
-        """Return the function that vLLM made of the weight, or None if no layer uses it."""
+        """Return the function with the packed weight, or None if no layer uses it any more."""
         return record.opaque() if record.opaque is not None else None
 
     def refuse(self, reason: str, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
-        """Pack the weight for this layer alone."""
+        """Record the reason, and pack the weight for this layer alone."""
         self._pack_privately(reason)
 
     def reuse(self, record: LayerRecord, form: Any, made: dict[str, ScratchTensor]) -> None:
-        """Give the layer the function of another one, audited where that is asked for."""
+        """Set the function with another layer's packed weight (`form`) on this layer.
+
+        If an audit selects the layer, its weight is compared first.
+        """
         here = made.get("weight")
         if self.context.session.checks.sampled():
             self._audit(record, here)
@@ -111,9 +122,10 @@ class PackedGemm(KeyedLayer):
             session.give_back(here)
 
     def build(self, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
-        """Process as vLLM does, from scratch memory if the plain weight is dropped anyway.
+        """Have vLLM pack the weight, and register the result under `key`.
 
-        If equal bytes with another recipe have been packed already, that result is reused instead.
+        If a weight with equal bytes has been packed under another key, that result is used instead.
+        A plain weight that vLLM drops after packing is made in scratch memory.
         """
         lent = made.get("weight")
         session, weight = self.context.session, self.weight
@@ -213,34 +225,40 @@ class PackedGemm(KeyedLayer):
 
 @dataclass(slots=True)
 class ScaledGemm(KeyedLayer):
-    """A layer whose int8 weight vLLM may pack for oneDNN."""
+    """An int8 linear layer, whose weight vLLM may pack for oneDNN."""
 
     @property
     def _weight(self) -> DeferredParameter:
         return self.deferred["weight"]
 
     def process(self) -> None:
-        """Reuse the handler and the scales of a layer processed alike, or pack and publish."""
+        """Use the handler and scales of an equal layer, or have vLLM pack the weight.
+
+        A weight that is packed here is shared with later layers.
+        """
         if self.context.updated:  # written later, scales must reach this layer's handler alone
             self._pack(None, {})
         else:
             self.share_by_key()
 
     def form_of(self, record: LayerRecord) -> Any | None:
-        """Return the handler that the weight was packed into, or None if no layer uses it."""
+        """Return the handler with the packed weight, or None if no layer uses it any more."""
         return record.opaque() if record.opaque is not None else None
 
     def refuse(self, reason: str, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
-        """Pack the weight for this layer alone."""
+        """Record the reason, and pack the weight for this layer alone."""
         self.context.session.ledger.skip(self._weight.name, reason)
         self._pack(None, made)
 
     def build(self, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
-        """Have vLLM pack the weight, share what is beside it, and publish both."""
+        """Have vLLM pack the weight, share the other tensors, and register both under `key`."""
         self._pack(key, made)
 
     def reuse(self, record: LayerRecord, form: Any, made: dict[str, ScratchTensor]) -> None:
-        """Give the layer the handler and the scales of another one."""
+        """Set another layer's handler (`form`) and scales on this layer.
+
+        If an audit selects the layer, it is processed and compared first.
+        """
         session, weight = self.context.session, self._weight
         layer = ProcessedLayer(self.context, self.layer, self.deferred)
         if session.checks.sampled():

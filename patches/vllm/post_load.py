@@ -1,6 +1,7 @@
-"""Models whose weights cannot be deferred: loaded by vLLM alone, and shared by content afterwards.
+"""Models that vLLM loads without this package, and whose tensors are shared afterwards.
 
-That saves memory but no reading, and until its load has ended such a model has memory of its own.
+This is done for formats with a loader of their own, and for weights that are quantised while they
+are read. It saves memory but no reading, and needs memory for the whole model during the load.
 """
 
 from __future__ import annotations
@@ -33,11 +34,14 @@ OTHER_LOADERS = ("gguf", "bitsandbytes")
 
 
 class QuantisedWhileLoadedError(UntraceableError):
-    """Weights are quantised while they are read; the result can be shared all the same."""
+    """The weights are quantised while they are read: load plainly, and share the result."""
 
 
 def other_format(inner: str, model_config: ModelConfig) -> str | None:
-    """Return the format whose own loader has to load this model, or None."""
+    """Return the format whose own loader must load this model, or None.
+
+    The result is "gguf" or "bitsandbytes". `inner` is the load format that was asked for.
+    """
     if inner in OTHER_LOADERS:
         return inner
     quantised = str(model_config.quantization)
@@ -45,17 +49,20 @@ def other_format(inner: str, model_config: ModelConfig) -> str | None:
 
 
 def weights_of(model_config: ModelConfig) -> str:
-    """Return the path of a model's weights; with GGUF, `model` is its configuration's folder."""
+    """Return the path of a model's weights.
+
+    For GGUF that is not `model_config.model`, which is the folder of the configuration.
+    """
     weights = getattr(model_config, "model_weights", "")
     return str(weights if weights and model_config.quantization == "gguf" else model_config.model)
 
 
 @functools.cache
 def install() -> None:
-    """Keep the requested format where a plug-in replaces it by its own. Idempotent.
+    """Keep the load format `tensor_dedup` where a plug-in of vLLM replaces it. Idempotent.
 
-    The plug-in for bitsandbytes does so after the arguments are built, and this package's settings,
-    which are still there, would be ignored silently.
+    The plug-in for bitsandbytes replaces the format after the arguments were built; without this,
+    the configuration of this package would be ignored without a message.
     """
     original: Callable[[LoadConfig], Any] = model_loader.get_model_loader
 
@@ -73,7 +80,7 @@ def install() -> None:
 
 
 def eplb_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the weights that vLLM moves between ranks to balance experts (`enable_eplb`)."""
+    """Yield the expert weights that vLLM moves between ranks to balance load (`enable_eplb`)."""
     for module in model.modules():
         config: Any = getattr(module, "moe_config", None)
         parallel = getattr(config, "moe_parallel_config", None)
@@ -85,10 +92,11 @@ def eplb_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def share_loaded(model: nn.Module, session: LoadSession, total: int) -> None:
-    """Replace the parameters of a loaded model by residents with equal bytes, module by module.
+    """Replace the parameters of a loaded model by shared tensors with equal bytes.
 
-    The model was loaded under `scales_kept`; what its handlers hold is left as it is. `total` is
-    the size of the model in all its forms, in bytes; what is no parameter is entered as private.
+    The model must have been loaded under `scales_kept`; memory that its handlers use is not
+    replaced. `total` is the size of the model in bytes, packed weights included; the part of it
+    that is not in parameters is reported as private.
     """
     overwritten = {id(parameter) for parameter in eplb_parameters(model)}
     seen: set[int] = set()

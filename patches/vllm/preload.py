@@ -2,11 +2,11 @@
 
     python -m tensor_dedup.patches.vllm.preload --socket SOCKET [--engine-args JSON] CHECKPOINT
 
-This runs as a process of its own, because the manager never runs models. The engine is one of this
-environment, in a child process unless VLLM_ENABLE_V1_MULTIPROCESSING is 0: in that case vLLM
-computes with another number of threads, which layer keys include. What it built stays pinned under
-the checkpoint's name until `tensor-dedup unpin`. The exit status is 1 if anything could not be
-lent.
+The manager runs no models, so this is a process of its own. It loads the checkpoint with the
+installed vLLM, whose engine runs in a child process unless VLLM_ENABLE_V1_MULTIPROCESSING is 0.
+(With 0, vLLM uses another number of threads, which is a part of layer keys.) The tensors stay
+pinned under the checkpoint's name until `tensor-dedup unpin`. The exit status is 1 if not all could
+be put into the manager.
 """
 
 import json
@@ -24,7 +24,10 @@ _SMALL: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": Tr
 
 
 def build(path: str, socket: str, engine_args: dict[str, Any]) -> str | None:
-    """Load `path` in an engine and pin what it put; return why that failed, or None."""
+    """Load the checkpoint `path` in an engine and pin its tensors in the manager at `socket`.
+
+    Return None, or the reason if that failed.
+    """
     from vllm import LLM
 
     from tensor_dedup.loader.report import report

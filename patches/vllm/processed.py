@@ -1,7 +1,8 @@
-"""Layers that vLLM has processed, whose parameters are shared by content or by a record.
+"""Layers of vLLM that are shared after, or instead of, being processed.
 
-Processing replaces parameters, renames them, adds some and drops others. What counts is what the
-layer has afterwards. `LayerContext` is the load as its layers see it.
+Processing (`process_weights_after_loading`) replaces parameters, renames them, adds some and
+removes others. The parameters that the layer has afterwards are shared: by content, or by a record
+that lists the residents (shared tensors) of an equal layer.
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ Final = tuple[str, str, nn.Parameter]  # name, label, object
 
 @dataclass(slots=True)
 class LayerContext:
-    """One load as its layers see it.
+    """The state of one load that all its layers use.
 
-    `deferred` is by id of the parameter. `updated` tells that weights may be written in place later
-    (`weight_transfer_config`).
+    `deferred` has the parameters without memory, by the id of the parameter. `packed`: weights may
+    be packed on a CPU. `updated`: weights may be written in place later (`weight_transfer_config`).
+    `process` describes the state of the process that layer keys include.
     """
 
     session: LoadSession
@@ -62,7 +64,7 @@ class LayerContext:
     process: str = field(default_factory=process_text)
 
     def parameters(self, layer: nn.Module) -> dict[str, DeferredParameter]:
-        """Return the layer's own parameters that were deferred, by name in the layer."""
+        """Return the layer's own deferred parameters, by their names in the layer."""
         found = {}
         for name, parameter in layer._parameters.items():
             if parameter is not None and id(parameter) in self.deferred:
@@ -70,7 +72,7 @@ class LayerContext:
         return found
 
     def done(self, each: DeferredParameter) -> None:
-        """Record that a parameter has its memory, and free what only it needed."""
+        """Record that a parameter has its final memory, and free what was kept for it alone."""
         if not each.installed:
             each.installed = True
             if each.view is not None:
@@ -82,9 +84,10 @@ class LayerContext:
         parameters: Mapping[str, DeferredParameter],
         content: str | None = None,
     ) -> LayerKey:
-        """Return the layer's key, before processing changes the layer. All digests must be known.
+        """Return the key of a layer, which must not have been processed yet.
 
-        `content` is the digest of the only parameter's bytes, used in place of its recipe.
+        The digests of all `parameters` must be known. If `content` is given, it is the digest of
+        the bytes of the only parameter, and used instead of the digest of its recipe.
         """
         return LayerKey.of(
             self.process,
@@ -113,9 +116,10 @@ class LayerContext:
     def refusal(
         self, record: LayerRecord, parameters: Mapping[str, DeferredParameter]
     ) -> str | None:
-        """Return why verify_bytes forbids the use of a record, or None.
+        """Return the reason why `verify_bytes` forbids the use of a record, or None.
 
-        Either its sources have other bytes, or they cannot be compared any more.
+        That is the case if the checkpoint tensors of the record have other bytes than those of this
+        layer, or cannot be read for comparison any more.
         """
         if not self.session.config.verifies_bytes:
             return None
@@ -144,10 +148,11 @@ def _bias(layer: nn.Module) -> str | None:
 
 @dataclass(slots=True)
 class KeyedLayer(ABC):
-    """A layer that is shared by layer key; `deferred` are its parameters without memory.
+    """A layer that is shared by layer key. `deferred` are its parameters without memory.
 
-    `share_by_key` is the sequence that all kinds of layers have in common. A subclass defines what
-    its processed form is, and how that is reused and built.
+    `share_by_key` calls the abstract methods, by which a subclass defines how the processed form of
+    a layer is found, reused and built. Their parameter `made` has tensors of the layer that were
+    computed already, by name.
     """
 
     context: LayerContext
@@ -156,7 +161,7 @@ class KeyedLayer(ABC):
     deferred: Deferred
 
     def share_by_key(self) -> None:
-        """Reuse what was processed under the same key, or process the layer and publish it."""
+        """Reuse the layer that was processed under the same key, or process this one."""
         made = self.compute_unknown()
         key = self.context.key(self.layer, self.deferred)
         found = registry.lookup_record(key.digest)
@@ -172,7 +177,10 @@ class KeyedLayer(ABC):
             self.context.session.give_back(each)
 
     def compute_unknown(self) -> dict[str, ScratchTensor]:
-        """Compute the layer's tensors if a digest that its key needs is not known yet."""
+        """Compute the layer's tensors if the key needs a digest that is not known yet.
+
+        Return them by name, or {} if all digests are known.
+        """
         session = self.context.session
         if all(each.known for each in self.deferred.values()):
             return {}
@@ -180,24 +188,24 @@ class KeyedLayer(ABC):
 
     @abstractmethod
     def form_of(self, record: LayerRecord) -> Any | None:
-        """Return the processed form that a record leads to, or None if it is gone."""
+        """Return the processed form that a record refers to, or None if it is gone."""
 
     @abstractmethod
     def reuse(self, record: LayerRecord, form: Any, made: dict[str, ScratchTensor]) -> None:
-        """Give the layer the form of another one that was processed alike."""
+        """Give this layer the processed form of another layer with the same key."""
 
     @abstractmethod
     def build(self, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
-        """Process the layer as vLLM does and publish the result under its key."""
+        """Process the layer as vLLM does, and register the result under its key."""
 
     @abstractmethod
     def refuse(self, reason: str, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
-        """Process the layer although a record was found, which must not be used."""
+        """Process the layer without using the record that was found, for this reason."""
 
 
 @dataclass(slots=True)
 class ProcessedLayer:
-    """A layer that vLLM itself processes; `deferred` are its parameters without memory."""
+    """A layer that vLLM processes. `deferred` are its parameters that have no memory yet."""
 
     context: LayerContext
     layer: nn.Module
@@ -211,9 +219,10 @@ class ProcessedLayer:
         self._path = first.name.rpartition(".")[0]
 
     def materialise(self, made: dict[str, ScratchTensor]) -> None:
-        """Give each parameter memory of its own, because processing may keep any part of it.
+        """Give each parameter private memory with its content, for processing to use.
 
-        What `made` holds is given back, and removed from it, as soon as it is copied.
+        `made` has tensors that were computed already. They are removed from it and their scratch
+        memory is returned as soon as they are copied.
         """
         session = self.context.session
         for name, each in self.deferred.items():
@@ -233,7 +242,7 @@ class ProcessedLayer:
             self.context.done(each)
 
     def process(self, original: Original) -> None:
-        """Process as vLLM does, and release the parameters that it replaced."""
+        """Have vLLM process the layer, and release the parameters that it has replaced."""
         mine = {id(each.parameter) for each in self.deferred.values()}
         self._others = [p for _, p in self._parameters() if id(p) not in mine]
         with scales_kept() as self._kept:
@@ -247,9 +256,9 @@ class ProcessedLayer:
                 each.parameter = nn.Parameter(torch.empty(0), False) if now is None else now
 
     def share(self, record: LayerRecord | None = None) -> None:
-        """Replace the layer's parameters by residents with equal bytes; enter them into `record`.
+        """Replace the parameters by shared tensors with equal bytes, and list these in `record`.
 
-        This happens slab by slab, so that the layer is never in memory twice.
+        This is done slab by slab, so that the layer is never in memory twice.
         """
         finals = self._finals()
         for group in slabs([parameter.nbytes for _, _, parameter in finals]):
@@ -277,11 +286,11 @@ class ProcessedLayer:
                 record.residents[name] = (resident, type(parameter))
 
     def complete(self, record: LayerRecord) -> bool:
-        """Return whether `record` holds every parameter that the layer has now."""
+        """Return whether `record` lists as many shared tensors as the layer has parameters."""
         return len(record.residents) == len(self._parameters())
 
     def audit(self, record: LayerRecord) -> None:
-        """Compare the layer, just processed from its checkpoint, with the shared one.
+        """Compare the processed layer with the shared tensors of a record.
 
         Raises:
             AuditError: A parameter differs.
@@ -294,7 +303,7 @@ class ProcessedLayer:
                 raise_audit(f"{each.name} ({name})", "the resident", "the layer rebuilt")
 
     def map(self, record: LayerRecord) -> None:
-        """Give the layer the parameters of another one that was processed alike."""
+        """Give the layer the shared tensors of a record, mapped as its parameters."""
         layer, session = self.layer, self.context.session
         for name in [n for n in self.deferred if n not in record.residents]:
             if name in layer._parameters:

@@ -1,10 +1,10 @@
 """One load of one vLLM model, from open files to the report.
 
-On a GPU the model is built without its weights there, so that a model fits whose weights are
-resident already. Constructors run with the GPU as torch's default device, so buffers and tables are
-computed there as in plain loading. Only parameters are moved to the host, each when it is
-registered, so that no more than one of them is on the GPU at any time. Their content is moved too,
-unless nothing can have written to that memory.
+On a GPU the model is built without its weights there, so that a model fits whose weights are shared
+with others. Constructors run with the GPU as torch's default device, and compute buffers and tables
+there as in plain loading. Only parameters are moved to host memory, each when it is registered, so
+that no more than one of them is on the GPU at a time. Their content is moved, too, unless it is
+uninitialised.
 """
 
 from __future__ import annotations
@@ -91,17 +91,17 @@ def load(
     create: Callable[[], nn.Module],
     load_weights: Callable[[nn.Module], bool],
 ) -> tuple[nn.Module, ModelReport]:
-    """Load a model that shares what others have; return it with its report.
+    """Load a model, share its tensors, and return it with a report.
 
-    `create` builds the module tree. `load_weights` runs the model's own loading code and returns
-    whether that reported which weights it has loaded.
+    `create` builds the module tree. `load_weights` runs the model's own loading code, and returns
+    whether that code has reported which weights it loaded.
 
     Raises:
         UnsupportedError: The model has to be loaded plainly; `vllm_config` may have changed.
-        IncompleteCheckpointError: No tensor of the checkpoint fills a parameter.
-        StaleHintError: A hint was wrong; load again without hints.
-        ChangedFileError: A file of the checkpoint changed meanwhile.
-        AuditError: An audit found a resident that differs from its checkpoint.
+        IncompleteCheckpointError: The checkpoint has no tensor for a parameter.
+        StaleHintError: A remembered digest was wrong; load again without hints.
+        ChangedFileError: A file of the checkpoint changed during the load.
+        AuditError: An audit found a shared tensor that differs from its checkpoint.
     """
     model = run.build(create, device)
     told = run.trace(model, load_weights, updated=vllm_config.weight_transfer_config is not None)
@@ -123,9 +123,9 @@ def load(
 
 
 class LoadRun:
-    """The state of one load, which owns what it opens and borrows.
+    """The state of one load: a context manager that closes what the load has opened.
 
-    A context manager, for one thread that holds the load lock.
+    For one thread, which holds the load lock.
     """
 
     def __init__(
@@ -137,9 +137,10 @@ class LoadRun:
         gpu: SharedGpu | None = None,
         frozen: FrozenLayers | None = None,
     ) -> None:
-        """Open nothing yet. `name` is for reports and a manager's tables.
+        """Prepare a load; no file is opened yet.
 
-        `frozen` are layers that a base gives; the run closes them.
+        `name` is for reports and for the manager's tables. `frozen` are the layers to be taken from
+        a base; they are closed with the load.
         """
         reader = SourceReader(config.hash_algorithm)
         scratch = Scratch()
@@ -197,10 +198,11 @@ class LoadRun:
     ) -> bool:
         """Run the model's loading code on deferred tensors, and prepare the sharing.
 
-        Returns what `load_weights` returns. `updated` is that of `LayerContext`.
+        A deferred tensor has a shape but no data; the operations on it are recorded. Return what
+        `load_weights` returns. `updated` is as in `LayerContext`.
 
         Raises:
-            UntraceableError: The loading code cannot be deferred.
+            UntraceableError: The loading code cannot be run in this way.
         """
         for module in model.modules():
             if getattr(getattr(module, "quant_method", None), "uses_meta_device", False):
@@ -220,7 +222,7 @@ class LoadRun:
         return told
 
     def defer(self, model: nn.Module) -> None:
-        """Make the parameters of `model` deferred tensors."""
+        """Replace the parameters of `model` by deferred ones, which have a shape but no data."""
         self._without_memory = {id(p) for p in model.parameters() if p.is_meta}
         self._without_content = {id(p) for p in model.parameters() if self.uninitialised.holds(p)}
         self._deferred = defer(model, self.tracer)
@@ -228,7 +230,11 @@ class LoadRun:
     def open_files(
         self, paths: list[str], wanted: Callable[[str], bool]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every wanted tensor of these files, deferred, in the order of their names."""
+        """Open files, and yield each tensor whose name is `wanted` as a deferred tensor.
+
+        Raises:
+            UntraceableError: A file cannot be read here, although vLLM may be able to.
+        """
         files = [self._open(Path(path)) for path in paths]
         if self._frozen is not None:
             with self.tracer.own_work():
@@ -263,7 +269,10 @@ class LoadRun:
         return file
 
     def conclude(self, model: nn.Module, *, updated: bool = False) -> None:
-        """Determine, after tracing, what is to be shared. `updated` is that of `LayerContext`."""
+        """Determine, from what was traced, which parameters can be shared.
+
+        `updated` is as in `LayerContext`.
+        """
         session = self.session
         conclude(model, self._deferred, self.tracer)
         settle_strays(
@@ -285,10 +294,12 @@ class LoadRun:
         )
 
     def require_filled(self, path: str) -> None:
-        """Check that no parameter would keep uninitialised memory.
+        """Check that the checkpoint fills all parameters, so that none keeps uninitialised memory.
+
+        `path` is the checkpoint's, for the message.
 
         Raises:
-            IncompleteCheckpointError: No tensor of the checkpoint fills some parameters.
+            IncompleteCheckpointError: Some parameters are not filled, or not completely.
         """
         lacking = [
             (each.name, missing)
@@ -301,7 +312,11 @@ class LoadRun:
 
     @contextmanager
     def layers_taken_over(self, model: nn.Module) -> Iterator[None]:
-        """Redirect every layer's processing here, by an attribute that shadows its method's own."""
+        """Process all layers by `LayerProcessor` in a `with` block.
+
+        For that, each quantisation method gets an attribute that shadows its own
+        `process_weights_after_loading`.
+        """
         processor = self._processor
         assert processor is not None
         hooked: list[QuantizeMethodBase] = []
@@ -318,10 +333,10 @@ class LoadRun:
                 vars(method).pop(_PROCESS, None)
 
     def find_residents(self, model: nn.Module) -> None:
-        """Look up, in one batch, the residents of all parameters that are shared as loaded.
+        """Look up, all at once, the shared tensors for parameters that processing does not change.
 
-        The final bytes of other layers are known only after processing. Parameters whose digests
-        are not known yet are looked up later, layer by layer.
+        Parameters of other layers, and those whose digests are not known yet, are looked up later,
+        layer by layer.
         """
         parameters = self._outside_layers(model)
         if not self._packed:
@@ -347,9 +362,10 @@ class LoadRun:
         return [each for key, each in outside.items() if key not in inside]
 
     def share_constant_layers(self, model: nn.Module) -> None:
-        """Share, on a GPU, the parameters of all layers whose processing leaves them alone.
+        """On a GPU, share the parameters of all layers whose processing does not change them.
 
-        Together they fill slabs; a slab per layer would leave half of each handle empty.
+        They are shared together, to fill GPU handles: one handle for each layer would be half
+        empty.
         """
         if self._gpu is not None:
             self.session.share(self._of_constant_layers(model))
@@ -365,17 +381,17 @@ class LoadRun:
         return list(unique.values())
 
     def bring_the_rest(self, model: nn.Module) -> None:
-        """Move parameters that loading code created itself to the device of the model."""
+        """Move parameters that the loading code has created itself to the model's device."""
         if self._gpu is not None:
             for parameter in model.parameters():
                 if not parameter.is_meta and parameter.device.type != self._gpu.device.type:
                     replace_data(parameter, self.session.provider.private(parameter.detach()))
 
     def share_left_over(self, model: nn.Module) -> None:
-        """Share the parameters that no layer's processing covered.
+        """Share the parameters that the processing of layers has not covered.
 
         Raises:
-            UntraceableError: A parameter was left without content.
+            UntraceableError: A parameter has no content.
         """
         remaining = [p for p in model.parameters() if p.is_meta and id(p) in self._deferred]
         self.session.share([self._deferred[id(p)] for p in remaining])
@@ -385,7 +401,11 @@ class LoadRun:
 
     @contextmanager
     def retied(self, model: nn.Module, model_config: ModelConfig) -> Iterator[None]:
-        """Tie a head that the checkpoint repeats by comparing recipes; vLLM would compare bytes."""
+        """Tie the output head to the embeddings if the checkpoint has equal tensors for both.
+
+        vLLM would compare their bytes; here, their recipes are compared first. During the `with`
+        block vLLM does not try to tie them itself.
+        """
         if not getattr(model_config, "word_embeddings_untied_by_checkpoint", False):
             yield
             return
@@ -427,11 +447,11 @@ class LoadRun:
         return torch.equal(self.session.evaluator.value(a), self.session.evaluator.value(b))
 
     def finish(self) -> None:
-        """Check that no file changed, and record what was hashed as hints.
+        """Check that no file has changed, and store the digests that were computed as hints.
 
         Raises:
-            ChangedFileError: A file is not what it was when it was opened.
-            UntraceableError: Something still holds a deferred tensor, which has no content.
+            ChangedFileError: A file has changed since it was opened.
+            UntraceableError: The model's code still holds a deferred tensor, which has no data.
         """
         self._deferred.clear()
         self.session.ahead.close()
@@ -449,7 +469,7 @@ class LoadRun:
         return [*self._files, *(self._frozen.files if self._frozen is not None else ())]
 
     def report(self, rank: int) -> ModelReport:
-        """Return what this load read, hashed, built and shared."""
+        """Return a report of what was read, hashed, built and shared. `rank` is this worker's."""
         counters = self.session.reader.counters
         shared = {id(source) for source in self.session.ledger.shared_sources()}
         report = ModelReport(name=self._name, rank=rank, known=self._known)
@@ -471,7 +491,7 @@ class LoadRun:
         return report
 
     def say_not_lent(self, report: ModelReport) -> None:
-        """Enter why a manager does not hold everything, and why leaves were copied, if so."""
+        """Add to the report why not everything is shared with other processes, if that is so."""
         reason = self.session.provider.not_lent
         if reason is not None:
             report.skipped.append((BETWEEN_PROCESSES, reason))
@@ -494,10 +514,11 @@ def _dtype(source: SourceTensor) -> torch.dtype:
 
 @contextmanager
 def restored_on_failure(vllm_config: VllmConfig) -> Iterator[None]:
-    """Restore vLLM's configuration and the random generators if the block fails.
+    """Restore vLLM's configuration and the random generators if a `with` block fails.
 
-    vLLM registers each attention and MoE layer in the configuration when it is created, and refuses
-    a second one of that name; constructors draw random numbers.
+    vLLM registers each attention and MoE layer in the configuration when it creates it, and refuses
+    a second layer of the same name; constructors use random numbers. So a second attempt needs
+    both.
     """
     compilation = vllm_config.compilation_config
     layers = dict(compilation.static_forward_context)
@@ -524,11 +545,10 @@ def _counted_ops(compilation: CompilationConfig) -> tuple[Counter[str], Counter[
 def parameters_on_host(
     device: torch.device, uninitialised: UninitialisedStorages
 ) -> Iterator[None]:
-    """Keep in host memory the parameters that modules register on `device` within the block.
+    """Move parameters that are registered on `device` in a `with` block to host memory.
 
-    This concerns modules that the calling thread creates; for the CPU nothing is done.
-    `uninitialised` has to watch meanwhile: the content of its storages is not copied, and untouched
-    host memory takes none.
+    Only modules that the calling thread creates are affected. For the CPU nothing is done.
+    `uninitialised` must be watching: the content of storages that it lists is not copied.
     """
     if device.type == "cpu":
         yield

@@ -1,7 +1,7 @@
-"""Every name of vLLM that is wrapped, overridden or relied on, and the effect if it has changed.
+"""The table of seams: every name of vLLM that this package wraps, overrides or relies on.
 
-The table holds what was recorded; `check` compares it with the installed vLLM. Neither vllm nor
-torch is imported before that.
+Each entry has the recorded signature, and the consequence if vLLM has changed it. `check` compares
+the table with the installed vLLM. Neither vllm nor torch is imported before that.
 """
 
 import functools
@@ -45,7 +45,10 @@ WITHOUT: Final[dict[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class VllmSeam(Seam):
-    """A name of vLLM that belongs to one of the parts with a sentence in `WITHOUT`."""
+    """A name of vLLM that this package depends on.
+
+    `part` is the feature that does not work without it; `WITHOUT` says what happens then.
+    """
 
     framework: ClassVar[str] = "vLLM "
 
@@ -551,9 +554,9 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
 
 
 def check(*parts: Part) -> tuple[Mismatch, ...]:
-    """Compare the installed vLLM with these parts of the table, or all. Imports what it checks.
+    """Compare the installed vLLM with the table, or with some parts of it; return the mismatches.
 
-    A vLLM that differs raises no error; a module or name that is gone is a mismatch.
+    The modules that are checked are imported. A missing module or name is a mismatch, not an error.
     """
     chosen = (seam for seam in SEAMS if not parts or seam.part in parts)
     return tuple(found for seam in chosen if (found := compare(seam)) is not None)
@@ -561,13 +564,16 @@ def check(*parts: Part) -> tuple[Mismatch, ...]:
 
 @functools.cache
 def why_not(*parts: Part) -> str | None:
-    """Return why these parts cannot be used with the installed vLLM, or None. Thread-safe."""
+    """Return why these parts do not work with the installed vLLM, or None. Thread-safe."""
     return _reason(*parts)
 
 
 @functools.cache
 def usable(part: Part) -> bool:
-    """Return whether a part of the table matches; log a mismatch once per process. Thread-safe."""
+    """Return whether a part works with the installed vLLM. Thread-safe.
+
+    If it does not, the reason is logged, once in a process.
+    """
     reason = _reason(part)
     if reason is not None:
         _log.warning("%s", reason)

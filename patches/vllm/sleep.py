@@ -1,7 +1,7 @@
-"""vLLM's sleep mode, for the weights that its allocator does not know of.
+"""vLLM's sleep mode for shared weights, which vLLM's own allocator does not know.
 
-`CuMemAllocator` offloads what torch has allocated. Shared weights are mapped beside it: the
-worker's `sleep` and `wake_up` are wrapped, so that they leave the GPU and come back with the rest.
+`CuMemAllocator` offloads the memory that torch has allocated. Shared weights are mapped beside it.
+So the worker's `sleep` and `wake_up` are wrapped to unmap them from the GPU, and to map them again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _asleep: Final[weakref.WeakKeyDictionary[Any, SleepingModel]] = weakref.WeakKeyD
 
 @functools.cache
 def install() -> None:
-    """Wrap the worker's functions, imported already or later. Idempotent."""
+    """Wrap the worker's `sleep` and `wake_up`, now or when vLLM imports it. Idempotent."""
     if usable("sleep"):
         wrapt.when_imported(_WORKER)(_patch)
 

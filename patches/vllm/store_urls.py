@@ -1,6 +1,6 @@
-"""Resolution of `store://NAME` as a model of vLLM, to a folder before vLLM looks at it.
+"""Resolve `store://NAME` as a model of vLLM into a folder, before vLLM looks at it.
 
-Nothing here imports vllm.
+This module imports no vllm.
 """
 
 import functools
@@ -18,18 +18,19 @@ _Engine = Callable[..., Any]
 
 
 def is_url(model: object) -> bool:
-    """Return whether a model argument names a stored checkpoint."""
+    """Return whether a `model` argument names a checkpoint in a store (`store://NAME`)."""
     return isinstance(model, str) and model.startswith(STORE_SCHEME)
 
 
 def resolve(arguments: MutableMapping[str, Any]) -> None:
-    """Replace `store://NAME` in engine arguments by a folder, and add where its tensors are.
+    """Replace `store://NAME` in engine arguments by a folder that stands for the checkpoint.
 
-    The arguments are already those of a load of this package. What the store does not have is
-    pulled from the remote first, if there is one.
+    The place of its tensors is added to `model_loader_extra_config`. The arguments must already
+    have this package's load format. If a remote is configured, what the store lacks is pulled from
+    it first.
 
     Raises:
-        StoreError: There is no such checkpoint, here or there, or it is damaged.
+        StoreError: There is no such checkpoint in the store or remote, or it is damaged.
         RemoteError: The remote cannot be used.
         UnsupportedError: No engine can load the checkpoint.
     """
@@ -49,10 +50,11 @@ def resolve(arguments: MutableMapping[str, Any]) -> None:
 
 
 def make_unresolved(original: Callable[..., None], engine_args: Any, given: BoundArguments) -> None:
-    """Create engine arguments for a stored checkpoint from which no engine may be created.
+    """Initialise engine arguments that name a stored checkpoint, without looking it up.
 
-    vLLM creates such arguments from the model's name alone, to see which differ from the defaults;
-    with HF_HUB_OFFLINE it would look that name up. `refuse_unresolved` refuses engines of them.
+    vLLM creates such arguments from the model's name alone, to see which others differ from their
+    defaults; with HF_HUB_OFFLINE it would look for the name as a path. `refuse_unresolved` refuses
+    engines with them.
     """
     url = given.arguments["model"]
     given.arguments["model"] = os.curdir
@@ -61,7 +63,7 @@ def make_unresolved(original: Callable[..., None], engine_args: Any, given: Boun
 
 
 def refuse_unresolved(original: _Engine) -> _Engine:
-    """Wrap EngineArgs.create_engine_config, so that only this package loads stored checkpoints."""
+    """Wrap EngineArgs.create_engine_config: it raises ConfigError for a model `store://NAME`."""
 
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:

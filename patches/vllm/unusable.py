@@ -1,6 +1,7 @@
-"""The load format in an unknown version of vLLM, where every model is loaded plainly.
+"""The load format `tensor_dedup` in a version of vLLM that this package does not support.
 
-It overrides nothing that reads weights, because the change may be just what an override relies on.
+Every model is loaded plainly. No method that reads weights is overridden, because that could depend
+on what has changed in vLLM.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 def plain_loader(reason: str) -> type[DefaultModelLoader]:
-    """Return a loader class that reads as vLLM does and logs why nothing is shared."""
+    """Return a loader class that loads as vLLM does, and logs `reason` for not sharing."""
 
     class PlainLoader(DefaultModelLoader):
         def __init__(self, load_config: LoadConfig) -> None:

@@ -1,6 +1,6 @@
-"""Names that newer versions of vLLM have and older ones lack, and their substitutes.
+"""Names that some supported versions of vLLM lack, with substitutes.
 
-`seams` records since which version each was seen, and what a load does without it.
+`seams` records the versions that have each name, and what a load does without it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ untied_lm_head: Callable[[nn.Module], Any] | None = _optional(
 
 
 def takes_processed(method: object) -> bool:
-    """Return whether a layer of this method may be given weights that were processed before."""
+    """Return whether this quantisation method accepts weights that are processed already."""
     asked = getattr(method, "supports_pre_processed_weights", False)
     return weights_already_processed is not None and bool(asked)
 
@@ -49,7 +49,7 @@ def takes_processed(method: object) -> bool:
 def create_model(
     loader: Any, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str
 ) -> nn.Module:
-    """Build the module tree as this version's own load_model does."""
+    """Build the module tree as `load_model` of the installed vLLM does."""
     build = getattr(loader, "create_model", initialize_model)
     model: nn.Module = build(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
     return model
@@ -65,7 +65,7 @@ _CHECKS = "_tensor_dedup_checks_keep_plain"
 def install() -> None:
     """Make vLLM honour KEEP_PLAIN, so that a reload does not pack a weight that is shared plain.
 
-    Called again it does nothing, unless somebody else has replaced the function meanwhile.
+    Calling it again has an effect only if the wrapped function was replaced meanwhile.
     """
     original = layer_utils.dispatch_cpu_unquantized_gemm
     if not hasattr(original, _CHECKS):
@@ -73,7 +73,7 @@ def install() -> None:
 
 
 def unless_kept_plain(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `dispatch_cpu_unquantized_gemm` so that it leaves layers with KEEP_PLAIN alone."""
+    """Wrap `dispatch_cpu_unquantized_gemm` so that it does not pack layers with KEEP_PLAIN."""
 
     @functools.wraps(original)
     def dispatch(layer: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,9 +1,9 @@
-"""vLLM's weight iterators, which yield deferred tensors during a load of this package.
+"""Wrappers of vLLM's weight iterators, which yield deferred tensors during a load of this package.
 
-The names replaced are those that `DefaultModelLoader` calls once it has chosen, filtered and
-downloaded the files, so all of that remains vLLM's. Without such a load in the same context the
-originals run: a reload, another loader and another thread see no difference. The tensors of a
-stored checkpoint, which has no files of weights, come from `stored_tensors`.
+They replace the names that `DefaultModelLoader` calls after it has chosen, filtered and downloaded
+the files; all of that remains vLLM's. Outside such a load, as in a reload, in another loader or in
+another thread, the original iterators run. `stored_tensors` yields the tensors of stored
+checkpoints, which have no files of weights.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _OTHERS = (
 
 @contextmanager
 def deferring(open_files: OpenFiles) -> Iterator[None]:
-    """Make the iterators yield what `open_files(paths, wanted)` yields within the block."""
+    """Make vLLM's iterators yield the tensors of `open_files(paths, wanted)` in a `with` block."""
     token = _active.set(open_files)
     try:
         yield
@@ -58,7 +58,7 @@ def deferring(open_files: OpenFiles) -> Iterator[None]:
 
 
 def active() -> OpenFiles | None:
-    """Return what yields deferred tensors in this context, or None."""
+    """Return the `open_files` function that is in effect in this context, or None."""
     return _active.get()
 
 
@@ -128,7 +128,7 @@ REPLACEMENTS: Final[Mapping[str, Callable[..., Any]]] = {
 
 @functools.cache
 def install() -> None:
-    """Install the wrappers, for the names that this vLLM has. Idempotent."""
+    """Install the wrappers for the iterators that this vLLM has. Idempotent."""
     for name, replacement in REPLACEMENTS.items():
         original = getattr(default_loader, name, None)
         if original is not None:
@@ -139,7 +139,10 @@ def install() -> None:
 def stored_tensors(
     paths: list[str], opening: Callable[[], OpenCheckpoint], wanted: Wanted
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every wanted tensor by name, deferred during a load, otherwise read from the store."""
+    """Yield each wanted tensor of a stored checkpoint by name.
+
+    During a load of this package the tensors are deferred, otherwise they are read from the store.
+    """
     open_files = active()
     if open_files is not None:
         yield from open_files(paths, wanted)
@@ -158,7 +161,11 @@ def with_frozen_layers(
     paths: Sequence[str],
     opening: Callable[[], OpenCheckpoint],
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """Yield tensors of a load that defers nothing, with the base's in place of the chosen ones."""
+    """Yield the tensors in `found`, with those of frozen layers read from the base model instead.
+
+    Frozen layers are those that `frozen_base` takes from another checkpoint. This is for loads
+    without deferred tensors.
+    """
     with taken_plainly(frozen, [Path(path) for path in paths], opening()) as instead:
         for name, tensor in found:
             source = instead(name)
@@ -168,10 +175,12 @@ def with_frozen_layers(
 def stored_paths(
     checkout: Checkout, subfolder: str | None, patterns: Sequence[str] | None
 ) -> list[str]:
-    """Return the paths that a stored checkpoint's files of weights have in its checkout.
+    """Return the paths of a stored checkpoint's weight files in the folder that stands for it.
+
+    `patterns` selects files by name; None selects all.
 
     Raises:
-        UnsupportedError: A folder inside the checkpoint is asked for.
+        UnsupportedError: `subfolder` is given.
     """
     if subfolder is not None:
         raise UnsupportedError(

@@ -1,8 +1,7 @@
-"""Private memory for a running engine's weights, before anything writes them.
+"""Give a running engine's weights private memory before vLLM overwrites them.
 
-Copy-on-write already keeps other models safe. But a model that overwrites all its weights would
-hold its own pages and, through its mappings, the shared ones behind them too, for as long as it
-lives.
+Copy-on-write already protects other models. But a model that overwrites all its weights would have
+its own pages and, through its mappings, also keep the shared ones, for as long as it exists.
 """
 
 from __future__ import annotations
@@ -36,7 +35,10 @@ _UPDATES = ("update_weights", "finish_weight_update")
 
 @functools.cache
 def install() -> None:
-    """Wrap the functions that write weights, imported already or later. Idempotent."""
+    """Wrap the functions of vLLM that reload or update weights. Idempotent.
+
+    Functions of modules that are not imported yet are wrapped when they are.
+    """
     for name in _RUNNERS:
         wrapt.when_imported(name)(_patch)
     if usable("updates"):
