@@ -47,6 +47,22 @@ os.environ.update(
 )
 
 
+# Tests of engines that have processes of their own.
+_ENGINES_APART = {
+    f"tests/engines/test_{name}.py"
+    for name in (
+        "architectures",
+        "fresh_interpreter",
+        "grown_vocabulary",
+        "leaf_architectures",
+        "manager",
+        "parallel_engines",
+        "quantised_managed",
+        "serve",
+    )
+}
+
+
 @pytest.fixture
 def nothing_stays() -> Iterator[None]:
     """Of a test nothing stays resident, nor mapped."""
@@ -82,13 +98,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file's tests run in one process; all that start engines do, so that one imports vLLM."""
+    """A file's tests run in one process; so do all that start engines in it, so that one warms up."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "engines" if file.startswith("tests/engines/") else file
+            here = file.startswith("tests/engines/") and file not in _ENGINES_APART
+            return "engines" if here else file
 
     return ByFile(config, log)
 
