@@ -37,16 +37,16 @@ from tensor_dedup.loader.post_load.batch import (
     reason_of_class,
     slab_batches,
 )
-from tensor_dedup.loader.post_load.known_leaves import build_of_known_leaves, note_leaves
-from tensor_dedup.loader.post_load.on_gpu import GpuModuleDedup, GpuShare
-from tensor_dedup.loader.post_load.replaced_storages import ReplacedStorages
-from tensor_dedup.loader.post_load.replicas import (
+from tensor_dedup.loader.post_load.equal_untied import (
     ReplicaAssigner,
     ReplicaShare,
     note_first_name,
     note_root,
     root_module,
 )
+from tensor_dedup.loader.post_load.known_leaves import build_of_known_leaves, note_leaves
+from tensor_dedup.loader.post_load.on_gpu import GpuModuleDedup, GpuShare
+from tensor_dedup.loader.post_load.replaced_storages import ReplacedStorages
 from tensor_dedup.loader.residents.compare import raise_audit, same_bytes
 from tensor_dedup.loader.residents.mappings import is_as_mapped
 from tensor_dedup.loader.residents.param_data import overlapping, param_data, set_param_data

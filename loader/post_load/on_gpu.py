@@ -19,7 +19,7 @@ from tensor_dedup.loader.cuda.manager_residents import (
 )
 from tensor_dedup.loader.not_shared import NotShared
 from tensor_dedup.loader.post_load.batch import NamedParameter, reason_of_class, slab_batches
-from tensor_dedup.loader.post_load.replicas import ReplicaAssigner, root_module
+from tensor_dedup.loader.post_load.equal_untied import ReplicaAssigner, root_module
 from tensor_dedup.loader.residents.compare import is_forgeable
 from tensor_dedup.loader.residents.param_data import number_of, param_data, set_param_data
 from tensor_dedup.loader.residents.resident import ReplicaKey, sharable_anywhere, tensor_bytes

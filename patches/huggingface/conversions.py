@@ -32,7 +32,7 @@ from tensor_dedup.loader.cuda.devices import DEVICES
 from tensor_dedup.loader.cuda.manager_residents import device_manager_residents
 from tensor_dedup.loader.post_load.batch import DedupContext
 from tensor_dedup.loader.post_load.dedup import ModuleDedup
-from tensor_dedup.loader.post_load.replicas import root_module
+from tensor_dedup.loader.post_load.equal_untied import root_module
 from tensor_dedup.loader.residents.compare import is_forgeable
 from tensor_dedup.loader.residents.mappings import DEVICE_MAPPINGS, MAPPINGS
 from tensor_dedup.loader.residents.param_data import number_of, param_data

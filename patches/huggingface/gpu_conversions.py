@@ -16,7 +16,7 @@ import torch
 from tensor_dedup.loader.cuda.devices import with_room
 from tensor_dedup.loader.cuda.upload import Uploader
 from tensor_dedup.loader.post_load.batch import slab_batches
-from tensor_dedup.loader.post_load.replicas import ReplicaAssigner
+from tensor_dedup.loader.post_load.equal_untied import ReplicaAssigner
 from tensor_dedup.loader.residents.param_data import param_data
 from tensor_dedup.loader.residents.registry import registry
 from tensor_dedup.loader.residents.resident import ReplicaKey

@@ -18,7 +18,7 @@ from tensor_dedup.training.checkpoint_store import (
     TensorCasStore,
     list_runs,
 )
-from tensor_dedup.training.commit import Saved
+from tensor_dedup.training.incremental_commit import Saved
 
 __all__ = [
     "CheckpointStore",

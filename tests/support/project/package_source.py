@@ -81,7 +81,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     ),
     "training": (
         *("errors", "state", "adapters", "in_flight", "first_base", "policy", "background_encoder"),
-        *("commit", "capture", "background", "tiers", "checkpoint_store", "sharded"),
+        *("incremental_commit", "capture", "background", "tiers", "checkpoint_store", "sharded"),
     ),
     "analyze": (
         *("tensors", "layers", "digests", "contributions", "fusion", "changes", "stored"),
