@@ -98,7 +98,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file's tests run in one process; so do all that start engines in it, so that one warms up."""
+    """Give a file to one process, and all files whose tests start engines in it to the same one."""
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
