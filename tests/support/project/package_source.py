@@ -92,6 +92,12 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "integrations": (
         *("freezing", "dcp", "trainer", "lightning", "deepspeed", "datastates", "ray"),
     ),
+    "cli": (
+        *("tables", "page", "run_plot", "terminal", "completion"),
+        *("analysis_text", "analysis_tables", "analysis_page", "plan_page", "manager", "store"),
+        *("serve", "contents", "remote", "runs", "diff", "analyze", "substitute", "plan"),
+        *("doctor", "tensorcas"),
+    ),
 }
 # A second name for parts of the package, which nothing in the package itself uses.
 SECOND_NAME = "tensorcas"
