@@ -34,7 +34,8 @@ class TensorPlace:
 def find(objects: Objects, digest: str) -> list[TensorPlace]:
     """Return the tensors whose digest begins with `digest`, ordered by checkpoint.
 
-    Checkpoints that cannot be read are left out, with a logged warning. The caller holds a session.
+    Checkpoints that cannot be read are left out, with a logged warning. The caller must hold a
+    session (`locks.session`).
 
     Raises:
         BadDigestError: `digest` is not 4 to 64 hex digits.

@@ -263,7 +263,9 @@ def check_pin(objects: Objects, run: str, step: int) -> None:
 
 
 def pin_step(objects: Objects, run: str, step: int) -> None:
-    """Pin a step, so that it is kept whatever the retention rules say. The caller holds a session.
+    """Pin a step, so that it is kept whatever the retention rules say.
+
+    The caller must hold a session (`locks.session`).
 
     Raises:
         UnknownStepError: the run has no such step.
@@ -464,9 +466,9 @@ def latest_digests(objects: Objects, order: "StepOrder", least: int) -> dict[str
 
 
 def difference(objects: Objects, one: tuple[str, int], two: tuple[str, int]) -> Difference:
-    """Compare two steps, each given as run and step number. The caller holds a session.
+    """Compare two steps, each given as run and step number.
 
-    Raises the errors of `manifest_of`.
+    The caller must hold a session (`locks.session`). Raises the errors of `manifest_of`.
     """
     seen: dict[bytes, list[Piece]] = {}
     (_, first, old_notes), (_, second, new_notes) = (

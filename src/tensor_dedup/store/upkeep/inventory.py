@@ -129,7 +129,10 @@ class Inventory:
 
 
 def take_inventory(objects: Objects) -> Inventory:
-    """Read all metadata of a store and no tensor data. The caller holds a session."""
+    """Read all metadata of a store and no tensor data.
+
+    The caller must hold a session (`locks.session`).
+    """
     found = Inventory()
     for name in objects.names():
         _checkpoint(objects, found, name)
@@ -139,7 +142,7 @@ def take_inventory(objects: Objects) -> Inventory:
 def take_containers(objects: Objects, live: Mapping[bytes, int]) -> Inventory:
     """Take the inventory of the containers only; `live` has the pieces in use and their sizes.
 
-    The caller holds a session.
+    The caller must hold a session (`locks.session`).
     """
     return _with_containers(objects, Inventory(dict(live)))
 

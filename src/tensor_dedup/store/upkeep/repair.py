@@ -67,7 +67,10 @@ class RepairResult:
 
 
 class Repair:
-    """A repair of one store. The caller holds a session."""
+    """A repair of one store.
+
+    The caller must hold a session (`locks.session`).
+    """
 
     def __init__(
         self, objects: Objects, index: StoreIndex, hasher: Hasher, progress: ProgressListener

@@ -121,7 +121,7 @@ class TensorChanges:
 def run_stats(objects: Objects, runs: Iterable[str], run_id: str | None) -> RunStats:
     """Return the sizes of these runs together; `run_id` is stored in the result.
 
-    The caller holds a session. No tensor data is read.
+    The caller must hold a session (`locks.session`). No tensor data is read.
     """
     seen: dict[bytes, list[Piece]] = {}
     sizes: dict[bytes, int] = {}
@@ -168,9 +168,9 @@ def _tables(objects: Objects) -> Iterator[Table]:
 
 
 def growth(objects: Objects, run: str) -> list[Growth]:
-    """Return what each step of a run added to it, in order. The caller holds a session.
+    """Return what each step of a run added to it, in order.
 
-    No tensor data is read.
+    The caller must hold a session (`locks.session`). No tensor data is read.
     """
     seen: dict[bytes, list[Piece]] = {}
     known: dict[bytes, int] = {}
@@ -201,10 +201,10 @@ def growth(objects: Objects, run: str) -> list[Growth]:
 
 
 def tensor_changes(objects: Objects, run: str) -> list[TensorChanges]:
-    """Count in how many steps of a run each tensor changed. The caller holds a session.
+    """Count in how many steps of a run each tensor changed.
 
-    A step is compared with the step of the next smaller number. Tensors are in the order of their
-    first appearance. No tensor data is read.
+    The caller must hold a session (`locks.session`). A step is compared with the step of the next
+    smaller number. Tensors are in the order of their first appearance. No tensor data is read.
     """
     counts: dict[str, list[int]] = {}
     pages: dict[bytes, list[Piece]] = {}  # of the step before
@@ -251,9 +251,9 @@ class _Part:
 
 
 def run_cost(objects: Objects, runs: Collection[str]) -> RunCost:
-    """Return what some runs together cost on disk. The caller holds a session.
+    """Return what some runs together cost on disk.
 
-    No tensor data is read.
+    The caller must hold a session (`locks.session`). No tensor data is read.
 
     Raises:
         UnfitForCollectionError: something is damaged or lost, so `gc` would free nothing.

@@ -109,7 +109,10 @@ class Stats:
 
 
 def listed(objects: Objects) -> list[Listed]:
-    """Return all checkpoints, sorted by name, damaged ones too. The caller holds a session."""
+    """Return all checkpoints, sorted by name, damaged ones too.
+
+    The caller must hold a session (`locks.session`).
+    """
     found = []
     for name in objects.names():
         with contextlib.suppress(UnknownNameError):  # deleted since the names were read
@@ -132,7 +135,10 @@ def _listed(objects: Objects, name: str) -> Listed:
 
 
 def stats(objects: Objects) -> Stats:
-    """Return the sizes of a store. The caller holds a session. No tensor data is read."""
+    """Return the sizes of a store, without reading tensor data.
+
+    The caller must hold a session (`locks.session`).
+    """
     found = take_inventory(objects)
     held = found.readable()
     keep = needed(found.live, held)

@@ -97,9 +97,10 @@ class _Group:
 
 
 def usage(objects: Objects, alone: str | None = None) -> StoreUsage:
-    """Return the disk usage of each checkpoint and each run. The caller holds a session.
+    """Return the disk usage of each checkpoint and each run.
 
-    If `alone` is the name of a step, that step is listed by itself and not as a part of its run.
+    The caller must hold a session (`locks.session`). If `alone` is the name of a step, that step is
+    listed by itself and not as a part of its run.
     """
     groups = _groups(objects, alone)
     live = {digest: nbytes for group in groups for digest, nbytes in group.live.items()}

@@ -34,9 +34,10 @@ from tensor_dedup.store.upkeep.inventory import Inventory, Problem, take_invento
 
 
 class Scrubber:
-    """A checker of the records in delta containers. The caller holds a session.
+    """A checker of the records in delta containers.
 
-    Both the stored bytes and the decoded bytes are checked.
+    The caller must hold a session (`locks.session`). Both the stored bytes and the decoded bytes
+    are checked.
     """
 
     def __init__(
@@ -171,7 +172,10 @@ class Level:
 def verify(
     objects: Objects, index: StoreIndex, hasher: Hasher, level: Level, progress: ProgressListener
 ) -> VerifyResult:
-    """Check a store and quarantine what is wrong, without repairing. The caller holds a session."""
+    """Check a store and quarantine what is wrong, without repairing.
+
+    The caller must hold a session (`locks.session`).
+    """
     found = take_inventory(objects)
     result = VerifyResult(level.name, checkpoints=len(found.checkpoints))
     for problem in found.problems:

@@ -193,10 +193,10 @@ def saves_by_leaf(plan: Plan, nbytes: int) -> bool:
 
 
 class LeafSharing:
-    """A search for stored pieces that share leaves with new pieces. The caller holds a session.
+    """A search for stored pieces that share leaves with new pieces.
 
-    Names and shapes do not matter; a shared leaf has the same offset in both. Use it from one
-    thread and close it.
+    The caller must hold a session (`locks.session`). Names and shapes do not matter; a shared leaf
+    has the same offset in both. Use it from one thread and close it.
     """
 
     def __init__(

@@ -34,7 +34,10 @@ _WIDEST = 8
 
 
 class Encoder:
-    """The choice of encodings for the tensors of one import. The caller holds a session."""
+    """The choice of encodings for the tensors of one import.
+
+    The caller must hold a session (`locks.session`).
+    """
 
     def __init__(self, objects: Objects, index: StoreIndex) -> None:
         self._objects = objects

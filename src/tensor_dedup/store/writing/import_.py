@@ -134,7 +134,7 @@ class ImportResult:
 class Import:
     """One import in progress: its files, as they are added to a transaction.
 
-    The caller holds a session.
+    The caller must hold a session (`locks.session`).
     """
 
     def __init__(
@@ -387,12 +387,12 @@ def import_source(
     in_place: bool,
     check_name: Callable[[], None],
 ) -> ImportResult:
-    """Store a checkpoint and commit it under a name, atomically. The caller holds a session.
+    """Store a checkpoint and commit it under a name, atomically.
 
-    `check_name` is called under the lock of names, just before the name changes, and may raise.
-    With `in_place`, weights stay where they are and are indexed there; other files are stored. With
-    `compress`, tensors are stored encoded where that saves space, against the checkpoint `base` or
-    the most similar one.
+    The caller must hold a session (`locks.session`). `check_name` is called under the lock of
+    names, just before the name changes, and may raise. With `in_place`, weights stay where they are
+    and are indexed there; other files are stored. With `compress`, tensors are stored encoded where
+    that saves space, against the checkpoint `base` or the most similar one.
 
     Raises:
         NameTakenError: the name holds another checkpoint, and `replace` is off.

@@ -215,7 +215,7 @@ class BatchTransaction(Transaction):
         self._batch.settle(paths)
 
     def publish(self) -> None:
-        """Make all files durable and add the containers to the index, without naming anything."""
+        """Make all files durable and add the containers to the index; set no reference."""
         self._batch.publish()
         for each in self.sealed:
             # One that had bad places may just have come back whole, under its old name.

@@ -139,7 +139,7 @@ class Transfer:
         self._sizes, self._parts = {**sizes}, {*parts} - self._wanted.keys()
 
     def complete(self) -> None:
-        """Make what was sent so far durable and known to the index; no name refers to it yet."""
+        """Make the pieces sent so far durable and add them to the index; set no reference."""
         for writer in self._writers.values():
             container = writer.finish()
             if container is not None:
