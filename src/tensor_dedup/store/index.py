@@ -146,7 +146,7 @@ class StoreIndex:
         self._db.close()
 
     def relax(self) -> None:
-        """Commit without waiting for the disk; entries lost in a crash are read in again."""
+        """Commit without waiting for the disk; lost entries are rebuilt from the containers."""
         with contextlib.suppress(sqlite3.DatabaseError):
             self._db.execute("PRAGMA synchronous = NORMAL")
 

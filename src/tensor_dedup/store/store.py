@@ -54,7 +54,8 @@ class LocalStore:
     """A content-addressed store of checkpoints in one folder. `open` opens or creates one.
 
     No file stays open between calls: any number of handles, threads and processes may use one
-    folder at once, also after a fork. `handle` is for the modules of this package.
+    folder at once, also after a fork. `handle` is for the modules of this package. Every method may
+    raise the following errors.
 
     Raises:
         StoreError: the store, its files or its disk failed; the subclass tells how.

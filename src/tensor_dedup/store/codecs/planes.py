@@ -20,8 +20,8 @@ class Planes:
     """The codecs `planes`, `xor` and `diff`; their names end in the element size in bytes.
 
     `diff` subtracts elements as integers, so that a weight that moved to a neighbouring value
-    becomes 1 or -1, where XOR gives 1, 3, 7 or 15. A fine-tune in bf16 takes 11.9 % instead of 13.6
-    %.
+    becomes 1 or -1, where XOR gives 1, 3, 7 or 15. For a fine-tune in bf16, `diff` takes 11.9 % and
+    `xor` 13.6 % of the plain size.
     """
 
     name: str

@@ -46,8 +46,9 @@ class Rules(TypedDict, total=False):
 class Retention:
     """The retention rules of a run: a step that no rule keeps is deleted.
 
-    `last` keeps the steps saved last, `every` those whose number is a multiple, and `best` (metric,
-    count, "min" or "max") the best by a metric. Without any rule, all steps are kept.
+    `last` is how many of the steps saved last are kept. `every` keeps the steps whose number is a
+    multiple of it. `best` (metric, count, "min" or "max") keeps the best steps by a metric. Without
+    any rule, all steps are kept.
     """
 
     last: int | None = None
