@@ -118,7 +118,7 @@ def check_built(manifest: str, objects: Objects, path: PurePath) -> None:
     `manifest` is the manifest's name. Errors name `path`.
 
     Raises:
-        DamagedFileError: they do not.
+        DamagedFileError: a frame is damaged, or manifest and pages contradict each other.
     """
     content = decode_manifest(objects[manifest], manifest, path)
     pages = (page.hex() for page in content.pages)
@@ -208,7 +208,7 @@ def check_pieces(manifest: Manifest, pieces: Sequence[Piece], path: PurePath) ->
     """Check that the counts and sizes in a manifest match `pieces`, all of its pieces.
 
     Raises:
-        DamagedFileError: they do not; the error names `path`.
+        DamagedFileError: a count or a size differs; the error names `path`.
     """
     if len(pieces) != manifest.pieces or sum(p.nbytes for p in pieces) != manifest.nbytes:
         raise DamagedFileError.at(path, f"{manifest.pieces} pieces expected, {len(pieces)} found")

@@ -155,7 +155,8 @@ def refuse_unless_certain(found: Inventory) -> None:
     """Check that everything in the store is readable and no live piece is lost.
 
     Raises:
-        UnfitForCollectionError: it is not so; the error names the first such file.
+        UnfitForCollectionError: a file cannot be read or a piece is lost; the error names the
+            first.
     """
     if found.problems:
         problem = found.problems[0]

@@ -100,7 +100,7 @@ class Stats:
 
     @classmethod
     def of_nothing(cls) -> Self:
-        """Return the sizes of a store that does not exist yet: all are 0."""
+        """Return the sizes of a store that does not exist yet: every size and count is 0."""
         return cls(0, 0, 0, 0, 0, 1.0, 0, 0, 0, 0, {}, 0, {})
 
     def to_dict(self) -> dict[str, object]:
