@@ -8,7 +8,7 @@
             for tensor in checkpoint:
                 data = checkpoint.read(tensor)
 
-FORMAT.md defines what lies on disk and what is promised about it.
+FORMAT.md specifies the files on disk and the guarantees of the format.
 """
 
 from tensor_dedup.errors import StoreError

@@ -1,7 +1,7 @@
-"""Large reusable buffers for reading and writing, in whole pages.
+"""Large page-aligned memory buffers for reading and writing files.
 
-Touching memory for the first time is the hidden cost of loading: the kernel takes longer to provide
-a fresh page than to copy a page of data into it. Memory that is used again costs nothing.
+Buffers are reused where possible, because the first touch of memory is expensive: the kernel takes
+longer to provide a fresh page than to copy a page of data into it.
 """
 
 import errno
@@ -27,10 +27,11 @@ _FAULTS: Final = frozenset({errno.EFAULT, errno.EIO, _EHWPOISON})
 
 
 def allocate(nbytes: int, *, huge: bool = False) -> memoryview:
-    """Allocate at least one page of writable, zeroed memory; it is freed with its last reference.
+    """Allocate writable, zeroed memory of at least `nbytes`, rounded up to whole pages.
 
-    `huge` asks for huge pages, which suits memory that is used again. For memory that is used once
-    they may cost more than they gain, on a host that must first assemble them.
+    The memory is freed when the last view of it is garbage-collected. `huge` requests huge pages,
+    which suits memory that is reused. For memory that is used once, huge pages may cost more than
+    they gain, because the host may first have to assemble them.
     """
     size = -(-max(nbytes, 1) // PAGE) * PAGE
     region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -41,7 +42,7 @@ def allocate(nbytes: int, *, huge: bool = False) -> memoryview:
 
 
 def address(view: memoryview) -> int:
-    """Return where the bytes of a view begin."""
+    """Return the memory address of the first byte of `view`."""
     import numpy as np
 
     found: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
@@ -49,17 +50,20 @@ def address(view: memoryview) -> int:
 
 
 def copy(view: memoryview, into: memoryview) -> None:
-    """Copy with the GIL released, which an assignment to a slice does not do."""
+    """Copy the bytes of `view` into `into`, which has the same size, with the GIL released.
+
+    An assignment to a slice of a memoryview holds the GIL.
+    """
     import numpy as np
 
     np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(view, np.uint8))
 
 
 def allocate_all(sizes: Sequence[int]) -> list[memoryview]:
-    """Allocate a buffer for each size, aligned to 64 bytes; small buffers share a region.
+    """Allocate one buffer for each size, aligned to 64 bytes; small buffers share one mapping.
 
-    A process may have about 65,000 mappings, fewer than some checkpoints have tensors. A region is
-    freed when nothing refers to any part of it.
+    Sharing keeps the process below the limit of about 65,000 mappings. Shared memory is freed when
+    no buffer in it is referenced any more.
     """
     found: list[memoryview] = []
     at = 0
@@ -77,11 +81,11 @@ def allocate_all(sizes: Sequence[int]) -> list[memoryview]:
 
 
 def map_file(fd: int, start: int, nbytes: int) -> memoryview:
-    """Map a range of a file copy-on-write; `start` is a multiple of PAGE.
+    """Map `nbytes` of a file copy-on-write, from `start`, which is a multiple of PAGE.
 
     Raises:
-        OSError: the range cannot be mapped, or the file is shorter: touching pages beyond its end
-            would kill the process.
+        OSError: the range cannot be mapped, or it reaches beyond the end of the file, where an
+            access would kill the process (SIGBUS).
     """
     access = mmap.PROT_READ | mmap.PROT_WRITE
     if os.fstat(fd).st_size < start + nbytes:
@@ -90,10 +94,11 @@ def map_file(fd: int, start: int, nbytes: int) -> memoryview:
 
 
 def bring_in(mapped: memoryview, start: int, nbytes: int) -> bool:
-    """Read a range of a mapping made by `map_file` at once instead of page fault by page fault.
+    """Fault in a range of a mapping made by `map_file`, in one call instead of page by page.
 
-    `start` is a multiple of PAGE. Return False if some of it cannot be read: touching that would
-    kill the process (SIGBUS). Linux before 5.14 does not say, and the result is always True.
+    `start` is a multiple of PAGE. Return False if a part of the range cannot be read; accessing
+    that part would kill the process (SIGBUS). Linux before 5.14 cannot tell, and the result is then
+    True.
     """
     region = mapped.obj
     if isinstance(region, mmap.mmap):
@@ -105,10 +110,10 @@ def bring_in(mapped: memoryview, start: int, nbytes: int) -> bool:
 
 
 class BufferPool:
-    """A pool of buffers that are used again once nobody holds them. Safe from any thread.
+    """A pool of reusable buffers. Safe from any thread.
 
-    `keep_bytes` limits the unused memory that is kept. `allocated` counts the regions that were
-    newly allocated.
+    A buffer returns to the pool when it is garbage-collected. `keep_bytes` limits the unused memory
+    that the pool keeps. `allocated` counts the buffers that were newly allocated.
     """
 
     def __init__(self, keep_bytes: int) -> None:
@@ -121,10 +126,10 @@ class BufferPool:
         self._returned: deque[memoryview] = deque()
 
     def take(self, nbytes: int) -> memoryview:
-        """Return a buffer of at least `nbytes` that nobody else holds, with its previous content.
+        """Return a buffer of at least `nbytes` that is not in use; its content is undefined.
 
-        The memory returns to the pool when this very object is garbage-collected. A tensor made
-        from it by torch.frombuffer keeps it alive; a slice of it does not.
+        The memory returns to the pool when the returned memoryview object is garbage-collected. A
+        tensor made from it by torch.frombuffer keeps that object alive; a slice of it does not.
         """
         with self._lock:
             self._collect()

@@ -1,4 +1,10 @@
-"""The containers of a store as they lie on disk: their tables, and the files with their bytes."""
+"""The containers of a store on disk: their tables, and the files that hold their data.
+
+A container is an immutable file of pieces (tensors, file headers, small files) with a table of
+their places and digests. The kinds `slab`, `pack` and `delta` have the table at their end. A `raw`
+container has the bytes of an imported file, with the table in a file beside it. An `external`
+container is a table only, which indexes a file outside the store.
+"""
 
 import errno
 from collections.abc import Iterator
@@ -34,9 +40,9 @@ class ContainerId:
 
 
 class Containers:
-    """The containers of one store; iterating gives all that have a table.
+    """The containers of one store; iterating yields the identity of each that has a table.
 
-    Holds nothing open; safe from any thread and process.
+    No file stays open between calls. Safe from any thread and process.
     """
 
     def __init__(self, folder: StoreFolder) -> None:
@@ -49,13 +55,13 @@ class Containers:
                 yield container
 
     def aliens(self) -> Iterator[Path]:
-        """Iterate over the files among them that no program of format version 1 makes."""
+        """Iterate over files in the folder of containers that format version 1 does not define."""
         for path in self._folder.tree(_FOLDER):
             if container_in(path) is None and not _is_data(path):
                 yield path
 
     def orphans(self) -> Iterator[Path]:
-        """Iterate over the data of `raw` containers whose table was never written."""
+        """Iterate over the data files of `raw` containers that have no table file."""
         for path in self._folder.tree(_FOLDER):
             table = path.with_name(path.stem + TABLE_SUFFIX)
             if _is_data(path) and self._files.status(table) is None:
@@ -64,12 +70,12 @@ class Containers:
     def table(self, container: ContainerId, *, at: Path | None = None) -> Table:
         """Read the table of a container.
 
-        `at` is the path of the file with its table, if it was moved from its place.
+        `at` is the file to read it from, if that was moved (to the trash, for example).
 
         Raises:
             MissingObjectError: the file does not exist.
-            DamagedFileError: it is not a table of this container, or the disk cannot read it.
-            NewerFormatError: it was written by a later version.
+            DamagedFileError: the file holds no table of this container, or the disk cannot read it.
+            NewerFormatError: a later version wrote it.
         """
         path = at or self._layout.table(container.name, container.kind)
         if container.kind not in READABLE_KINDS:
@@ -90,9 +96,9 @@ class Containers:
             return bytes(blob)
 
     def data_is_whole(self, container: ContainerId, table: Table) -> bool:
-        """Return whether the file with the data exists and has the right size.
+        """Return whether the container's data file exists and has the right size.
 
-        For a container that indexes a file in place, return whether that file is unchanged.
+        For an `external` container, return whether the indexed file is unchanged.
         """
         origin = self.origin(container, table)
         status = None
@@ -105,32 +111,35 @@ class Containers:
         return status.size == table.data_bytes or container.kind != "raw"
 
     def origin(self, container: ContainerId, table: Table) -> ExternalFile | None:
-        """Return the file that a container indexes in place, or None if it has its own data."""
+        """Return the file that an `external` container indexes, or None for any other kind."""
         if container.kind != EXTERNAL:
             return None
         path = self._layout.table(container.name, container.kind)
         return ExternalFile.from_texts(table.origin, table.data_bytes, path)
 
     def data_path(self, container: ContainerId, table: Table) -> Path:
-        """Return the path of the file with the bytes of a container."""
+        """Return the path of the container's data file.
+
+        For an `external` container, that is the indexed file.
+        """
         origin = self.origin(container, table)
         own = self._layout.container(container.name, container.kind)
         return own if origin is None else origin.path
 
     def open_data(self, container: ContainerId, table: Table) -> Handle:
-        """Open the bytes of a container.
-
-        What the disk says against reading them is raised as it is.
+        """Open the file with the container's data for reading. Other OSErrors propagate.
 
         Raises:
-            ChangedExternalError: a file that was indexed in place has changed.
-            FileNotFoundError: a file of the store's own is gone.
+            ChangedExternalError: the file that an `external` container indexes was changed or
+                removed.
+            FileNotFoundError: the data file of any other container does not exist.
         """
         return self.open_origin(container, self.origin(container, table))
 
     def open_origin(self, container: ContainerId, origin: ExternalFile | None) -> Handle:
-        """Open the bytes of a container, given the file that it indexes in place, if it does.
+        """Open the container's data like `open_data`, without its table.
 
+        `origin` is the file that an `external` container indexes, and None for any other kind.
         Raises the errors of `open_data`.
         """
         if origin is None:
@@ -147,7 +156,10 @@ class Containers:
         return handle
 
     def changed_holding(self, digest: bytes) -> Path | None:
-        """Return a file indexed in place that held these bytes and has changed since, or None."""
+        """Find a changed file that used to hold the piece with this digest.
+
+        Only files that `external` containers index are looked at. Return None if there is none.
+        """
         for container in self:
             if container.kind == EXTERNAL:
                 with suppress(StoreError):
@@ -159,7 +171,7 @@ class Containers:
 
 
 def container_in(path: Path) -> ContainerId | None:
-    """Return the container whose table belongs at this path, or None."""
+    """Return the container whose table is stored at `path`, or None if it is no path of a table."""
     if path.name.endswith(TABLE_SUFFIX):
         name, kind = path.name.removesuffix(TABLE_SUFFIX), "raw"
     else:

@@ -1,4 +1,4 @@
-"""Writing past the page cache."""
+"""Writing files with O_DIRECT, past the page cache."""
 
 import errno
 import threading
@@ -12,12 +12,12 @@ DIRECT_BYTES: Final = 1 << 20
 
 
 class DirectFile:
-    """A file whose whole pages are written past the page cache. Safe from any thread.
+    """A writer that bypasses the page cache for whole pages. Safe from any thread.
 
-    The page cache would take a copy of everything, in fresh memory, for nobody. Where the file
-    system cannot, or memory or place begin within a page, bytes are written through it. `buffered`
-    is the file, open for writing, and stays the caller's. Call `finish` when all is written: the
-    ends of what does not end with a page are kept until then.
+    `buffered` is the file, open for writing; the caller keeps it and closes it. Bytes go through
+    the page cache where the file system does not support O_DIRECT, or where memory address or file
+    offset are not multiples of a page. Call `finish` after the last `write`: incomplete last pages
+    are held back until then.
     """
 
     def __init__(self, files: Files, buffered: Handle) -> None:
@@ -29,7 +29,10 @@ class DirectFile:
         self._opening = threading.Lock()
 
     def write(self, view: memoryview, at: int) -> None:
-        """Write bytes at an offset of the file. Nothing is durable before the file is synced."""
+        """Write bytes at offset `at` of the file.
+
+        They are durable only after `finish` and an fsync of `buffered`.
+        """
         paged = view.nbytes >= PAGE and at % PAGE == 0 and address(view) % PAGE == 0
         if paged and (handle := self._opened()) is not None:
             whole = view.nbytes // PAGE * PAGE
@@ -49,7 +52,7 @@ class DirectFile:
         self._files.begin_writing(self._buffered, at, view.nbytes)
 
     def finish(self) -> None:
-        """Write what is left, once no thread writes."""
+        """Write the incomplete pages that were held back. No other thread may be writing."""
         while self._ends:
             self._files.pwrite(self._buffered, *self._ends.pop())
 
@@ -63,7 +66,7 @@ class DirectFile:
             return self._direct
 
     def close(self) -> None:
-        """Let go of the file, once no thread writes. Closing twice has no effect."""
+        """Close the descriptor used for O_DIRECT. No thread may be writing; may be called twice."""
         handle, self._direct = self._direct, None
         if handle is not None:
             self._files.close(handle)

@@ -1,22 +1,23 @@
 """The errors of a store, one class for each way in which it can fail.
 
 StoreError
-  - of its use:    NotAStoreError, NoStoreError, BadNameError, NotTextError, NameTakenError,
+  - wrong use:     NotAStoreError, NoStoreError, BadNameError, NotTextError, NameTakenError,
                    UnknownNameError, UnknownTensorError, BadDigestError, BadRangeError,
                    ExportTargetError, NotAFolderError, ClosedCheckpointError
-  - of the world:  StoreBusyError, NoSpaceError, StoreAccessError, StoreIOError, LostHitError,
+  - environment:   StoreBusyError, NoSpaceError, StoreAccessError, StoreIOError, LostHitError,
                    ChangedModelError
-  - of a bug:      ContradictoryManifestError
-  - of its files:  NewerFormatError
-                   DamagedFileError         a file of the store is not what it was written as
+  - a bug:         ContradictoryManifestError
+  - stored files:  NewerFormatError
+                   DamagedFileError         a file of the store has the wrong content
                      - EscapingPathError      a manifest names a path outside the export
-                     - CorruptFrameError       encoded bytes that cannot be decoded
-                   MissingObjectError       a manifest, a page or a tensor's bytes are gone
-                     - ChangedExternalError   because a file that was indexed in place changed
-                   CorruptTensorError       bytes that do not have their digest, and no others
-                   UnfitForCollectionError  what is in use is uncertain, so nothing is deleted
+                     - CorruptFrameError      encoded bytes cannot be decoded
+                   MissingObjectError       a manifest, a page or a tensor's bytes are missing
+                     - ChangedExternalError   a file that was indexed in place has changed
+                   CorruptTensorError       no stored copy of a tensor matches its digest
+                   UnfitForCollectionError  it is uncertain what is in use; nothing is deleted
 
-Each error carries the file, the numbers and the next step to take, in its message and in `facts`.
+The message of each error names the file, the fault and the next step to take. `facts` has the same
+as values.
 """
 
 import errno
@@ -38,13 +39,16 @@ _UNREADABLE = {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EUCL
 
 
 class AdvisedError(StoreError):
-    """The base of a store's errors, which name the file, the fault and the next step to take."""
+    """Base class of a store's errors; `advice` is the next step to take."""
 
     advice: ClassVar[str]
 
     @classmethod
     def at(cls, path: PurePath | str, what: str, **facts: object) -> Self:
-        """Return the error about the file at `path`; its message ends in the next step."""
+        """Return an error about the file at `path`, for the caller to raise.
+
+        The message consists of the path, `what` and the class's advice.
+        """
         return cls(f"{path}: {what}; {cls.advice}", path=str(path), **facts)
 
 
@@ -75,13 +79,13 @@ class BadNameError(AdvisedError):
 
 
 class NotTextError(AdvisedError):
-    """The name of a tensor or of a file is not Unicode: it holds half of a surrogate pair."""
+    """The name of a tensor or file is not valid Unicode: it contains an unpaired surrogate."""
 
     advice = "give it another name"
 
 
 class NameTakenError(AdvisedError):
-    """A checkpoint of this name is there already."""
+    """A checkpoint of this name exists already."""
 
     exit_status = WRONG_USE
     advice = "choose another name, or replace it with `import --replace`"
@@ -102,28 +106,28 @@ class UnknownTensorError(AdvisedError):
 
 
 class BadDigestError(AdvisedError):
-    """This is neither a digest nor the beginning of one."""
+    """The text is neither a digest nor the beginning of a digest (4 to 64 hex digits)."""
 
     exit_status = WRONG_USE
     advice = "give 4 to 64 hex digits, as `tensor-dedup show` and `analyze` print them"
 
 
 class BadRangeError(AdvisedError):
-    """A range of bytes lies outside its tensor."""
+    """The requested byte range lies outside the tensor."""
 
     exit_status = WRONG_USE
     advice = "give 0 <= start <= stop <= nbytes"
 
 
 class ExportTargetError(AdvisedError):
-    """The folder to export to is not empty."""
+    """The folder to export to exists and is not empty, or is a file."""
 
     exit_status = WRONG_USE
     advice = "give a folder that is empty or does not exist"
 
 
 class NotAFolderError(AdvisedError):
-    """A path leads through a file, as through a folder."""
+    """A component of a path is a file where a folder is needed."""
 
     exit_status = WRONG_USE
     advice = "a part of this path is a file: name another path, or move that file away"
@@ -148,19 +152,22 @@ class NoSpaceError(AdvisedError):
 
 
 class StoreAccessError(AdvisedError):
-    """This user has no permission for this operation on that file."""
+    """The user has no permission for an operation on a file of the store."""
 
     advice = "check the owner and the permissions"
 
 
 class StoreIOError(AdvisedError):
-    """The disk failed. Nothing that was committed is affected."""
+    """The disk failed to read or write. Nothing that was committed is affected."""
 
     advice = "do it again; if it fails again, check the disk and run `tensor-dedup verify --full`"
 
 
 class LostHitError(AdvisedError):
-    """A piece that an import or a save found in the store was gone before it was referenced."""
+    """A piece that was found in the store disappeared before the import or save was committed.
+
+    Nothing was committed.
+    """
 
     advice = "import or save it again: nothing was committed"
 
@@ -172,7 +179,7 @@ class ChangedModelError(AdvisedError):
 
 
 class ContradictoryManifestError(AdvisedError):
-    """What a writer was about to commit is nothing that a reader accepts. Nothing was committed."""
+    """A new manifest failed the check that readers make of it. Nothing was committed."""
 
     advice = "nothing was committed; report this, with the names of the checkpoint's files"
 
@@ -184,29 +191,29 @@ class NewerFormatError(AdvisedError):
 
 
 class DamagedFileError(AdvisedError):
-    """A file of the store is not what it was written as."""
+    """A file of the store has another content than was written, or the disk cannot read it."""
 
     advice = "run `tensor-dedup verify --full`, then `tensor-dedup repair --from PATH`"
 
 
 class EscapingPathError(DamagedFileError):
-    """A manifest contains a path outside the folder it is exported to."""
+    """A manifest contains a path that leads out of the folder of an export."""
 
     advice = "delete this checkpoint: nothing this program writes has such a path"
 
 
 class CorruptFrameError(DamagedFileError):
-    """Encoded bytes that no encoder wrote, or that decode to another number of bytes."""
+    """Encoded bytes are malformed, or decode to a wrong number of bytes."""
 
 
 class MissingObjectError(AdvisedError):
-    """A part of a checkpoint is no longer in the store."""
+    """A manifest, a page or a piece that a checkpoint needs is missing from the store."""
 
     advice = "run `tensor-dedup repair --from PATH` with a path that holds this checkpoint"
 
 
 class ChangedExternalError(MissingObjectError):
-    """A file that was indexed in place was removed or changed, so its tensors are absent."""
+    """A file that was indexed in place was changed or removed, so its tensors cannot be read."""
 
     advice = (
         "import it again with --external --replace, or run `tensor-dedup repair --from PATH` with "
@@ -215,25 +222,25 @@ class ChangedExternalError(MissingObjectError):
 
 
 class CorruptTensorError(AdvisedError):
-    """The bytes do not match their digest, and no other container holds them. None are returned."""
+    """No stored copy of a tensor matches its digest, so no bytes are returned."""
 
     advice = "run `tensor-dedup repair --from PATH` with a path that holds this tensor"
 
 
 class UnfitForCollectionError(AdvisedError):
-    """What is in use cannot be determined with certainty, so nothing is deleted."""
+    """It is uncertain which files are in use, so nothing is deleted."""
 
     advice = "run `tensor-dedup repair --from PATH`, or delete the checkpoint that is broken"
 
 
 def is_unreadable(error: OSError) -> bool:
-    """Return whether a read failed because the medium lost the bytes: they count as damaged."""
+    """Return whether a read failed because the medium lost the bytes (EIO, EBADMSG, ...)."""
     return error.errno in _UNREADABLE
 
 
 @contextmanager
 def unreadable_as_damage(path: PurePath) -> Iterator[None]:
-    """Turn an OSError of a medium that lost the file's bytes into a DamagedFileError."""
+    """Within the block, turn an OSError for which `is_unreadable` holds into a DamagedFileError."""
     try:
         yield
     except OSError as error:
@@ -245,7 +252,10 @@ def unreadable_as_damage(path: PurePath) -> Iterator[None]:
 
 @contextmanager
 def os_errors(root: Path) -> Iterator[None]:
-    """Turn an OSError into a StoreError about its file, or about `root` if it names none."""
+    """Within the block, turn an OSError into a StoreError about its file.
+
+    If the OSError names no file, the StoreError names `root`.
+    """
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
-"""The one interface to the disk: no other module of the store touches files.
+"""The file system interface of the store: all other modules of the store do file I/O through it.
 
-`Files` is the interface, `RealFiles` the disk. A test stops, tears or fails any single operation by
-wrapping it (`.py`), so whatever a crash can do to a store can be tried.
+`Files` is the interface and `RealFiles` the implementation. Tests wrap it to fail, interrupt or
+truncate single operations.
 """
 
 import errno
@@ -50,7 +50,7 @@ _FLAGS: dict[Mode, int] = {
 
 @dataclass(frozen=True, slots=True)
 class FileStatus:
-    """What the file system says about a path or an open file; equal ones mean it did not change."""
+    """The status of a file from `stat`. If two are equal, the file did not change in between."""
 
     kind: Literal["file", "folder", "other"]
     size: int
@@ -61,7 +61,7 @@ class FileStatus:
 
 
 class Handle:
-    """One open file. Its owner closes it once; any thread may read and write through it."""
+    """An open file. Its owner closes it once; any thread may read and write through it."""
 
     __slots__ = ("__weakref__", "_fd", "path")
 
@@ -71,62 +71,74 @@ class Handle:
 
     @property
     def fd(self) -> int:
-        """The descriptor; OSError (EBADF) after take()."""
+        """The file descriptor.
+
+        Raises:
+            OSError: EBADF, after the handle was closed or `take` was called.
+        """
         if self._fd < 0:
             raise OSError(errno.EBADF, "the file was closed", str(self.path))
         return self._fd
 
     def take(self) -> int:
-        """The descriptor, which this object then no longer has; -1 when it had none."""
+        """Give up the file descriptor and return it; return -1 if the handle has none any more."""
         fd, self._fd = self._fd, -1
         return fd
 
 
 class Files(ABC):
-    """Every operation the store does on files. OSError, with the file's name, when one fails.
+    """The file operations of a store. A failed operation raises OSError with the file's name.
 
-    Nothing is durable before fsync (bytes) and sync_folder (names). Safe from any thread.
+    Written bytes are durable after `fsync`, names in a folder after `sync_folder`. Safe from any
+    thread.
     """
 
     @abstractmethod
     def open(self, path: Path, mode: Mode) -> Handle:
-        """Open a file: `read` one, `create` a new one, `modify` one, or one to `lock` on.
+        """Open a file.
 
-        `direct` reads and `modify direct` writes past the page cache, whole pages only: memory,
-        offset and size are multiples of PAGE; OSError (EINVAL) where the file system cannot.
-        FileExistsError when `create` finds one. `lock` makes a missing file, and falls back to
-        reading where it may not write.
+        `read` opens an existing file for reading, `modify` for reading and writing. `create` makes
+        a new file; an existing one is a FileExistsError. `lock` opens a file for `flock`, creates
+        it if it is missing, and opens it read-only without the permission to write. `direct` and
+        `modify direct` are `read` and `modify` with O_DIRECT: memory address, offset and size must
+        be multiples of PAGE, and file systems without support raise OSError (EINVAL).
         """
 
     @abstractmethod
     def close(self, handle: Handle) -> None:
-        """Close; a second time does nothing. Locks taken through it are let go."""
+        """Close a file and release the locks held through it. Closing twice has no effect."""
 
     @abstractmethod
     def status(self, path: Path) -> FileStatus | None:
-        """What is at a path, links followed; None when nothing is."""
+        """Return the status of a path, following links, or None if it does not exist."""
 
     def resolved(self, path: Path) -> Path:
-        """The absolute path that links lead to, be anything there or not."""
+        """Return the absolute path without symbolic links; it need not exist."""
         return Path(os.path.realpath(path))
 
     @abstractmethod
     def status_of(self, handle: Handle) -> FileStatus:
-        """What an open file is now."""
+        """Return the current status of an open file."""
 
     @abstractmethod
     def pread(self, handle: Handle, view: memoryview, offset: int) -> int:
-        """Fill `view` from `offset`; how many bytes there were, fewer only at the file's end."""
+        """Read into `view` from `offset`; return the number of bytes read.
+
+        It is smaller than the view only at the end of the file.
+        """
 
     @abstractmethod
     def cached_bytes(self, handle: Handle, start: int, nbytes: int) -> int | None:
-        """How much of a range the page cache holds, about; None where the kernel does not say."""
+        """Return about how many bytes of a range are in the page cache.
+
+        Return None if the kernel cannot tell.
+        """
 
     @abstractmethod
     def map(self, handle: Handle, start: int, nbytes: int) -> memoryview:
-        """A range from a multiple of PAGE as memory: read when it is touched, private once written.
+        """Map `nbytes` of a file copy-on-write, from `start`, which is a multiple of PAGE.
 
-        It stays when the file is closed or unlinked, until nothing refers to it.
+        The mapping remains valid after the file is closed or unlinked, until nothing refers to it.
         """
 
     @abstractmethod
@@ -135,78 +147,95 @@ class Files(ABC):
 
     @abstractmethod
     def begin_writing(self, handle: Handle, start: int, nbytes: int) -> None:
-        """A hint that a range will be synced: then there is less to wait for. Never fails."""
+        """Start writing a range to the disk, so that a later `fsync` waits less. Never fails."""
 
     @abstractmethod
     def grow(self, handle: Handle, size: int) -> None:
-        """A hint that a file will have about so many bytes. Never fails.
+        """Reserve disk space for a file that will have about `size` bytes. Never fails.
 
-        It may be extended to that by zeros that take room already: who gives it must truncate it.
+        The file may be extended with zeros, so the caller must truncate it to its final size.
         """
 
     @abstractmethod
     def truncate(self, handle: Handle, size: int) -> None:
-        """Cut, or extend with zeros, to `size` bytes."""
+        """Change the size of a file; an extension is filled with zeros."""
 
     @abstractmethod
     def fsync(self, handle: Handle) -> None:
-        """The file's bytes are durable when this returns. The file's name is not: sync_folder."""
+        """Make the bytes of a file durable. Its name is durable only after `sync_folder`."""
 
     @abstractmethod
     def sync_folder(self, path: Path) -> None:
-        """The names in this folder are durable when this returns."""
+        """Make the names in a folder durable."""
 
     @abstractmethod
     def clone(self, source: Handle, target: Handle) -> bool:
-        """Make `target` share all of `source`'s blocks; False where the file system cannot."""
+        """Make `target` share all blocks of `source` (a reflink).
+
+        Return False if the file system cannot.
+        """
 
     @abstractmethod
     def copy_range(self, source: Handle, target: Handle, start: int, nbytes: int) -> int:
-        """Copy bytes to the same place in `target`; how many, fewer only at the source's end."""
+        """Copy bytes to the same offset of `target`; return the number of bytes copied.
+
+        It is smaller than `nbytes` only at the end of the source.
+        """
 
     @abstractmethod
     def rename(self, source: Path, target: Path) -> None:
-        """Move within one file system, in one step, in place of what was at `target`."""
+        """Move a file atomically within one file system, replacing `target` if that exists."""
 
     @abstractmethod
     def unlink(self, path: Path) -> None:
-        """Remove a file; FileNotFoundError when there is none."""
+        """Remove a file.
+
+        Raises:
+            FileNotFoundError: the file does not exist.
+        """
 
     @abstractmethod
     def mkdir(self, path: Path) -> bool:
-        """Make a folder whose parent exists; False when it was there."""
+        """Create a folder in an existing folder; return False if it exists already."""
 
     @abstractmethod
     def rmdir(self, path: Path) -> None:
-        """Remove a folder that is empty; FileNotFoundError when there is none."""
+        """Remove an empty folder.
+
+        Raises:
+            FileNotFoundError: the folder does not exist.
+        """
 
     @abstractmethod
     def listdir(self, path: Path) -> list[str]:
-        """The names in a folder, sorted; none when there is no such folder."""
+        """Return the sorted names in a folder, or an empty list if the folder does not exist."""
 
     @abstractmethod
     def flock(self, handle: Handle, *, exclusive: bool, wait_s: float) -> bool:
-        """Lock a file against other handles; False when that takes longer than `wait_s`."""
+        """Lock a file, shared or exclusively, until the handle is closed.
+
+        Return False if another handle still holds a conflicting lock after `wait_s` seconds.
+        """
 
     @abstractmethod
     def free_bytes(self, path: Path) -> int:
-        """How many bytes this user can still write to the file system of `path`."""
+        """Return the number of bytes this user can still write to the file system of `path`."""
 
     @abstractmethod
     def free_handles(self) -> int:
-        """How many more files this process may open, about; never fails."""
+        """Return about how many more files this process may open. Never fails."""
 
     @abstractmethod
     def database(self, path: Path) -> sqlite3.Connection:
-        """Open (or make) a SQLite file, for the index only; the connection does its own files."""
+        """Open or create the SQLite database of the index. SQLite does its own file I/O."""
 
     @abstractmethod
     def token(self) -> str:
-        """A word that no file of any process has in its name yet."""
+        """Return a random file name that is unique across processes."""
 
     @abstractmethod
     def now(self) -> int:
-        """Seconds since 1970."""
+        """Return the current time in whole seconds since 1970."""
 
 
 # A forked child has its parent's descriptors, and a file stays locked until all of them are closed:
@@ -235,9 +264,10 @@ os.register_at_fork(
 
 
 class RealFiles(Files):
-    """The disk, as Linux gives it. Holds nothing: one serves any number of stores.
+    """The Linux implementation of `Files`. It has no state; one object serves any number of stores.
 
-    Files opened to `lock` on are closed in forked children: a lock is its process' own.
+    Handles opened with the mode `lock` are closed in forked children, which therefore hold none of
+    their parent's locks.
     """
 
     def open(self, path: Path, mode: Mode) -> Handle:

@@ -1,7 +1,7 @@
-"""Files in folders: those of a store appear whole and durably; trees are made, walked and removed.
+"""Atomic and durable file operations in the folder of a store, and helpers for folder trees.
 
-Nothing is written in place. A file appears under its name by a rename, after its bytes are durable,
-and its folder is synced before anything refers to it.
+Files of a store are never modified in place. Their bytes are written and synced under a temporary
+name; then a rename gives the file its name, and its folder is synced before anything refers to it.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from tensor_dedup.store.locks import naming
 
 
 class StoreFolder:
-    """The folder of one store. Holds nothing open; safe from any thread and process."""
+    """The folder of one store. No file stays open; safe from any thread and process."""
 
     def __init__(self, files: Files, layout: StoreLayout) -> None:
         self.files = files
@@ -31,7 +31,7 @@ class StoreFolder:
 
         Raises:
             MissingObjectError: the file does not exist.
-            DamagedFileError: it is larger than `limit`, or the disk cannot read it.
+            DamagedFileError: the file is larger than `limit` bytes, or the disk cannot read it.
         """
         with self.opened(path) as handle:
             size = self.files.status_of(handle).size
@@ -42,7 +42,7 @@ class StoreFolder:
 
     @contextmanager
     def opened(self, path: Path) -> Iterator[Handle]:
-        """Give a file, open for reading, inside the block.
+        """Open a file for reading within the block.
 
         Raises:
             MissingObjectError: the file does not exist.
@@ -59,13 +59,13 @@ class StoreFolder:
                 self.files.close(handle)
 
     def tmp_path(self) -> Path:
-        """Return a new path in the folder of files that are being written."""
+        """Return a new, unused path in the store's folder for temporary files."""
         return self.layout.tmp / self.files.token()
 
     def publish(self, blob: bytes, target: Path) -> None:
-        """Make `target` a durable file with these bytes.
+        """Create the file `target` with these bytes, atomically and durably.
 
-        An equal file that already exists is kept.
+        A file with the same bytes is left in place; one with other bytes is replaced.
         """
         if self.holds(target, blob):
             self._sync_place(target)
@@ -80,14 +80,14 @@ class StoreFolder:
         self.place(tmp, target)
 
     def holds(self, path: Path, blob: bytes) -> bool:
-        """Return whether there is a readable file with these bytes."""
+        """Return whether `path` is a readable file with exactly these bytes."""
         with suppress(DamagedFileError), unreadable_as_damage(path):
             status = self.files.status(path)
             return status is not None and status.size == len(blob) and self.read(path) == blob
         return False
 
     def place(self, tmp: Path, target: Path) -> None:
-        """Move a file whose bytes are durable to `target`, durably."""
+        """Move a file to `target` and sync the folder; the file's bytes must be durable already."""
         self.files.mkdir(target.parent)
         self.files.rename(tmp, target)
         self._sync_place(target)
@@ -99,14 +99,20 @@ class StoreFolder:
             self.files.sync_folder(target.parent.parent)
 
     def tree(self, folder: str) -> Iterator[Path]:
-        """Iterate over the files of a folder of the store that lie in folders by first digits."""
+        """Iterate over the files in the subfolders of `folder`, which is relative to the store.
+
+        The subfolders are named by the first digits of the file names.
+        """
         root = self.layout.root / folder
         for part in self.files.listdir(root):
             for file in self.files.listdir(root / part):
                 yield root / part / file
 
     def set_aside(self, path: Path, folder: Path) -> Path:
-        """Move a file to the trash or the quarantine; its new name begins with the time."""
+        """Move a file to `folder` (the trash or the quarantine), durably; return its new path.
+
+        The new name begins with the time, in seconds since 1970.
+        """
         target = folder / f"{self.files.now()}.{path.name}"
         self.files.rename(path, target)
         self.files.sync_folder(folder)
@@ -114,16 +120,18 @@ class StoreFolder:
         return target
 
     def naming(self) -> AbstractContextManager[None]:
-        """Hold the lock under which references change; hold it for a moment only.
+        """Return a context manager that holds the lock for changing references.
+
+        Hold it for a few file operations only.
 
         Raises:
-            StoreBusyError: another process has held it for a minute.
+            StoreBusyError: another process has held the lock for a minute.
         """
         return naming(self.files, self.layout)
 
 
 def files_below(files: Files, folder: Path) -> Iterator[Path]:
-    """Iterate over the files in a folder and in the folders below it."""
+    """Iterate over all files in a folder and its subfolders, recursively."""
     for name in files.listdir(folder):
         status = files.status(folder / name)
         if status is not None and status.kind == "folder":
@@ -133,7 +141,7 @@ def files_below(files: Files, folder: Path) -> Iterator[Path]:
 
 
 def remove_folder(files: Files, path: Path) -> None:
-    """Remove a folder and what is in it, if there is one."""
+    """Remove a folder with all its content; do nothing if it does not exist."""
     status = files.status(path)
     if status is None or status.kind != "folder":
         return

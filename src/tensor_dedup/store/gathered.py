@@ -1,7 +1,7 @@
-"""The bytes of arrays and tensors that lie otherwise in memory than in a file.
+"""Arrays and tensors whose memory layout differs from a file's, presented as flat bytes.
 
-They lie in other strides, big-endian, on a device, or as the conjugate or the negative of what is
-in memory. They are gathered a part at a time, so that nobody needs a copy of a whole array.
+They may be strided, big-endian, on a device, or lazily conjugated or negated. The bytes are
+gathered piecemeal, so no copy of a whole array is needed.
 """
 
 import math
@@ -26,9 +26,9 @@ _ROWS: Final = 64
 
 
 class Gathered(ABC):
-    """Bytes as a file has them, which lie otherwise in memory; a slice of it is a copy of them.
+    """The bytes that an array has in a file; slicing gathers a copy of the requested bytes.
 
-    Any thread may read it. What somebody writes to that memory meanwhile is in some slices only.
+    Any thread may read. If the array is modified meanwhile, slices may be inconsistent.
     """
 
     __slots__ = ("_width", "nbytes")
@@ -53,10 +53,10 @@ class Gathered(ABC):
     @property
     @abstractmethod
     def place(self) -> Hashable:
-        """Where the bytes lie, and how: equal for two that are the same ones."""
+        """A key for the memory and its layout; equal for objects with the same bytes of memory."""
 
     def copy_into(self, memory: memoryview) -> None:
-        """Copy all bytes into memory of their size, with the GIL released."""
+        """Copy all bytes into `memory`, which has the same size, with the GIL released."""
         count = max(_AT_ONCE // self._width, 1)
         for first in range(0, self.nbytes // self._width, count):
             start = first * self._width
@@ -68,7 +68,10 @@ class Gathered(ABC):
 
 
 class GatheredArray(Gathered):
-    """The bytes of an array in C order and little-endian; those in `gaps` of a row are zeros."""
+    """The bytes of a numpy array in C order and little-endian.
+
+    `gaps` are (start, stop) byte ranges of each row that read as zeros.
+    """
 
     __slots__ = ("_array", "_dtype", "_gaps")
 
@@ -107,7 +110,7 @@ FlatBytes: TypeAlias = memoryview | Gathered
 
 
 def flat_bytes(data: "Buffer | Gathered") -> FlatBytes:
-    """Return bytes so that they can be sliced. Nothing is copied."""
+    """Return `data` as flat bytes that can be sliced, without copying."""
     if isinstance(data, Gathered):
         return data
     view = memoryview(data)
@@ -116,12 +119,12 @@ def flat_bytes(data: "Buffer | Gathered") -> FlatBytes:
 
 
 def place_of(data: FlatBytes) -> Hashable:
-    """Return what is equal for the same bytes of memory."""
+    """Return a key for the memory of `data`; equal for the same memory and layout."""
     return data.place if isinstance(data, Gathered) else (address(data), data.nbytes)
 
 
 def copy_flat(data: FlatBytes, into: memoryview) -> None:
-    """Copy bytes into memory of their size, with the GIL released."""
+    """Copy all bytes of `data` into `into`, which has the same size, with the GIL released."""
     if isinstance(data, Gathered):
         data.copy_into(into)
     else:
@@ -141,7 +144,7 @@ _Some = TypeVar("_Some", bound=_Sliced)
 
 
 def parts_in_order(array: _Some, start: int, stop: int) -> Iterator[_Some]:
-    """Yield parts of an array that together have the elements from `start` to `stop`, in C order"""
+    """Yield subarrays that hold, in C order, the elements from number `start` to `stop`."""
     if start >= stop:
         return
     size = math.prod(array.shape)

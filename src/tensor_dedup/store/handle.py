@@ -1,4 +1,8 @@
-"""What the modules of the package use of a store's folder: its objects, its locks, its sessions."""
+"""Access to one store for the other modules of this package: its files, locks and sessions.
+
+A session is a period in which a store is in use: the shared lock is held, so garbage collection
+cannot run.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,9 +19,9 @@ from tensor_dedup.suggestions import nearest, perhaps
 
 
 class StoreHandle:
-    """A store's folder, its file system interface and the number of its hashing threads.
+    """A store's folder, its file system interface, and its number of hashing threads.
 
-    It keeps nothing open between calls, so any number of threads and processes may use one folder.
+    No file stays open between calls, so any number of threads and processes may use one store.
     """
 
     def __init__(self, path: Path, files: Files, worker_count: int) -> None:
@@ -28,19 +32,28 @@ class StoreHandle:
 
     @contextmanager
     def translated(self) -> Iterator[None]:
-        """Turn OSError into StoreError."""
+        """Within the block, turn OSError into StoreError."""
         with os_errors(self.path):
             yield
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep sweeps out, and turn OSError into StoreError."""
+        """Within the block, hold the store's shared lock and turn OSError into StoreError.
+
+        The lock keeps garbage collection out.
+
+        Raises:
+            StoreBusyError: garbage collection is running and did not end in two minutes.
+        """
         with os_errors(self.path), session(self.files, self.objects.layout):
             yield
 
     @contextmanager
     def session(self, *, update: bool = True) -> Iterator[tuple[StoreIndex, Hasher]]:
-        """Like `locked`, with the index, brought up to date first unless `update` is off."""
+        """Like `locked`, and provide the store's index and a hasher within the block.
+
+        The index is brought up to date first unless `update` is False.
+        """
         with self.locked(), ExitStack() as undo:
             hasher = Hasher(self.files, self.worker_count)
             undo.callback(hasher.close)
@@ -48,7 +61,7 @@ class StoreHandle:
 
     @contextmanager
     def saying_near(self, name: str) -> Iterator[None]:
-        """Add the nearest name to an UnknownNameError."""
+        """Within the block, add the most similar existing name to an UnknownNameError."""
         try:
             yield
         except UnknownNameError as error:

@@ -1,12 +1,12 @@
-"""Hashing ranges of files and memory on all threads, optionally copying files meanwhile.
+"""Parallel hashing of file ranges and memory; file ranges can be copied at the same time.
 
-A range is read once. Memory is bounded by one buffer per thread. With one worker everything happens
-in the calling thread, so that a test can count operations.
+Each range is read once, through one buffer per thread. With one worker, everything happens in the
+calling thread.
 
-Beside the digest there is a change hash, which only tells whether bytes have changed. It has 128
-bits and is seeded at random in each process, so that nobody can prepare two tensors that collide;
-it names nothing and is never written to disk. Of more than one leaf it is the hash of the leaves'
-hashes, so that each leaf can be checked by itself, by any thread.
+Besides the digest (BLAKE3, computed from leaves of 2 MiB) there is the change hash: a fast 128-bit
+hash that only tells whether bytes have changed. It is seeded at random in each process, so that
+nothing can be crafted to collide, and it is never written to disk. The change hash of more than one
+leaf is computed from the change hashes of the leaves.
 """
 
 import secrets
@@ -46,13 +46,13 @@ _Out = TypeVar("_Out")
 
 
 class ProgressListener(Protocol):
-    """A listener to the progress of a long operation. `advance` is called from several threads."""
+    """A receiver of the progress of a long operation. `advance` is called from several threads."""
 
     def start(self, total_bytes: int) -> None:
-        """Receive the number of bytes that will be processed."""
+        """Receive the total number of bytes to process, before the first `advance`."""
 
     def advance(self, nbytes: int) -> None:
-        """Receive the number of further bytes that are done."""
+        """Receive the number of bytes processed since the last call."""
 
 
 class SilentListener:
@@ -67,7 +67,7 @@ class SilentListener:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A range of a file: `nbytes` at `start`, copied to offset `target` if there is a target."""
+    """A range of a file, and the offset `target` in another file to which it is copied, if any."""
 
     start: int
     nbytes: int
@@ -76,7 +76,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Hashed:
-    """The digest (32 bytes) of a range, and its concatenated leaf digests."""
+    """The digest (32 bytes) of some bytes, and their concatenated leaf digests."""
 
     digest: bytes
     leaves: bytes
@@ -88,7 +88,7 @@ class Hashed:
 
 
 class Hasher:
-    """Hashes ranges of open files. One caller at a time; `close` ends its threads."""
+    """A pool of threads that hash ranges of open files. For one calling thread at a time."""
 
     def __init__(self, files: Files, workers: int) -> None:
         self._files = files
@@ -102,7 +102,7 @@ class Hasher:
         self._local = threading.local()
 
     def close(self, *, wait: bool = True) -> None:
-        """End the threads, after the work they are doing, and wait until they have ended."""
+        """Stop the threads after their current work. With `wait`, return when they have ended."""
         for pool in (self._pool, self._writers):
             if pool is not None:
                 pool.shutdown(wait, cancel_futures=True)
@@ -115,10 +115,10 @@ class Hasher:
         target: Handle | None = None,
         progress: ProgressListener | None = None,
     ) -> list[Hashed]:
-        """Return the digests of each range, in order; copy each to `target` if there is one.
+        """Hash ranges of a file, in order; with `target`, also copy them to that file.
 
         Raises:
-            ChangedFileError: the file is shorter than its ranges.
+            ChangedFileError: the file ends within a range.
         """
 
         def work(piece: Range) -> list[bytes]:
@@ -131,7 +131,11 @@ class Hasher:
     def hash_readable(
         self, source: Handle, ranges: Sequence[Range], progress: ProgressListener | None = None
     ) -> list[Hashed | None]:
-        """Return the digests of each range as `hash`, or None where the disk cannot read it all."""
+        """Hash ranges of a file like `hash`, with None for a range that the disk cannot read.
+
+        Raises:
+            ChangedFileError: the file ends within a range.
+        """
 
         def work(piece: Range) -> list[bytes] | None:
             try:
@@ -173,10 +177,7 @@ class Hasher:
         return buffer
 
     def each(self, work: Callable[[_In], _Out], pieces: Iterable[_In]) -> Iterator[_Out]:
-        """Yield the result of `work` for each piece, in order.
-
-        Several pieces are processed at once, a few ahead of the caller.
-        """
+        """Yield `work(piece)` for each piece, in order, computed by several threads in advance."""
         if self._pool is None:
             yield from map(work, pieces)
             return
@@ -194,10 +195,11 @@ class Hasher:
     def hand(
         self, work: Callable[[_In], _Out], piece: _In, *, waits: bool = False
     ) -> "Future[_Out]":
-        """Have one piece processed by a thread, or here where there is one worker only.
+        """Run `work(piece)` in a thread, or in this one if there is a single worker.
 
-        `waits` says that the work is mostly waiting for the disk: others hash meanwhile. The caller
-        must wait for the result, whatever happens, before it closes what `work` uses.
+        `waits` says that the work mostly waits for the disk; it then runs in a separate pool and
+        does not occupy a hashing thread. Whatever happens, the caller must wait for the result
+        before it closes files that `work` uses.
         """
         pool = self._writers if waits else self._pool
         if pool is None:
@@ -208,7 +210,10 @@ class Hasher:
 
 
 def settle(waiting: Iterable["Future[Any]"]) -> None:
-    """Wait, after an error, until no thread uses a file that is about to be closed."""
+    """Cancel futures, or wait for those already running, and ignore their results and errors.
+
+    Afterwards their files can be closed.
+    """
     for future in waiting:
         if not future.cancel():
             future.exception()
@@ -228,7 +233,7 @@ def _joined(nbytes: int, found: Iterator[list[bytes]]) -> Hashed:
 
 
 def changed(source: Handle, how: str) -> ChangedFileError:
-    """Return the error for a file that has changed since the operation began."""
+    """Return a ChangedFileError about a file that changed during the operation, to be raised."""
     return ChangedFileError(
         f"{source.path}: {how}; import it again when nobody writes it", path=str(source.path)
     )
@@ -243,12 +248,12 @@ def change_hash(data: "Buffer | Gathered") -> bytes:
 
 
 def change_hash_of_leaf(leaf: memoryview) -> bytes:
-    """Return the change hash of one leaf, or of anything that is no larger."""
+    """Return the change hash of at most one leaf (2 MiB) of bytes."""
     return xxh3_128_digest(leaf, SEED)
 
 
 def change_hash_of_leaves(leaves: Sequence[bytes]) -> bytes:
-    """Return the change hash of what has leaves with these change hashes."""
+    """Combine the change hashes of all leaves of some bytes into the change hash of those bytes."""
     return leaves[0] if len(leaves) == 1 else xxh3_128_digest(b"".join(leaves), _SEED_OF_LEAVES)
 
 
@@ -260,7 +265,7 @@ def _change_hashes_of_leaves(part: _Part) -> list[bytes]:
 
 
 def change_hashes(hasher: Hasher, data: "Sequence[Buffer | Gathered]") -> list[bytes]:
-    """Return the change hash of each, in order; large ones are hashed on all threads."""
+    """Return the change hash of each item, in order; large items are hashed by several threads."""
     parts: dict[int, list[_Part]] = {}
     if len(data) <= _MANY:
         parts = {

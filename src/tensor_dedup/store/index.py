@@ -1,8 +1,8 @@
-"""The index from digests to containers: a cache that can be deleted at any time.
+"""The index from digests to containers: a SQLite database that is a cache and may be deleted.
 
-The containers' own tables are authoritative. Each session brings the index up to date with the
-containers that exist: it drops the entries of containers that are gone and adds those of new ones.
-When the SQLite file cannot be used, the index of that session is in memory.
+The tables in the containers are authoritative. When a session opens the index, entries of missing
+containers are dropped and those of new containers are added. If the SQLite file cannot be used, the
+index is built in memory for that session.
 """
 
 import contextlib
@@ -96,7 +96,10 @@ _KIND = re.compile("[a-z0-9_]+")
 
 @dataclass(frozen=True, slots=True)
 class PieceLocation:
-    """The location of a stored piece; `file_bytes` is the size of its container's whole file."""
+    """The location of a stored piece. `file_bytes` is the size of the container's file.
+
+    `base` and `parts` are the digests of the pieces it is encoded against, if it is.
+    """
 
     container: ContainerId
     offset: int
@@ -107,13 +110,13 @@ class PieceLocation:
 
     @property
     def bases(self) -> tuple[bytes, ...]:
-        """The digests of all that the piece is stored against there."""
+        """The digests of all pieces that are needed to decode this one at this location."""
         return () if self.base is None else (self.base, *self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class PieceAlike:
-    """The location of a piece that has leaves in common with another one."""
+    """The location of a piece that shares leaves with another one."""
 
     container: ContainerId
     offset: int
@@ -124,13 +127,13 @@ Entry: TypeAlias = tuple[bytes, int, int, bytes | None, tuple[bytes, ...]]
 
 
 def entry_of(record: Record) -> Entry:
-    """Return the entry that a record has in an index."""
+    """Return the index entry of a record."""
     parts = tuple(record.parts.values())
     return record.digest, record.offset, record.nbytes, record.base, parts
 
 
 class StoreIndex:
-    """The index during one session, used from one thread. `open_index` opens it."""
+    """The index during one session; use it from one thread. `open_index` returns it."""
 
     def __init__(self, db: sqlite3.Connection, objects: Objects) -> None:
         self.broken = False
@@ -143,15 +146,15 @@ class StoreIndex:
         self._db.close()
 
     def relax(self) -> None:
-        """Stop waiting for the disk: whatever a crash takes from a cache can be read in again."""
+        """Commit without waiting for the disk; lost entries are rebuilt from the containers."""
         with contextlib.suppress(sqlite3.DatabaseError):
             self._db.execute("PRAGMA synchronous = NORMAL")
 
     def refresh(self, written: Collection[ContainerId] = ()) -> None:
-        """Bring the index up to date with the containers that exist, in memory if need be.
+        """Add entries of new containers and drop those of missing ones.
 
-        The tables of those that were just `written` are read even if the index knows them: who
-        writes what is there already has not found it here, so the index may be damaged.
+        The tables of the containers in `written` are read in any case, because existing entries may
+        be damaged. If SQLite fails, the index continues in memory.
         """
         try:
             self.update(written)
@@ -159,7 +162,7 @@ class StoreIndex:
             self._fall_back()
 
     def update(self, written: Collection[ContainerId] = ()) -> None:
-        """Bring the index up to date as `refresh`; errors of SQLite are raised as they are."""
+        """Like `refresh`, but let errors of SQLite propagate."""
         rows = self._rows("SELECT name, kind, state FROM container")
         known = {_container(name, kind): str(state) for name, kind, state in rows}
         bad = set(self._objects.bad_containers())
@@ -175,7 +178,7 @@ class StoreIndex:
         self.fresh = True
 
     def add(self, container: ContainerId, table: Table, file_bytes: int) -> None:
-        """Add the entries of one container that has just been written."""
+        """Add the entries of a container that was just written; `file_bytes` is its file's size."""
         try:
             with transaction(self._db):
                 # To delete looks at every place of every container.
@@ -186,7 +189,7 @@ class StoreIndex:
             self._fall_back()
 
     def still_so(self, containers: Iterable[ContainerId]) -> bool:
-        """Return whether these containers exist and their entries here are still readable."""
+        """Return whether these containers exist and have not changed since they were indexed."""
         wanted = list(containers)
         bad = set(self._objects.bad_containers())
         try:
@@ -213,9 +216,10 @@ class StoreIndex:
     def find(
         self, digests: Iterable[bytes], *, external: bool = False
     ) -> dict[bytes, list[PieceLocation]]:
-        """Return the readable locations of each of these digests that has any.
+        """Return the readable locations of each digest. Digests without any are left out.
 
-        With `external`, locations in files that others own and may change are included, last.
+        With `external`, locations in files outside the store, which may change, are added at the
+        end.
         """
         wanted = list(digests)
         try:
@@ -262,10 +266,11 @@ class StoreIndex:
         return [digest for (digest,) in rows]
 
     def find_alike(self, leaves: bytes) -> list[PieceAlike]:
-        """Return anchors that seem to have leaves in common with these, at the same offsets.
+        """Return locations of pieces that share leaves with a new piece, at the same offsets.
 
-        `leaves` are concatenated leaf digests, which the caller compares with those in the tables
-        of what is found. The anchors that have most of them come first.
+        `leaves` are the new piece's concatenated leaf digests. The result is sorted by the number
+        of shared leaves, most first. Deltas are left out. Digests are compared by a prefix only, so
+        the caller must compare the leaf digests in the containers' tables.
         """
         try:
             return self._find_alike(leaves)
@@ -292,7 +297,7 @@ class StoreIndex:
         return [PieceAlike(_container(name, kind), at) for kind, name, at in best]
 
     def places(self, container: ContainerId) -> set[Entry]:
-        """Return the entries of one container."""
+        """Return all entries of one container."""
         try:
             return self._places(container)
         except sqlite3.DatabaseError:
@@ -311,7 +316,7 @@ class StoreIndex:
         }
 
     def containers(self) -> list[ContainerId]:
-        """Return the containers that the index knows."""
+        """Return the containers in the index, sorted by name."""
         try:
             return self._containers()
         except sqlite3.DatabaseError:
@@ -520,10 +525,10 @@ class _IndexFile:
 
 @contextlib.contextmanager
 def open_index(objects: Objects, *, update: bool = True) -> Iterator[StoreIndex]:
-    """Open the index and bring it up to date. A broken one is rebuilt, or replaced in memory.
+    """Open the index of a store within the block; by default, bring it up to date first.
 
-    With `update` off it is left as it was: the caller must check its entries, and pieces that it
-    does not know may exist. That costs the same however large the store is.
+    A broken index is rebuilt, or replaced by one in memory. With `update` off, the time does not
+    depend on the size of the store, but entries may be outdated and new pieces missing.
     """
     with contextlib.ExitStack() as undo:
         index = _usable(objects, undo, update=update)
@@ -574,7 +579,7 @@ def _in_memory(objects: Objects) -> sqlite3.Connection:
 
 
 def drop_index(objects: Objects) -> None:
-    """Delete the index; the next session rebuilds it."""
+    """Delete the index, unless another process is using it; the next session rebuilds it."""
     _IndexFile(objects).remove()
 
 

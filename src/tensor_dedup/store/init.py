@@ -1,4 +1,4 @@
-"""The location of a store, and its initialisation."""
+"""The default location of a store, and the creation and check of its folder."""
 
 import os
 import re
@@ -25,30 +25,37 @@ _LATER = re.compile(rb"tensor-dedup store\nversion (?!1\n)[0-9]+\n")
 
 
 def default_path() -> Path:
-    """Return the path of the store to use when the user names none."""
+    """Return the path of the store that is used when none is given.
+
+    That is the environment variable TENSOR_DEDUP_STORE, else the configured path, else
+    `own_path()`.
+    """
     named = os.environ.get(ENVIRONMENT)
     return Path(named) if named else configured_path("store") or own_path()
 
 
 def own_path() -> Path:
-    """Return the path of a user's store when the environment names none."""
+    """Return the default path of a store: a folder in the user's data folder."""
     return platformdirs.user_data_path("tensor-dedup") / "store"
 
 
 def workers() -> int:
-    """Return the number of threads this process may run at once."""
+    """Return the number of CPUs this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
 def initialise(store: StoreFolder, *, create: bool, mend: bool) -> None:
-    """Check that the folder holds a store of this version; make one if it is empty.
+    """Check that the folder holds a store of this version; with `create`, make one if it is empty.
+
+    With `mend`, a missing or damaged marker file is written anew.
 
     Raises:
         NotAStoreError: the folder holds other files.
-        NoStoreError: it is empty or missing, or nobody has ended its making, and `create` is off.
-        NewerFormatError: the store was made by a later version.
-        DamagedFileError: its marker is gone or damaged, and `mend` is off or it may have been that
-            of a later version.
+        NoStoreError: the folder is empty, missing or not completely initialised, and `create` is
+            off.
+        NewerFormatError: a later version made the store.
+        DamagedFileError: the marker file is missing or damaged, and `mend` is off or the store may
+            be of a later version.
     """
     files, layout = store.files, store.layout
     names = set(files.listdir(layout.root))

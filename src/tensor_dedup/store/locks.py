@@ -1,7 +1,9 @@
-"""The locks of a store: many sessions or one sweep, and one change of a name at a time.
+"""The locks of a store.
 
-All are advisory `flock` locks on files in the store's folder, so the kernel releases them when
-their process dies.
+A session (any use of the store) holds the main lock shared. A sweep (garbage collection, which
+deletes files) holds it exclusively. Further locks protect changes of references, pulls and drains.
+All are advisory `flock` locks on files in the store's folder; the kernel releases them when the
+process ends.
 """
 
 from collections.abc import Iterator
@@ -25,10 +27,10 @@ _REMOTE_WAIT_S = 600.0
 
 @contextmanager
 def session(files: Files, layout: StoreLayout, *, wait_s: float = SESSION_WAIT_S) -> Iterator[None]:
-    """Hold the store open for reading or writing; no sweep runs meanwhile.
+    """Hold the store's main lock shared within the block, so that no garbage collection runs.
 
     Raises:
-        StoreBusyError: a sweep did not end in `wait_s` seconds.
+        StoreBusyError: a garbage collection did not end in `wait_s` seconds.
     """
     busy = f"a gc is running and did not end in {wait_s:g} s"
     with _held(files, layout.lock, layout.root, busy, exclusive=False, wait_s=wait_s):
@@ -37,10 +39,12 @@ def session(files: Files, layout: StoreLayout, *, wait_s: float = SESSION_WAIT_S
 
 @contextmanager
 def sweep(files: Files, layout: StoreLayout, *, wait_s: float = SWEEP_WAIT_S) -> Iterator[None]:
-    """Hold the store exclusively, to delete from it; no session is open meanwhile.
+    """Hold the store's main lock exclusively within the block, to delete files.
+
+    No session is open meanwhile.
 
     Raises:
-        StoreBusyError: a session did not end in `wait_s` seconds.
+        StoreBusyError: open sessions did not end in `wait_s` seconds.
     """
     busy = (
         f"an import, export, verify or repair is running, or a checkpoint of very many containers "
@@ -52,7 +56,7 @@ def sweep(files: Files, layout: StoreLayout, *, wait_s: float = SWEEP_WAIT_S) ->
 
 @contextmanager
 def naming(files: Files, layout: StoreLayout) -> Iterator[None]:
-    """Hold the lock for changing references, for a moment only.
+    """Hold the lock for changing references within the block, which should be short.
 
     Raises:
         StoreBusyError: another process has held the lock for a minute.
@@ -65,7 +69,9 @@ def naming(files: Files, layout: StoreLayout) -> Iterator[None]:
 
 @contextmanager
 def pulling(files: Files, layout: StoreLayout) -> Iterator[None]:
-    """Hold the lock of pulls that were not asked for by name, so that none is done twice.
+    """Hold the lock for automatic pulls within the block, so that no checkpoint is pulled twice.
+
+    Automatic pulls are those that loading a checkpoint starts.
 
     Raises:
         StoreBusyError: another process has held the lock for a day.
@@ -78,12 +84,12 @@ def pulling(files: Files, layout: StoreLayout) -> Iterator[None]:
 
 @contextmanager
 def draining(files: Files, layout: StoreLayout, wait_s: float = _REMOTE_WAIT_S) -> Iterator[None]:
-    """Hold the lock for changing names that this store and a remote behind it both have.
+    """Hold the lock for changing names that exist both here and on a second tier.
 
-    It is also that of the notes of what was drained.
+    It also protects the notes about what was drained.
 
     Raises:
-        StoreBusyError: another process has waited for the remote for `wait_s` seconds.
+        StoreBusyError: another process has held the lock for `wait_s` seconds.
     """
     busy = f"whoever changes a name on the remote behind it has held it for {wait_s:g} s"
     with _held(files, layout.drain_lock, layout.root, busy, exclusive=True, wait_s=wait_s):
@@ -91,7 +97,10 @@ def draining(files: Files, layout: StoreLayout, wait_s: float = _REMOTE_WAIT_S) 
 
 
 def lock_of(files: Files, path: Path) -> Handle | None:
-    """Lock a file until the handle is closed; None if somebody holds it, or has just removed it."""
+    """Lock a file exclusively until the returned handle is closed, without waiting.
+
+    Return None if another handle holds the lock, or if the file was removed meanwhile.
+    """
     try:
         lock = files.open(path, "lock")
     except FileNotFoundError:

@@ -1,4 +1,7 @@
-"""The bookkeeping of a store: manifests and pages, references, and lists of damaged records."""
+"""The metadata of a store: manifests and their pages, references, lists of damaged records.
+
+A reference is a small text file that maps a checkpoint's name to the name of its manifest.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,9 +31,9 @@ def _nothing() -> None:
 
 
 class Objects(StoreFolder):
-    """The bookkeeping of one store, read and published, and its `containers`.
+    """Read and write access to the metadata of one store, and to its `containers`.
 
-    Holds nothing open; safe from any thread and process.
+    No file stays open between calls. Safe from any thread and process.
     """
 
     def __init__(self, files: Files, layout: StoreLayout) -> None:
@@ -38,9 +41,9 @@ class Objects(StoreFolder):
         self.containers = Containers(StoreFolder(files, layout))
 
     def aliens(self) -> Iterator[Path]:
-        """Iterate over the files that no program of format version 1 makes.
+        """Iterate over the files that format version 1 does not define.
 
-        While there are any, reading continues and deletion is refused.
+        While there are any, the store can be read, but nothing is deleted from it.
         """
         yield from self.containers.aliens()
         yield from (path for path in self.tree("manifests") if not _is_object(path))
@@ -51,14 +54,14 @@ class Objects(StoreFolder):
     # Lists of damaged records
 
     def bad_offsets(self, container: str) -> frozenset[int]:
-        """Return the offsets of the records of a container that were found damaged."""
+        """Return the offsets of the damaged records in a container."""
         path = self.layout.bad(container)
         if self.files.status(path) is None:
             return frozenset()
         return frozenset(frames.decode(self.read(path), _BAD, list[int], path))
 
     def set_bad_offsets(self, container: str, offsets: Sequence[int]) -> None:
-        """Replace the list of the damaged records of a container."""
+        """Replace the list of damaged records of a container; an empty one is removed."""
         path = self.layout.bad(container)
         if offsets:
             self.publish(frames.encode(_BAD, sorted(offsets)), path)
@@ -67,19 +70,19 @@ class Objects(StoreFolder):
             self.files.sync_folder(path.parent)
 
     def add_bad_offset(self, container: str, offset: int) -> None:
-        """Add a record to the list of damaged ones: its bytes are never returned again."""
+        """Mark the record at `offset` of a container as damaged, so that it is not read again."""
         with self.naming():
             self.set_bad_offsets(container, sorted(self.bad_offsets(container) | {offset}))
 
     def bad_containers(self) -> list[str]:
-        """Return the names of the containers that have damaged records."""
+        """Return the names of the containers with damaged records."""
         found = [Path(name) for name in self.files.listdir(self.layout.quarantine)]
         return [p.stem for p in found if p.suffix == BAD_SUFFIX and is_digest(p.stem)]
 
     # Manifests
 
     def manifest_names(self) -> Iterator[str]:
-        """Iterate over the names of all manifests and pages."""
+        """Iterate over the names of all stored manifests and pages."""
         return (path.name for path in self.tree("manifests") if _is_object(path))
 
     def manifest(self, name: str) -> Manifest:
@@ -101,7 +104,11 @@ class Objects(StoreFolder):
         return manifests.decode_page(self.read(path), name, path)
 
     def pieces(self, name: str, manifest: Manifest) -> list[Piece]:
-        """Read all pieces of a manifest, in order. Raises the errors of `page`."""
+        """Read the pages of `manifest`, which is called `name`; return all its pieces, in order.
+
+        Raises:
+            MissingObjectError, DamagedFileError, NewerFormatError: a page cannot be read.
+        """
         # A page that is there a thousand times is read and held once.
         pages = {page: self.page(page.hex()).pieces for page in dict.fromkeys(manifest.pages)}
         found = [piece for page in manifest.pages for piece in pages[page]]
@@ -140,9 +147,10 @@ class Objects(StoreFolder):
     def set_ref(
         self, name: str, manifest: str, *, replace: bool, check_name: Callable[[], None] = _nothing
     ) -> None:
-        """Commit: make a name refer to a manifest, durably.
+        """Make the checkpoint `name` refer to the manifest called `manifest`, durably.
 
-        `check_name` runs under the lock of names, just before; if it raises, nothing changes.
+        `check_name` is called under the lock of names, just before the change; if it raises,
+        nothing changes.
 
         Raises:
             NameTakenError: the name exists, and `replace` is off.
@@ -155,9 +163,10 @@ class Objects(StoreFolder):
             self.publish(ref_text(name, manifest), path)
 
     def drop_ref(self, name: str, *, check_name: Callable[[], None] = _nothing) -> None:
-        """Remove a name, durably.
+        """Remove the checkpoint's name, durably.
 
-        `check_name` runs under the lock of names, just before; if it raises, nothing changes.
+        `check_name` is called under the lock of names, just before the change; if it raises,
+        nothing changes.
 
         Raises:
             UnknownNameError: no checkpoint has this name.
@@ -176,13 +185,14 @@ class Objects(StoreFolder):
     def move_ref(
         self, name: str, new_name: str, *, check_name: Callable[[], None] = _nothing
     ) -> None:
-        """Give what a name refers to another name, durably: a crash may leave both, never none.
+        """Rename a checkpoint, durably. A crash may leave both names, but never neither.
 
-        `check_name` runs under the lock of names, just before; if it raises, nothing changes.
+        `check_name` is called under the lock of names, just before the change; if it raises,
+        nothing changes.
 
         Raises:
-            UnknownNameError: no checkpoint has the first name.
-            NameTakenError: the second one exists.
+            UnknownNameError: no checkpoint is called `name`.
+            NameTakenError: a checkpoint is called `new_name` already.
         """
         path, target = (self.layout.refs / file_of(each) for each in (name, new_name))
         with self.naming():
@@ -197,7 +207,7 @@ class Objects(StoreFolder):
 
 
 def ref_text(name: str, manifest: str) -> bytes:
-    """Return the text of a reference from this name to this manifest."""
+    """Return the content of the reference file that maps `name` to the manifest `manifest`."""
     return frames.encode_text([_REF_TITLE, f"name {name}", f"manifest {manifest}"])
 
 

@@ -1,8 +1,7 @@
-"""A store of checkpoints: each distinct tensor once on disk, and the same bytes out again.
+"""`LocalStore`: a store of checkpoints in a folder, each distinct tensor once on disk.
 
-`LocalStore` has no logic of its own beyond opening a session: each method takes the lock, opens the
-index where it needs one, and calls a module of `writing`, `reading` or `upkeep`. Users have it as
-`tensor_dedup.Store`, which adds push and pull.
+Its methods take the store's lock, open the index if they need it, and call the modules in
+`writing`, `reading` and `upkeep`. `tensor_dedup.Store` extends it with push and pull.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -52,13 +51,14 @@ if TYPE_CHECKING:
 
 
 class LocalStore:
-    """A content-addressed store of checkpoints in one folder; `open` opens or makes one.
+    """A content-addressed store of checkpoints in one folder. `open` opens or creates one.
 
-    It keeps nothing open between calls: any number of handles, threads and processes may use
-    one folder at once, and it survives a fork. `handle` is for the modules of this package.
+    No file stays open between calls: any number of handles, threads and processes may use one
+    folder at once, also after a fork. `handle` is for the modules of this package. Every method may
+    raise the following errors.
 
     Raises:
-        StoreError: the store, its files or its disk failed; the subclass says how.
+        StoreError: the store, its files or its disk failed; the subclass tells how.
         CheckpointError: a path passed to a method holds no checkpoint.
     """
 
@@ -82,18 +82,19 @@ class LocalStore:
         files: Files | None = None,
         worker_count: int | None = None,
     ) -> Self:
-        """Open the store in a folder, and make one there if the folder is empty or missing.
+        """Open the store in a folder; create one if the folder is empty or missing.
 
-        `path` defaults to the environment variable TENSOR_DEDUP_STORE, or else to `store` of a
-        configuration file (`tensor_dedup.settings`), or else to `tensor-dedup/store` in the user's
-        data folder. With `mend`, a damaged marker is rewritten.
-        `files` is the file system interface, which tests replace; `worker_count` is the number of
-        hashing threads.
+        `path` defaults to the environment variable TENSOR_DEDUP_STORE, then to `store` of a
+        configuration file (`tensor_dedup.settings`), then to `tensor-dedup/store` in the user's
+        data folder. With `mend`, a missing or damaged marker file is written anew. `files` replaces
+        the file system interface in tests. `worker_count` is the number of hashing threads, by
+        default one for each CPU.
 
         Raises:
-            NotAStoreError: the folder holds something else.
-            NoStoreError: it is empty or missing, and `create` is off.
-            NewerFormatError: the store was made by a later version.
+            NotAStoreError: the folder holds other files.
+            NoStoreError: the folder is empty or missing, and `create` is off.
+            NewerFormatError: a later version made the store.
+            DamagedFileError: the marker file is missing or damaged, and `mend` is off.
         """
         root = (Path(path) if path is not None else default_path()).absolute()
         interface = files or RealFiles()
@@ -125,32 +126,31 @@ class LocalStore:
         external: bool = False,
         follow_links: bool = False,
     ) -> ImportResult:
-        """Import a checkpoint: a file of weights, an index, or a folder with what belongs to it.
+        """Import a checkpoint: a file of weights, an index, or a folder with its other files.
 
-        `name` defaults to that of the folder or file. The checkpoint is committed when this
-        returns. When it raises, nothing is committed, except that a failing disk may leave it open
-        whether the name exists. What holds the same files under its name already is left as it is
-        (`unchanged`); what of it is damaged or was changed outside is stored again. Every byte is
-        read and hashed, even of files whose digests are
-        remembered; `hints` receives the digests.
+        `name` defaults to the name of the folder or file. The checkpoint is committed when this
+        returns. If it raises, nothing is committed, except that after a disk failure the name may
+        or may not exist. If the name holds the same files already, nothing is written
+        (`unchanged`), except that damaged parts are stored again. Every byte is read and hashed,
+        even if digests of the files are remembered. `hints` receives the digests.
 
-        Leaves (2 MiB) that a new tensor has in common with a stored one, at the same offset, are
-        not stored again, where that saves a tenth: a vocabulary that grew costs its new rows. With
-        `compress`, new tensors are stored encoded where samples show that this saves a tenth: by
-        themselves, or as the difference from a tensor of the checkpoint `base`, by default the most
-        similar one in the store. `base` implies `compress`. With `external` the weights stay
-        where they are and are indexed there: there is no second copy, and no guarantee except that
-        changes to them are noticed.
+        Leaves (2 MiB) that a new tensor shares with a stored one, at the same offset, are not
+        stored again if that saves a tenth. So a vocabulary that grew costs its new rows. With
+        `compress`, new tensors are stored encoded if samples show that this saves a tenth: on their
+        own, or as the difference from a tensor of the checkpoint `base`, by default the most
+        similar one in the store. `base` implies `compress`. With `external`, the weights stay where
+        they are and are indexed there. The store then has no copy of them, and only guarantees that
+        changes are noticed.
 
-        Symbolic links are followed within the folder, and to the blobs of its own repository in a
-        hub cache. What leads elsewhere is refused, unless you trust the folder and say
-        `follow_links`.
+        Symbolic links are followed within the folder and, in a Hugging Face cache, to the blobs of
+        the same repository. Links to other places are refused unless `follow_links` is set.
 
         Raises:
             CheckpointFilesError: a link leads out of the folder, or the files do not fit together.
-            NameTakenError: the name exists, it holds something else, and `replace` is off.
-            TakenStepError: it is the name of a step, which no import replaces, or of a pin.
-            ChangedFileError: a file was modified meanwhile.
+            NameTakenError: the name holds another checkpoint, and `replace` is off.
+            TakenStepError: the name is that of a training step or of a pin, which imports never
+                replace.
+            ChangedFileError: a file was modified during the import.
             UnknownNameError: no checkpoint is called `base`.
         """
         from tensor_dedup.store.steps.runs import check_no_step
@@ -179,8 +179,8 @@ class LocalStore:
     def expected_manifest(self, path: StrPath, known: KnownDigests) -> str:
         """Return the name of the manifest that an import of `path` would make; write nothing.
 
-        `known(path, fd)` returns the known digests of an open file, by (start, nbytes); the rest is
-        hashed. Raises the errors of `import_` about the path.
+        `known(path, fd)` returns the known digests of an open file, by (start, nbytes). Ranges
+        without a known digest are hashed. Raises the errors of `import_` about the path.
         """
         with self.handle.session() as (_, hasher):
             return expected_manifest(
@@ -198,7 +198,7 @@ class LocalStore:
 
         Raises:
             UnknownNameError: no checkpoint has this name.
-            MissingObjectError, DamagedFileError: its bookkeeping is damaged.
+            MissingObjectError, DamagedFileError: its reference, manifest or pages are damaged.
         """
         with self.handle.session(update=False) as (index, _), self.handle.saying_near(name):
             return StoredCheckpoint(self.handle.objects, index, check_name(name))
@@ -206,15 +206,15 @@ class LocalStore:
     def load(
         self, name: str, names: Collection[str] | None = None, *, verify: bool = True
     ) -> "dict[str, torch.Tensor]":
-        """Load a checkpoint's tensors, or those with these names, as torch tensors on the CPU.
+        """Load all tensors of a checkpoint, or those in `names`, as torch tensors on the CPU.
 
         Every byte is compared with its digest unless `verify` is off. The tensors are writable and
-        belong to the caller. Needs torch, which the first call imports.
-        `tensor_dedup.store.reading.tensors` also provides iteration in bounded memory, mapped
-        tensors and reused buffers.
+        belong to the caller. The first call imports torch. `tensor_dedup.store.reading.tensors`
+        also loads in bounded memory, as mappings, or into reused buffers.
 
         Raises:
-            UnknownNameError, UnknownTensorError: there is no such checkpoint, or no such tensor.
+            UnknownNameError: there is no such checkpoint.
+            UnknownTensorError: the checkpoint has no tensor of one of these names.
             CorruptTensorError, MissingObjectError: no intact copy of a tensor is in the store.
         """
         from tensor_dedup.store.reading.tensors import load_tensors  # and with it torch
@@ -223,7 +223,11 @@ class LocalStore:
             return load_tensors(checkpoint, names, verify=verify)
 
     def open_pieces(self, digests: Iterable[str]) -> StoredPieces:
-        """Open the pieces with these digests, of any checkpoint, as far as the store has them."""
+        """Open pieces of any checkpoint by digest (64 hex digits) for reading.
+
+        Digests that the store does not have are ignored. Close the result, or use it as a context
+        manager.
+        """
         with self.handle.session() as (index, _):
             return StoredPieces(
                 self.handle.objects, index, {bytes.fromhex(text) for text in digests}
@@ -234,7 +238,10 @@ class LocalStore:
     ) -> list[Path]:
         """Write a checkpoint's files, byte for byte, to a folder that is empty or missing.
 
-        Returns the paths of the files. Each file appears when it is complete and durable.
+        Return the paths of the files. Each file appears when it is complete and durable.
+
+        Raises:
+            ExportTargetError: `directory` is not empty, or is not a folder.
         """
         with self.checkpoint(name) as checkpoint, os_errors(Path(directory)):
             return export(
@@ -242,12 +249,12 @@ class LocalStore:
             )
 
     def names(self) -> "list[str]":
-        """Return the names of all checkpoints, sorted; nothing else is read."""
+        """Return the names of all checkpoints, sorted."""
         with self.handle.locked():
             return self.handle.objects.names()
 
     def runs(self) -> "list[str]":
-        """Return the names of the training runs that have steps in this store, sorted.
+        """Return the sorted names of the training runs with steps in this store.
 
         `CheckpointStore(store, run)` opens one.
         """
@@ -257,10 +264,10 @@ class LocalStore:
             return run_names(self.handle.objects)
 
     def steps(self, run: str) -> "list[Step]":
-        """Return the steps of a run in order; an unknown run has none.
+        """Return the steps of a run, ordered by number; an unknown run has none.
 
-        Imports under a step's name are left out, as are, with a logged warning, steps that cannot
-        be read.
+        Imported checkpoints with the name of a step are left out, as are, with a logged warning,
+        steps that cannot be read.
         """
         from tensor_dedup.store.steps.runs import describe_all
 
@@ -268,7 +275,7 @@ class LocalStore:
             return describe_all(self.handle.objects, run)
 
     def run_stats(self, run: str | None = None) -> "RunStats":
-        """Measure the steps of a run, or those of all runs together. Reads no tensor data."""
+        """Return the sizes of a run, or of all runs together. No tensor data is read."""
         from tensor_dedup.store.upkeep.run_sizes import run_stats as measure
 
         runs = self.runs() if run is None else [run]
@@ -276,11 +283,10 @@ class LocalStore:
             return measure(self.handle.objects, runs, run)
 
     def run_cost(self, run: str | None = None) -> "RunCost":
-        """Compute what a run, or all runs together, cost beside the rest. Reads no tensor data.
+        """Return what a run, or all runs together, costs on disk. No tensor data is read.
 
         Raises:
-            UnfitForCollectionError: something in the store is damaged or lost, so that it is not
-                certain what is in use.
+            UnfitForCollectionError: the store is damaged, so it is uncertain what is in use.
         """
         from tensor_dedup.store.upkeep.run_sizes import run_cost
 
@@ -289,21 +295,21 @@ class LocalStore:
             return run_cost(self.handle.objects, runs)
 
     def tensor_changes(self, run: str) -> "list[TensorChanges]":
-        """Count in how many steps of a run each tensor changed. Reads no tensor data."""
+        """Count in how many steps of a run each tensor changed. No tensor data is read."""
         from tensor_dedup.store.upkeep.run_sizes import tensor_changes
 
         with self.handle.locked():
             return tensor_changes(self.handle.objects, run)
 
     def run_growth(self, run: str) -> "list[Growth]":
-        """Return what each step of a run added to it, in order. Reads no tensor data."""
+        """Return what each step of a run added to it, in order. No tensor data is read."""
         from tensor_dedup.store.upkeep.run_sizes import growth
 
         with self.handle.locked():
             return growth(self.handle.objects, run)
 
     def step_difference(self, one: tuple[str, int], two: tuple[str, int]) -> "Difference":
-        """Compare two steps, each a run and a number: their tensors' names, bytes and metrics.
+        """Compare two steps, each given as run and number: names and bytes of tensors, and metrics.
 
         Raises:
             UnknownStepError: a run has no such step.
@@ -315,10 +321,10 @@ class LocalStore:
             return difference(self.handle.objects, one, two)
 
     def find(self, digest: str) -> "list[TensorPlace]":
-        """Return the tensors whose digest begins with these hex digits, by checkpoint and name.
+        """Return the tensors whose digest begins with these hex digits, ordered by checkpoint.
 
         Raises:
-            BadDigestError: it is not 4 to 64 hex digits.
+            BadDigestError: `digest` is not 4 to 64 hex digits.
         """
         from tensor_dedup.store.reading.find import find
 
@@ -326,19 +332,19 @@ class LocalStore:
             return find(self.handle.objects, digest)
 
     def list(self) -> "list[Listed]":
-        """Return all checkpoints, ordered by name; `damage` says which cannot be read, and why."""
+        """Return all checkpoints, ordered by name; damaged ones have a `damage` text."""
         with self.handle.locked():
             return listed(self.handle.objects)
 
     def stats(self) -> Stats:
-        """Measure the store, from its bookkeeping alone; no tensor data is read."""
+        """Return the sizes of the store. No tensor data is read."""
         with self.handle.locked():
             return stats(self.handle.objects)
 
     def usage(self, name: str | None = None) -> "StoreUsage":
-        """Measure what each checkpoint and each run takes; no tensor data is read.
+        """Return the disk usage of each checkpoint and each run. No tensor data is read.
 
-        With `name`, the step of this name counts by itself, and not as a part of its run.
+        If `name` is a step, it is listed by itself and not as a part of its run.
         """
         from tensor_dedup.store.upkeep.usage import usage
 
@@ -346,11 +352,11 @@ class LocalStore:
             return usage(self.handle.objects, name)
 
     def rename(self, name: str, new_name: str) -> None:
-        """Give a checkpoint another name; it has one of the two at any moment.
+        """Rename a checkpoint. After a crash it has the old name, the new one, or both.
 
         Raises:
             UnknownNameError: no checkpoint is called `name`.
-            NameTakenError: another one is called `new_name`.
+            NameTakenError: another checkpoint is called `new_name`.
             TakenStepError: one of the names is that of a training step, or of a pin.
         """
         from tensor_dedup.store.steps.runs import check_no_step
@@ -365,11 +371,11 @@ class LocalStore:
             self.handle.objects.move_ref(*names, check_name=check)
 
     def delete(self, name: str) -> None:
-        """Remove a checkpoint's name. Its bytes stay until gc finds that nothing else uses them.
+        """Remove a checkpoint's name. Its bytes stay until `gc` finds that they are not used.
 
         Raises:
             UnknownNameError: no checkpoint has this name.
-            PinnedStepError: it is a step of a run, and pinned.
+            PinnedStepError: it is a pinned step of a run.
         """
         from tensor_dedup.store.steps.runs import check_no_kept_step
 
@@ -380,7 +386,7 @@ class LocalStore:
             self.handle.objects.drop_ref(check_name(name), check_name=check)
 
     def check_deletable(self, name: str) -> None:
-        """Raise the error that `delete` would raise now."""
+        """Raise the error that `delete` would raise for this checkpoint, if any."""
         from tensor_dedup.store.steps.runs import check_no_kept_step
 
         self.check_exists(name)
@@ -388,7 +394,11 @@ class LocalStore:
             check_no_kept_step(self.handle.objects, name)
 
     def check_exists(self, name: str) -> None:
-        """Raise UnknownNameError, which suggests the nearest name, unless the checkpoint exists."""
+        """Check that a checkpoint exists.
+
+        Raises:
+            UnknownNameError: it does not; the error suggests the most similar name.
+        """
         with self.handle.locked(), self.handle.saying_near(name):
             if check_name(name) not in self.handle.objects.names():
                 raise UnknownNameError.at(self.path, f"no checkpoint {name!r}", name=name)
@@ -400,15 +410,15 @@ class LocalStore:
         dry_run: bool = False,
         wait_s: float = SWEEP_WAIT_S,
     ) -> GcPlan:
-        """Move unused files to the trash; delete those that have been there for `grace_hours`.
+        """Move unused files to the trash; delete files that have been there for `grace_hours`.
 
-        Open checkpoints remain readable. They do not delay it, but for those that lie in more
-        containers than a process may hold open, and those that have met damage.
+        With `dry_run`, only the plan is computed. Open checkpoints remain readable. They delay gc
+        only if they lie in more containers than a process may hold open, or if damage was found in
+        them.
 
         Raises:
-            StoreBusyError: other sessions, or such checkpoints, were not closed within `wait_s`
-                seconds.
-            UnfitForCollectionError: something is damaged or lost; nothing was touched.
+            StoreBusyError: other uses of the store did not end within `wait_s` seconds.
+            UnfitForCollectionError: something is damaged or lost; nothing was changed.
         """
         if not grace_hours >= 0:
             raise BadRangeError.at(self.path, f"a grace of {grace_hours} hours")
@@ -427,7 +437,7 @@ class LocalStore:
         seed: int | None = None,
         progress: ProgressListener | None = None,
     ) -> VerifyResult:
-        """Check the bookkeeping, and a share of the pieces (`sample`, 0.0 to 1.0) or all (`full`).
+        """Check the metadata and a share of the pieces (`sample`, 0.0 to 1.0), or all (`full`).
 
         Faults are listed in the result and quarantined. `seed` makes a sample repeatable.
         """

@@ -1,7 +1,8 @@
-"""The codec objects, and the choice of the one that makes the samples of a tensor smallest.
+"""The codec objects, and the choice of the codec that makes samples of a tensor smallest.
 
-A codec must save a tenth; otherwise the tensor is stored as it is. Importing this module loads
-numpy and zstandard; `interface` knows the names of all codecs without either.
+A codec is chosen only if it saves a tenth of the bytes; otherwise the tensor is stored unencoded.
+Importing this module loads numpy and zstandard. `interface` knows the names of all codecs and loads
+neither.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ CODECS: Mapping[str, Codec] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Some bytes of a tensor, and the bytes at the same place in its possible base."""
+    """A sample of a tensor's bytes, and the base's bytes at the same place, if there is a base."""
 
     data: memoryview
     base: memoryview | None = None
@@ -42,7 +43,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class CodecChoice:
-    """A codec, and the ratio of encoded to plain bytes that it reached on the samples."""
+    """A chosen codec, its effort, and `share`, the encoded size of the samples as a fraction."""
 
     codec: Codec
     effort: Effort
@@ -50,7 +51,10 @@ class CodecChoice:
 
 
 def places(nbytes: int, width: int) -> list[tuple[int, int]]:
-    """Return the (start, stop) of each sample: at the start, in the middle, near the end."""
+    """Return the (start, stop) byte ranges to sample: at the start, the middle and the end.
+
+    `nbytes` is the size of the tensor and `width` its element size, to which starts are aligned.
+    """
     size = min(SAMPLE_BYTES, nbytes)
     step = (nbytes - size) // (_SAMPLES - 1)
     starts = sorted({step * n // width * width for n in range(_SAMPLES)})
@@ -58,7 +62,10 @@ def places(nbytes: int, width: int) -> list[tuple[int, int]]:
 
 
 def choose(samples: Sequence[Sample], width: int) -> CodecChoice | None:
-    """Return the best codec for elements of `width` bytes; None when none saves enough."""
+    """Return the best codec for elements of `width` bytes, or None if no codec saves a tenth.
+
+    Codecs that need a base are tried only if every sample has one.
+    """
     total = sum(sample.data.nbytes for sample in samples)
     if not total:
         return None
@@ -72,7 +79,10 @@ def choose(samples: Sequence[Sample], width: int) -> CodecChoice | None:
 
 
 def distance(sample: Sample) -> float:
-    """Return the share of bits in which a sample and its base differ, from 0.0 to 1.0."""
+    """Return the share of bits in which a sample differs from its base, from 0.0 to 1.0.
+
+    Without a base the result is 1.0.
+    """
     if sample.base is None or not sample.data.nbytes:
         return 1.0
     differing = int.from_bytes(sample.data, "little") ^ int.from_bytes(sample.base, "little")

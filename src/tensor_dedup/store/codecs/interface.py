@@ -16,41 +16,43 @@ Effort: TypeAlias = Literal["entropy", "matches"]
 
 
 class Codec(Protocol):
-    """An encoding of at most CHUNK_BYTES bytes. It is stateless and safe from any thread.
+    """A lossless encoding of up to CHUNK_BYTES bytes. It has no state and is safe from any thread.
 
-    The GIL is released during the long parts. The contract suite in the tests states everything
-    that a codec must guarantee.
+    The GIL is released during the long computations.
     """
 
     @property
     def name(self) -> str:
-        """The name that records on disk give this codec."""
+        """The name by which container tables refer to this codec."""
 
     @property
     def width(self) -> int:
-        """The element size in bytes it is designed for: 1, 2, 4 or 8. It can encode any bytes."""
+        """The element size in bytes that the codec is designed for: 1, 2, 4 or 8.
+
+        Data of any other element size can be encoded, too.
+        """
 
     @property
     def against_base(self) -> bool:
-        """Whether it stores the difference from a base, which decoding needs again."""
+        """Whether the codec stores a difference from a base, which decoding then needs."""
 
     def encode(self, data: memoryview, base: memoryview | None, effort: Effort) -> bytes:
-        """Encode `data`. `base` has the same length, or is None for a codec without a base."""
+        """Encode `data`. `base` has the same length, or is None if `against_base` is False."""
 
     def decode(self, blob: memoryview, base: memoryview | None, out: memoryview) -> None:
-        """Decode `blob` into `out`, which has the length of the data. `blob` is not trusted.
+        """Decode `blob`, which is not trusted, into `out`, which has the size of the decoded data.
 
         However malformed `blob` is, decoding takes at most a few times the memory of `out`.
 
         Raises:
-            CorruptFrameError: `blob` does not decode to exactly that many bytes; the content of
-                `out` is then undefined.
+            CorruptFrameError: `blob` does not decode to exactly the size of `out`, whose content is
+                then undefined.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Codecs that differ only in the width of the words they are made for."""
+    """A group of codecs that differ only in their element size; `widths` are in bytes."""
 
     against_base: bool
     widths: tuple[int, ...] = (1, 2, 4, 8)

@@ -1,12 +1,14 @@
-"""Tensors that have some leaves in common with another one: only the other leaves are stored.
+"""The codec `leaves`: a tensor that shares some leaves with a base; only the others are stored.
 
-    chunk = nothing: the leaf is that of the base at the same place
-          | u8 length of a name, the name of a codec, what that codec makes of the leaf
-          | u8 0, the leaf as it is
+An encoded tensor has one chunk for each leaf (2 MiB):
 
-The base may have another size, so a vocabulary that grew is stored against what it was. Which
-leaves are equal is known from the digests that every record has; the base is not read for it. A
-reader takes each leaf from one of the two records, which costs what reading one tensor costs.
+    chunk = nothing: the leaf equals that of the base at the same offset
+          | u8 length of a codec's name, the name, the leaf encoded by this codec
+          | u8 0, the leaf unencoded
+
+The base may have another size, so a vocabulary that grew is stored against its earlier state. Equal
+leaves are found by their digests, without reading the base. Decoding takes each leaf from one of
+two records and reads no more bytes than the tensor has.
 """
 
 from tensor_dedup.store.codecs.interface import AGAINST_BASE, LEAVES
@@ -17,15 +19,15 @@ AS_IT_IS = ""
 
 
 def wrap(name: str, chunk: bytes | memoryview) -> bytes:
-    """Return the chunk of a leaf that the codec of this name has encoded."""
+    """Return the chunk of a leaf: the name of the codec that encoded it, then the encoded bytes."""
     return b"".join((bytes([len(name)]), name.encode("ascii"), chunk))
 
 
 def unwrap(blob: memoryview) -> tuple[str, memoryview]:
-    """Return the name of the codec of a chunk that is not empty, and what that codec has made.
+    """Split a non-empty chunk into the name of the leaf's codec and the encoded bytes.
 
     Raises:
-        CorruptFrameError: there is no such codec.
+        CorruptFrameError: no codec has that name.
     """
     start = 1 + blob[0]
     name = bytes(blob[1:start]).decode("ascii", "replace")

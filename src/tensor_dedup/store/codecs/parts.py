@@ -1,11 +1,14 @@
-"""Tensors whose changed leaves are pieces of their own: a record of references, without bytes.
+"""The codec `parts`: a tensor whose changed leaves are stored as pieces of their own.
+
+A record of this codec has no bytes, only references:
 
     codec = "parts:" and a hexadecimal number, whose bit n is set where leaf n is a piece
-    chunk = nothing, of every leaf
+    chunk = empty, for every leaf
 
-A leaf whose bit is set is the piece that consists of this leaf alone; every other one is that of
-the base at the same place. The digest of such a piece follows from that of its leaf, so a table
-alone says what a tensor needs, and steps that have a changed leaf in common need the same piece.
+A leaf whose bit is set is stored as a separate piece, which consists of this leaf alone. Every
+other leaf equals that of the base at the same offset. The digest of a leaf's piece follows from the
+digest of the leaf, so the table of a container tells which pieces a tensor needs. Training steps
+that have a changed leaf in common refer to the same piece.
 """
 
 import re
@@ -18,12 +21,15 @@ _NAME = re.compile(rf"{PARTS}:([1-9a-f][0-9a-f]*)")
 
 
 def codec_of(numbers: Iterable[int]) -> str:
-    """Return the codec of a record in which the leaves of these numbers are pieces."""
+    """Return the codec name of a record whose leaves with these numbers are separate pieces."""
     return f"{PARTS}:{sum(1 << number for number in {*numbers}):x}"
 
 
 def numbers_in(codec: str) -> list[int] | None:
-    """Return which leaves are pieces, in order; None where the codec is another one."""
+    """Return the numbers of the leaves that are separate pieces, ascending.
+
+    Return None if `codec` is not a `parts` codec.
+    """
     found = _NAME.fullmatch(codec)
     if found is None:
         return None
@@ -32,16 +38,16 @@ def numbers_in(codec: str) -> list[int] | None:
 
 
 def is_part(codec: str, number: int) -> bool:
-    """Return whether this codec says that the leaf of this number is a piece."""
+    """Return whether a codec name marks the leaf of this number as a separate piece."""
     found = _NAME.fullmatch(codec)
     return found is not None and bool(int(found[1], 16) >> number & 1)
 
 
 def leaf_bytes(number: int, nbytes: int) -> int:
-    """Return the size of a leaf of something of `nbytes`."""
+    """Return the size in bytes of leaf `number` of a tensor of `nbytes`."""
     return min(LEAF_BYTES, nbytes - number * LEAF_BYTES)
 
 
 def part_digest(leaf: bytes, nbytes: int) -> bytes:
-    """Return the digest of the piece whose only leaf has this digest, and `nbytes`."""
+    """Return the digest of the piece of `nbytes` that consists of one leaf with digest `leaf`."""
     return bytes.fromhex(combine(nbytes, [leaf]))

@@ -1,10 +1,10 @@
-"""The layout of an encoded tensor in its container: a head, then a chunk for each leaf.
+"""The layout of an encoded tensor in its container: a head, then one chunk for each leaf.
 
     head  = for each leaf: u32 size of its chunk, first 12 bytes of the chunk's BLAKE3
-    chunk = what the codec made of the leaf, and of the same leaf of the base where there is one
+    chunk = the encoded leaf; a codec with a base encodes it against the same leaf of the base
 
-So reading a range decodes only its leaves, and a damaged chunk is recognised without its base. No
-I/O.
+To read a range, only the leaves in it are decoded. The checksums reveal a damaged chunk without its
+base. No I/O.
 """
 
 import struct
@@ -21,32 +21,32 @@ _CHECK_BYTES = 12
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The place of a chunk, counted from the start of its record, and its checksum."""
+    """The offset of a chunk within its record, its size in bytes, and its checksum."""
 
     offset: int
     size: int
     check: bytes
 
     def holds(self, blob: memoryview) -> bool:
-        """Return whether `blob` has the checksum of this chunk."""
+        """Return whether `blob` has the size and the checksum of this chunk."""
         return len(blob) == self.size and _check(blob) == self.check
 
 
 def head_bytes(nbytes: int) -> int:
-    """Return the size of the head of a record that decodes to `nbytes`."""
+    """Return the size of the head of a record whose decoded size is `nbytes`."""
     return -(-nbytes // CHUNK_BYTES) * _ENTRY.size
 
 
 def entry(chunk: bytes) -> bytes:
-    """Return the entry of a chunk in the head."""
+    """Return the head's entry for a chunk: its size and its checksum."""
     return _ENTRY.pack(len(chunk), _check(memoryview(chunk)))
 
 
 def chunks(head: bytes, stored: int) -> list[Chunk]:
-    """Return the places of the chunks of a record.
+    """Parse the head of a record of `stored` bytes; return its chunks, in the order of the leaves.
 
     Raises:
-        CorruptFrameError: the chunks do not add up to `stored` bytes.
+        CorruptFrameError: head and chunks do not add up to `stored` bytes.
     """
     found, at = [], len(head)
     for size, check in _ENTRY.iter_unpack(head):

@@ -1,6 +1,6 @@
-"""Encoding of the few elements that differ from a base, with their positions.
+"""The codec `sparse`: positions and values of the few elements that differ from a base.
 
-A position is stored as the number of equal elements since the previous one.
+A position is stored as the number of equal elements since the previous position.
 """
 
 from dataclasses import dataclass
@@ -16,12 +16,16 @@ _WIDTH = 4
 
 
 def streams_of(places: Places) -> list[Bytes]:
-    """Return the byte planes of the gaps between ascending positions."""
+    """Encode ascending positions: return the byte planes of the gaps between them."""
     return split(np.diff(places, prepend=-1).astype(UNSIGNED[_WIDTH]) - np.uint32(1))
 
 
 def read_places(reader: Reader, count: int) -> Places:
-    """Read ascending positions below `count`."""
+    """Decode ascending positions, all below `count`.
+
+    Raises:
+        CorruptFrameError: the streams do not hold valid positions.
+    """
     first = reader.take_up_to(count)
     gaps = np.empty(len(first), UNSIGNED[_WIDTH])
     join([first, *(reader.take(len(first)) for _ in range(_WIDTH - 1))], gaps)
@@ -33,7 +37,7 @@ def read_places(reader: Reader, count: int) -> Places:
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """The codecs `sparse` and a width: positions and values of the elements that differ."""
+    """The `sparse` codecs, one for each element size in bytes (`sparse1` to `sparse8`)."""
 
     name: str
     width: int

@@ -1,14 +1,15 @@
-"""Consecutive compressed byte streams, and the words and planes that they are made of.
+"""Sequences of compressed byte streams, and the split of words into byte planes.
 
-    stream = u8 how, u32 stored, u32 plain, `stored` bytes     how: 0 as they are, 1 one zstd frame
+    stream = u8 how, u32 stored, u32 plain, `stored` bytes
+    how    = 0: the bytes are not compressed; 1: they are one zstd frame
 
-All numbers are little-endian. A zstd frame states the size of its content; a size other than
-`plain` is refused before memory is allocated, so no input can make the reader allocate more than it
-expects.
+`stored` and `plain` are the compressed and the plain size. All numbers are little-endian. A zstd
+frame states the size of its content; if that is not `plain`, the frame is refused before memory is
+allocated, so no input makes the reader allocate more than it expects.
 
-Words are unsigned integers of one width. Their first plane has the lowest byte of every word, the
-second plane the next byte, and so on. Both are processed in blocks that fit into a processor's
-cache: a pass over cold memory costs several times a pass over warm memory.
+A word is an element of a tensor as an unsigned integer of 1, 2, 4 or 8 bytes. The first plane has
+the lowest byte of every word, the second plane the next byte, and so on. Words are processed in
+blocks that fit into a processor's cache.
 """
 
 import struct
@@ -74,7 +75,7 @@ _LOCAL = _Local()
 
 
 def pack(streams: Sequence[Bytes], effort: Effort) -> bytes:
-    """Return these streams concatenated, each compressed where that makes it smaller."""
+    """Return the concatenation of these streams, each compressed if that saves 3 %."""
     parts: list[bytes | memoryview] = []
     for stream in streams:
         plain = np.ascontiguousarray(stream).data
@@ -86,10 +87,10 @@ def pack(streams: Sequence[Bytes], effort: Effort) -> bytes:
 
 
 class Reader:
-    """A reader of consecutive streams from untrusted bytes.
+    """A reader of the streams in `blob`, which is not trusted. `codec` is named in errors.
 
     Raises:
-        CorruptFrameError: from every method, for any unexpected input.
+        CorruptFrameError: from every method that reads, for any unexpected input.
     """
 
     def __init__(self, blob: memoryview, codec: str) -> None:
@@ -98,26 +99,32 @@ class Reader:
         self._codec = codec
 
     def take(self, nbytes: int) -> Bytes:
-        """Return the next stream, of exactly `nbytes`, read-only and valid as long as the blob."""
+        """Read the next stream, whose plain size is exactly `nbytes`.
+
+        The result is read-only, and may share the memory of the blob.
+        """
         how, stored, plain = self._head()
         if plain != nbytes:
             raise self.bad(f"a stream of {plain} bytes, {nbytes} expected")
         return self._content(how, stored, plain)
 
     def take_up_to(self, most: int) -> Bytes:
-        """Return the next stream, of at most `most` bytes; read-only, valid as long as the blob."""
+        """Read the next stream, whose plain size is at most `most` bytes.
+
+        The result is read-only, and may share the memory of the blob.
+        """
         how, stored, plain = self._head()
         if plain > most:
             raise self.bad(f"a stream of {plain} bytes, at most {most} expected")
         return self._content(how, stored, plain)
 
     def end(self) -> None:
-        """Check that nothing follows."""
+        """Check that no bytes follow the last stream."""
         if self._at != len(self._blob):
             raise self.bad(f"{len(self._blob) - self._at} bytes behind its end")
 
     def bad(self, what: str) -> CorruptFrameError:
-        """Return a CorruptFrameError about this data."""
+        """Return a CorruptFrameError about this codec, for the caller to raise."""
         return CorruptFrameError.at(f"codec {self._codec}", what, codec=self._codec)
 
     def _head(self) -> tuple[int, int, int]:
@@ -153,14 +160,17 @@ class Reader:
 
 
 def words(data: memoryview, width: int) -> tuple[Words, Bytes]:
-    """Return the whole words of `data`, sharing its memory, and the bytes left over."""
+    """Return `data` as words of `width` bytes, and the incomplete rest.
+
+    Both share the memory of `data`.
+    """
     flat = np.frombuffer(data, np.uint8)
     body = len(flat) - len(flat) % width
     return flat[:body].view(UNSIGNED[width]), flat[body:]
 
 
 def split(values: Words) -> list[Bytes]:
-    """Return the byte planes of words, the lowest bytes first."""
+    """Return the byte planes of words, beginning with the lowest byte."""
     return [
         np.right_shift(values, values.dtype.type(8 * n)).astype(np.uint8)
         for n in range(values.dtype.itemsize)
@@ -168,14 +178,18 @@ def split(values: Words) -> list[Bytes]:
 
 
 def blocks(count: int) -> Iterator[slice]:
-    """Yield slices that together cover `count` elements."""
+    """Return slices that cut `count` elements into blocks of BLOCK elements."""
     return (slice(at, min(at + BLOCK, count)) for at in range(0, count, BLOCK))
 
 
 def join(
     planes: Sequence[Bytes], out: Words, then: Callable[[Words, slice], None] | None = None
 ) -> None:
-    """Interleave planes into `out`, and pass each block to `then` while it is in the cache."""
+    """Interleave byte planes into the words `out`; the inverse of `split`.
+
+    `then` is called with each finished block and its slice of `out`, while the block is in the
+    processor's cache.
+    """
     for part in blocks(len(out)):
         _join_block([plane[part] for plane in planes], out[part])
         if then is not None:
@@ -204,7 +218,7 @@ def _pair(low: Words, high: Words, out: Words | None = None) -> Words:
 
 
 def fold(differences: Words) -> Words:
-    """Map 0, -1, 1, -2, ... to 0, 1, 2, 3, ... so that small differences become small numbers."""
+    """Map the differences 0, -1, 1, -2, ... to 0, 1, 2, 3, ..., as zigzag encoding does."""
     width = differences.dtype.itemsize
     signs = differences.view(SIGNED[width]) >> (8 * width - 1)
     folded: Words = (differences << differences.dtype.type(1)) ^ signs.view(differences.dtype)
@@ -212,7 +226,7 @@ def fold(differences: Words) -> Words:
 
 
 def unfold(values: Words) -> None:
-    """Turn folded numbers back into differences, in place."""
+    """Map the results of `fold` back to the differences, in place."""
     one = values.dtype.type(1)
     signs = np.bitwise_and(values, one)
     np.negative(signs, out=signs)

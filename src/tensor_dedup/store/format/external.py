@@ -1,8 +1,7 @@
-"""External containers: a table that indexes a file elsewhere, in place, never changing it.
+"""External containers: tables that index a file outside the store, which stays where it is.
 
-The table holds the status of the file when it was hashed. While the file system still reports that
-status for the path, the table's records can be read from it, verified like any others; otherwise
-they count as absent.
+The table holds the status of the file at the time it was hashed. As long as the file has the same
+status, its tensors can be read, and are verified like any others. Otherwise they count as absent.
 """
 
 import os
@@ -20,7 +19,7 @@ _MAX_DIGITS = 20  # of 64 bits
 
 @dataclass(frozen=True, slots=True)
 class ExternalFile:
-    """The file that an external container indexes: its absolute path and status when hashed."""
+    """The file that an external container indexes: absolute path, and status when it was hashed."""
 
     path: Path
     size: int
@@ -31,7 +30,7 @@ class ExternalFile:
 
     @classmethod
     def of(cls, path: Path, status: FileStatus) -> Self:
-        """Describe the file at `path`, which has this status."""
+        """Return the entry for the file at `path`, whose status is `status`."""
         return cls(
             path,
             status.size,
@@ -42,7 +41,7 @@ class ExternalFile:
         )
 
     def is_still(self, status: FileStatus | None) -> bool:
-        """Return whether the file still has the status it was hashed with."""
+        """Return whether `status` equals the status that the file had when it was hashed."""
         return (
             status is not None
             and status.kind == "file"
@@ -50,19 +49,21 @@ class ExternalFile:
         )
 
     def to_texts(self) -> list[str]:
-        """Return its form in a table: numbers in decimal, since an inode may need 64 bits.
+        """Return the strings that a table stores: the path, then the numbers in decimal.
 
-        The path is text in UTF-8 whatever the locale is, so that every locale finds the file.
+        The path is encoded as UTF-8 independently of the locale.
         """
         numbers = (self.size, self.device, self.inode, self.mtime_ns, self.ctime_ns)
         return [os.fsencode(self.path).decode("utf-8", "surrogateescape"), *map(str, numbers)]
 
     @classmethod
     def from_texts(cls, texts: list[str] | None, data_bytes: int, table: PurePath) -> Self:
-        """Parse its form in a table.
+        """Parse the strings that a table stores; the inverse of `to_texts`.
+
+        `data_bytes` is the size that the table states. `table` is the path for errors.
 
         Raises:
-            DamagedFileError: this program never wrote it.
+            DamagedFileError: the strings are malformed or contradict `data_bytes`.
         """
         path, *numbers = texts or [""]
         fit = all(text.removeprefix("-").isdecimal() for text in numbers)

@@ -1,8 +1,8 @@
-"""Frames: the versioned and checksummed form of bookkeeping on disk. No I/O.
+"""Frames: the versioned and checksummed encoding of a store's metadata files. No I/O.
 
 A frame is a head of 24 bytes (magic, kind, version, flags, length of the payload; little-endian),
-the payload (MessagePack) and the BLAKE3-256 of all before it. A text file of the store (its marker,
-a reference) ends in a line with the same checksum of the lines before it.
+the payload (MessagePack) and the BLAKE3-256 of both. The text files of a store (its marker,
+references) end in a line with the BLAKE3-256 of the lines before it.
 """
 
 import struct
@@ -27,23 +27,23 @@ _T = TypeVar("_T")
 
 
 def encode(kind: bytes, payload: object) -> bytes:
-    """Return the frame of a payload; `kind` is four bytes. Equal payloads make equal frames."""
+    """Encode a payload as a frame; `kind` is four bytes. Equal payloads give equal frames."""
     body = msgspec.msgpack.encode(payload)
     head = _HEAD.pack(_MAGIC, kind, VERSION, 0, len(body))
     return head + body + blake3(head + body).digest()
 
 
 def kind_of(blob: bytes) -> bytes:
-    """Return the kind that a frame says it is, unchecked."""
+    """Return the four-byte kind in the head of a frame, without checking the frame."""
     return blob[len(_MAGIC) :][:4]
 
 
 def decode(blob: bytes, kind: bytes, form: type[_T], path: PurePath) -> _T:
-    """Return the payload of a frame, validated against `form`.
+    """Return the payload of a frame, validated as the type `form`. Errors name `path`.
 
     Raises:
-        DamagedFileError, NewerFormatError: the frame is damaged, or was written by a later version;
-            the error names `path`.
+        DamagedFileError: the frame is damaged, or its kind or content is another one.
+        NewerFormatError: a later version of this program wrote the frame.
     """
     body = _checked_body(blob, kind, path)
     try:
@@ -71,13 +71,13 @@ def _checked_body(blob: bytes, kind: bytes, path: PurePath) -> bytes:
 
 
 def encode_text(lines: list[str]) -> bytes:
-    """Return lines and their checksum as a text file."""
+    """Return the content of a text file with these lines and their checksum."""
     body = "".join(line + "\n" for line in lines)
     return f"{body}{_CHECK_WORD}{blake3(body.encode()).hexdigest()}\n".encode()
 
 
 def decode_text(blob: bytes, path: PurePath) -> list[str]:
-    """Return the lines before the checksum.
+    """Return the lines of a text file without the checksum line. Errors name `path`.
 
     Raises:
         DamagedFileError: the checksum does not match the lines.
@@ -92,7 +92,7 @@ def decode_text(blob: bytes, path: PurePath) -> list[str]:
 
 
 def distance(a: bytes, b: bytes) -> int:
-    """Return a lower bound of the number of bytes in which two texts differ."""
+    """Return the number of differing bytes, or the greater length if the lengths differ."""
     if len(a) != len(b):
         return max(len(a), len(b))
     return sum(x != y for x, y in zip(a, b, strict=True))

@@ -1,4 +1,8 @@
-"""The identity of a second tier, and a fast tier's notes of it. No I/O."""
+"""Text files about tiers: the identity of a second tier, and a store's notes about it. No I/O.
+
+A run can save its steps to a fast local store (the fast tier) and have them copied, or drained, to
+another store or a remote (the second tier).
+"""
 
 import json
 import secrets
@@ -21,7 +25,7 @@ _TIERS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class TierNote:
-    """Which second tier a run was drained to: its identity, and where it was."""
+    """The second tier that a run was drained to: its identity, and its path or address then."""
 
     identity: str
     where: str
@@ -29,11 +33,12 @@ class TierNote:
 
 @dataclass(frozen=True, slots=True)
 class SeenPlaces:
-    """What a fast tier knows of the steps of a run on one second tier.
+    """What a fast tier has recorded about the steps of a run on one second tier.
 
-    Each step of the fast tier with a place up to `drained` was drained there. `last` has, in order,
-    the last place that was seen there of each fast tier that had drained; `sent` the manifests of
-    steps that were copied there last, or perhaps were.
+    A place is the number of a step in the order of saving. All steps of the fast tier up to the
+    place `drained` were drained to the second tier. `last` has, in ascending order, the greatest
+    place seen there of each fast tier that drains to it. `sent` has the names of the manifests that
+    were copied last, including copies whose completion is unknown.
     """
 
     drained: int = 0
@@ -42,12 +47,12 @@ class SeenPlaces:
 
 
 def new_text() -> bytes:
-    """Return the text of an identity that nothing else has."""
+    """Return the content of an identity file with a new random identity."""
     return frames.encode_text([_TITLE, f"{_ID}{secrets.token_hex(16)}"])
 
 
 def identity_in(text: bytes) -> str | None:
-    """Return the identity of a text, or None if it is damaged or none."""
+    """Parse an identity file; return the identity, or None if the text is not valid."""
     lines = _lines(text)
     if len(lines) != 2 or lines[0] != _TITLE or not lines[1].startswith(_ID):
         return None
@@ -55,7 +60,7 @@ def identity_in(text: bytes) -> str | None:
 
 
 def note_text(run: str, note: TierNote) -> bytes:
-    """Return the text of a run's note."""
+    """Return the content of the file that notes the second tier of `run`."""
     where = json.dumps(note.where)  # a path may hold anything
     return frames.encode_text(
         [_NOTE_TITLE, f"{_RUN}{run}", f"{_ID}{note.identity}", f"{_WHERE}{where}"]
@@ -63,9 +68,9 @@ def note_text(run: str, note: TierNote) -> bytes:
 
 
 def note_in(text: bytes, run: str) -> TierNote | None:
-    """Return the note of a run, or None if the text is damaged or another one.
+    """Parse the note of `run`; return None if the text is damaged or belongs to another run.
 
-    Lines that are not known say more about the same tier: one that is ignored protects nothing.
+    Additional lines, which later versions may write, are ignored.
     """
     lines = _lines(text)
     if len(lines) < 4 or lines[:2] != [_NOTE_TITLE, f"{_RUN}{run}"]:
@@ -78,7 +83,10 @@ def note_in(text: bytes, run: str) -> TierNote | None:
 
 
 def seen_text(run: str, seen: Mapping[str, SeenPlaces]) -> bytes:
-    """Return the text of what was seen on second tiers, by identity, the last used one last."""
+    """Return the content of the file that records what `run` has seen on second tiers.
+
+    `seen` is by identity, in the order of last use; the most recent ones are kept.
+    """
     tiers = [*seen.items()][-_TIERS:]
     lines = [
         f"{_TIER}{identity} {each.drained} {','.join(map(str, each.last))} {','.join(each.sent)}"
@@ -88,7 +96,10 @@ def seen_text(run: str, seen: Mapping[str, SeenPlaces]) -> bytes:
 
 
 def seen_in(text: bytes, run: str) -> dict[str, SeenPlaces]:
-    """Return what was seen on second tiers; nothing if the text is damaged or another run's."""
+    """Parse a file made by `seen_text`, by the identity of the second tier.
+
+    Return an empty dict if the text is damaged or belongs to another run.
+    """
     lines, found = _lines(text), dict[str, SeenPlaces]()
     if lines[:2] != [_SEEN_TITLE, f"{_RUN}{run}"]:
         return {}

@@ -1,4 +1,4 @@
-"""The layout of a store's folder. No I/O."""
+"""The file layout of a store's folder. No I/O."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,94 +29,94 @@ _HEX = frozenset("0123456789abcdef")
 
 
 def is_digest(text: str) -> bool:
-    """Return whether a text is that of a digest, as the names of containers and manifests are."""
+    """Return whether `text` is a digest: 64 hex digits in lower case."""
     return len(text) == 64 and _HEX.issuperset(text)
 
 
 @dataclass(frozen=True)
 class StoreLayout:
-    """The paths of one store. Those that are always the same are made once."""
+    """The paths of the files and folders of the store at `root`."""
 
     root: Path
 
     @cached_property
     def marker(self) -> Path:
-        """The file that says that this is a store, and of which version."""
+        """The file that marks the folder as a store and states the format version."""
         return self.root / MARKER
 
     @cached_property
     def lock(self) -> Path:
-        """The lock that sessions hold shared and a sweep holds exclusively."""
+        """The lock file that sessions hold shared and garbage collection holds exclusively."""
         return self.root / LOCK
 
     @cached_property
     def names_lock(self) -> Path:
-        """The lock held exclusively while a reference appears, changes or is removed."""
+        """The lock file held exclusively while a reference is created, changed or removed."""
         return self.root / NAMES_LOCK
 
     @cached_property
     def pull_lock(self) -> Path:
-        """The lock held exclusively while a checkpoint is pulled because somebody loads it."""
+        """The lock file held exclusively while a load pulls a checkpoint from a remote."""
         return self.root / PULL_LOCK
 
     @cached_property
     def drain_lock(self) -> Path:
-        """The lock held exclusively while a step appears on a remote behind, or goes from both."""
+        """The lock file held exclusively while steps are added to or deleted from a second tier."""
         return self.root / DRAIN_LOCK
 
     @cached_property
     def index_lock(self) -> Path:
-        """The lock held shared while the index is open, and exclusively to replace it."""
+        """The lock file held shared while the index is open, and exclusively to replace it."""
         return self.root / INDEX_LOCK
 
     @cached_property
     def sequence(self) -> Path:
-        """The file with the number that a step was last given; may be gone while nobody saves."""
+        """The file with the last sequence number given to a step. It may be missing."""
         return self.root / SEQUENCE
 
     @cached_property
     def identity(self) -> Path:
-        """The file that tells this store from others; there once it was a second tier."""
+        """The file with this store's random identity. It exists if this store was a second tier."""
         return self.root / IDENTITY
 
     @cached_property
     def tiers(self) -> Path:
-        """The folder of notes, one for each run, of the second tier that it is drained to."""
+        """The folder of notes, one for each run, about the second tier the run is drained to."""
         return self.root / TIERS
 
     @cached_property
     def drains(self) -> Path:
-        """The folder of notes, one for each run, of what was seen on second tiers of it."""
+        """The folder of records, one for each run, of the steps seen on its second tiers."""
         return self.root / DRAINS
 
     @cached_property
     def index(self) -> Path:
-        """The SQLite file of the index."""
+        """The SQLite database of the index."""
         return self.root / INDEX
 
     @cached_property
     def refs(self) -> Path:
-        """The folder of references: one text file for each name."""
+        """The folder of references: one text file for each checkpoint name."""
         return self.root / "refs"
 
     @cached_property
     def quarantine(self) -> Path:
-        """The folder of damaged files, and of lists of the bad places in containers."""
+        """The folder of damaged files, and of lists of damaged records in containers."""
         return self.root / "quarantine"
 
     @cached_property
     def trash(self) -> Path:
-        """The folder of what no reference leads to, until its grace period ends."""
+        """The folder of unused files, which are deleted after a grace period."""
         return self.root / "trash"
 
     @cached_property
     def tmp(self) -> Path:
-        """The folder of files that are being written."""
+        """The folder of temporary files, which are still being written."""
         return self.root / "tmp"
 
     @cached_property
     def containers(self) -> Path:
-        """The folder of containers, in folders by the first digits of their names."""
+        """The folder of containers, in subfolders named by the first two digits of their names."""
         return self.root / "containers"
 
     @cached_property
@@ -124,22 +124,26 @@ class StoreLayout:
         return self.root / "manifests"
 
     def container(self, name: str, kind: str) -> Path:
-        """Return the path of a container's data."""
+        """Return the path of a container's data file."""
         return self.containers / f"{name[:2]}/{name}.{kind}"
 
     def table(self, name: str, kind: str) -> Path:
-        """Return the path of the file with a container's table: its own, or one beside it."""
+        """Return the path of the file with a container's table.
+
+        For a `raw` container that is a file beside the data, for any other kind the container
+        itself.
+        """
         suffix = TABLE_SUFFIX if kind == "raw" else f".{kind}"
         return self.containers / f"{name[:2]}/{name}{suffix}"
 
     def manifest(self, name: str) -> Path:
-        """Return the path of a manifest, or of a page of one."""
+        """Return the path of a manifest, or of a manifest's page, by its name."""
         return self._manifests / f"{name[:2]}/{name}"
 
     def bad(self, name: str) -> Path:
-        """Return the path of the list of bad places in a container."""
+        """Return the path of the list of damaged records in a container."""
         return self.quarantine / f"{name}{BAD_SUFFIX}"
 
     def database_files(self) -> list[Path]:
-        """Return the paths of all files that the index consists of."""
+        """Return the paths of all files of the index: the database and SQLite's side files."""
         return [self.root / name for name in INDEX_FILES]

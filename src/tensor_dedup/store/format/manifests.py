@@ -1,14 +1,13 @@
 """Manifests: the files of a checkpoint, each a sequence of pieces named by digest. No I/O.
 
-A piece is a tensor, or bytes that are kept verbatim: a safetensors header, a whole small file.
-Concatenating the pieces of a file gives the file. Pieces are paged, 256 to a page, in the order in
-which they were added. Manifests and pages are named by the digest of their frame, so a checkpoint
-that grows at its end shares all its full pages with what it was before.
+A piece is a tensor, or bytes that are kept verbatim: a safetensors header or a whole small file.
+The concatenated pieces of a file are the file. Pieces are listed in pages of 256. A manifest lists
+its files and pages. Manifests and pages are named by the digest of their frame, so a checkpoint
+that grows at its end shares its full pages with its earlier state.
 
-The tensors of a training step come in no file. The files that an export makes of them follow from
-their names, types and shapes, which the manifest has, so their headers are generated when they are
-needed, and always the same. A header holds the name and offset of every tensor: storing one with
-each step would cost that much again whenever a tensor is added.
+The tensors of a training step belong to no file. When a step is exported, its files and their
+headers are generated from the names, dtypes and shapes in the manifest; the result is always the
+same. Storing a header with each step would take space for every tensor's name again.
 """
 
 import json
@@ -47,7 +46,7 @@ _NAME_END = re.compile("[./]")
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """A tensor or, without a name, bytes that are kept verbatim."""
+    """A tensor, with name, dtype and shape, or bytes that are kept verbatim, without them."""
 
     digest: bytes
     nbytes: int
@@ -57,7 +56,10 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class FileEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A file, which consists of the next `pieces` pieces; `prefix` precedes its tensors' names."""
+    """A file: its path, its size, and the number of pieces it takes from the manifest's list.
+
+    `prefix` is put before the names of its tensors.
+    """
 
     path: str
     nbytes: int
@@ -66,7 +68,10 @@ class FileEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A checkpoint: its files, the digests of its pages, counts of pieces and bytes, and notes."""
+    """The description of a checkpoint: its files, the digests of its pages, totals, and notes.
+
+    `pieces` and `nbytes` are the number of pieces and the sum of their sizes.
+    """
 
     files: list[FileEntry]
     pages: list[bytes]
@@ -76,7 +81,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class ManifestPage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One page of pieces: 256, except for the last page."""
+    """One page of a manifest: 256 pieces, or fewer in the last page."""
 
     pieces: list[Piece]
 
@@ -89,9 +94,10 @@ def build(
     pieces: Sequence[Piece],
     second_names: Mapping[str, str] | None = None,
 ) -> tuple[str, dict[str, bytes]]:
-    """Build a manifest; return its name, and all frames by name, its pages before the manifest.
+    """Build a manifest and its pages; return its name, and the frames of all by name.
 
-    `second_names` maps further names of tensors to the names under which they are stored.
+    The frames are in order: pages first, then the manifest. `second_names` maps aliases of tensors
+    to the names under which they are stored.
     """
     objects: dict[str, bytes] = {}
     pages = []
@@ -107,10 +113,12 @@ def build(
 
 
 def check_built(manifest: str, objects: Objects, path: PurePath) -> None:
-    """Check that a reader accepts a manifest and its pages, all of them in `objects`.
+    """Check that a manifest and its pages, all of them in `objects`, can be decoded and agree.
+
+    `manifest` is the manifest's name. Errors name `path`.
 
     Raises:
-        DamagedFileError: they contradict themselves; the error names `path`.
+        DamagedFileError: a frame is damaged, or manifest and pages contradict each other.
     """
     content = decode_manifest(objects[manifest], manifest, path)
     pages = (page.hex() for page in content.pages)
@@ -119,10 +127,10 @@ def check_built(manifest: str, objects: Objects, path: PurePath) -> None:
 
 
 def check_object(name: str, blob: bytes, path: PurePath) -> None:
-    """Check that a reader accepts a manifest, or a page, by itself.
+    """Check that the frame of one manifest or page can be decoded. Errors name `path`.
 
     Raises:
-        DamagedFileError: it contradicts itself; the error names `path`.
+        DamagedFileError: the frame is not valid.
     """
     if frames.kind_of(blob) == MANIFEST:
         decode_manifest(blob, name, path)
@@ -143,11 +151,11 @@ def encode_manifest(manifest: Manifest) -> tuple[str, bytes]:
 
 
 def decode_manifest(blob: bytes, name: str, path: PurePath) -> Manifest:
-    """Decode and check the manifest called `name`; no path in it leads outside an export.
+    """Decode the manifest `name` and check it; all its file paths stay inside an export's folder.
 
     Raises:
-        DamagedFileError, NewerFormatError: the manifest is damaged, or was written by a later
-            version; the error names `path`.
+        DamagedFileError: the manifest is damaged; the error names `path`.
+        NewerFormatError: a later version of this program wrote the manifest.
     """
     manifest = frames.decode(_named(blob, name, path), MANIFEST, Manifest, path)
     expected = -(-manifest.pieces // PAGE_ENTRIES)
@@ -167,17 +175,17 @@ def decode_manifest(blob: bytes, name: str, path: PurePath) -> Manifest:
 
 
 def aliases(manifest: Manifest) -> dict[str, str]:
-    """Return the second names of tensors, with the names of the tensors they stand for."""
+    """Return the aliases of tensors: their second names, mapped to the names they are stored by."""
     notes = manifest.notes.items()
     return {key.removeprefix(_ALIAS): name for key, name in notes if key.startswith(_ALIAS)}
 
 
 def decode_page(blob: bytes, name: str, path: PurePath) -> ManifestPage:
-    """Decode and check the page called `name`.
+    """Decode the page `name` and check it.
 
     Raises:
-        DamagedFileError, NewerFormatError: the page is damaged, or was written by a later version;
-            the error names `path`.
+        DamagedFileError: the page is damaged; the error names `path`.
+        NewerFormatError: a later version of this program wrote the page.
     """
     page = frames.decode(_named(blob, name, path), PAGE, ManifestPage, path)
     if len(page.pieces) > PAGE_ENTRIES:
@@ -197,10 +205,10 @@ def _named(blob: bytes, name: str, path: PurePath) -> bytes:
 
 
 def check_pieces(manifest: Manifest, pieces: Sequence[Piece], path: PurePath) -> None:
-    """Check that the counts in a manifest match its pieces.
+    """Check that the counts and sizes in a manifest match `pieces`, all of its pieces.
 
     Raises:
-        DamagedFileError: they do not match.
+        DamagedFileError: a count or a size differs; the error names `path`.
     """
     if len(pieces) != manifest.pieces or sum(p.nbytes for p in pieces) != manifest.nbytes:
         raise DamagedFileError.at(path, f"{manifest.pieces} pieces expected, {len(pieces)} found")
@@ -212,7 +220,7 @@ def check_pieces(manifest: Manifest, pieces: Sequence[Piece], path: PurePath) ->
 def by_file(
     manifest: Manifest, pieces: Sequence[Piece]
 ) -> Iterator[tuple[FileEntry, Sequence[Piece]]]:
-    """Iterate over the files, each with its pieces."""
+    """Yield each file of a manifest with its pieces. `pieces` are all pieces of the manifest."""
     at = 0
     for file in manifest.files:
         yield file, pieces[at : at + file.pieces]
@@ -226,7 +234,7 @@ def loose(manifest: Manifest, pieces: Sequence[Piece]) -> Sequence[Piece]:
 
 @dataclass(frozen=True, slots=True)
 class SynthesizedFile:
-    """A file that an export generates: its path, its header, and the tensors after the header."""
+    """A safetensors file that an export generates: path, header, and the tensors in their order."""
 
     path: str
     header: bytes
@@ -234,7 +242,7 @@ class SynthesizedFile:
 
     @property
     def head(self) -> Piece:
-        """The header as a piece."""
+        """The header as a piece: its digest and its size."""
         return Piece(bytes.fromhex(digest(self.header)), len(self.header))
 
     @property
@@ -246,11 +254,12 @@ class SynthesizedFile:
 def synthesized_files(
     loose: Sequence[Piece], part: str, taken: Collection[str]
 ) -> Iterator[SynthesizedFile]:
-    """Generate the files of tensors that belong to none: weights, and training state.
+    """Generate the files of a step's tensors: one of weights, one of other training state.
 
-    With a `part`, the weights are the tensors whose names begin with it and a dot, and that prefix
-    is removed. A tensor whose dtype safetensors lacks counts as state, and is written as bytes.
-    `taken` has the paths of the checkpoint's own files, which none of these gets in the way of.
+    With `part`, only tensors whose names begin with `part` and a dot are weights, and their names
+    lose that prefix. Tensors whose dtype safetensors does not know count as state and become U8.
+    `taken` are the paths of the checkpoint's other files, with which the generated paths do not
+    collide.
     """
     start = f"{part}." if part else ""
     weights = [
@@ -271,9 +280,10 @@ def synthesized_files(
 
 
 def free_path(path: str, taken: Collection[str]) -> str:
-    """Return a path that no taken one equals, is a folder of, or would have to be a folder for.
+    """Return `path`, changed if it collides with one of the paths in `taken`.
 
-    Where `path` is not free, underscores are put behind the first name in it.
+    Two paths collide if they are equal or if one is a folder of the other. Underscores are appended
+    to the first name in `path`, before its suffix, until there is no collision.
     """
     others = [PurePosixPath(other) for other in taken]
     while any(_collide(PurePosixPath(path), other) for other in others):

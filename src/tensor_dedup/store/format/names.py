@@ -1,4 +1,4 @@
-"""Names of checkpoints and of their files, checked so that none leads elsewhere. No I/O."""
+"""Names of checkpoints and of their files, and checks that none escapes its folder. No I/O."""
 
 import re
 from pathlib import Path, PurePath, PurePosixPath
@@ -18,10 +18,10 @@ _HUB = re.compile(r"models--(?P<name>.+)")
 
 
 def check_name(name: str) -> str:
-    """Return `name` if it is valid for a checkpoint, and its reference for a file.
+    """Return `name` if it is a valid checkpoint name whose reference has a valid file name.
 
     Raises:
-        BadNameError: the name is invalid.
+        BadNameError: the name is invalid or too long.
     """
     if not _fits(check_form(name)):
         what = (
@@ -33,10 +33,12 @@ def check_name(name: str) -> str:
 
 
 def check_form(name: str) -> str:
-    """Return `name` if it has the form of a checkpoint's; its file may have too long a name.
+    """Return `name` if it has the syntax of a checkpoint name.
+
+    The length of the reference's file name is not checked.
 
     Raises:
-        BadNameError: the name has another form.
+        BadNameError: the name has another syntax or is too long.
     """
     if len(name) > MAX_NAME or not _NAME.fullmatch(name):
         raise BadNameError.at(
@@ -46,10 +48,11 @@ def check_form(name: str) -> str:
 
 
 def name_of(path: Path) -> str:
-    """Return the default name of a checkpoint: that of its folder or file.
+    """Return the default checkpoint name for a folder or file.
 
-    A snapshot in a Hugging Face cache is named after its repository, and a file whose name is the
-    same in every folder (`model.safetensors`, an index) after its folder.
+    That is the name of the folder, or of the file without its suffix. A snapshot in a Hugging Face
+    cache is named after its repository, and a file with a generic name (`model.safetensors`, an
+    index) after its folder.
     """
     for part in reversed(path.parts):
         if match := _HUB.fullmatch(part):
@@ -65,7 +68,7 @@ def _fit(text: str) -> str:
 
 
 def shortened(name: str, ending: str = "") -> str:
-    """Return `name`, cut where it is too long, and then `ending`."""
+    """Return `name` followed by `ending`, with `name` cut so that the result is a valid length."""
     name = name[: max(0, MAX_NAME - len(ending))]
     while name and not _fits(name + ending):
         name = name[:-1]
@@ -73,7 +76,13 @@ def shortened(name: str, ending: str = "") -> str:
 
 
 def file_of(name: str) -> str:
-    """Return the file name of a reference. Names contain no %, so no two share a file name."""
+    """Return the file name of the reference for a checkpoint name.
+
+    Different names have different file names.
+
+    Raises:
+        BadNameError: the name is invalid.
+    """
     return _file(check_name(name))
 
 
@@ -86,16 +95,18 @@ def _fits(name: str) -> bool:
 
 
 def name_in(file: str) -> str | None:
-    """Return the name that a reference's file name stands for, or None if it stands for none."""
+    """Return the checkpoint name for a reference's file name, or None if it is not one."""
     name = file.replace(_SLASH, "/")
     return name if len(name) <= MAX_NAME and _NAME.fullmatch(name) else None
 
 
 def check_path(text: str, manifest: PurePath) -> PurePosixPath:
-    """Return the path of a file in an export, if it stays inside.
+    """Return the path of a file in an export, after checking that it stays inside the folder.
+
+    `manifest` is the path of the manifest, for errors.
 
     Raises:
-        EscapingPathError: it could lead outside.
+        EscapingPathError: the path is absolute, contains `..`, or is not in normal form.
     """
     path = PurePosixPath(text)
     unsafe = not path.parts or path.is_absolute() or ".." in path.parts or "\0" in text

@@ -1,7 +1,8 @@
-"""Tables of containers: which bytes lie where, and their digests. No I/O.
+"""Tables of containers: the places and digests of the pieces in a container. No I/O.
 
-The table of a slab, pack or delta is the frame at its end; that of a raw file is a file beside it.
-A container is named by the digest of its table's frame, which holds the digests of everything else.
+A container is an immutable file of pieces. In a `slab`, `pack` or `delta` the table is the frame at
+the end of the file; for a `raw` container it is a separate file. A container is named by the digest
+of its table's frame, and the table holds the digests of all its pieces.
 """
 
 import struct
@@ -34,8 +35,8 @@ TAIL_BYTES = _TAIL.size
 class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """A stored piece: `stored` bytes at `offset`, which `codec` decodes to `nbytes`.
 
-    `base` is the digest of the piece that a delta is against; `leaves` are the concatenated leaf
-    digests of the `nbytes`.
+    `base` is the digest of the piece that this one is encoded against, or None. `leaves` are the
+    concatenated digests of the decoded leaves (2 MiB each).
     """
 
     digest: bytes
@@ -53,23 +54,24 @@ class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     @property
     def codec_name(self) -> str:
-        """The name of the codec, without what it says of this record alone."""
+        """The name of the codec, without the parameters after the colon."""
         return self.codec.partition(":")[0]
 
     @property
     def parts(self) -> dict[int, bytes]:
-        """The digests of the pieces that some of its leaves are, by the number of the leaf."""
+        """The digests of the leaves that are stored as pieces of their own, by leaf number."""
         return {number: self._part(number) for number in numbers_in(self.codec) or ()}
 
     @property
     def bases(self) -> tuple[bytes, ...]:
-        """The digests of all that it is stored against, the base first: it is read with all."""
+        """The digests of all pieces needed to decode this one: its base, then its parts."""
         return () if self.base is None else (self.base, *self.parts.values())
 
     def leaf_in(self, start: int) -> tuple[bytes, int]:
-        """Return which piece has a leaf that is not in this record itself, and at which offset.
+        """Return the piece that holds a leaf which this record does not store itself.
 
-        `start` is where the leaf is in this one.
+        `start` is the offset of the leaf in this piece. The result is the digest of the other piece
+        and the leaf's offset in it.
         """
         number = start // LEAF_BYTES
         if is_part(self.codec, number):
@@ -81,15 +83,18 @@ class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 def part_of(leaves: bytes, number: int, nbytes: int) -> bytes:
-    """Return the digest of the piece that one leaf of a piece of `nbytes` is."""
+    """Return the digest that leaf `number` of a piece of `nbytes` has as a piece of its own.
+
+    `leaves` are the concatenated leaf digests of the piece.
+    """
     at = number * DIGEST_BYTES
     return part_digest(leaves[at : at + DIGEST_BYTES], leaf_bytes(number, nbytes))
 
 
 class Table(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The table of a container: its kind, the size of its data, its records by offset.
+    """The table of a container: its kind, the size of its data, and its records by offset.
 
-    `origin` describes the file that an `external` container indexes, as in `external.ExternalFile`;
+    For an `external` container, `origin` describes the indexed file (`ExternalFile.to_texts`);
     otherwise it is None.
     """
 
@@ -100,28 +105,30 @@ class Table(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Encoded(NamedTuple):
-    """The frame of a table, and the name that it gives its container."""
+    """The frame of a table, and the name of the container, which is the frame's digest."""
 
     name: str
     blob: bytes
 
 
 def encode(table: Table) -> Encoded:
-    """Return the frame of a table, and the name it gives its container."""
+    """Encode a table; return its frame and the name of the container."""
     blob = frames.encode(KIND, table)
     return Encoded(digest(blob), blob)
 
 
 def tail(table_at: int) -> bytes:
-    """Return the last bytes of a slab, pack or delta, which tell where its table begins."""
+    """Return the last bytes of a slab, pack or delta, which hold the offset of its table."""
     return _TAIL.pack(table_at, _TAIL_MAGIC)
 
 
 def table_start(ending: bytes, size: int, path: PurePath) -> int:
-    """Return the offset of the table in a slab, pack or delta of `size` bytes, from its last bytes.
+    """Return the offset of the table in a slab, pack or delta of `size` bytes.
+
+    `ending` are the last TAIL_BYTES of the file.
 
     Raises:
-        DamagedFileError: they do not lead to a table.
+        DamagedFileError: the ending does not hold a valid offset; the error names `path`.
     """
     if len(ending) != TAIL_BYTES:
         raise DamagedFileError.at(path, f"{size} bytes are no container", size=size)
@@ -134,11 +141,11 @@ def table_start(ending: bytes, size: int, path: PurePath) -> int:
 
 
 def decode(blob: bytes, name: str, kind: str, path: PurePath) -> Table:
-    """Decode the table of the container `name` and check it in every respect.
+    """Decode the table of the container `name` and check all its records.
 
     Raises:
-        DamagedFileError: it is not a valid table of this container.
-        NewerFormatError: it names a codec of a later version.
+        DamagedFileError: it is not a valid table of this container; the error names `path`.
+        NewerFormatError: a later version wrote the table, or it uses an unknown codec.
     """
     table = frames.decode(blob, KIND, Table, path)
     if digest(blob) != name or table.kind != kind:
@@ -204,7 +211,7 @@ def _check_places(table: Table, path: PurePath) -> None:
 
 
 def gaps(table: Table) -> list[tuple[int, int]]:
-    """Return the (offset, length) of each stretch of padding in a container."""
+    """Return the (offset, length) of each gap between records: the padding of a container."""
     found, at = [], 0
     for record in table.records:
         if record.offset > at:

@@ -1,13 +1,14 @@
-"""State dicts in the folder format that ServerlessLLM and tensorcast use. Needs torch.
+"""State dicts in the folder format of ServerlessLLM and tensorcast. Needs torch.
 
     from tensor_dedup.store.interchange import load_dict, save_dict
 
     descriptor = save_dict(model.state_dict(), "folder")
     state_dict = load_dict("folder")
 
-A folder holds `tensor.data_0`, `tensor.data_1`, ..., the index (`tensor_index.json` and `.cbor`),
-`artifact_descriptor.json` and `verification.json`. Each storage is written once, however many
-tensors are views of it. `tensor_dedup.formats.serverless` documents what is checked on reading.
+A folder holds the data files `tensor.data_0`, `tensor.data_1`, ..., the index (`tensor_index.json`
+and `.cbor`), `artifact_descriptor.json` and `verification.json`. Each storage is written once,
+however many tensors are views of it. `tensor_dedup.formats.serverless` describes the format and its
+checks.
 
 Importing this package loads torch; `tensor_dedup` and `tensor_dedup.store` do not.
 """

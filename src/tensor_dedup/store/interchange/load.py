@@ -1,4 +1,4 @@
-"""Loading tensors from a folder of data files with an index. Needs torch.
+"""Loading a state dict from a folder of numbered data files with an index. Needs torch.
 
 The folder is either on disk (ArtifactFolder) or was imported into a store (StoredArtifact).
 """
@@ -64,9 +64,10 @@ _DATA = re.compile(re.escape(DATA_NAME) + r"(0|[1-9][0-9]{0,5})")
 
 
 class ArtifactFolder:
-    """An open folder: its checked index and descriptor, and its data as one contiguous range.
+    """A folder of data files on disk, opened: its index and descriptor, checked, and its data.
 
-    Any thread may read. Close the folder, or use it as a context manager.
+    The data files are read as one contiguous range of `data_bytes`. Any thread may read. Close the
+    folder, or use it as a context manager.
     """
 
     verified = False
@@ -142,7 +143,7 @@ class ArtifactFolder:
         return handle
 
     def optional(self, name: str) -> tuple[Path, bytes | None]:
-        """Return the path of a small file, and its bytes, or None if it does not exist."""
+        """Return the path of a small file in the folder, and its bytes or None if it is missing."""
         path = self.path / name
         try:
             handle = self._files.open(path, "read")
@@ -165,7 +166,7 @@ class ArtifactFolder:
         """Fill `view` with the data from offset `start`.
 
         Raises:
-            ChangedFileError: the files have become shorter.
+            ChangedFileError: a data file has become shorter.
         """
         done = 0
         ends = [at for at, _ in self._starts[1:]] + [self.data_bytes]
@@ -194,9 +195,9 @@ class ArtifactFolder:
 
 
 class StoredArtifact:
-    """Such a folder in a store, read from an open checkpoint that verifies every byte.
+    """A folder of data files that was imported into a store; every byte read is verified.
 
-    Any thread may read. The checkpoint must stay open, and is not closed by this object.
+    Any thread may read. The checkpoint must stay open; this object does not close it.
     """
 
     verified = True
@@ -234,7 +235,7 @@ class StoredArtifact:
         """Do nothing: there is nothing to close."""
 
     def optional(self, name: str) -> tuple[Path, bytes | None]:
-        """Return the path of a small file, and its bytes, or None if it does not exist."""
+        """Return the path of a small file in the folder, and its bytes or None if it is missing."""
         pieces = self._files.get(name)
         if pieces is None:
             return self.path / name, None
@@ -269,23 +270,22 @@ def load_dict(
     verify: bool = True,
     files: Files | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Load the tensors of a folder, by name, on the CPU; views of one storage share it again.
+    """Load the tensors of a folder by name, as CPU tensors; views of one storage share it again.
 
     `path` is a folder written by `save_dict`, tensorcast or ServerlessLLM, or an open checkpoint of
-    such a folder in a store, whose bytes are always compared with their digests. `names` selects
-    tensors, and only their storages are read.
+    an imported folder. `names` selects tensors; only their storages are read. Any thread may call
+    it.
 
-    The data is compared with the checksums in the folder. A whole load uses the descriptor's
-    SHA-256 if there is one, otherwise `verification.json`. A `view` (the id under which the
-    selection `names` was saved) uses its own verification file, never that of the whole. A
-    selection without a `view` is not compared, nor is a folder of ServerlessLLM. `verify=False`
-    compares nothing. Any thread may call it.
+    With `verify`, data from a folder is compared with the checksums in it. A whole load uses the
+    SHA-256 of the descriptor if there is one, otherwise `verification.json`. A `view` is an id
+    under which `save_dict` saved a selection of names; its own verification file is used. Other
+    selections and folders of ServerlessLLM are not verified. Data from a store is always verified.
 
     Raises:
         ConfigError: a name or a view does not exist.
-        CheckpointNotFoundError, FormatError: the folder is not of this format, or is damaged.
-        ChangedFileError: a file was changed while it was read.
-        IntegrityError: the bytes are not those that were saved.
+        CheckpointNotFoundError, FormatError: the folder has another format or is damaged.
+        ChangedFileError: a file changed while it was read.
+        IntegrityError: the data does not match its checksum.
         StoreError: the store or the disk failed.
     """
     if view is not None and names is None:

@@ -1,8 +1,8 @@
 """Writing a state dict as a new folder of numbered data files with an index. Needs torch.
 
 The folder appears atomically, complete and durable, or not at all. Bytes go through a few reused
-buffers: one thread fills them, others write them past the page cache and hash them. They take
-`num_buffers` times `buffer_size_mb` of memory at most.
+buffers: the calling thread fills them, other threads write them with O_DIRECT and hash them. The
+buffers take at most `num_buffers` times `buffer_size_mb` MiB of memory.
 """
 
 import json
@@ -57,10 +57,10 @@ _VIEW_STEP = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class StreamingConfig:
-    """The buffering of a save. The defaults are tensorcast's.
+    """The buffers and threads of a save. The defaults are tensorcast's.
 
-    There are `num_buffers` buffers, each of at most `buffer_size_mb` MiB: the default is more than
-    is ever taken. With `enable_async_write`, bytes are written and hashed in threads of their own.
+    There are up to `num_buffers` buffers of at most `buffer_size_mb` MiB; a save never uses more
+    than 8 MiB for one. With `enable_async_write`, other threads write and hash.
 
     Raises:
         ConfigError: a number is not a positive integer.
@@ -78,7 +78,11 @@ class StreamingConfig:
 
     @classmethod
     def of(cls, given: "Mapping[str, Any] | StreamingConfig | None") -> "StreamingConfig":
-        """Return the configuration that a caller passed as a mapping."""
+        """Return a configuration from a mapping of its fields; None gives the defaults.
+
+        Raises:
+            ConfigError: a key is unknown or a value is invalid.
+        """
         if isinstance(given, StreamingConfig):
             return given
         unknown = set(given or {}) - set(cls.__dataclass_fields__)
@@ -96,14 +100,14 @@ class StreamingConfig:
 
     @property
     def buffer_bytes(self) -> int:
-        """The size of one buffer in bytes, a multiple of the page size."""
+        """The maximum size of one buffer in bytes."""
         return self.buffer_size_mb << 20
 
 
 class DataFiles:
-    """The files `tensor.data_0`, `tensor.data_1`, ... written as one contiguous range of bytes.
+    """A writer of the data files `tensor.data_0`, `tensor.data_1`, ... as one range of bytes.
 
-    Each file has at most `limit` bytes.
+    Each file has at most `limit` bytes, rounded down to whole pages.
     """
 
     def __init__(self, files: Files, folder: Path, limit: int) -> None:
@@ -118,7 +122,7 @@ class DataFiles:
         self._direct: list[DirectFile] = []
 
     def write(self, view: memoryview, start: int) -> None:
-        """Write bytes at offset `start` of the range, creating files as needed; from any thread."""
+        """Write bytes at offset `start` of the range, creating files as needed. Thread-safe."""
         done = 0
         while done < view.nbytes:
             number, at = divmod(start + done, self._limit)
@@ -138,14 +142,14 @@ class DataFiles:
                 self._direct.append(DirectFile(self._files, self._handles[-1]))
 
     def sync(self) -> None:
-        """Make all bytes durable, once no thread writes. At least one file exists afterwards."""
+        """Make all bytes durable, with at least one file. No thread may be writing."""
         self._open(0)
         for handle, direct in zip(self._handles, self._direct, strict=True):
             direct.finish()
             self._files.fsync(handle)
 
     def close(self) -> None:
-        """Close all files, once no thread writes."""
+        """Close all files. No thread may be writing."""
         for direct in self._direct:
             direct.close()
         while self._handles:
@@ -153,7 +157,7 @@ class DataFiles:
 
 
 class DataHashes:
-    """The hashes of the data on its way. What fills up the last page is not part of it."""
+    """The checksums of the data while it is written, computed without the padding at its end."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -161,9 +165,10 @@ class DataHashes:
         self.verifier = Verifier(total)
 
     def work(self, view: memoryview, start: int) -> Iterator[tuple[bool, Callable[[], None]]]:
-        """Yield the hashing of a buffer that begins at `start`: whether in order, and what to do.
+        """Yield the hashing jobs for a buffer that begins at offset `start` of the data.
 
-        What is in order is for one thread, buffer after buffer; the rest is for any.
+        Each job is a pair (ordered, function). Ordered jobs must run in one thread, in the order of
+        the buffers; other jobs may run in any thread.
         """
         counted = view[: max(0, self._total - start)]
         yield True, partial(self.verifier.update, counted)
@@ -177,11 +182,11 @@ class DataHashes:
 
 
 class Stream:
-    """A byte stream that is written and hashed in the background, filled by one thread.
+    """A byte stream that one thread fills and background threads write and hash.
 
-    `room` returns the free rest of a buffer, and `commit` says how much of it was filled. `finish`
-    waits for the last byte; `close` ends the threads, whatever happened. `room`, `commit` and
-    `finish` raise what writing raised.
+    Fill the memory that `room` returns, then report the number of bytes by `commit`. `finish` waits
+    until all bytes are written. `close` stops the threads and must always be called. `room`,
+    `commit` and `finish` raise errors of the background threads.
     """
 
     def __init__(
@@ -208,7 +213,7 @@ class Stream:
             ]
 
     def room(self) -> memoryview:
-        """Return free memory to fill, of at least one byte."""
+        """Return free buffer memory to fill, at least one byte."""
         if self._current is None:
             self._current = self._buffer()
         return self._current[self._filled :]
@@ -223,13 +228,13 @@ class Stream:
         return buffer
 
     def commit(self, nbytes: int) -> None:
-        """Say that the next `nbytes` of the room were filled."""
+        """Append the first `nbytes` of the memory that `room` returned to the stream."""
         self._filled += nbytes
         if self._filled == self._size:
             self._send()
 
     def pad(self, nbytes: int) -> None:
-        """Append zero bytes."""
+        """Append `nbytes` zero bytes."""
         while nbytes:
             with self.room()[:nbytes] as part:
                 part[:] = bytes(part.nbytes)
@@ -266,7 +271,7 @@ class Stream:
         self._data.sync()
 
     def close(self) -> None:
-        """End the threads and close the files."""
+        """Stop the threads and close the files."""
         for pool in self._pools:
             pool.shutdown(cancel_futures=True)
         self._data.close()
@@ -292,25 +297,26 @@ def save_dict(
     verification: bool = True,
     files: Files | None = None,
 ) -> dict[str, Any]:
-    """Write tensors to a new folder, each storage once; return the descriptor.
+    """Write tensors to a new folder, each storage once; return the descriptor as a dict.
 
-    `path` is a folder that is empty or does not exist; it appears when everything is durable, or
-    not at all. `streaming_config` has num_buffers (4), buffer_size_mb (256) and enable_async_write
-    (True), and so bounds the memory used. `views` names selections of tensors that get a
-    verification file of their own. `fields` is 6, or 5 for ServerlessLLM, which knows no storage
-    offsets. `max_file_bytes` limits each data file. `files` is the file system.
+    `path` is a folder that is empty or does not exist. It appears when everything is durable, or
+    not at all. `streaming_config` has the fields of StreamingConfig and bounds the memory used.
+    `views` maps ids to selections of tensor names; each gets its own verification file, for
+    `load_dict(view=...)`. `fields` is the number of fields of an index entry: 6, or 5 for
+    ServerlessLLM, which does not support storage offsets. `max_file_bytes` limits the size of each
+    data file. `files` replaces the file system in tests.
 
-    The descriptor holds tensorcast's fields, and `storage_entries` and `tensor_aliases`, from which
-    `rebuild_index` restores `tensor_index.json`. With `verification=False` no byte is hashed: there
-    is neither `verification.json` nor `artifact_descriptor.json`, `load_dict` has nothing to
-    compare, and what is returned has only those two fields.
+    The descriptor has tensorcast's fields, and `storage_entries` and `tensor_aliases`, from which
+    `rebuild_index` restores `tensor_index.json`. With `verification=False`, nothing is hashed:
+    neither `verification.json` nor `artifact_descriptor.json` is written, `load_dict` cannot
+    verify, and the descriptor has only the last two fields.
 
-    Nobody may write to the tensors meanwhile. Use one thread for each folder.
+    The tensors must not be modified during the call.
 
     Raises:
         ConfigError: an argument is invalid.
         UnsupportedError: a tensor has no dense storage, or 5 fields cannot describe it.
-        ExportTargetError: the folder is not empty.
+        ExportTargetError: the folder exists and is not empty.
         StoreError: the disk failed.
     """
     config = StreamingConfig.of(streaming_config)
@@ -406,13 +412,13 @@ def _verify_view(held: HeldStorages, view: str, names: Collection[str]) -> bytes
 
 @contextmanager
 def new_folder(files: Files, target: Path) -> Iterator[Path]:
-    """Provide a temporary folder beside `target` to fill, which then becomes `target`.
+    """Provide a temporary folder to fill within the block; then rename it to `target`.
 
-    Its files must be durable when the block ends. A crash leaves at most a hidden folder
-    `.NAME.*.partial`.
+    The caller makes its files durable within the block. If the block raises, the folder is removed.
+    A crash leaves at most a hidden folder `.NAME.*.partial` beside the target.
 
     Raises:
-        ExportTargetError: `target` exists already and is not an empty folder.
+        ExportTargetError: `target` exists and is not an empty folder.
     """
     _check_free(files, target)
     make_folders(files, target.parent)
@@ -437,14 +443,14 @@ def _check_free(files: Files, target: Path) -> None:
 
 
 def remove_folder(files: Files, folder: Path) -> None:
-    """Remove a folder that holds only files."""
+    """Remove a folder that contains only files, and the files."""
     for name in files.listdir(folder):
         files.unlink(folder / name)
     files.rmdir(folder)
 
 
 def write_file(files: Files, path: Path, blob: bytes) -> None:
-    """Write a new file, durably."""
+    """Write a new file and sync it. Its name is durable after a sync of its folder."""
     handle = files.open(path, "create")
     try:
         files.pwrite(handle, blob, 0)

@@ -1,4 +1,4 @@
-"""The storages behind the tensors of a state dict, and their views. Needs torch."""
+"""The storages of the tensors in a state dict, as flat bytes, and their views. Needs torch."""
 
 import ctypes
 from collections.abc import Mapping
@@ -20,7 +20,10 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class HeldStorages:
-    """The storage graph of a state dict, and its storages as flat bytes on their own devices."""
+    """The storage graph of a state dict, and its storages as flat bytes by id.
+
+    The bytes are on the tensors' own devices.
+    """
 
     graph: StorageGraph
     storages: Mapping[str, torch.Tensor]
@@ -36,10 +39,10 @@ def storage_graph(state_dict: Mapping[str, torch.Tensor]) -> StorageGraph:
 
 
 def hold(state_dict: Mapping[str, torch.Tensor]) -> HeldStorages:
-    """Return the graph with the storages. Lazily conjugated or negated tensors are materialised.
+    """Return the storage graph and the storages, which keep the memory alive.
 
-    Storages are identified by their address: two that begin at the same address are one, of the
-    larger size. That is safe only because all of them are held alive meanwhile.
+    Lazily conjugated or negated tensors are materialised. Storages that begin at the same address
+    count as one, with the size of the largest.
     """
     plain = {name: _plain(name, state_dict[name]) for name in sorted(state_dict)}
     largest: dict[tuple[str, int], torch.Tensor] = {}
@@ -93,7 +96,10 @@ def _alias(name: str, tensor: torch.Tensor, storage_id: str) -> TensorAlias:
 
 
 def copy_into(room: memoryview, storage: torch.Tensor, start: int) -> int:
-    """Copy bytes of a storage from `start` until `room` is full or they end; return the count."""
+    """Copy bytes of a storage, from offset `start`, into `room`; return the number copied.
+
+    It stops where `room` is full or the storage ends.
+    """
     part = storage[start : start + room.nbytes]
     with room[: part.nbytes] as target:
         if part.device.type == "cpu":

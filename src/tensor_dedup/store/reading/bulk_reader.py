@@ -1,10 +1,10 @@
-"""Reading many pieces at once into large memory, verified leaf by leaf on the way.
+"""Reading many pieces at once into large regions of memory, verified leaf by leaf.
 
-Pieces that are close together in a container form one span: one region of memory with the file's
-own layout, read in large blocks by several threads. A leaf is hashed by the thread that read the
-last of it, while it is in that core's cache. What the page cache holds is read from there; the rest
-bypasses it where the file system supports that, because filling the page cache would cost more than
-the disk.
+Pieces that are close together in a container form a span, which is read into one region of memory
+with the container's own layout, in large blocks and by several threads. The thread that reads the
+last bytes of a leaf (2 MiB) hashes it while it is in the processor's cache. Bytes in the page cache
+are read from there. Other bytes are read with O_DIRECT where the file system supports it, because
+filling the page cache would cost more than reading the disk.
 """
 
 import errno
@@ -62,35 +62,38 @@ class _Block:
 
 @dataclass(eq=False)
 class ReadSpan:
-    """Neighbouring records of one container. `start` and `stop` are multiples of a page."""
+    """Neighbouring records of one container, which are read together into one region of memory."""
 
     container: ContainerId
     records: list[Record]
 
     @property
     def start(self) -> int:
-        """The offset in the container at which the span's memory begins."""
+        """The offset in the container at which the span's memory begins, a multiple of PAGE."""
         return self.records[0].offset // PAGE * PAGE
 
     @property
     def stop(self) -> int:
-        """The offset at which the span's memory ends, perhaps beyond the end of the file."""
+        """The offset in the container at which the span's memory ends, a multiple of PAGE.
+
+        It may lie beyond the end of the file.
+        """
         return -(-_end(self.records[-1]) // PAGE) * PAGE
 
 
 @dataclass(frozen=True)
 class Filled:
-    """A verified span in memory: each record is at `offset - span.start`."""
+    """A span in memory: each record begins at `record.offset - span.start`."""
 
     span: ReadSpan
     memory: memoryview
 
 
 def plan(pieces: StoredPieces, digests: Collection[bytes], span_bytes: int) -> list[ReadSpan]:
-    """Return the spans that hold these pieces, ordered by container and offset; no I/O.
+    """Group pieces into spans, ordered by container and offset. No I/O.
 
-    Pieces that are nowhere stored unencoded (deltas, lost ones) are in no span. A span is at most
-    `span_bytes` long, unless it is a single larger piece.
+    Pieces without an unencoded copy in the store (deltas, missing pieces) are left out. A span has
+    at most `span_bytes`, unless it consists of one larger piece.
     """
     places = [found[0] for digest in digests if (found := pieces.plain_places(digest))]
     places.sort(key=lambda place: (place[0], place[1].offset))
@@ -115,15 +118,15 @@ def _end(record: Record) -> int:
 
 
 class BulkReader:
-    """Fills spans, with several requests in flight. Not thread-safe; close it or use `with`.
+    """A reader that fills spans with several threads. Not thread-safe; close it, or use `with`.
 
-    Without `verify`, unencoded pieces are not compared with their digests, for a caller that knows
-    that the bytes are intact. With `mapped`, containers are mapped and not copied: the memory is
-    shared with the page cache, and pages that the kernel drops and reads again later are not
-    compared again. A page that the disk cannot read is found while a span is verified, and the span
-    is then copied from what is intact; one that it cannot read later on, or that was not verified,
-    ends the process (SIGBUS) when it is touched. Each mapped span takes a descriptor: those
-    beyond two thirds of what is free are copied.
+    Without `verify`, unencoded pieces are not compared with their digests. With `mapped`,
+    containers are mapped into memory instead of copied. The memory is then shared with the page
+    cache, and pages that the kernel drops and reads again later are not verified again. If the disk
+    cannot read a page of a mapped span, the span is copied from intact copies if that is found
+    during verification. Later, or without `verify`, an access to that page ends the process
+    (SIGBUS). Each mapped span takes a file descriptor; when two thirds of the free ones are in use,
+    further spans are copied.
     """
 
     def __init__(
@@ -151,11 +154,11 @@ class BulkReader:
         self.close()
 
     def close(self) -> None:
-        """End the threads, then close the files that were opened."""
+        """Stop the threads, then close the files."""
         self._undo.close()
 
     def fill(self, spans: Sequence[ReadSpan], ahead: int | None = None) -> Iterator[Filled]:
-        """Yield the spans, in order; `ahead` of them (None: all) are read in advance.
+        """Yield the spans in memory, in order; up to `ahead` spans (None: all) are read in advance.
 
         Raises:
             CorruptTensorError, MissingObjectError: no intact copy of a piece is in the store.
@@ -171,11 +174,11 @@ class BulkReader:
     def read(
         self, pieces: Sequence[tuple[bytes, int]], ahead_bytes: int | None = None
     ) -> Iterator[tuple[bytes, memoryview]]:
-        """Yield pieces that are nowhere stored unencoded: decoded, always verified, in order.
+        """Yield the digest and bytes of single pieces, in order, decoded and always verified.
 
-        `pieces` gives the digest and size of each; the memory may be larger than the piece. Pieces
-        are read in advance until they amount to `ahead_bytes`, or all if it is None. Raises the
-        errors of `fill`.
+        It serves the pieces that `plan` leaves out. `pieces` has the digest and size of each; the
+        yielded memory may be larger than the piece. Up to `ahead_bytes` (None: all) are read in
+        advance. Raises the errors of `fill`.
         """
         waiting = deque(pieces)
         started: deque[tuple[bytes, int, memoryview, list[Future[None]]]] = deque()

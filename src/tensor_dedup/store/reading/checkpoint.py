@@ -1,4 +1,4 @@
-"""A checkpoint of the store, open for reading: its tensors by name, and its files."""
+"""A stored checkpoint, open for reading: its tensors by name, and its files."""
 
 from collections.abc import ItemsView, Iterator, KeysView, Sequence, ValuesView
 from dataclasses import dataclass, replace
@@ -21,10 +21,9 @@ from tensor_dedup.store.reading.reader import StoredPieces
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a stored checkpoint; `digest` is the one `analyze` and `report` show.
+    """A tensor of a stored checkpoint. `digest` is 64 hex digits.
 
-    With `alias_of`, the name is a second one that its file gives to that tensor, whose bytes are
-    stored once.
+    If `alias_of` is not None, `name` is a second name of the tensor called `alias_of`.
     """
 
     name: str
@@ -37,9 +36,9 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """One file of a stored checkpoint, as an export writes it.
+    """A file of a stored checkpoint, as an export writes it.
 
-    `prefix` precedes the names of its tensors.
+    `prefix` is put before the names that its tensors have in the file.
     """
 
     path: str
@@ -49,11 +48,12 @@ class StoredFile:
 
 
 class StoredCheckpoint(StoredPieces):
-    """A checkpoint, open for reading: its tensors by name, and its files.
+    """A stored checkpoint, open for reading: its tensors by name, and its files.
 
-    `in`, `[]`, `len`, `keys()`, `values()` and `items()` are those of a mapping from names to
-    tensors; iterating gives the tensors themselves, in the order of the files. What StoredPieces
-    says of threads and lifetime holds here too, and `in` also takes a digest (32 bytes).
+    `in`, `[]`, `len`, `keys()`, `values()` and `items()` work as in a mapping from names to
+    StoredTensor. Iteration yields the tensors, not the names, in the order of the files. `in` also
+    accepts a digest (32 bytes). Any thread may read. Close it, or use it as a context manager, when
+    no read is running any more.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class StoredCheckpoint(StoredPieces):
         return sum(file.nbytes for file in self.files)
 
     def read(self, tensor: StoredTensor | str) -> bytearray:
-        """Return all bytes of a tensor, verified. It takes as much memory as the tensor's size.
+        """Return all bytes of a tensor, verified.
 
         Raises:
             CorruptTensorError, MissingObjectError: no intact copy of the bytes is in the store.
@@ -160,12 +160,13 @@ class StoredCheckpoint(StoredPieces):
         return self.read_piece(bytes.fromhex(wanted.digest), 0, wanted.nbytes, wanted.nbytes)
 
     def read_range(self, tensor: StoredTensor | str, start: int, stop: int) -> bytearray:
-        """Return the bytes from `start` to `stop` of a tensor, verified leaf by leaf (2 MiB).
+        """Return the bytes from `start` to `stop` of a tensor, verified.
 
-        The leaves that contain the range are read whole. Raises the errors of `read` too.
+        The leaves (2 MiB each) that contain the range are read as a whole. Raises the errors of
+        `read`, too.
 
         Raises:
-            BadRangeError: the tensor has no such bytes.
+            BadRangeError: the range lies outside the tensor.
         """
         wanted = self[tensor] if isinstance(tensor, str) else tensor
         if not 0 <= start <= stop <= wanted.nbytes:
@@ -179,10 +180,11 @@ class StoredCheckpoint(StoredPieces):
         return self.read_piece(bytes.fromhex(wanted.digest), start, stop, wanted.nbytes)
 
     def stored(self, tensor: StoredTensor) -> tuple[str, int, str | None]:
-        """Return how a tensor is stored: its codec, bytes on disk, and the digest of its base.
+        """Return how a tensor is stored: the codec, the bytes on disk, and the digest of its base.
 
-        An unencoded tensor has no base; one that is in no container has no codec and takes no
-        bytes. Leaves that are pieces of their own count with every tensor that has them.
+        The base is the tensor it is encoded against, or None. The codec is "" if the store does not
+        hold the tensor. Leaves that are stored as pieces of their own count in full for each tensor
+        that uses them.
         """
         records = self.records(bytes.fromhex(tensor.digest))
         if not records:

@@ -1,4 +1,7 @@
-"""Where the pieces of a reader are: their copies in containers, held open, and looked for anew."""
+"""The copies of pieces in a store's containers, and the open files they are read from.
+
+A piece may be stored several times, unencoded or as a delta (encoded against another piece).
+"""
 
 import threading
 from collections import Counter
@@ -34,23 +37,27 @@ _DENSE = 1 / 4
 
 @dataclass(frozen=True, slots=True)
 class PieceCopy:
-    """A record in a container that a reader may open."""
+    """A copy of a piece: a record in a container."""
 
     container: ContainerId
     record: Record
 
     @property
     def may_be_base(self) -> bool:
-        """Whether others may be stored against it: a file that changes is nothing to build on."""
+        """Whether deltas may be decoded against this copy.
+
+        That is so if it is no delta itself and lies in the store, not in a file indexed in place.
+        """
         return self.record.base is None and self.container.kind != EXTERNAL
 
 
 class PieceCopies:
-    """The copies of pieces in a store's containers, which are held open until `close`.
+    """The copies of some pieces in a store's containers, which are held open until `close`.
 
-    More containers than a reader may hold open are opened by turns, and a piece of which no copy is
-    right is looked for in all containers; from then on a session of the store is held, so that no
-    gc runs meanwhile. Safe from any thread.
+    If there are more containers than a reader may hold open, the least recently used are closed and
+    opened again. If no known copy of a piece is intact, all containers are searched for others. In
+    both cases a session is held from then on, so that garbage collection removes nothing. Safe from
+    any thread.
     """
 
     def __init__(self, objects: Objects, index: StoreIndex, wanted: set[bytes]) -> None:
@@ -134,13 +141,13 @@ class PieceCopies:
         return self._objects.containers.table(container), self._objects.bad_offsets(container.name)
 
     def close(self) -> None:
-        """Close the containers. Closing twice has no effect."""
+        """Close the containers and end the session. Closing twice has no effect."""
         self._handles.close()
         self._session.close()
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many pieces were found, and in how many containers."""
+        """The number of pieces found, and the number of containers they are in."""
         return len(self._copies), len(self._origins)
 
     def __contains__(self, digest: bytes) -> bool:
@@ -150,36 +157,39 @@ class PieceCopies:
         )
 
     def using(self, container: ContainerId) -> AbstractContextManager[Handle]:
-        """Give the open file of a container, for reading inside the block.
+        """Provide the open file of a container for reading within the block.
 
         Raises:
-            OSError, ChangedExternalError: it is gone or cannot be opened.
+            OSError: the file was removed or cannot be opened.
+            ChangedExternalError: the file was indexed in place and has changed.
         """
         return self._handles.using(container)
 
     def path(self, container: ContainerId) -> Path:
-        """Return the path of the file with the bytes of a container."""
+        """Return the path of a container's data file."""
         origin = self._origins[container]
         own = self._objects.layout.container(container.name, container.kind)
         return own if origin is None else origin.path
 
     def known(self, digest: bytes) -> list[PieceCopy]:
-        """Return the copies of a piece that were found, in the order in which they are tried."""
+        """Return the known copies of a piece, in the order in which they are to be tried."""
         with self._lock:
             return list(self._copies.get(digest, ()))
 
     def may_have(self, digest: bytes, nbytes: int) -> bool:
-        """Return whether a piece was asked for or found, and no copy of it has another size."""
+        """Return whether a piece of this digest and size may be read here.
+
+        It must have been asked for or found, and no known copy may have another size.
+        """
         with self._lock:
             copies = self._copies.get(digest)
         unknown = copies is None and digest not in self._wanted
         return not unknown and all(copy.record.nbytes == nbytes for copy in copies or ())
 
     def anchor(self, digest: bytes) -> bytes | None:
-        """Return the digest of the anchor for a delta against this piece, or None.
+        """Return the digest of the anchor for new deltas against a piece, or None if there is none.
 
-        The anchor is the piece itself or, if the piece is a delta, its base. It is None if the
-        piece is not here.
+        An anchor is a piece that is not stored as a delta: the piece itself, or else its base.
         """
         bases = [copy.record.base for copy in self.known(digest) if copy.record.base is not None]
         # One step, never more: two deltas may be against each other when no plain copy is left.
@@ -189,7 +199,10 @@ class PieceCopies:
         return any(copy.may_be_base for copy in self.known(digest))
 
     def all_of(self, digest: bytes) -> Iterator[PieceCopy]:
-        """Iterate over the copies of a piece: those known, then those that a search adds."""
+        """Iterate over the copies of a piece: first the known ones, then those found by a search.
+
+        The search reads the tables of all containers.
+        """
         known = self.known(digest)
         yield from known
         with suppress(StoreBusyError):  # a gc that does not end: what was found is all there is
@@ -230,7 +243,7 @@ class PieceCopies:
         return bases
 
     def give_up(self, copy: PieceCopy) -> None:
-        """Never give this copy again, and list it as damaged."""
+        """Mark a copy as damaged, here and in the store, so that it is not read again."""
         with self._lock:
             self._copies[copy.record.digest] = [
                 other for other in self._copies[copy.record.digest] if other is not copy
@@ -243,9 +256,10 @@ class PieceCopies:
 
 
 def choose_containers(places: Mapping[bytes, Sequence[PieceLocation]]) -> list[ContainerId]:
-    """Choose the containers to open for these pieces: a small set with all of them, and some more.
+    """Choose the containers to open for reading pieces.
 
-    The additional ones hold little else, and provide many pieces with a second place to read from.
+    `places` has the locations of each piece. The result is a small set that holds every piece, and
+    some containers with second copies in which little else is stored.
     """
     wanted: Counter[ContainerId] = Counter()
     sizes: dict[ContainerId, int] = {}

@@ -23,9 +23,10 @@ Raises:
 
 
 def base_of(record: Record, read_leaf: Callable[[bytes, int, memoryview], bytes]) -> Base:
-    """Return what gives the leaves of other pieces to a record.
+    """Return a function that provides the leaves which a record takes from other pieces.
 
-    `read_leaf` fills memory with the leaf of a piece at an offset, as a Base does.
+    `read_leaf` fills memory with the leaf of a piece (by digest) at an offset, and returns the
+    leaf's digest.
     """
 
     def fill(start: int, view: memoryview) -> bytes:
@@ -40,9 +41,9 @@ def fill_leaves(
 ) -> bool:
     """Fill `view` with whole leaves of a record from `start`; return whether they are intact.
 
-    `base` is called for a delta only, and its errors propagate, as does the OSError of a disk that
-    cannot read the record. Encoded leaves are decoded on the
-    process's hashing threads, each just before it is hashed.
+    `base` is called only for records that are encoded against other pieces. Its errors propagate,
+    as does the OSError of a failed read. Encoded leaves are decoded and hashed by the process's
+    hashing threads.
     """
     if record.codec != PLAIN:
         return _decode(files, handle, record, start, view, base)
@@ -52,7 +53,7 @@ def fill_leaves(
 
 
 def are_leaves(nbytes: int, start: int, stop: int) -> bool:
-    """Return whether a range of a piece of `nbytes` consists of whole leaves of it."""
+    """Return whether a range consists of whole leaves of a piece of `nbytes`."""
     inside = 0 <= start < stop <= nbytes
     return inside and not start % LEAF_BYTES and (not stop % LEAF_BYTES or stop == nbytes)
 
@@ -60,7 +61,10 @@ def are_leaves(nbytes: int, start: int, stop: int) -> bool:
 def read_range(
     files: Files, handle: Handle, record: Record, start: int, stop: int, base: Base
 ) -> bytearray | None:
-    """Return the bytes from `start` to `stop` of a record, or None if their leaves are damaged."""
+    """Return the bytes from `start` to `stop` of a record, or None if they are damaged.
+
+    `base` is that of `fill_leaves`.
+    """
     first = start // LEAF_BYTES * LEAF_BYTES
     last = min(-(-stop // LEAF_BYTES) * LEAF_BYTES, record.nbytes)
     data = bytearray(last - first)
@@ -70,10 +74,10 @@ def read_range(
 
 
 def read_head(files: Files, handle: Handle, record: Record) -> list[Chunk]:
-    """Return the places of the chunks of an encoded record.
+    """Read the head of an encoded record; return the place of each leaf's chunk.
 
     Raises:
-        CorruptFrameError: no encoder wrote this head.
+        CorruptFrameError: the head is malformed.
     """
     head = bytearray(head_bytes(record.nbytes))
     files.pread(handle, memoryview(head), record.offset)
@@ -81,10 +85,7 @@ def read_head(files: Files, handle: Handle, record: Record) -> list[Chunk]:
 
 
 def read_chunk(files: Files, handle: Handle, record: Record, chunk: Chunk) -> memoryview:
-    """Read the encoded bytes of one leaf.
-
-    A chunk is no longer than its record, which takes less than `nbytes`.
-    """
+    """Read the encoded bytes of one leaf."""
     blob = memoryview(bytearray(chunk.size))
     files.pread(handle, blob, record.offset + chunk.offset)
     return blob
@@ -95,10 +96,11 @@ def decode_leaf(
 ) -> bytes | None:
     """Decode the chunk of the leaf at `start` into `view`.
 
-    Returns the digest of the leaf where its bytes were compared with it already.
+    Return the digest of the leaf if it was copied, verified, from another piece, and otherwise
+    None.
 
     Raises:
-        CorruptFrameError: no encoder made this chunk.
+        CorruptFrameError: the chunk is malformed.
     """
     if codec.startswith(PARTS):
         if chunk:
@@ -161,7 +163,10 @@ def _decode(
 
 
 def leaves_of(record: Record, start: int, nbytes: int) -> bytes:
-    """Return the concatenated digests of the leaves from `start`, which begins one."""
+    """Return the concatenated digests of the leaves in a range of a record.
+
+    `start` is the offset at which the first leaf begins.
+    """
     first = start // LEAF_BYTES
     count = -(-nbytes // LEAF_BYTES)
     return record.leaves[first * DIGEST_BYTES : (first + count) * DIGEST_BYTES]

@@ -1,4 +1,4 @@
-"""Writing the files of a checkpoint byte for byte as they were imported."""
+"""Writing the files of a stored checkpoint, byte for byte as they were imported."""
 
 from pathlib import Path
 
@@ -17,11 +17,11 @@ def export(
 ) -> list[Path]:
     """Write all files of an open checkpoint to a folder that is empty or missing.
 
-    Returns their paths. Each file appears under its name when it is complete and durable. Raises
-    the errors of reading.
+    Return their paths. Each file appears under its name when it is complete and durable. Errors of
+    reading the checkpoint propagate.
 
     Raises:
-        ExportTargetError: the target is not empty, or not a folder.
+        ExportTargetError: `directory` is not empty, or is not a folder.
     """
     status = files.status(directory)
     if status is not None and (status.kind != "folder" or files.listdir(directory)):

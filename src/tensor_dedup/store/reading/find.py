@@ -1,4 +1,4 @@
-"""Finding the tensors of a store by their digest, or the beginning of one."""
+"""Finding stored tensors by their digest or the beginning of it."""
 
 import logging
 import re
@@ -17,7 +17,7 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{4,64}")
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """A tensor of a stored checkpoint. `nbytes` is its size, not what it takes on disk."""
+    """A tensor and the checkpoint it belongs to. `nbytes` is its plain size, not that on disk."""
 
     checkpoint: str
     tensor: str
@@ -27,17 +27,18 @@ class TensorPlace:
     nbytes: int
 
     def to_dict(self) -> dict[str, object]:
-        """Return the place as a JSON object."""
+        """Return all fields as a dict for JSON."""
         return asdict(self)
 
 
 def find(objects: Objects, digest: str) -> list[TensorPlace]:
-    """Return the tensors whose digest begins so, by checkpoint, in a session.
+    """Return the tensors whose digest begins with `digest`, ordered by checkpoint.
 
-    Checkpoints that cannot be read are left out, with a logged warning.
+    Checkpoints that cannot be read are left out, with a logged warning. The caller must hold a
+    session (`locks.session`).
 
     Raises:
-        BadDigestError: it is not 4 to 64 hex digits.
+        BadDigestError: `digest` is not 4 to 64 hex digits.
     """
     if not _DIGEST.fullmatch(digest.lower()):
         raise BadDigestError.at(repr(digest), "this is not a digest", digest=digest)

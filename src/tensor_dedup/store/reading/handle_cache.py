@@ -1,4 +1,4 @@
-"""Open files by key, no more at a time than a process can spare."""
+"""A cache of open files that limits the number of open file descriptors."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 def spare_handles(files: Files) -> int:
-    """Return how many files one reader may hold open for each of its purposes, at least one."""
+    """Return how many files one reader may keep open in one cache: at least 1."""
     return max(1, min(_MOST, files.free_handles() // _SHARE))
 
 
@@ -29,10 +29,10 @@ class _OpenFile:
 
 
 class HandleCache(Generic[_Key]):
-    """Files that `open_file` opens, kept open by key, the least recently used closed first.
+    """A cache of open files by key; beyond `limit`, the least recently used are closed.
 
-    A file that is in use is not closed, so more than `limit` are open while more are in use. Safe
-    from any thread. After `close` nothing may be used.
+    `open_file` opens the file of a key. Files in use are never closed, so more than `limit` may be
+    open. Safe from any thread.
     """
 
     def __init__(self, files: Files, open_file: Callable[[_Key], Handle], limit: int) -> None:
@@ -48,10 +48,10 @@ class HandleCache(Generic[_Key]):
 
     @contextmanager
     def using(self, key: _Key) -> Iterator[Handle]:
-        """Give the open file of this key, which stays open inside the block.
+        """Provide the open file of this key within the block.
 
         Raises:
-            OSError: it cannot be opened. The other errors are those of `open_file`.
+            OSError: the file cannot be opened. Other errors of `open_file` propagate, too.
         """
         with self._lock:
             found = self._kept.pop(key, None)
@@ -68,7 +68,7 @@ class HandleCache(Generic[_Key]):
                 self._trim()
 
     def with_room(self, act: Callable[[], _T]) -> _T:
-        """Do what opens another file; where that cannot be, close some of these and try again."""
+        """Return `act()`; if it fails for lack of descriptors, close cached files and try again."""
         with self._lock:
             return self._with_room(act)
 
@@ -93,7 +93,7 @@ class HandleCache(Generic[_Key]):
             self._files.close(self._kept.pop(key).handle)
 
     def close(self) -> None:
-        """Close all files; `using` opens them again."""
+        """Close all files, none of which may be in use."""
         with self._lock:
             while self._kept:
                 self._files.close(self._kept.popitem()[1].handle)

@@ -1,4 +1,7 @@
-"""Reading pieces from the store; every byte that is returned has been verified."""
+"""Reading pieces from a store, verified against their digests.
+
+A piece is a tensor, a file header or a small file. It may have several copies in containers.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -39,14 +42,12 @@ class _BaseLostError(Exception):
 
 
 class StoredPieces:
-    """Pieces of a store, open for reading: whatever gc does, what holds them stays readable.
+    """Pieces of a store, open for reading. They stay readable if garbage collection runs.
 
-    Containers that hold all of them are held open, and an open file can be read after it was
-    unlinked. A reader that would need more files than it may hold open opens them by turns, and one
-    that has met damage looks for what it misses in all other containers; both hold a session of the
-    store from then on until they are closed, so that no gc runs meanwhile. Any thread may read.
-    Close the object, or use it as a context manager, when no read is running any more. Do not use
-    it in a forked child.
+    The containers are held open, and an open file can be read after it was unlinked. With more
+    containers than a reader may hold open, or after damage was found, a session is held until
+    `close`, which delays garbage collection. Any thread may read. Close the object, or use it as a
+    context manager, when no read is running any more. Do not use it in a forked child.
     """
 
     def __init__(
@@ -82,46 +83,48 @@ class StoredPieces:
         return f"{type(self).__name__}({self.name!r}, {what})"
 
     def container(self, container: ContainerId) -> AbstractContextManager[Handle]:
-        """Give the open file of a container of `plain_places`, for reading inside the block.
+        """Provide the open file of a container for reading within the block.
 
         Raises:
-            OSError, ChangedExternalError: it is gone or cannot be opened.
+            OSError: the file was removed or cannot be opened.
+            ChangedExternalError: the file was indexed in place and has changed.
             ClosedCheckpointError: this object was closed.
         """
         self._check_open()
         return self._copies.using(container)
 
     def path(self, container: ContainerId) -> Path:
-        """Return the path of the file with the bytes of a container of `plain_places`."""
+        """Return the path of a container's data file."""
         return self._copies.path(container)
 
     def records(self, digest: bytes) -> list[Record]:
-        """Return the records of a piece, in the order in which they are tried."""
+        """Return the records of a piece's copies, in the order in which they are tried."""
         return [copy.record for copy in self._copies.known(digest)]
 
     def anchor(self, digest: bytes) -> bytes | None:
-        """Return the digest of the anchor for a delta against this piece, or None.
+        """Return the digest of the anchor for new deltas against a piece, or None if there is none.
 
-        The anchor is the piece itself or, if the piece is a delta, its base. It is None if the
-        piece is not here.
+        An anchor is a piece that is not stored as a delta: the piece itself, or else its base.
         """
         return self._copies.anchor(digest)
 
     @property
     def disk(self) -> Files:
-        """The file system interface that the containers were opened through."""
+        """The file system interface that reads the containers."""
         return self._objects.files
 
     def plain_places(self, digest: bytes) -> list[tuple[ContainerId, Record]]:
-        """Return the unencoded copies of a piece, for a caller that reads and verifies them itself.
+        """Return the unencoded copies of a piece, for callers that read and verify them themselves.
 
-        Only copies in the store itself are returned: files that others may change are read by this
-        class alone.
+        Copies in files that are indexed in place are left out, because those files may change.
         """
         return [place for place in self.own_places(digest) if place[1].codec == PLAIN]
 
     def own_places(self, digest: bytes) -> list[tuple[ContainerId, Record]]:
-        """Return the copies of a piece in the store itself, encoded ones too, unread."""
+        """Return all copies of a piece in the store, without reading them; they may be encoded.
+
+        Copies in files that are indexed in place are left out.
+        """
         return [
             (copy.container, copy.record)
             for copy in self._copies.known(digest)
@@ -129,9 +132,9 @@ class StoredPieces:
         ]
 
     def read_stored(self, container: ContainerId, offset: int, view: memoryview) -> bool:
-        """Fill `view` with bytes of a container of `own_places` as they are stored, unverified.
+        """Fill `view` with bytes of a container as they are stored, neither decoded nor verified.
 
-        Return False where the disk cannot read them.
+        Return False if the disk cannot read them or the file is too short.
         """
         try:
             with self.container(container) as handle:
@@ -142,7 +145,12 @@ class StoredPieces:
             return False
 
     def read_piece(self, digest: bytes, start: int, stop: int, nbytes: int) -> bytearray:
-        """Return a verified range of the piece of `nbytes` with this digest."""
+        """Return the bytes from `start` to `stop` of a piece of `nbytes`, verified.
+
+        Raises:
+            CorruptTensorError, MissingObjectError: no intact copy of the bytes is in the store.
+            ClosedCheckpointError: this object was closed.
+        """
         if start == stop:
             return bytearray()
 
@@ -171,7 +179,7 @@ class StoredPieces:
         return base
 
     def read_leaf(self, digest: bytes, start: int, view: memoryview) -> bytes:
-        """Fill `view` with the leaf at `start` of the piece with this digest; return its digest.
+        """Fill `view` with the leaf at offset `start` of a piece, verified; return its digest.
 
         Raises:
             CorruptFrameError: the piece has no leaf of that size there.
@@ -192,14 +200,15 @@ class StoredPieces:
         return nbytes
 
     def read_piece_into(self, digest: bytes, start: int, view: memoryview, nbytes: int) -> bytes:
-        """Fill `view` with verified bytes, from `start` of the piece of `nbytes` with this digest.
+        """Fill `view` with bytes of a piece of `nbytes`, from offset `start`, verified.
 
-        If the range consists of whole leaves, no other memory is used, and the leaf digests that
-        the bytes were compared with are returned; otherwise the result is empty. After an error the
-        content of `view` is undefined.
+        If the range consists of whole leaves (2 MiB each), no additional buffer is used, and their
+        concatenated digests are returned. Otherwise the result is empty. After an error the content
+        of `view` is undefined.
 
         Raises:
             CorruptTensorError, MissingObjectError: no intact copy of the bytes is in the store.
+            ClosedCheckpointError: this object was closed.
         """
         stop = start + view.nbytes
         whole_leaves = are_leaves(nbytes, start, stop)

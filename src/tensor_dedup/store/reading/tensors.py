@@ -1,4 +1,4 @@
-"""Loading stored checkpoints as torch tensors on the CPU, at the speed of disk and memory.
+"""Loading stored checkpoints as torch tensors on the CPU.
 
     from tensor_dedup.store.reading.tensors import iter_tensors, load_tensors
 
@@ -56,24 +56,26 @@ def load_tensors(
     mapped: bool = False,
     pool: BufferPool | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Load all tensors of an open checkpoint, or those with these names, by name.
+    """Load all tensors of an open checkpoint, or those in `names`, by name.
 
-    Every byte is compared with its digest; `verify=False` skips that, for a caller that has just
-    done so. Tensors share large regions of memory: a region is freed when the last of its tensors
-    is gone. They are writable and belong to the caller alone. With `mapped` they are private
-    mappings of the containers, shared with the page cache until they are written, and what the
-    kernel drops and reads again is not compared again; where the disk cannot read it any more, a
-    touch ends the process (SIGBUS). `pool` provides memory that is used again.
+    The tensors are writable and belong to the caller. Several may share one region of memory, which
+    is freed with the last of them. Any thread may call this, and the checkpoint may be closed
+    afterwards.
 
-    Tensors of a dtype that torch lacks (GGUF, 4 and 6 bits) are returned as flat bytes. Those of a
-    file of torch.save are what torch.load makes of them, by all their names: with their strides,
-    lazily conjugated or negated where they are; views of a storage that have bytes in common have
-    them here too. Any thread may call it; the checkpoint may be closed afterwards.
+    With `verify`, every byte is compared with its digest; encoded tensors always are. With
+    `mapped`, tensors are private mappings of the containers: they share the page cache until they
+    are written, pages that the kernel drops and reads again are not verified again, and an access
+    to a page that the disk cannot read ends the process (SIGBUS). `pool` provides memory that is
+    reused.
+
+    A tensor of a dtype that torch lacks (GGUF, 4 and 6 bits) is returned as flat bytes. The tensors
+    of a torch.save file have the strides, shared storages and lazy conjugation or negation that
+    torch.load would give them, and all their names.
 
     Raises:
         UnknownTensorError: the checkpoint has no tensor of one of these names.
         UnsupportedError: a tensor is sparse; export the file and load it with torch.load.
-        FormatError: a file of torch.save is one that torch.load and others might read differently.
+        FormatError: a torch.save file could be read differently by torch.load.
         CorruptTensorError, MissingObjectError: no intact copy of a tensor is in the store.
         StoreIOError: the disk failed.
     """
@@ -93,11 +95,12 @@ def iter_tensors(
     buffer_bytes: int = 64 << 20,
     ahead: int = 2,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors one by one, in the order in which they lie on disk, in bounded memory.
+    """Yield the names and tensors of an open checkpoint in disk order, in bounded memory.
 
-    `ahead` buffers of `buffer_bytes` (or of one tensor that is larger) are read in advance. A
-    tensor is valid as long as it is referenced; its buffer is used again once none of its tensors
-    is, so copy those to be kept for long. Keep the checkpoint open meanwhile.
+    `ahead` buffers of `buffer_bytes`, or of the size of a larger tensor, are read in advance. A
+    buffer is reused when none of its tensors is referenced any more, so copy a tensor that is kept
+    for long. Keep the checkpoint open meanwhile. `names`, `verify` and errors are those of
+    `load_tensors`.
     """
     wanted = _wanted(checkpoint, names)
     pool = BufferPool(buffer_bytes * (ahead + 2))

@@ -1,19 +1,19 @@
-"""The errors about the steps of a run: their names, numbers, metrics and options.
+"""The errors about the steps of a training run: names, numbers, metrics and options.
 
 StoreError
   UnknownStepError      the run has no such step
-  BadStepError          a step is not a whole number from 0 on
+  BadStepError          a step number is not a whole number from 0 on
   BadMetricError        a metric is not a number
-    UnknownMetricError    no step has it
-    UnknownGoalError      nothing says which value of it is best
-  BadOptionError        an option of CheckpointStore, or what is given to `register_provider`, makes
-                        no sense (`kind`)
-  PinnedStepError       a kept step is neither replaced nor deleted
-  TakenStepError        an import would replace a step, or what pins one
+    UnknownMetricError    no step has this metric
+    UnknownGoalError      it is unknown whether the least or the greatest value is best
+  BadOptionError        an option of CheckpointStore, or an argument of `register_provider`, is
+                        invalid (`kind`)
+  PinnedStepError       a pinned step would be replaced or deleted
+  TakenStepError        an import would replace a step or a pin
   NotATrainingError     the checkpoint was imported, not saved by a run
 
-Each ends in the next step. Those of saving and loading are in `tensor_dedup.training.errors`, those
-of the store itself in `tensor_dedup.store.errors`.
+The message of each error ends in the next step to take. The errors of saving and loading are in
+`tensor_dedup.training.errors`, those of the store itself in `tensor_dedup.store.errors`.
 """
 
 import shlex
@@ -32,7 +32,10 @@ class UnknownStepError(UnknownNameError):
 
     @classmethod
     def of(cls, root: PurePath, run: str, step: int, has: str = "") -> Self:
-        """Return the error about a step of a run in the store at `root`, with what it `has`."""
+        """Return an error about a missing step of a run, for the caller to raise.
+
+        `root` is the store's folder. `has` describes the steps that the run has.
+        """
         verb = "list" if has == "none" else f"show {shlex.quote(run)}"
         look = f"see `tensor-dedup runs {verb} --store {shlex.quote(str(root))}`"
         what = f"the run {run!r} has no step {step}{has and f'; it has {has}'}; {look}"
@@ -40,7 +43,7 @@ class UnknownStepError(UnknownNameError):
 
 
 class BadStepError(AdvisedError):
-    """The step is not a whole number from 0 on."""
+    """A step number is not a whole number from 0 on."""
 
     exit_status = WRONG_USE
     advice = "count epochs, trees or batches from 0 or 1"
@@ -60,33 +63,36 @@ class UnknownMetricError(BadMetricError):
 
 
 class UnknownGoalError(BadMetricError):
-    """Neither the run's `keep_best` nor the name of a metric says which value of it is best."""
+    """It is unknown whether the least or the greatest value of a metric is best.
+
+    Neither the run's `keep_best` nor the metric's name tells.
+    """
 
     advice = 'say "min" or "max" (on the command line: --mode)'
 
 
 class PinnedStepError(AdvisedError):
-    """The step is pinned, so it is neither replaced nor deleted."""
+    """The step is pinned, so it cannot be replaced or deleted."""
 
     exit_status = WRONG_USE
     advice = "first unpin it, or run `tensor-dedup runs keep RUN STEP --remove`"
 
 
 class TakenStepError(NameTakenError):
-    """An import would replace a step of a run, or has the name that pins one."""
+    """An import has the name of an existing step of a run, or of a pin."""
 
     advice = "choose another name; `tensor-dedup runs delete` is what deletes a step"
 
 
 class NotATrainingError(AdvisedError):
-    """A checkpoint of this name exists, but this run has not saved it."""
+    """The checkpoint has the name of a step, but was not saved by this run."""
 
     exit_status = WRONG_USE
     advice = "give the run another id, or the checkpoint another name"
 
 
 class BadOption(Enum):
-    """The options of a run, or of its adapters, that can be invalid; the value is the next step."""
+    """The kinds of invalid options; the value of each is the advice in the error's message."""
 
     RETENTION = 'keep_last=5, keep_every=10 or keep_best=("val_loss", 3, "min")'
     LIMIT = "let one save or more be unfinished, and give the pool bytes, or none"
@@ -100,7 +106,10 @@ class BadOption(Enum):
 
 
 class BadOptionError(AdvisedError):
-    """An option of CheckpointStore or `register_provider` is invalid; `kind` says which."""
+    """An option of CheckpointStore, or an argument of `register_provider`, is invalid.
+
+    `kind` tells which.
+    """
 
     exit_status = WRONG_USE
 
@@ -111,7 +120,10 @@ class BadOptionError(AdvisedError):
 
     @classmethod
     def of(cls, kind: BadOption, where: str, what: str, **facts: object) -> Self:
-        """Return the error about an option; its message ends in the next step."""
+        """Return an error about an option, for the caller to raise.
+
+        The message consists of `where`, `what` and the advice of `kind`.
+        """
         return cls(f"{where}: {what}; {kind.value}", kind, path=where, **facts)
 
     def __reduce__(self) -> tuple[Any, ...]:

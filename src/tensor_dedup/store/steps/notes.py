@@ -1,7 +1,8 @@
-"""The notes of a step in its manifest, as texts. No I/O.
+"""The notes that a step's manifest holds about its run, as strings. No I/O.
 
-The notes hold no time, because clocks are set back: `sequence` orders the steps of a run. The time
-of the reference's file is that of saving, for people.
+A step is a checkpoint that a training run saved. The notes hold no time, because clocks may be set
+back: `sequence` orders the steps of a run. The modification time of the reference file tells people
+when a step was saved.
 """
 
 import json
@@ -24,12 +25,13 @@ _TEXTS: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """The notes of a step's manifest.
+    """The notes in a step's manifest.
 
-    The run, the step, the adapter that took it apart, its metrics, which part of the tensors is the
-    model that engines load ("" for all), and its place in the order of saving: greater than that of
-    every step that the run had when the save began, 0 until it is given. `goals` says which value
-    of a metric is best, where the run's `keep_best` said so.
+    `adapter` is the name of the adapter that took the training state apart. `part` is the prefix of
+    the tensors that engines load as the model ("" for all). `sequence` orders the steps of a run by
+    the time of saving: it is greater than that of every earlier step, and 0 until it is assigned.
+    `goals` tells whether the least or greatest value of a metric is best, as far as the run's
+    `keep_best` says so.
     """
 
     run: str
@@ -41,7 +43,7 @@ class Notes:
     goals: Goals = field(default_factory=dict)
 
     def to_texts(self) -> dict[str, str]:
-        """Return the texts that a manifest holds."""
+        """Return the notes as the strings that a manifest holds."""
         found = {
             _RUN: self.run,
             _STEP: str(self.step),
@@ -56,9 +58,9 @@ class Notes:
 
     @classmethod
     def from_texts(cls, texts: Mapping[str, str]) -> "Notes | None":
-        """Parse the notes of a manifest.
+        """Parse the notes of a manifest; the inverse of `to_texts`.
 
-        None when no run made it, or a later version of this program did.
+        Return None if no training run saved the manifest, or the notes cannot be parsed.
         """
         try:
             metrics = {k: _number(v) for k, v in json.loads(texts[_METRICS]).items()}
@@ -72,9 +74,9 @@ class Notes:
 
 
 def content_name(manifest: Manifest) -> str:
-    """Return the name that a step's manifest would have without its place in the order of saving.
+    """Return the name that a step's manifest would have without its sequence number.
 
-    Steps for which it is the same are the same to the last byte, whenever each was saved.
+    Two steps of equal content have the same result, whenever they were saved.
     """
     notes = {key: text for key, text in manifest.notes.items() if key != _SEQUENCE}
     return encode_manifest(structs.replace(manifest, notes=notes))[0]
@@ -96,13 +98,13 @@ def _number(wire: Any) -> float:
 
 
 def checked(metrics: Mapping[str, object] | None) -> dict[str, float]:
-    """Return metrics as plain numbers, sorted by name.
+    """Return metrics as plain floats, sorted by name.
 
-    Scalars of numpy and torch, and arrays and tensors of one element, are accepted.
+    Scalars of numpy and torch, and arrays and tensors of one element, are converted.
 
     Raises:
-        BadMetricError: a metric is not a number, or is too large for a float, or they are not given
-            by name.
+        BadMetricError: `metrics` is not a mapping, or a value is not a number or too large for a
+            float.
     """
     if metrics is not None and not isinstance(metrics, Mapping):
         raise BadMetricError.at("metrics", f"{metrics!r} has no names")
@@ -120,5 +122,5 @@ def checked(metrics: Mapping[str, object] | None) -> dict[str, float]:
 
 
 def shown(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Return metrics for JSON, with null for numbers that are not finite."""
+    """Return metrics for JSON, with None in place of NaN and infinity."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}

@@ -1,4 +1,4 @@
-"""Retention: which steps of a run are deleted after a save. No I/O."""
+"""Retention rules: which steps of a run are deleted after a save. No I/O."""
 
 import math
 import re
@@ -44,7 +44,12 @@ class Rules(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The retention rules: a step is deleted when no rule keeps it. Without a rule all stay."""
+    """The retention rules of a run: a step that no rule keeps is deleted.
+
+    `last` is how many of the steps saved last are kept. `every` keeps the steps whose number is a
+    multiple of it. `best` (metric, count, "min" or "max") keeps the best steps by a metric. Without
+    any rule, all steps are kept.
+    """
 
     last: int | None = None
     every: int | None = None
@@ -65,22 +70,23 @@ class Retention:
 
     @property
     def any(self) -> bool:
-        """Whether there is a rule."""
+        """Whether there is at least one rule."""
         return self.last is not None or self.every is not None or self.best is not None
 
     @property
     def goals(self) -> Goals:
-        """Which value is best of the metric that the rules name."""
+        """For the metric of the rule `best`, whether "min" or "max" is best."""
         return {} if self.best is None else {self.best[0]: self.best[2]}
 
     def dropped(
         self, metrics: Metrics, kept: Collection[int], saved: int, order: Iterable[int]
     ) -> list[int]:
-        """Return the steps to delete when `saved` has just been saved.
+        """Return the steps to delete after the step `saved` was saved.
 
-        That one stays, and so do the `kept` ones. `order` is the order of saving; `last` keeps the
-        last steps of it that are in `metrics`. While no step has a number as the metric of `best`,
-        all stay: its name may be misspelt, and the other rules would delete what was to be kept.
+        `metrics` has the metrics of all steps, by step. `saved` and the steps in `kept` are never
+        deleted. `order` is the steps in the order of saving, for the rule `last`. While no step has
+        a number for the metric of the rule `best`, nothing is deleted: the metric's name may be
+        misspelt.
         """
         if not self.any:
             return []
@@ -99,7 +105,7 @@ class Retention:
 
 
 def is_whole(value: object, least: int) -> bool:
-    """Return whether an option is a whole number from `least` on, of Python's or of numpy's."""
+    """Return whether `value` is an integer (of Python or numpy, no bool) of at least `least`."""
     return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
 
 
@@ -108,10 +114,10 @@ def _is_count(value: object) -> bool:
 
 
 def goal(metric: str, noted: Iterable[Goals] = ()) -> Mode | None:
-    """Return which value of a metric is best: as first noted, or as its name says; else None.
+    """Return whether "min" or "max" of a metric is best, or None if that is unknown.
 
-    A name says so by its parts: those of `eval/top1_acc` are `eval`, `top1` and `acc`. Where they
-    contradict each other, it says nothing.
+    The first of `noted` that has the metric decides. Otherwise the parts of its name do: those of
+    `eval/top1_acc` are `eval`, `top1` and `acc`. Contradicting parts give None.
     """
     for goals in noted:
         if metric in goals:
@@ -126,9 +132,9 @@ def goal(metric: str, noted: Iterable[Goals] = ()) -> Mode | None:
 
 
 def ranked(metrics: Metrics, metric: str, mode: Mode) -> Sequence[int]:
-    """Return the steps that have a metric, the best first, and the earlier of equal ones first.
+    """Return the steps that have a metric, best first; of equal ones, the smaller number first.
 
-    A NaN is never the best.
+    Steps whose value is NaN are left out.
     """
     sign = 1 if mode == "min" else -1
     having = [
@@ -138,12 +144,12 @@ def ranked(metrics: Metrics, metric: str, mode: Mode) -> Sequence[int]:
 
 
 def best(metrics: Metrics, metric: str, mode: Mode | None, run: str) -> int:
-    """Return the best step by a metric.
+    """Return the number of the best step by a metric. `run` is for error messages.
 
     Raises:
         UnknownMetricError: no step has that metric, or it is NaN in all that do.
-        UnknownGoalError: the mode is None.
-        BadMetricError: the mode is invalid.
+        UnknownGoalError: `mode` is None.
+        BadMetricError: `mode` is invalid.
     """
     where = f"run {run!r}"
     if mode not in ("min", "max", None):

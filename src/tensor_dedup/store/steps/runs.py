@@ -1,14 +1,14 @@
-"""The runs in a store: names and order of their steps, their metrics and differences.
+"""The training runs in a store: names, order, metrics and differences of their steps.
 
-A step is the checkpoint RUN@STEP, and RUN@STEP@pin is the reference that keeps one whatever the
-retention rules say. Numbers are written without leading zeros, since a name is what people type
-after store://; whoever lists steps sorts them by number.
+A step is the checkpoint RUN@STEP. A further reference RUN@STEP@pin pins it: it is then kept
+whatever the retention rules say. Step numbers have no leading zeros. References sort as text, so
+functions that list steps sort them by number.
 
-The order of saving counts, not the steps' numbers: when a training went back to step 5 and saved 6
-again, the steps 8 to 10 of its first attempt are older than that. Each step has its place in that
-order in its manifest, as a number greater than those of all steps that were there. No clock is
-asked for it, because clocks are set back. Of two steps with one number, the greater one counts as
-the later.
+Steps also have an order of saving. When a training went back to step 5 and saved step 6 again, the
+steps 8 to 10 of the first attempt are older than the new step 6. Each step's manifest therefore has
+a sequence number that is greater than those of all earlier steps. No clock is used, because clocks
+may be set back. Of two steps with one sequence number, the one with the greater step number counts
+as later.
 """
 
 import logging
@@ -55,7 +55,7 @@ _LARGEST = 10**18 - 1
 
 @dataclass(frozen=True, slots=True)
 class StepName:
-    """The parsed name of a run's reference: of a step, or the one that keeps a step."""
+    """The parsed name of a step's reference or, if `kept` is True, of the pin of a step."""
 
     run: str
     step: int
@@ -63,12 +63,12 @@ class StepName:
 
     @property
     def name(self) -> str:
-        """The name in the store."""
+        """The name of the reference: RUN@STEP or RUN@STEP@pin."""
         return f"{self.run}@{self.step}{PIN if self.kept else ''}"
 
 
 def step_name(run: str, step: int, *, kept: bool = False) -> str:
-    """Return the name of a step or, with `kept`, of the reference that keeps it.
+    """Return the name of a step or, with `kept`, the name of its pin.
 
     Raises:
         BadStepError: the step is not a whole number from 0 to 10**18 - 1.
@@ -83,7 +83,7 @@ def check_run(run: object) -> str:
     """Return `run` if it is a valid name of a run.
 
     Raises:
-        BadNameError: it is not valid.
+        BadNameError: it is not a string, too long, or not in the syntax of a name.
     """
     # With the longest step, so that a run that began can go on. Whether the file of a step can be
     # called so is for that step to say: steps with shorter numbers may be there, to be read.
@@ -102,7 +102,7 @@ def check_run(run: object) -> str:
 
 
 def check_no_step_s_name(run: str) -> None:
-    """Check that a run is not called like a step, as what names a step would be.
+    """Check that a run's name is not the name of a step (RUN@STEP).
 
     Raises:
         BadOptionError: it is.
@@ -114,23 +114,24 @@ def check_no_step_s_name(run: str) -> None:
 
 
 def parse_step_name(name: str) -> StepName | None:
-    """Parse a name; return None if it is not that of a step."""
+    """Parse the name of a step or of a pin; return None for any other name."""
     found = _NAME.fullmatch(name)
     return StepName(found["run"], int(found["step"]), bool(found["pin"])) if found else None
 
 
 def is_pin_among(name: str, names: Collection[str]) -> bool:
-    """Return whether a name is the pin of a step, and the step is among `names`."""
+    """Return whether `name` is the pin of a step whose own name is among `names`."""
     found = parse_step_name(name)
     return found is not None and found.kept and step_name(found.run, found.step) in names
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of a run.
+    """A step of a run, as listed.
 
-    `nbytes` counts its tensors and small files; `saved_at` is in seconds since 1970. `goals` says
-    which value of a metric is best, where the run's `keep_best` said so.
+    `nbytes` counts its tensors and small files. `saved_at` is in seconds since 1970. `goals` tells
+    whether the least or greatest value of a metric is best, as far as the run's `keep_best` says
+    so.
     """
 
     run: str
@@ -145,16 +146,17 @@ class Step:
     goals: Goals = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the step as a JSON object."""
+        """Return all fields as a dict for JSON; metrics that are NaN or infinite become None."""
         return asdict(self) | {"metrics": shown(self.metrics)}
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How two steps differ: names of tensors, and the bytes of those that differ.
+    """The difference between two steps: names of tensors, bytes, and metrics.
 
-    `renamed` has, by their names in the first step, the names of equal tensors that the second one
-    has under another name only. They are neither added nor removed.
+    `changed_bytes` is the size of the changed tensors in the second step. `metrics` has each metric
+    in both steps, None where it is missing. `renamed` maps old to new names of tensors that are
+    equal; these are neither in `added` nor in `removed`.
     """
 
     added: tuple[str, ...]
@@ -166,7 +168,7 @@ class Difference:
     renamed: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the difference as a JSON object."""
+        """Return all fields as a dict for JSON; metrics that are NaN or infinite become None."""
         metrics = {
             name: [None if value is None else shown({"": value})[""] for value in both]
             for name, both in self.metrics.items()
@@ -175,31 +177,34 @@ class Difference:
 
 
 def steps_text(count: int) -> str:
-    """Return a number of steps, for people."""
+    """Return a count of steps as text: "1 step", "2 steps"."""
     return f"{count} step{'s' * (count != 1)}"
 
 
 def step_numbers(objects: Objects, run: str) -> list[int]:
-    """Return the numbers of all names that look like steps of a run, in order, imports included."""
+    """Return the sorted numbers of all checkpoints with the name of a step of this run.
+
+    Imported checkpoints with such a name are included.
+    """
     found = (parse_step_name(name) for name in objects.names())
     return sorted(each.step for each in found if each and each.run == run and not each.kept)
 
 
 def kept_steps(objects: Objects, run: str) -> set[int]:
-    """Return the steps of a run that are kept whatever the retention rules say."""
+    """Return the numbers of the pinned steps of a run."""
     found = (parse_step_name(name) for name in objects.names())
     return {each.step for each in found if each and each.run == run and each.kept}
 
 
 def check_replaceable(objects: Objects, run: str, step: int) -> None:
-    """Check that saving this step replaces nothing but an earlier state of it.
+    """Check that a save of this step may replace what has its name now.
 
-    A step that cannot be read may be replaced: it is how a training that went back mends it. The
-    answer is stable only while the caller holds `naming`.
+    An earlier state of the step may be replaced, even a damaged one. The answer holds only while
+    the caller holds the lock of names (`locks.naming`).
 
     Raises:
         PinnedStepError: the step is pinned.
-        NotATrainingError: a checkpoint that is no step of this run has its name.
+        NotATrainingError: a checkpoint that is no step of this run has the name.
     """
     check_not_kept(objects, run, step)
     name = step_name(run, step)
@@ -217,12 +222,12 @@ def check_replaceable(objects: Objects, run: str, step: int) -> None:
 
 
 def check_no_step(objects: Objects, name: str) -> None:
-    """Check that an import under this name replaces no step of a run.
+    """Check that an import under this name would replace neither a step nor a pin.
 
-    The answer is stable only while the caller holds `naming`.
+    The answer holds only while the caller holds the lock of names (`locks.naming`).
 
     Raises:
-        TakenStepError: it is the name of a step, or one that keeps a step.
+        TakenStepError: it is the name of an existing step, or of a pin.
     """
     found = parse_step_name(name)
     if found is None:
@@ -240,10 +245,9 @@ def check_no_step(objects: Objects, name: str) -> None:
 
 
 def check_pin(objects: Objects, run: str, step: int) -> None:
-    """Check that nothing but a step has the name that keeps this step.
+    """Check that the name of a step's pin is not taken by another checkpoint.
 
-    No import takes that name, but other programs write references too. The answer is stable only
-    while the caller holds `naming`.
+    The answer holds only while the caller holds the lock of names (`locks.naming`).
 
     Raises:
         NotATrainingError: an imported checkpoint has that name.
@@ -259,11 +263,13 @@ def check_pin(objects: Objects, run: str, step: int) -> None:
 
 
 def pin_step(objects: Objects, run: str, step: int) -> None:
-    """Keep a step whatever the retention rules say, in a session.
+    """Pin a step, so that it is kept whatever the retention rules say.
+
+    The caller must hold a session (`locks.session`).
 
     Raises:
         UnknownStepError: the run has no such step.
-        NotATrainingError: the checkpoint of its name, or of the pin's, was imported.
+        NotATrainingError: the checkpoint with the step's or the pin's name was imported.
     """
     name = step_name(run, step, kept=True)
     manifest, _, _ = manifest_of(objects, run, step)
@@ -278,9 +284,12 @@ def pin_step(objects: Objects, run: str, step: int) -> None:
 
 
 def check_not_kept(objects: Objects, run: str, step: int) -> None:
-    """Raise PinnedStepError if this step may be neither replaced nor deleted.
+    """Check that a step is not pinned.
 
-    The answer is stable only while the caller holds `naming`.
+    The answer holds only while the caller holds the lock of names (`locks.naming`).
+
+    Raises:
+        PinnedStepError: it is pinned.
     """
     try:
         path = objects.layout.refs / file_of(step_name(run, step, kept=True))
@@ -292,16 +301,22 @@ def check_not_kept(objects: Objects, run: str, step: int) -> None:
 
 
 def check_no_kept_step(objects: Objects, name: str) -> None:
-    """Raise PinnedStepError if this is the name of a step that is pinned; as `check_not_kept`."""
+    """Check that a checkpoint's name is not the name of a pinned step.
+
+    The answer holds only while the caller holds the lock of names (`locks.naming`).
+
+    Raises:
+        PinnedStepError: it is.
+    """
     found = parse_step_name(name)
     if found is not None and not found.kept:
         check_not_kept(objects, found.run, found.step)
 
 
 def run_names(objects: Objects) -> list[str]:
-    """Return the names of the runs in a store. An import under a step's name makes no run.
+    """Return the sorted names of the runs in a store that have at least one readable step.
 
-    A run of which no step can be read is left out.
+    Imported checkpoints with the name of a step do not count.
     """
     found = {
         each.run for name in objects.names() if (each := parse_step_name(name)) and not each.kept
@@ -318,9 +333,9 @@ def _has_step(objects: Objects, run: str) -> bool:
 
 
 def manifests_of_run(objects: Objects, run: str) -> Iterator[tuple[int, Manifest]]:
-    """Yield the steps of a run and their manifests, in order.
+    """Yield the steps of a run, as number and manifest, ordered by number.
 
-    Imported and missing ones are left out.
+    Imported checkpoints with the name of a step, and steps deleted meanwhile, are left out.
     """
     for step in step_numbers(objects, run):
         with suppress(UnknownStepError, NotATrainingError):
@@ -328,7 +343,7 @@ def manifests_of_run(objects: Objects, run: str) -> Iterator[tuple[int, Manifest
 
 
 def manifest_of(objects: Objects, run: str, step: int) -> tuple[str, Manifest, Notes]:
-    """Return the name of a step's manifest, the manifest, and its notes.
+    """Return the name of a step's manifest, the manifest, and its parsed notes.
 
     Raises:
         UnknownStepError: the run has no such step.
@@ -351,16 +366,17 @@ def manifest_of(objects: Objects, run: str, step: int) -> tuple[str, Manifest, N
 
 
 def saved_ns(objects: Objects, run: str, step: int) -> int:
-    """Return the time at which a step was saved, in ns since 1970; 0 if it is gone."""
+    """Return the time at which a step was saved, in ns since 1970; 0 if it does not exist."""
     status = objects.files.status(objects.layout.refs / file_of(step_name(run, step)))
     return status.mtime_ns if status is not None else 0
 
 
 class StepPlace(NamedTuple):
-    """The place of a step in the order of saving, and the state in which its reference was seen.
+    """The place of a step in the order of saving, and the state of its reference.
 
-    That state is its file's or, in a remote, what it leads to: it is only compared. `manifest` is
-    the name of its manifest, and `content` its `content_name`; None where that cannot be read.
+    `sequence` is the place. `reference` changes whenever the reference changes: it is the status of
+    its file or, in a remote, the reference's target. `manifest` is the name of the manifest and
+    `content` its `content_name`; both are None if the manifest cannot be read.
     """
 
     sequence: int
@@ -370,12 +386,12 @@ class StepPlace(NamedTuple):
 
     @property
     def readable(self) -> bool:
-        """Whether the manifest can be read."""
+        """Whether the step's manifest could be read."""
         return self.manifest is not None
 
 
 def in_save_order(places: Mapping[int, StepPlace]) -> list[int]:
-    """Return steps in the order of saving, those of one sequence number by step."""
+    """Return the steps in the order of saving; of one sequence number, by step number."""
 
     def key(step: int) -> tuple[int, bool, int]:
         return places[step].sequence, not places[step].readable, step
@@ -384,7 +400,10 @@ def in_save_order(places: Mapping[int, StepPlace]) -> list[int]:
 
 
 def describe(objects: Objects, run: str, step: int, kept: Iterable[int]) -> Step:
-    """Describe a step without reading its tensors. Raises the errors of `manifest_of`."""
+    """Describe a step, from its manifest alone; `kept` are the pinned steps.
+
+    Raises the errors of `manifest_of`.
+    """
     manifest, content, notes = manifest_of(objects, run, step)
     name = step_name(run, step)
     saved_at = saved_ns(objects, run, step) // 10**9
@@ -403,10 +422,10 @@ def describe(objects: Objects, run: str, step: int, kept: Iterable[int]) -> Step
 
 
 def describe_all(objects: Objects, run: str) -> list[Step]:
-    """Describe all steps of a run, in order; imported and missing ones are left out.
+    """Describe all steps of a run, ordered by number.
 
-    A step that cannot be read is left out too, and logged, because the others are useful without
-    it.
+    Imported checkpoints with the name of a step are left out, as are, with a logged warning, steps
+    that cannot be read.
     """
     kept = kept_steps(objects, run)
     found = []
@@ -421,7 +440,10 @@ def describe_all(objects: Objects, run: str) -> list[Step]:
 
 
 def tensors_of(objects: Objects, content: Manifest, seen: dict[bytes, list[Piece]]) -> list[Piece]:
-    """Return the tensors of a manifest. Pages in `seen` are not read again."""
+    """Return the tensors of a manifest.
+
+    `seen` is a cache of pages by digest: its pages are not read again, and new ones are added.
+    """
     pieces: list[Piece] = []
     for page in content.pages:
         if page not in seen:
@@ -433,7 +455,7 @@ def tensors_of(objects: Objects, content: Manifest, seen: dict[bytes, list[Piece
 def latest_digests(objects: Objects, order: "StepOrder", least: int) -> dict[str, bytes]:
     """Return the digests of the tensors of a run's latest readable step, by name.
 
-    Those of fewer than `least` bytes are left out; without a step there are none.
+    Tensors of fewer than `least` bytes are left out. Without a readable step the result is empty.
     """
     for step in reversed(in_save_order(order.places(readable=True))):
         with suppress(StoreError):
@@ -444,7 +466,10 @@ def latest_digests(objects: Objects, order: "StepOrder", least: int) -> dict[str
 
 
 def difference(objects: Objects, one: tuple[str, int], two: tuple[str, int]) -> Difference:
-    """Compare two steps, in a session. Raises the errors of `manifest_of`."""
+    """Compare two steps, each given as run and step number.
+
+    The caller must hold a session (`locks.session`). Raises the errors of `manifest_of`.
+    """
     seen: dict[bytes, list[Piece]] = {}
     (_, first, old_notes), (_, second, new_notes) = (
         manifest_of(objects, *one),
@@ -497,9 +522,9 @@ def _same_ending(one: str, other: str) -> int:
 
 
 class StepOrder:
-    """The order of the steps of a run, as one handle knows it. Any thread, in a session.
+    """The order in which the steps of a run were saved. Safe from any thread; hold a session.
 
-    An import may have a name like a step's; only the manifest tells, and it is read once.
+    Each manifest is read once and remembered.
     """
 
     def __init__(self, objects: Objects, run: str) -> None:
@@ -511,10 +536,10 @@ class StepOrder:
         self._lock = threading.Lock()
 
     def places(self, *, readable: bool = False) -> dict[int, StepPlace]:
-        """Return each step, by number, with its place.
+        """Return the place of each step in the order of saving, by step number.
 
-        Of a step whose manifest cannot be read, nothing but a clock says when it was saved: it
-        comes behind the last one that is dated no later. With `readable`, it is left out.
+        A step whose manifest cannot be read is placed by the date of its reference, or left out
+        with `readable`.
         """
         found: dict[int, StepPlace] = {}
         unreadable: dict[int, FileStatus] = {}
@@ -538,7 +563,10 @@ class StepOrder:
         return {step: found[step] for step in sorted(found)}
 
     def place(self, step: int) -> StepPlace | None:
-        """Return the place of one step, or None if there is none; an unreadable one is the first"""
+        """Return the place of one step, or None if the run has no such step.
+
+        A step whose manifest cannot be read has the sequence number 0.
+        """
         status = self.status(step)
         if status is None:
             return None
@@ -548,13 +576,13 @@ class StepOrder:
             return StepPlace(0, status, None)
 
     def status(self, step: int) -> FileStatus | None:
-        """Return the present state of a step's reference; None when there is none."""
+        """Return the file status of a step's reference, or None if it does not exist."""
         return self._objects.files.status(
             self._objects.layout.refs / file_of(step_name(self.run, step))
         )
 
     def next(self) -> int:
-        """Return a number greater than those of all steps that any process has saved."""
+        """Return a new sequence number, greater than those of all steps saved by any process."""
         with self._lock:
             if self._last is None:
                 self._last = self._greatest()
@@ -562,7 +590,7 @@ class StepOrder:
             return self._last
 
     def at_least(self, sequence: int) -> None:
-        """Give all further steps places behind this one, which a step elsewhere has."""
+        """Make all further sequence numbers greater than `sequence`."""
         with self._lock:
             self._last = max(self._greatest() if self._last is None else self._last, sequence)
 
@@ -571,7 +599,7 @@ class StepOrder:
         return max((place.sequence for place in there), default=0)
 
     def renew_lock(self) -> None:
-        """Begin anew in a forked child, where the holder of the lock does not exist."""
+        """Replace the internal lock after a fork, in the child."""
         self._lock = threading.Lock()
 
     def _read(self, step: int, status: FileStatus) -> StepPlace | None:

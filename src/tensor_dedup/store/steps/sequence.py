@@ -1,4 +1,7 @@
-"""The number that a step of a store was given last: a file that is written in place, unsynced."""
+"""The file with the last sequence number given to a step, for all runs of a store.
+
+It is overwritten in place and not synced.
+"""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,8 +18,8 @@ _LAST = "last "
 def next_sequence(folder: StoreFolder, above: int, greatest: Callable[[], int]) -> int:
     """Return a number greater than `above` and than every number returned before.
 
-    That holds for all processes until the machine stops. Where the file with the number is gone
-    or not whole, `greatest` says which is the greatest of the steps that are there.
+    That holds across processes until the machine stops. If the file with the last number is missing
+    or damaged, `greatest()` gives the greatest number of the existing steps instead.
     """
     with folder.naming():
         last = _last_given(folder)

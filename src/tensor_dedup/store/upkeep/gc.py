@@ -1,7 +1,7 @@
-"""Garbage collection: a plan that only computes, then its execution, alone in the store.
+"""Garbage collection: first a plan, computed without changes, then its execution.
 
-What no reference leads to is moved to the trash, and deleted when its grace period has ended. If it
-is not certain what is in use, nothing is moved or deleted.
+The store is locked exclusively. Files that no reference leads to are moved to the trash and deleted
+after a grace period. If it is uncertain what is in use, nothing is moved or deleted.
 """
 
 import logging
@@ -37,10 +37,11 @@ class GarbageItem:
 
 @dataclass(frozen=True, slots=True)
 class GcPlan:
-    """The plan or the result of gc: files to trash, files to delete, unfinished files to remove.
+    """The plan or the result of a garbage collection.
 
-    A container goes to the trash as a whole. `dead_bytes` are unused bytes in containers that stay.
-    `done` is False after a dry run.
+    `trash` are files to move to the trash, `delete` files to delete, and `unfinished` temporary
+    files to remove. A container is moved as a whole. `kept_bytes` is the size of the containers
+    that stay, `dead_bytes` that of unused pieces in them. `done` is False after a dry run.
     """
 
     trash: tuple[GarbageItem, ...]
@@ -52,14 +53,14 @@ class GcPlan:
 
     @property
     def freed_bytes(self) -> int:
-        """The bytes that the disk gets back at once.
+        """The bytes that are freed at once.
 
-        Those of files moved to the trash follow when the grace period has ended.
+        Files moved to the trash are freed when their grace period has ended.
         """
         return sum(item.nbytes for item in (*self.delete, *self.unfinished))
 
     def to_dict(self) -> dict[str, object]:
-        """Return the plan as a JSON object."""
+        """Return the plan as a dict for JSON."""
 
         def shown(items: Iterable[GarbageItem]) -> list[dict[str, object]]:
             return [{"path": str(item.path), "bytes": item.nbytes} for item in items]
@@ -81,7 +82,7 @@ Held: TypeAlias = Mapping[ContainerId, Mapping[bytes, Record]]
 
 @dataclass(frozen=True, slots=True)
 class NeededPieces:
-    """The containers that must stay, and the pieces in them that are bases of deltas."""
+    """The containers that must stay, and `anchors`, the pieces that deltas in them are based on."""
 
     containers: set[ContainerId]
     anchors: set[bytes]
@@ -90,10 +91,10 @@ class NeededPieces:
 def needed(live: Collection[bytes], containers: Held) -> NeededPieces:
     """Compute the containers that must stay so that every live piece remains readable.
 
-    `containers` has the readable records. Of a piece that is stored twice, one container is kept:
-    the one with more live bytes. If its record is a delta, all that it is against stays too; that
-    is never a delta, so this ends there. A file that others own never replaces the store's own
-    copy: an external container stays only for pieces that nothing else holds.
+    `containers` has the readable records. Of a piece stored several times, one copy is kept, in the
+    container with the most live bytes. If that copy is a delta, the pieces it is encoded against
+    are kept, too. External containers, which index files outside the store, are kept only for
+    pieces that no other container has.
     """
     own = {c: held for c, held in containers.items() if c.kind != EXTERNAL}
     chosen = _cover(live, own)
@@ -113,19 +114,19 @@ def needed(live: Collection[bytes], containers: Held) -> NeededPieces:
 
 
 def file_bytes(objects: Objects, containers: Iterable[ContainerId]) -> int:
-    """Return the size of the files of some containers, their tables included."""
+    """Return the size of the files of these containers, with their tables."""
     paths = (path for container in containers for path in _files_of(objects, container))
     return sum(item.nbytes for item in _items(objects, paths))
 
 
 def dead_bytes(found: Inventory, keep: NeededPieces) -> int:
-    """Return the number of unreferenced bytes in containers that must stay."""
+    """Return the stored bytes of the unused pieces in the containers that must stay."""
     used = found.live.keys() | keep.anchors
     return sum(record.stored for record in held_in(found, keep) if record.digest not in used)
 
 
 def held_in(found: Inventory, keep: NeededPieces) -> Iterator[Record]:
-    """Yield the readable records of the store's own containers that must stay."""
+    """Yield the undamaged records in the containers that must stay, without external containers."""
     own = (container for container in keep.containers if container.kind != EXTERNAL)
     return (record for container in own for record in found.good(container))
 
@@ -151,10 +152,11 @@ def _cover(wanted: Collection[bytes], containers: Held) -> dict[ContainerId, dic
 
 
 def refuse_unless_certain(found: Inventory) -> None:
-    """Refuse to delete anything while something is unreadable or a live piece is lost.
+    """Check that everything in the store is readable and no live piece is lost.
 
     Raises:
-        UnfitForCollectionError: something is; the error names the first such file.
+        UnfitForCollectionError: a file cannot be read or a piece is lost; the error names the
+            first.
     """
     if found.problems:
         problem = found.problems[0]
@@ -178,12 +180,12 @@ def refuse_unless_certain(found: Inventory) -> None:
 
 
 def plan_gc(objects: Objects, grace_hours: float, found: Inventory | None = None) -> GcPlan:
-    """Compute what gc would do now. The caller holds the store exclusively.
+    """Compute what a garbage collection would do now. The caller has locked the store exclusively.
 
-    `found` is what is there, if that was looked at already.
+    `found` is a current inventory, if the caller has one.
 
     Raises:
-        UnfitForCollectionError: it is not certain what is in use.
+        UnfitForCollectionError: it is uncertain what is in use.
     """
     found = take_inventory(objects) if found is None else found
     refuse_unless_certain(found)
@@ -212,14 +214,14 @@ def plan_gc(objects: Objects, grace_hours: float, found: Inventory | None = None
 
 
 def sweep_now(objects: Objects, wait_s: float, check: Callable[[], None]) -> GcPlan:
-    """Delete what is not used now, without a grace; what is in the trash keeps its own.
+    """Delete all unused files at once; files already in the trash keep their grace period.
 
-    What is there is looked at before anybody has to wait for it, and again for what came since.
-    `check` is called when nothing can be named or unnamed any more, and raises if it must not.
+    Most metadata is read before the store is locked exclusively; then only what has changed is read
+    again. `check` is called under the lock, before anything is deleted, and may raise to stop.
 
     Raises:
         StoreBusyError: other sessions were not closed within `wait_s` seconds.
-        UnfitForCollectionError: it is not certain what is in use; nothing was touched.
+        UnfitForCollectionError: it is uncertain what is in use; nothing was changed.
     """
     with session(objects.files, objects.layout):
         found = take_inventory(objects)
@@ -230,7 +232,10 @@ def sweep_now(objects: Objects, wait_s: float, check: Callable[[], None]) -> GcP
 
 
 def execute(objects: Objects, plan: GcPlan, grace_hours: float) -> GcPlan:
-    """Carry out a plan. The caller has held the store exclusively since it was made."""
+    """Carry out a plan; return it with the files deleted.
+
+    The caller must have locked the store exclusively since before the plan was made.
+    """
     layout, files = objects.layout, objects.files
     if plan.trash or plan.delete:
         _settle(objects)

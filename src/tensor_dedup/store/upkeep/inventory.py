@@ -1,6 +1,6 @@
-"""The inventory of a store: what exists and what is referenced, for gc, verify and repair.
+"""The inventory of a store: what it contains and what is in use, for gc, verify and repair.
 
-Taking it does not stop at damage, but records it.
+Taking it does not stop at damaged files but records them.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from tensor_dedup.store.objects import Objects
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something unreadable: its kind, the file, the reason, and the checkpoint it belongs to."""
+    """A file that cannot be read: its kind, path, the error, and the checkpoint it belongs to."""
 
     kind: str
     path: Path
@@ -33,13 +33,14 @@ class Problem:
 
 @dataclass
 class Inventory:
-    """What a store contains and which of it is in use.
+    """What a store contains, and which of it is in use.
 
-    `manifests` has the manifest that each readable reference leads to, `live` the size of every
-    piece below that, `users` the checkpoints and tensor names that use it; `objects` has the
-    manifests and pages that references lead to, `absent` those of them that cannot be read;
-    `tables` has every readable container and `bad` the offsets of its bad records; `changed` has
-    the files indexed in place that were modified, all of whose records are bad.
+    By checkpoint: `manifests` has the manifest of each readable reference. By piece: `live` has the
+    size of each piece that a reference leads to, and `users` the checkpoints and tensors that use
+    it. `objects` has the names of all manifests and pages that references lead to; `absent` has
+    those that cannot be read. By container: `tables` has each readable table, `bad` the offsets of
+    damaged records, and `changed` the modified files of external containers, whose records are all
+    bad. `problems` lists the files that cannot be read.
     """
 
     live: dict[bytes, int] = field(default_factory=dict)
@@ -56,19 +57,19 @@ class Inventory:
     problems: list[Problem] = field(default_factory=list)
 
     def good(self, container: ContainerId) -> Iterator[Record]:
-        """Iterate over the records of a container that are not known to be bad."""
+        """Iterate over the records of a container that are not marked as damaged."""
         bad = self.bad[container]
         return (r for r in self.tables[container].records if r.offset not in bad)
 
     def anchors(self) -> set[bytes]:
-        """Return the pieces that can be read without a base, which deltas may use as theirs."""
+        """Return the pieces that deltas can be decoded against: stored here, and not as deltas."""
         own = (container for container in self.tables if container.kind != EXTERNAL)
         return {r.digest for container in own for r in self.good(container) if r.base is None}
 
     def readable(self) -> dict[ContainerId, dict[bytes, Record]]:
         """Return the readable records, by container and digest.
 
-        A delta is readable only if all that it is stored against is.
+        A delta is readable only if all pieces it is encoded against are.
         """
         anchors = self.anchors()
         return {
@@ -77,14 +78,14 @@ class Inventory:
         }
 
     def lost(self) -> dict[bytes, int]:
-        """Return the live pieces that no container can provide, with their sizes."""
+        """Return the live pieces that no container has a readable copy of, with their sizes."""
         there = {digest for held in self.readable().values() for digest in held}
         return {d: nbytes for d, nbytes in self.live.items() if nbytes and d not in there}
 
     def exposed(self) -> dict[bytes, int]:
-        """Return the live pieces of which the store's own copies are bad, with their sizes.
+        """Return the live pieces that only files outside the store still hold, with their sizes.
 
-        Only files indexed in place, which others own, still hold them.
+        The store's own copies of them are damaged.
         """
         readable = self.readable()
         own = {d for c, held in readable.items() if c.kind != EXTERNAL for d in held}
@@ -99,7 +100,7 @@ class Inventory:
         return {digest: damaged[digest] for digest in only_there}
 
     def missing_bases(self, digest: bytes) -> list[bytes]:
-        """Return what deltas with this digest are stored against and is not there."""
+        """Return the missing pieces that the deltas with this digest are encoded against."""
         anchors = self.anchors()
         records = (r for container in self.tables for r in self.good(container))
         return [
@@ -107,14 +108,14 @@ class Inventory:
         ]
 
     def deltas_of(self, digest: bytes) -> list[bytes]:
-        """Return the digests of the deltas against this piece."""
+        """Return the digests of the deltas that are encoded against this piece."""
         records = (r for container in self.tables for r in self.good(container))
         return [r.digest for r in records if digest in r.bases]
 
     def lost_anchors(self) -> set[bytes]:
-        """Return the missing bases that would make lost pieces readable again.
+        """Return the missing pieces whose return would make lost deltas readable again.
 
-        No manifest refers to them.
+        No manifest refers to them directly.
         """
         lost, anchors = self.lost(), self.anchors()
         return {
@@ -128,7 +129,10 @@ class Inventory:
 
 
 def take_inventory(objects: Objects) -> Inventory:
-    """Read all bookkeeping of a store, in a session. No tensor data is read."""
+    """Read all metadata of a store and no tensor data.
+
+    The caller must hold a session (`locks.session`).
+    """
     found = Inventory()
     for name in objects.names():
         _checkpoint(objects, found, name)
@@ -136,16 +140,19 @@ def take_inventory(objects: Objects) -> Inventory:
 
 
 def take_containers(objects: Objects, live: Mapping[bytes, int]) -> Inventory:
-    """Take the inventory of the containers alone, in a session; `live` says what is in use."""
+    """Take the inventory of the containers only; `live` has the pieces in use and their sizes.
+
+    The caller must hold a session (`locks.session`).
+    """
     return _with_containers(objects, Inventory(dict(live)))
 
 
 def catch_up(objects: Objects, found: Inventory) -> Inventory:
-    """Look again at what may have changed since an inventory was taken, and return it.
+    """Bring an inventory up to date and return it. The caller has locked the store exclusively.
 
-    The caller holds the store exclusively. Tables, pages and manifests never change, so those that
-    were read are not read again. What a reference led to that was deleted since still counts as in
-    use; where it is gone by now, another one has swept, and all is read again.
+    Immutable files that were read already are not read again. Pieces of checkpoints deleted since
+    then still count as live. If a live piece is lost or a file cannot be read, the whole inventory
+    is taken again.
     """
     bad = set(objects.bad_containers())
     known = {

@@ -1,7 +1,7 @@
-"""Repair: restoring what is lost, from the store's own leftovers and from other copies.
+"""Repair: restoring damaged or lost data from the trash, the quarantine, and given checkpoints.
 
-Nothing is trusted: pieces are restored only if their bytes have the digest, manifests and pages
-only if their frame has the name.
+Nothing is trusted: pieces are restored only if their bytes have the right digest, manifests and
+pages only if their content has the digest they are named by.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -45,7 +45,7 @@ _REF_BYTES = 1 << 12
 
 @dataclass
 class RepairResult:
-    """What was restored, and what is still missing and needs further paths."""
+    """The counts of what was restored, and descriptions of what is still `missing`."""
 
     pieces: int = 0
     bytes: int = 0
@@ -57,17 +57,20 @@ class RepairResult:
 
     @property
     def whole(self) -> bool:
-        """Whether every checkpoint can be read, judging by the bookkeeping."""
+        """Whether nothing is missing any more, as far as the metadata shows."""
         return not self.missing
 
     def to_dict(self) -> dict[str, object]:
-        """Return the result as a JSON object."""
+        """Return all fields and `whole` as a dict for JSON."""
         names = self.__dataclass_fields__
         return {"whole": self.whole, **{name: getattr(self, name) for name in names}}
 
 
 class Repair:
-    """One repair, in a session."""
+    """A repair of one store.
+
+    The caller must hold a session (`locks.session`).
+    """
 
     def __init__(
         self, objects: Objects, index: StoreIndex, hasher: Hasher, progress: ProgressListener
@@ -78,7 +81,7 @@ class Repair:
         self._unreadable: list[str] = []
 
     def run(self, paths: Sequence[Path]) -> RepairResult:
-        """Restore what can be restored; `paths` are checkpoints, as an import accepts them.
+        """Restore what can be restored; `paths` are checkpoints in any form that can be imported.
 
         Raises:
             CheckpointError, UnsupportedError: a path is not a checkpoint; nothing was restored.

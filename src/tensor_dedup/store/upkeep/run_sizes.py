@@ -1,7 +1,7 @@
-"""The sizes of runs: what their steps hold and share, and how much of each tensor changes.
+"""The sizes of training runs: what their steps hold and share, and how much tensors change.
 
-Everything is computed from references, manifests, pages and tables: no tensor is read, and a page
-is decoded once, however many steps have it.
+Only metadata is read (references, manifests, pages, tables), and no tensor. Each page is read once,
+however many steps share it.
 """
 
 from collections import Counter
@@ -27,9 +27,9 @@ from tensor_dedup.store.upkeep.stats import disk_bytes
 class RunStats:
     """The sizes of a run, or of all runs together (`run_id` is then None).
 
-    `total_chunks` counts references to tensors in the manifests of its steps, `unique_chunks` the
-    distinct digests among them; `dedup_ratio` is unique / total, where lower is more reuse;
-    `total_bytes` is what the distinct tensors take on disk, encoded as they are.
+    `total_chunks` counts the tensors in the manifests of all steps, `unique_chunks` the distinct
+    digests among them. `dedup_ratio` is unique / total; lower means more reuse. `total_bytes` is
+    the size of the distinct tensors on disk, as they are encoded.
     """
 
     run_id: str | None
@@ -40,16 +40,17 @@ class RunStats:
     total_bytes: int
 
     def to_dict(self) -> dict[str, object]:
-        """Return the sizes as a JSON object."""
+        """Return all fields as a dict for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What a step added to its run: the tensors that no earlier step had, and their bytes.
+    """What one step added to its run: tensors that no earlier step had, and their bytes.
 
-    `stored_bytes` is what these take on disk, with the bases of differences that no earlier step
-    needed; `dedup_ratio` is that of the run up to here, as in RunStats.
+    `nbytes` is the size of the whole step and `new_bytes` that of its new tensors. `stored_bytes`
+    is what they take on disk, with the bases they are encoded against if no earlier step needed
+    them. `dedup_ratio` is that of RunStats for the steps up to this one.
     """
 
     step: int
@@ -61,23 +62,22 @@ class Growth:
     dedup_ratio: float
 
     def to_dict(self) -> dict[str, object]:
-        """Return the growth as a JSON object."""
+        """Return all fields as a dict for JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class RunCost:
-    """What a run costs beside everything else in the store, or what all runs cost together.
+    """What a run, or all runs together, costs on disk. Sizes in bytes.
 
-    `disk_bytes` is what all that the run needs takes on disk, encoded as it is: its pieces, and the
-    bases of those that are stored as differences. Of these, `unique_bytes` are needed by nothing
-    else, and `shared_bytes` by another run or checkpoint as well. What lies only in files that were
-    indexed in place takes nothing. `store_bytes` are all files of the store: bookkeeping, what is
-    unused and the trash, too.
+    `unique_bytes` is the size on disk of the pieces that only the run needs, and `shared_bytes`
+    that of pieces which other runs or checkpoints need, too. Both include the bases that deltas are
+    encoded against; pieces that are only in files indexed in place count nothing. `store_bytes` is
+    the size of all files of the store, with metadata, unused files and the trash.
 
-    If only the run were deleted, `gc` would give back `reclaimable_bytes`: whole containers, and
-    the run's own manifests and references. `dead_bytes` nobody would use either, but they lie in
-    containers that others need.
+    If only the run were deleted, `gc` would free `reclaimable_bytes`: whole containers, and the
+    run's manifests and references. `dead_bytes` would also be unused, but are in containers that
+    others need.
     """
 
     reclaimable_bytes: int
@@ -88,19 +88,19 @@ class RunCost:
 
     @property
     def disk_bytes(self) -> int:
-        """What all that the run needs takes on disk."""
+        """The size on disk of all pieces that the run needs."""
         return self.unique_bytes + self.shared_bytes
 
     def to_dict(self) -> dict[str, object]:
-        """Return the cost as a JSON object."""
+        """Return all fields and `disk_bytes` as a dict for JSON."""
         return asdict(self) | {"disk_bytes": self.disk_bytes}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorChanges:
-    """How often a tensor of a run was the same in a step as in the step before, and how often not.
+    """In how many steps of a run a tensor was identical to, or changed from, the step before.
 
-    A step counts only if the step before has a tensor of that name, too.
+    A step counts only if the step before it has a tensor of that name.
     """
 
     name: str
@@ -109,17 +109,20 @@ class TensorChanges:
 
     @property
     def percent(self) -> float | None:
-        """The share of steps in which it was identical, in percent; None if there is no pair."""
+        """The percentage of steps in which the tensor was identical, or None if no step counts."""
         pairs = self.identical + self.changed
         return round(100 * self.identical / pairs, 1) if pairs else None
 
     def to_dict(self) -> dict[str, object]:
-        """Return the counts as a JSON object."""
+        """Return all fields and `identical_percent` as a dict for JSON."""
         return asdict(self) | {"identical_percent": self.percent}
 
 
 def run_stats(objects: Objects, runs: Iterable[str], run_id: str | None) -> RunStats:
-    """Measure the steps of some runs together, in a session. Reads no tensor data."""
+    """Return the sizes of these runs together; `run_id` is stored in the result.
+
+    The caller must hold a session (`locks.session`). No tensor data is read.
+    """
     seen: dict[bytes, list[Piece]] = {}
     sizes: dict[bytes, int] = {}
     steps = total = 0
@@ -135,9 +138,9 @@ def run_stats(objects: Objects, runs: Iterable[str], run_id: str | None) -> RunS
 
 
 def stored_bytes(tables: Iterable[Table], wanted: Collection[bytes]) -> dict[bytes, int]:
-    """Return the bytes that each of these pieces takes on disk, where it takes least.
+    """Return the bytes that each piece in `wanted` takes on disk, in its smallest copy.
 
-    Leaves of them that are pieces of their own are among the result.
+    The result also has the leaves of these pieces that are stored as pieces of their own.
     """
     tables = list(tables)
     least = _least(tables, wanted)
@@ -165,7 +168,10 @@ def _tables(objects: Objects) -> Iterator[Table]:
 
 
 def growth(objects: Objects, run: str) -> list[Growth]:
-    """Measure what each step of a run added to it, in order, in a session. Reads no tensor data."""
+    """Return what each step of a run added to it, in order.
+
+    The caller must hold a session (`locks.session`). No tensor data is read.
+    """
     seen: dict[bytes, list[Piece]] = {}
     known: dict[bytes, int] = {}
     total = 0
@@ -195,10 +201,10 @@ def growth(objects: Objects, run: str) -> list[Growth]:
 
 
 def tensor_changes(objects: Objects, run: str) -> list[TensorChanges]:
-    """Count in how many steps of a run each tensor changed, in a session. Reads no tensor data.
+    """Count in how many steps of a run each tensor changed.
 
-    A step is compared with the one of the next smaller number. Tensors stand in the order in which
-    they first appear.
+    The caller must hold a session (`locks.session`). A step is compared with the step of the next
+    smaller number. Tensors are in the order of their first appearance. No tensor data is read.
     """
     counts: dict[str, list[int]] = {}
     pages: dict[bytes, list[Piece]] = {}  # of the step before
@@ -245,9 +251,9 @@ class _Part:
 
 
 def run_cost(objects: Objects, runs: Collection[str]) -> RunCost:
-    """Compute what some runs cost beside what else the store holds, in a session.
+    """Return what some runs together cost on disk.
 
-    Reads no tensor data.
+    The caller must hold a session (`locks.session`). No tensor data is read.
 
     Raises:
         UnfitForCollectionError: something is damaged or lost, so `gc` would free nothing.

@@ -1,4 +1,4 @@
-"""Sizes of a store: its checkpoints, bytes and codecs. Writes nothing."""
+"""The sizes of a store: its checkpoints, bytes and codecs. Nothing is written."""
 
 import contextlib
 from collections.abc import Collection
@@ -23,7 +23,7 @@ _FLAT = ("refs", "quarantine", "trash", "tmp")
 
 @dataclass
 class Coded:
-    """The pieces stored by one codec: their count, their bytes, and the bytes they take on disk."""
+    """The number of pieces stored by one codec, their plain size, and their size on disk."""
 
     pieces: int = 0
     nbytes: int = 0
@@ -31,7 +31,7 @@ class Coded:
 
 
 def by_codec(held: Held, used: Collection[bytes]) -> dict[str, Coded]:
-    """Group the pieces in `used` by codec, each counted once, where it takes least. No I/O."""
+    """Group the pieces in `used` by codec; each counts once, in its smallest copy. No I/O."""
     found: dict[str, Coded] = {}
     seen = set[bytes]()
     records = [r for pieces in held.values() for r in pieces.values() if r.digest in used]
@@ -47,10 +47,10 @@ def by_codec(held: Held, used: Collection[bytes]) -> dict[str, Coded]:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One checkpoint of a store. `nbytes` is what an export writes; times in seconds since 1970.
+    """One checkpoint in a listing. `nbytes` is the size of an export.
 
-    With `damage`, its reference or its manifest cannot be read, and this says why. What is not
-    known then is 0, and `manifest` is empty where it is the reference.
+    `imported_at` is in seconds since 1970. If the reference or the manifest cannot be read,
+    `damage` tells why and unknown sizes are 0; `manifest` is empty if it is the reference.
     """
 
     name: str
@@ -61,7 +61,10 @@ class Listed:
     damage: str | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """Return the entry as a JSON object; of a damaged one the name and what is wrong."""
+        """Return all fields as a dict for JSON.
+
+        For a damaged checkpoint, return only its name and what is damaged.
+        """
         if self.damage is not None:
             return {"name": self.name, "what": self.damage}
         document = asdict(self)
@@ -71,13 +74,14 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Sizes of a store.
+    """The sizes of a store, in bytes.
 
-    `logical_bytes` is what exporting every checkpoint would write, `unique_bytes` the distinct
-    pieces among it; `dedup_ratio` is unique / logical, where lower means more reuse. `tensors`
-    counts references, `disk_bytes` all files of the store, `reclaimable_bytes` whole containers
-    that no reference leads to, `dead_bytes` pieces without a reference in containers that stay.
-    `codecs` has the pieces stored by each codec (`raw`: unencoded), anchors of deltas included.
+    `logical_bytes` is the size of exports of all checkpoints, `unique_bytes` that of the distinct
+    pieces among them. `dedup_ratio` is unique / logical; lower means more reuse. `tensors` counts
+    the tensors of all checkpoints. `disk_bytes` is the size of all files, `reclaimable_bytes` that
+    of containers without any used piece, and `dead_bytes` that of unused pieces in other
+    containers. `codecs` has the pieces by codec (`raw`: unencoded), including those that only serve
+    as bases.
     """
 
     checkpoints: int
@@ -96,16 +100,19 @@ class Stats:
 
     @classmethod
     def of_nothing(cls) -> Self:
-        """Return the sizes of a store that does not exist yet."""
+        """Return the sizes of a store that does not exist yet: every size and count is 0."""
         return cls(0, 0, 0, 0, 0, 1.0, 0, 0, 0, 0, {}, 0, {})
 
     def to_dict(self) -> dict[str, object]:
-        """Return the sizes as a JSON object."""
+        """Return all fields as a dict for JSON."""
         return asdict(self)
 
 
 def listed(objects: Objects) -> list[Listed]:
-    """Return every checkpoint, by name, those that cannot be read too, in a session."""
+    """Return all checkpoints, sorted by name, damaged ones too.
+
+    The caller must hold a session (`locks.session`).
+    """
     found = []
     for name in objects.names():
         with contextlib.suppress(UnknownNameError):  # deleted since the names were read
@@ -128,7 +135,10 @@ def _listed(objects: Objects, name: str) -> Listed:
 
 
 def stats(objects: Objects) -> Stats:
-    """Measure a store, in a session. Reads no tensor data."""
+    """Return the sizes of a store, without reading tensor data.
+
+    The caller must hold a session (`locks.session`).
+    """
     found = take_inventory(objects)
     held = found.readable()
     keep = needed(found.live, held)
@@ -159,7 +169,7 @@ def stats(objects: Objects) -> Stats:
 
 
 def disk_bytes(objects: Objects) -> int:
-    """Return the size of all files of a store."""
+    """Return the size in bytes of all files of a store."""
     root = objects.layout.root
     top = _folder_bytes(objects, "")
     nested = [

@@ -1,6 +1,6 @@
-"""What each checkpoint and each run takes in a store, and what deleting it gives back.
+"""The disk usage of each checkpoint and each run, and what deleting them would free.
 
-Everything is computed from references, manifests, pages and tables: no tensor is read.
+Only metadata is read (references, manifests, pages, tables), and no tensor.
 """
 
 from collections import Counter
@@ -27,15 +27,15 @@ Kind = Literal["stored", "external", "run"]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a checkpoint, or a run with all its steps, takes in a store. Sizes in bytes.
+    """The disk usage of a checkpoint, or of a run with all its steps. Sizes in bytes.
 
-    `nbytes` is what exporting it writes. On disk, `unique_bytes` is taken by pieces that it alone
-    needs, as themselves or as a base of deltas, and `shared_bytes` by those that others need too;
-    `encoding_saves_bytes` is what encoding saves on both. `external_bytes` are in files that were
-    indexed in place. `imported_at` is in seconds since 1970; of a run, when its last step was
-    saved. Deleting it lets `gc` give back `reclaimable_bytes`: whole containers, and its
-    own manifests and references; None while something in the store is damaged or lost, when `gc`
-    refuses. `damage` says what of it cannot be read.
+    `nbytes` is the size of an export. `unique_bytes` is the size on disk of pieces that only this
+    checkpoint needs, also as bases of deltas, and `shared_bytes` that of pieces others need, too.
+    `encoding_saves_bytes` is what encoding saves on both. `external_bytes` are in files indexed in
+    place. `imported_at` is in seconds since 1970; for a run, the time of its last save.
+    `reclaimable_bytes` is what `gc` frees after a deletion: whole containers, and its own manifests
+    and references. It is None while the store is damaged, because `gc` then deletes nothing.
+    `damage` tells what cannot be read, or is None.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Usage:
     damage: str | None
 
     def to_dict(self) -> dict[str, object]:
-        """Return the usage as a JSON object; `steps` only of a run."""
+        """Return all fields as a dict for JSON; `steps` only for a run."""
         document = asdict(self)
         if self.kind != "run":
             del document["steps"]
@@ -60,10 +60,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """What all checkpoints and runs take, by name, and the sums. Sizes in bytes.
+    """The disk usage of all checkpoints and runs, by name, and the totals. Sizes in bytes.
 
-    `unique_bytes` is the sum of theirs; `shared_bytes` and `external_bytes` count each piece once.
-    `disk_bytes` are all files of the store: bookkeeping, unused bytes and the trash, too.
+    `unique_bytes` is the sum over all of them. `shared_bytes` and `external_bytes` count each piece
+    once. `disk_bytes` is the size of all files of the store, with metadata, unused files and the
+    trash.
     """
 
     checkpoints: tuple[Usage, ...]
@@ -73,7 +74,7 @@ class StoreUsage:
     disk_bytes: int
 
     def to_dict(self) -> dict[str, object]:
-        """Return the usage as a JSON object."""
+        """Return all fields as a dict for JSON."""
         document = asdict(self)
         document["checkpoints"] = [each.to_dict() for each in self.checkpoints]
         return document
@@ -96,9 +97,10 @@ class _Group:
 
 
 def usage(objects: Objects, alone: str | None = None) -> StoreUsage:
-    """Measure what each checkpoint and each run takes, in a session.
+    """Return the disk usage of each checkpoint and each run.
 
-    With `alone`, the step of this name counts by itself, and not as a part of its run.
+    The caller must hold a session (`locks.session`). If `alone` is the name of a step, that step is
+    listed by itself and not as a part of its run.
     """
     groups = _groups(objects, alone)
     live = {digest: nbytes for group in groups for digest, nbytes in group.live.items()}

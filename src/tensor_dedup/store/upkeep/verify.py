@@ -1,9 +1,9 @@
-"""Verifying a store: reading its bookkeeping and a share of its bytes, and quarantining faults.
+"""Verifying a store: checking its metadata and a share of its data, and quarantining faults.
 
-A damaged table takes its container to the quarantine; a damaged manifest or page goes there too.
-Bad bytes stay where they are, in a container that may be fine otherwise, but they are listed as bad
-and never read again. A damaged reference stays where it is, because it is the only trace of its
-name: as long as it exists, gc deletes nothing.
+A container with a damaged table, and a damaged manifest or page, are moved to the quarantine.
+Damaged records stay in their container, but are listed as damaged and not read again. A damaged
+reference stays in place, because it is the only trace of its name; as long as it exists, gc deletes
+nothing.
 """
 
 import random
@@ -34,9 +34,10 @@ from tensor_dedup.store.upkeep.inventory import Inventory, Problem, take_invento
 
 
 class Scrubber:
-    """A checker of the records of delta containers, used in a session.
+    """A checker of the records in delta containers.
 
-    It checks the stored bytes first, then the bytes that they decode to.
+    The caller must hold a session (`locks.session`). Both the stored bytes and the decoded bytes
+    are checked.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Scrubber:
     def wrong(self, handle: Handle, records: Sequence[Record]) -> "list[BadRecord]":
         """Return the records whose stored or decoded bytes are wrong or cannot be read.
 
-        A delta whose base cannot be read counts as right if its chunks are.
+        If the base of a delta cannot be read, only the delta's stored bytes are checked.
         """
         bases = {base for record in records for base in record.bases}
         with StoredPieces(self._objects, self._index, bases) as pieces:
@@ -91,7 +92,7 @@ class Scrubber:
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """A record whose bytes are wrong or, with `unreadable`, that the disk cannot read."""
+    """A record with wrong bytes or, if `unreadable` is True, that the disk cannot read."""
 
     record: Record
     unreadable: bool = False
@@ -109,11 +110,12 @@ _SET_ASIDE = frozenset({"manifest", "page", "table", "container"})
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault: its kind, the file, what is wrong, and which checkpoints are affected.
+    """A fault: its kind, the file, a description, and the affected checkpoints.
 
-    Kinds: reference, manifest, page, table, container, list, alien, tensor, padding, index, lost,
-    exposed (only a file that others own still holds the piece). A damaged tensor is a `tensor` when
-    it is found; later it is `lost` or `exposed` if nothing else in the store has its bytes.
+    The kinds reference, manifest, page, table, container, list (of damaged records) and index name
+    what is damaged. An `alien` is a file that the format does not define. A `tensor` is a damaged
+    piece and `padding` a gap that is not zero. A `lost` piece has no intact copy; an `exposed` one
+    is intact only in a file outside the store.
     """
 
     kind: str
@@ -124,7 +126,7 @@ class Fault:
 
 @dataclass
 class VerifyResult:
-    """What `verify` found."""
+    """The faults that `verify` found, and how much it checked."""
 
     level: str
     faults: list[Fault] = field(default_factory=list)
@@ -134,11 +136,11 @@ class VerifyResult:
 
     @property
     def fine(self) -> bool:
-        """Whether there is no fault."""
+        """Whether no fault was found."""
         return not self.faults
 
     def to_dict(self) -> dict[str, object]:
-        """Return the result as a JSON object."""
+        """Return the result as a dict for JSON."""
         return {
             "fine": self.fine,
             "level": self.level,
@@ -154,7 +156,7 @@ class VerifyResult:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """How much is read: a share of the pieces, from 0 (none) to 1 (all, and the padding too)."""
+    """How much data is verified: a share of the pieces, from 0 (none) to 1 (all, and padding)."""
 
     share: float
     seed: int | None = None
@@ -170,7 +172,10 @@ class Level:
 def verify(
     objects: Objects, index: StoreIndex, hasher: Hasher, level: Level, progress: ProgressListener
 ) -> VerifyResult:
-    """Check a store, in a session. Quarantines what is wrong, and repairs nothing."""
+    """Check a store and quarantine what is wrong, without repairing.
+
+    The caller must hold a session (`locks.session`).
+    """
     found = take_inventory(objects)
     result = VerifyResult(level.name, checkpoints=len(found.checkpoints))
     for problem in found.problems:

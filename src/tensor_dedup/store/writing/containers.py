@@ -1,9 +1,9 @@
-"""Writing containers, from files and from memory.
+"""Writing containers, the files that hold a store's pieces, from files and from memory.
 
-There are three ways to make one. A `ContainerWriter` appends new pieces one after the other; a
-`Copied` file becomes a container as a whole; a file can stay where it is, and only its table is
-stored. A container never holds bytes that do not match their digest: what is written is exactly
-what was hashed, or a copy that is compared with it, even if a file or a model changes meanwhile.
+There are three ways to make one. `ContainerWriter` appends new pieces one by one. `Copied` turns a
+copy of a whole file into a container. `index_in_place` leaves a file where it is and stores only a
+table. Bytes are checked against their digests while they are written, so a container is right even
+if a file or a model changes meanwhile.
 """
 
 import threading
@@ -57,13 +57,13 @@ _GROWN = 64 << 20
 
 
 def kind_for(nbytes: int) -> str:
-    """Return the kind of container for an unencoded piece of this size."""
+    """Return the kind of container for an unencoded piece of `nbytes`: "pack" or "slab"."""
     return "pack" if nbytes < PACK_BELOW else "slab"
 
 
 @dataclass(frozen=True, slots=True)
 class NewPiece:
-    """A piece of a file to write: its place there, and the digest it had when it was hashed."""
+    """A piece to copy from a file: its place there, and its digest."""
 
     start: int
     nbytes: int
@@ -71,9 +71,9 @@ class NewPiece:
 
 
 class Want(NamedTuple):
-    """A piece in memory: a name for messages, the dtype of a tensor, its bytes.
+    """A piece in memory: a name for messages, the dtype if it is a tensor, and its bytes.
 
-    If `private`, nobody else can write to that memory until the piece is stored.
+    If `private` is True, no other code writes to that memory until the piece is stored.
     """
 
     name: str
@@ -88,10 +88,11 @@ Wanted: TypeAlias = Mapping[bytes, Want]
 
 @dataclass(frozen=True, slots=True)
 class Fresh:
-    """A piece in memory to write: its bytes, with change hash, digest and leaf digests.
+    """A piece in memory to write: its bytes, change hash, digest and leaf digests.
 
-    If `private`, nobody else can write to that memory, so these hold for the bytes as they are.
-    Otherwise `leaf_changes` has the change hash of each leaf.
+    If `private` is True, no other code writes to that memory. Otherwise `leaf_changes` has the
+    change hash of each leaf, and the bytes are checked again while they are written. A change hash
+    is a fast hash that only shows whether bytes changed (see `hashing`).
     """
 
     name: str
@@ -109,17 +110,17 @@ class Fresh:
 
     @property
     def leaves(self) -> bytes:
-        """Its concatenated leaf digests."""
+        """The concatenated leaf digests."""
         return self.hashed.leaves
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return some of its bytes."""
+        """Return the bytes from `start` to `stop`."""
         return self.view[start:stop]
 
 
 @dataclass(frozen=True, slots=True)
 class SealedContainer:
-    """A complete container in a file that is not yet durable and has no final name."""
+    """A complete container whose file is still open, not durable, and without its final name."""
 
     container: ContainerId
     table: Table
@@ -128,9 +129,9 @@ class SealedContainer:
 
 
 class ContainerWriter:
-    """A slab or pack that is being written. One thread; end it by finish, seal or abandon.
+    """A container of unencoded pieces (slab or pack) being written. Use it from one thread.
 
-    No file is created before the first piece.
+    End it with `finish`, `seal` or `abandon`. No file is created before the first piece.
     """
 
     def __init__(self, objects: Objects, hasher: Hasher, kind: str) -> None:
@@ -147,7 +148,7 @@ class ContainerWriter:
         self._direct = _DirectWriter(objects, hasher)
 
     def add(self, source: Handle, pieces: Sequence[NewPiece]) -> None:
-        """Copy pieces of one open file, on all threads.
+        """Copy pieces from an open file, with several threads.
 
         Raises:
             ChangedFileError: a piece no longer has its digest.
@@ -163,13 +164,13 @@ class ContainerWriter:
             self._records.append(record_of(where.target, piece.nbytes, hashed))
 
     def put(self, piece: Fresh) -> None:
-        """Store a piece from memory; unless it is private, somebody may be writing to it.
+        """Append a piece from memory.
 
-        A large one is written by the hasher's threads: its memory must stay as it is until the
-        container is sealed, and sealing may raise the error, too.
+        A large piece is written in the background: its memory must stay unchanged until the
+        container is sealed, and `seal` may raise the error instead.
 
         Raises:
-            ChangedModelError: it has changed since it was hashed.
+            ChangedModelError: the piece has changed since it was hashed.
         """
         start, view = self._reserve(piece.view.nbytes), piece.view
         large = view.nbytes >= DIRECT_BYTES
@@ -228,7 +229,10 @@ class ContainerWriter:
         return start
 
     def finish(self) -> ContainerId | None:
-        """Write the table, and make the container durable under its name; None if it is empty."""
+        """Write the table and make the container durable under its name; return its identity.
+
+        Return None if the container is empty.
+        """
         sealed = self.seal()
         if sealed is None:
             return None
@@ -244,9 +248,9 @@ class ContainerWriter:
         return container
 
     def seal(self) -> SealedContainer | None:
-        """Write the table, and hand over the open file; None if the container is empty.
+        """Write the table and hand over the open file; return None if the container is empty.
 
-        Nothing is durable yet: the caller must sync, name and close the file.
+        Nothing is durable yet: the caller must sync, rename and close the file.
         """
         self._flush()
         grown = self._direct.finish()
@@ -265,7 +269,7 @@ class ContainerWriter:
         )
 
     def abandon(self) -> None:
-        """Remove what was written, unless it was sealed."""
+        """Delete the unfinished file. No effect after `seal` or `finish`."""
         self._direct.abandon()
         if self._handle is not None:
             discard(self._objects, self._handle)
@@ -360,9 +364,9 @@ class _DirectWriter:
 
 
 def hash_pieces(hasher: Hasher, wanted: Wanted) -> Iterator[Fresh]:
-    """Hash pieces in memory with BLAKE3: first all small ones, then large ones on all threads.
+    """Hash pieces in memory with BLAKE3: first the small ones, then the large ones.
 
-    The threads work some leaves ahead of the caller.
+    Large pieces are hashed by several threads, ahead of the caller.
 
     Raises:
         ChangedModelError: a piece no longer has its change hash.
@@ -401,12 +405,12 @@ def _fresh(key: bytes, want: Want, leaves: Sequence[bytes], changes: Sequence[by
 
 
 def changed_in_memory(name: str) -> ChangedModelError:
-    """Return the error for a tensor that has changed since its save began."""
+    """Return a ChangedModelError about the tensor `name`, for the caller to raise."""
     return ChangedModelError.at(f"tensor {name!r}", "it was written to while it was saved")
 
 
 class Copied:
-    """A private copy of a whole file, which may become a `raw` container."""
+    """A temporary copy of a whole file, which can become a `raw` container."""
 
     def __init__(self, objects: Objects, source: Handle, nbytes: int) -> None:
         self._objects = objects
@@ -432,7 +436,7 @@ class Copied:
                 raise changed(source, f"it has no longer {self._nbytes} bytes")
 
     def keep(self, segments: Sequence[Segment], hashed: Sequence[Hashed]) -> ContainerId:
-        """Turn the copy into a container, durably: its data first, then the table."""
+        """Turn the copy into a durable container; `hashed` has the digests of its `segments`."""
         files, layout = self._objects.files, self._objects.layout
         records = _records(segments, hashed)
         name, blob = tables.encode(Table("raw", self._nbytes, records, None))
@@ -443,16 +447,17 @@ class Copied:
         return ContainerId(name, "raw")
 
     def discard(self) -> None:
-        """Remove the copy."""
+        """Delete the copy."""
         discard(self._objects, self.handle)
 
 
 def index_in_place(
     objects: Objects, file: ImportFile, status: FileStatus, hashed: Sequence[Hashed]
 ) -> ContainerId:
-    """Make a file whose segments have these digests an external container, durably.
+    """Create an external container: a durable table of a file that stays where it is.
 
-    The file is only read. `status` is its status, equal before and after it was hashed.
+    `hashed` has the digests of the file's segments. `status` is the status of the file, which must
+    be the same before and after hashing.
     """
     origin = ExternalFile.of(file.path.absolute(), status)
     records = _records(file.segments, hashed)
@@ -464,13 +469,13 @@ def index_in_place(
 def hash_copy(
     hasher: Hasher, handle: Handle, segments: Sequence[Segment], progress: ProgressListener | None
 ) -> list[Hashed]:
-    """Hash each segment of an open file."""
+    """Return the digests of each segment of an open file."""
     ranges = [Range(segment.start, segment.nbytes) for segment in segments]
     return hasher.hash(handle, ranges, progress=progress)
 
 
 def discard(objects: Objects, handle: Handle) -> None:
-    """Close and remove a file that was being written; gc removes it if that fails."""
+    """Close and delete a temporary file; if the deletion fails, gc deletes it later."""
     objects.files.close(handle)
     with suppress(OSError):
         objects.files.unlink(handle.path)
@@ -486,7 +491,7 @@ def _check_space(objects: Objects, nbytes: int) -> None:
 
 
 def record_of(offset: int, nbytes: int, hashed: Hashed) -> Record:
-    """Return the record of an unencoded piece."""
+    """Return the record of an unencoded piece at `offset`."""
     return Record(hashed.digest, offset, nbytes, nbytes, PLAIN, None, hashed.leaves)
 
 

@@ -1,11 +1,11 @@
-"""Delta containers that are being written: tensors encoded, or stored against others.
+"""Delta containers being written: tensors that are encoded, or stored against an anchor.
 
-A plan says how a tensor is stored: by a codec, against an anchor, or both. Leaves that the anchor
-has at the same place are left out, whatever becomes of the others: they are encoded, stored as they
-are, or become pieces of their own. Their digests are compared, and neither the tensor nor the
-anchor is read for that. `tensor_dedup.store.writing.encoder` and
-`tensor_dedup.training.policy` make plans that need a codec, `LeafSharing` finds anchors
-that have leaves in common.
+An anchor is a stored piece that is not itself encoded against another one. A plan says how to store
+a tensor: by a codec, against an anchor, or both. Leaves (2 MiB) that the anchor has at the same
+offset are left out. Other leaves are encoded, stored unencoded, or become pieces of their own.
+Equal leaves are found by their digests, without reading tensor or anchor.
+`tensor_dedup.store.writing.encoder` and `tensor_dedup.training.policy` make plans with codecs;
+`LeafSharing` finds anchors that share leaves.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -56,9 +56,10 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """A stored piece that is not a delta, its concatenated leaf digests, and the reader of it.
+    """A stored piece to store others against: its digest, size and concatenated leaf digests.
 
-    Without `pieces` nothing of it can be read, which only codecs need.
+    `pieces` is the reader for its bytes. If it is None, the anchor cannot be read, and only shared
+    leaves can be used.
     """
 
     digest: bytes
@@ -67,20 +68,20 @@ class Anchor:
     pieces: StoredPieces | None = None
 
     def read(self, start: int, stop: int) -> bytearray:
-        """Return a verified range of the piece.
+        """Return the bytes from `start` to `stop`, verified.
 
         Raises:
-            CorruptTensorError, MissingObjectError: no intact copy of it is in the store.
+            CorruptTensorError, MissingObjectError: no intact copy is in the store.
         """
         assert self.pieces is not None
         return self.pieces.read_piece(self.digest, start, stop, self.nbytes)
 
     def has_leaf(self, start: int, nbytes: int) -> bool:
-        """Return whether the piece has a leaf of this size at this place."""
+        """Return whether the piece has a leaf of `nbytes` at offset `start`."""
         return are_leaves(self.nbytes, start, start + nbytes)
 
     def in_common(self, leaves: bytes) -> tuple[bool, ...]:
-        """Return for each leaf of a piece whether this one has the same at the same place."""
+        """Return for each of these leaf digests whether this piece has the same leaf there."""
         ours = (self.leaves[at : at + DIGEST_BYTES] for at in range(0, len(leaves), DIGEST_BYTES))
         theirs = (leaves[at : at + DIGEST_BYTES] for at in range(0, len(leaves), DIGEST_BYTES))
         return tuple(one == other for one, other in zip(ours, theirs, strict=True))
@@ -90,9 +91,10 @@ class Anchor:
 class Plan:
     """How to store a new piece: by which codec, and against which anchor.
 
-    `common` says which of its leaves are those of the anchor; they take no space. If there are any,
-    the other leaves are stored as they are where no codec is chosen or it saves too little. With
-    `held`, they become pieces of their own, and those in `held` are: they take no space either.
+    `common` says for each leaf whether it equals the anchor's; equal leaves are left out. Other
+    leaves are stored unencoded if there is no codec or it saves too little. If `held` is not None,
+    they become pieces of their own instead; `held` has the numbers of those that are stored
+    already.
     """
 
     choice: "CodecChoice | None"
@@ -102,33 +104,33 @@ class Plan:
 
     @property
     def by_leaf(self) -> bool:
-        """Whether some leaves are the anchor's."""
+        """Whether some leaves equal the anchor's and are left out."""
         return any(self.common)
 
     @property
     def codec(self) -> str:
-        """The name of the codec that the record has."""
+        """The name of the codec in the piece's record."""
         if self.in_parts:
             return codec_of(self.own)
         return LEAVES if self.by_leaf or self.choice is None else self.choice.codec.name
 
     @property
     def own(self) -> list[int]:
-        """The numbers of the leaves that are not the anchor's."""
+        """The numbers of the leaves that differ from the anchor's."""
         return [number for number, common in enumerate(self.common) if not common]
 
     @property
     def in_parts(self) -> bool:
-        """Whether the leaves that are not the anchor's become pieces of their own."""
+        """Whether the leaves that differ from the anchor's become pieces of their own."""
         return self.held is not None and self.by_leaf and not all(self.common)
 
     @property
     def base(self) -> bytes | None:
-        """The digest of the base that the record has."""
+        """The digest of the anchor, or None without an anchor."""
         return None if self.anchor is None else self.anchor.digest
 
     def has_leaf(self, start: int) -> bool:
-        """Return whether the leaf at `start` is the anchor's."""
+        """Return whether the leaf at offset `start` equals the anchor's and is left out."""
         return bool(self.common) and self.common[start // LEAF_BYTES]
 
 
@@ -139,10 +141,10 @@ def plan_of(
     leaves: bytes,
     held: "LeafSharing | None" = None,
 ) -> Plan | None:
-    """Return the plan for a piece with these leaf digests; None if it is best stored as it is.
+    """Return how to store a piece with these leaf digests, or None to store it unencoded.
 
-    If `held` is given, which knows which ones are, leaves may become pieces of their own: where no
-    codec makes them much smaller. What a codec makes of them is stored with each later step again.
+    With `held`, differing leaves become pieces of their own unless the codec makes them much
+    smaller: later steps can share such pieces, but not encoded leaves.
     """
     plan = Plan(choice, anchor, anchor.in_common(leaves) if anchor is not None else ())
     if held is not None and plan.by_leaf and (choice is None or not _is_cheap(choice)):
@@ -162,7 +164,10 @@ def _is_cheap(choice: "CodecChoice") -> bool:
 
 
 def anchor_of(pieces: StoredPieces, digest: bytes) -> Anchor | None:
-    """Return the anchor for deltas against a piece: itself, or what it is stored against."""
+    """Return the anchor for new deltas against a piece: the piece itself, or else its base.
+
+    Return None if neither can serve as one.
+    """
     found = pieces.anchor(digest)
     records = [] if found is None else pieces.records(found)
     for record in records:
@@ -172,12 +177,15 @@ def anchor_of(pieces: StoredPieces, digest: bytes) -> Anchor | None:
 
 
 def own_bytes(plan: Plan, nbytes: int) -> int:
-    """Return the size of the leaves of a piece of `nbytes` that are nowhere else."""
+    """Return the total size of the leaves of a piece that must be stored anew under a plan.
+
+    `nbytes` is the size of the piece.
+    """
     return sum(leaf_bytes(number, nbytes) for number in plan.own if number not in (plan.held or ()))
 
 
 def saves_by_leaf(plan: Plan, nbytes: int) -> bool:
-    """Return whether a piece is worth being stored by this plan even if no codec saves anything."""
+    """Return whether leaving out the anchor's leaves alone saves a tenth of a piece of `nbytes`."""
     if not plan.by_leaf:
         return False
     heads = head_bytes(nbytes) + _LEAF_HEAD * len(plan.own)
@@ -185,10 +193,10 @@ def saves_by_leaf(plan: Plan, nbytes: int) -> bool:
 
 
 class LeafSharing:
-    """The search for stored pieces that have leaves in common with new ones, in a session.
+    """A search for stored pieces that share leaves with new pieces.
 
-    Names and shapes do not matter, places do: a leaf is found at the offset it has in the new
-    piece. Close it. One thread.
+    The caller must hold a session (`locks.session`). Names and shapes do not matter; a shared leaf
+    has the same offset in both. Use it from one thread and close it.
     """
 
     def __init__(
@@ -202,7 +210,7 @@ class LeafSharing:
         self._held: dict[tuple[bytes, bytes | None], frozenset[int]] = {}
 
     def close(self) -> None:
-        """Close what the last search has opened."""
+        """Close the files that the last search opened."""
         if self._pieces is not None:
             self._pieces.close()
         self._pieces = None
@@ -210,11 +218,11 @@ class LeafSharing:
     def find(
         self, wanted: Iterable[tuple[Hashed, int]], *, readable: bool = False, parts: bool = False
     ) -> dict[bytes, Anchor]:
-        """Return, by the digests of new pieces, the anchor that has most of the leaves of each.
+        """Return, by the digest of each new piece, the anchor that shares most of its leaves.
 
-        `wanted` are pieces and their sizes. What would save less than a tenth is left out; with
-        `parts`, leaves that are pieces of their own count as saved. If `readable`, the anchors can
-        be read until the next call.
+        `wanted` has the hashes and the size of each piece. Pieces for which sharing would save less
+        than a tenth are left out; with `parts`, leaves that are stored as pieces of their own count
+        as saved. If `readable`, the anchors can be read until the next call.
         """
         self.close()
         found = {}
@@ -229,9 +237,10 @@ class LeafSharing:
         return {key: replace(anchor, pieces=self._pieces) for key, anchor in found.items()}
 
     def held(self, plan: Plan, nbytes: int, leaves: bytes) -> frozenset[int]:
-        """Return which leaves of a new piece, beside the anchor's, are pieces that it can refer to.
+        """Return the numbers of the differing leaves that are already stored as separate pieces.
 
-        These are no deltas, so that nothing is against what is itself against something.
+        `leaves` are the concatenated leaf digests of a new piece of `nbytes`. Leaves that are only
+        stored as deltas against another piece do not count.
         """
         key = leaves, plan.base
         if key not in self._held:
@@ -288,11 +297,11 @@ class LeafSharing:
 
 
 class EncodedWriter(ContainerWriter):
-    """A delta container that is being written, from files and from memory.
+    """A container of encoded pieces (delta) being written, from files and from memory.
 
-    Its end and its threads are those of a ContainerWriter. `tensors` and `saved_bytes` count the
-    tensors that codecs have encoded from files, and the bytes that this saved; `leaf_shared_bytes`
-    the leaves that were left out because an anchor has them, from files or memory.
+    It is used and ended like a ContainerWriter. `tensors` and `saved_bytes` count the tensors
+    encoded from files and the bytes saved by that. `leaf_shared_bytes` is the size of all leaves
+    left out because an anchor has them.
     """
 
     def __init__(
@@ -314,11 +323,11 @@ class EncodedWriter(ContainerWriter):
         *,
         before_leaf: Callable[[], None] = _nothing,
     ) -> int | None:
-        """Encode and store a piece of an open file; return its size, or None if that saves nothing.
+        """Encode and store a piece of an open file; return its stored size.
 
-        Nothing is stored then. `leaves` are its concatenated leaf digests. One leaf per thread is
-        in memory at a time. `before_leaf` is called by each thread before it begins one, and may
-        raise to end it all.
+        Return None, and store nothing, if encoding does not save enough or the anchor cannot be
+        read. `leaves` are the concatenated leaf digests of the piece. Each thread holds one leaf in
+        memory. `before_leaf` is called by each thread before each leaf and may raise to stop.
 
         Raises:
             ChangedFileError: the piece no longer has its leaf digests.
@@ -364,13 +373,13 @@ class EncodedWriter(ContainerWriter):
             self.leaf_shared_bytes += nbytes - own_bytes(plan, nbytes)
 
     def encode_all(self, planned: Sequence[tuple[Fresh, Plan]]) -> Iterator[int | None]:
-        """Encode and store pieces in memory on all threads; yield the size of each, or None.
+        """Encode and store pieces in memory, with several threads; yield the stored size of each.
 
-        None means that encoding saved nothing. All leaves of a piece that a codec has encoded are
-        in memory at once.
+        None is yielded for a piece that was not stored because encoding does not save enough. All
+        encoded leaves of a piece are in memory at once.
 
         Raises:
-            ChangedModelError: a piece was written to.
+            ChangedModelError: a piece has changed since it was hashed.
         """
 
         encoded = [
@@ -390,12 +399,12 @@ class EncodedWriter(ContainerWriter):
                 yield self._put_encoded(piece, plan, [next(chunks) for _ in _leaves(piece)])
 
     def put_by_leaf(self, piece: Fresh, plan: Plan) -> int:
-        """Store those leaves of a piece in memory that its anchor does not have, as they are.
+        """Store the leaves of a piece in memory that differ from the anchor's, unencoded.
 
-        Return the bytes that took.
+        Return the number of bytes written.
 
         Raises:
-            ChangedModelError: one of them was written to.
+            ChangedModelError: a leaf has changed since it was hashed.
         """
         if plan.in_parts:
             return self._put_in_parts(piece, plan)
@@ -432,7 +441,13 @@ class EncodedWriter(ContainerWriter):
         return len(head) + written
 
     def encode_small(self, piece: Fresh, plan: Plan) -> int | None:
-        """Store a piece in memory of one leaf, in this thread; as `encode_all` otherwise."""
+        """Encode and store a piece in memory of one leaf, in this thread; return its stored size.
+
+        Return None, and store nothing, if encoding does not save enough.
+
+        Raises:
+            ChangedModelError: the piece has changed since it was hashed.
+        """
         return self._put_encoded(piece, plan, [_encoded_in_memory(piece, plan, 0)])
 
     def _put_encoded(self, piece: Fresh, plan: Plan, chunks: Sequence[bytes | None]) -> int | None:
@@ -461,11 +476,10 @@ class EncodedWriter(ContainerWriter):
 
 
 class PartsWriter:
-    """Stores leaves of pieces in memory as pieces of their own, once each.
+    """A writer that stores leaves of pieces in memory as pieces of their own, each once.
 
-    They get containers of their own: one stays for as long as one of its pieces does, and a leaf
-    may serve steps long after the others of its step are gone. What is as small as that in a pack
-    goes to the step's.
+    Large leaves go to separate containers, because later steps may need them long after other
+    pieces of the step are deleted. Small ones go to the step's pack.
     """
 
     def __init__(
@@ -476,10 +490,12 @@ class PartsWriter:
         self._written: set[bytes] = set()
 
     def put_leaf(self, piece: Fresh, number: int, choice: "CodecChoice | None") -> int:
-        """Store a leaf, encoded if that is worth it; return what it takes, 0 if it was stored.
+        """Store leaf `number` of a piece as a piece of its own, encoded if that saves enough.
+
+        Return the bytes written: 0 if this writer has stored the leaf before.
 
         Raises:
-            ChangedModelError: it was written to.
+            ChangedModelError: the leaf has changed since it was hashed.
         """
         nbytes = leaf_bytes(number, piece.nbytes)
         digest = part_of(piece.leaves, number, piece.nbytes)
@@ -534,9 +550,11 @@ def _encoded_in_memory(piece: Fresh, plan: Plan, at: int) -> bytes | None:
 
 
 def encoded_leaf(data: memoryview, first: int, plan: Plan) -> bytes | None:
-    """Encode a leaf that is not the anchor's; return None if it does not decode to the same bytes.
+    """Encode a leaf that differs from the anchor's, and check that it decodes to the same bytes.
 
-    Where other leaves are the anchor's, one that is not worth encoding is returned as it is.
+    `first` is the offset of the leaf in its piece. If the check fails or the codec saves too
+    little, the leaf is returned unencoded where the plan allows that; otherwise a failed check
+    gives None.
     """
     if plan.choice is None:
         return wrap(AS_IT_IS, data)

@@ -1,8 +1,9 @@
-"""Storing imported tensors encoded: the choice of tensors, codecs and bases.
+"""Encoding of imported tensors: the choice of tensors, codecs and bases (`--compress auto`).
 
-`--compress auto` decides everything by measurement on samples. Bases of tensors come from one
-checkpoint: the one that the caller names, or else the stored one whose tensors differ in the fewest
-bits from the largest new ones, or where most leaves of a tensor are stored already, what has them.
+The choices are made by measurement on samples. The bases of all tensors come from one stored
+checkpoint: the one that the caller names, or else the one whose tensors differ in the fewest bits
+from the largest new ones. A stored tensor that shares most leaves with a new one is preferred as
+its base.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,7 +34,10 @@ _WIDEST = 8
 
 
 class Encoder:
-    """The encoder of one import, used in a session; close it."""
+    """The choice of encodings for the tensors of one import.
+
+    The caller must hold a session (`locks.session`).
+    """
 
     def __init__(self, objects: Objects, index: StoreIndex) -> None:
         self._objects = objects
@@ -43,24 +47,26 @@ class Encoder:
         self._marked: set[str] = set()
 
     def close(self) -> None:
-        """Close the base checkpoint."""
+        """Close the base checkpoint, if one is open."""
         self._undo.close()
 
     @property
     def base_name(self) -> str | None:
-        """The name of the checkpoint that tensors are stored against, if there is one."""
+        """The name of the checkpoint whose tensors serve as bases, or None if there is none."""
         return None if self._base is None else self._base.checkpoint.name
 
     def open_base(self, name: str) -> None:
-        """Use the tensors of this checkpoint as bases. Raises the errors of opening it."""
+        """Use the tensors of this checkpoint as bases.
+
+        Raises the errors of opening a checkpoint.
+        """
         self._base = _Base(self._undo.enter_context(self._opened(name)))
 
     def find_base(self, source: ImportSource, markers: Sequence[Marker] = ()) -> None:
-        """Use the stored checkpoint most similar to the one to import as the base, if any is.
+        """Use the stored checkpoint that is most similar to `source` as the base, if there is one.
 
-        Those that `markers` name are compared first, among many others, and are compared like
-        them: a marker that is wrong changes nothing. If the best is deleted at that very moment,
-        another one is looked for.
+        `markers` name checkpoints that are worth comparing first; wrong markers do no harm.
+        Checkpoints that cannot be opened are skipped.
         """
         self._marked = {marker.digest for marker in markers}
         largest = sorted(_tensors(source), key=lambda found: -found[1].nbytes)[:_LARGEST]
@@ -121,7 +127,8 @@ class Encoder:
     ) -> Plan | None:
         """Return how to encode a tensor of an open file, or None to store it unencoded.
 
-        `alike` is an anchor that has many leaves in common with it.
+        `part` is the tensor's place in the file, `prefix` is put before its name, and `alike` is an
+        anchor that shares leaves with it, if one was found.
         """
         if part.dtype is None or part.nbytes < ENCODE_FROM:
             return None
@@ -189,10 +196,11 @@ class _Base:
 def samples_by_leaf(
     read: Callable[[int, int], memoryview], nbytes: int, leaves: bytes, anchor: Anchor, size: int
 ) -> list[Sample]:
-    """Return samples of a piece that has leaves in common with an anchor: of its other leaves.
+    """Return samples of the leaves of a piece that differ from an anchor's leaves.
 
-    `read` returns bytes of the piece, `size` is that of a sample. What a leaf of the anchor stands
-    beside is preferred: where there is none, codecs have nothing to compare a leaf with.
+    `read(start, stop)` returns bytes of the piece, and `size` is the size of a sample in bytes.
+    Leaves for which the anchor has a leaf at the same offset are preferred; their samples have the
+    anchor's bytes as a base.
     """
     own = [at * LEAF_BYTES for at, common in enumerate(anchor.in_common(leaves)) if not common]
     beside = [at for at in own if anchor.has_leaf(at, min(LEAF_BYTES, nbytes - at))]
@@ -208,7 +216,7 @@ def samples_by_leaf(
 
 
 def element_width(dtype: str | None) -> int:
-    """Return the size of a dtype's elements in bytes; 1 if it is unknown or not whole bytes."""
+    """Return the element size of a dtype in bytes; 1 if it is unknown or not a whole number."""
     if dtype == "C64":
         return 4
     name = (dtype or "").rpartition(":")[2]
@@ -216,7 +224,7 @@ def element_width(dtype: str | None) -> int:
 
 
 def is_mostly(anchor: Anchor, leaves: bytes) -> bool:
-    """Return whether an anchor has so many of these leaves that no other need be looked for."""
+    """Return whether an anchor has at least half of these leaves, at the same offsets."""
     common = anchor.in_common(leaves)
     return 2 * sum(common) >= len(common)
 

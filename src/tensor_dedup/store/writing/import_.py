@@ -1,8 +1,8 @@
-"""Importing a checkpoint: new tensors go to containers, known ones are only referred to.
+"""Importing a checkpoint: new tensors are written, known ones are only referred to.
 
-The order is containers, index, pages and manifest, reference, and each is durable before the next
-begins. All of it happens under the session's lock, and everything that the reference will lead to
-is looked up once more before the reference is written.
+Containers, index, pages and manifest, and the reference are made durable in this order. A session
+is held throughout. Just before the reference is written, all pieces that it leads to are looked up
+once more.
 """
 
 import os
@@ -80,10 +80,10 @@ class ImportListener(Protocol):
     def imported(
         self, fd: int, before: FileStatus, began_ns: int, digests: Mapping[tuple[int, int], str]
     ) -> None:
-        """Receive the digests of tensors and their leaves, by (start, nbytes). Must not raise.
+        """Receive the digests of a file's tensors and leaves, by (start, nbytes). Must not raise.
 
-        The open file `fd` had the status `before` when hashing began at `began_ns` (ns since 1970),
-        and still has it.
+        The open file `fd` had the status `before` when hashing began, at `began_ns` (ns since
+        1970), and still has it.
         """
 
 
@@ -98,14 +98,14 @@ class NullListener:
 
 @dataclass(frozen=True, slots=True)
 class ImportResult:
-    """The result of an import. Sizes in bytes count headers, tensors and small files.
+    """The result of an import. Sizes in bytes include headers, tensors and small files.
 
-    `known_bytes` were in the store already (or occurred twice); of the `new_bytes`,
-    `leaf_shared_bytes` are leaves that new tensors have in common with stored ones, and take no
-    space; `stored_bytes` is what the import added to the disk, bookkeeping included. `saved_bytes`
-    is what encoding saved on the `encoded_tensors` new tensors; `base` is the checkpoint they were
-    compared with. `external_bytes` are those of files that were indexed in place. With `unchanged`,
-    the name held the same before, and nothing was written.
+    `known_bytes` were in the store already or occurred twice, `new_bytes` were not.
+    `leaf_shared_bytes` of the latter are leaves that stored tensors have, which take no space.
+    `stored_bytes` is what the import added to the disk, with metadata. `saved_bytes` is what
+    encoding saved on `encoded_tensors`; `base` is the checkpoint they were encoded against.
+    `external_bytes` are in files indexed in place. If `unchanged`, the name held the same files
+    before and nothing was written.
     """
 
     name: str
@@ -126,13 +126,16 @@ class ImportResult:
     unchanged: bool = False
 
     def to_dict(self) -> dict[str, object]:
-        """Return the result as a JSON object."""
+        """Return all fields as a dict for JSON."""
         names = self.__dataclass_fields__
         return {name: getattr(self, name) for name in names}
 
 
 class Import:
-    """The files of one import on their way into a transaction, in a session."""
+    """One import in progress: its files, as they are added to a transaction.
+
+    The caller must hold a session (`locks.session`).
+    """
 
     def __init__(
         self,
@@ -167,11 +170,11 @@ class Import:
         self.external_bytes = 0
 
     def add(self, file: ImportFile) -> None:
-        """Store what is new in a file.
+        """Hash a file and store its new pieces.
 
         Raises:
             ChangedFileError: the file was modified meanwhile.
-            CheckpointFilesError: a link now leads out of the checkpoint with it.
+            CheckpointFilesError: a link in its path now leads out of the checkpoint.
         """
         files = self._objects.files
         handle = file.open_with(files)
@@ -344,14 +347,14 @@ class Import:
             writer.add(handle, [new for new in plain if kind_for(new.nbytes) == kind])
 
     def close(self) -> None:
-        """Close what was opened to find leaves that are stored already."""
+        """Close the files opened to find shared leaves."""
         self._sharing.close()
 
     def check_hits(self) -> None:
-        """Look up again everything in the store that the manifest refers to.
+        """Check that all pieces of the manifest are in the store.
 
         Raises:
-            LostHitError: something is no longer there.
+            LostHitError: a piece was removed meanwhile.
         """
         wanted = {piece.digest for piece in self.pieces if piece.nbytes}
         held = self._index.find(wanted, external=self._in_place)
@@ -384,15 +387,15 @@ def import_source(
     in_place: bool,
     check_name: Callable[[], None],
 ) -> ImportResult:
-    """Store a checkpoint and commit it under a name, in a session. Atomic with respect to the name.
+    """Store a checkpoint and commit it under a name, atomically.
 
-    `check_name` runs under the lock of names, just before the name changes, and may raise.
-    With `in_place` its weights stay where they are and are indexed there; small files are stored.
-    With `compress`, tensors are stored encoded where that saves space, against the checkpoint
-    `base` or the most similar one.
+    The caller must hold a session (`locks.session`). `check_name` is called under the lock of
+    names, just before the name changes, and may raise. With `in_place`, weights stay where they are
+    and are indexed there; other files are stored. With `compress`, tensors are stored encoded where
+    that saves space, against the checkpoint `base` or the most similar one.
 
     Raises:
-        NameTakenError: the name exists, it holds something else, and `replace` is off.
+        NameTakenError: the name holds another checkpoint, and `replace` is off.
         UnknownNameError: no checkpoint is called `base`.
     """
     if not replace and name in objects.names():
@@ -530,8 +533,9 @@ def expected_manifest(
 ) -> str:
     """Return the name of the manifest that importing `source` would make.
 
-    Only what is unknown is hashed. `known(path, fd)` returns the known digests of each open file.
-    They are trusted, so the result may decide no more than whether something is imported again.
+    `known(path, fd)` returns the known digests of an open file, by (start, nbytes). They are
+    trusted; ranges without a known digest are hashed. Use the result only to decide whether to
+    import again.
     """
     entries: list[FileEntry] = []
     pieces: list[Piece] = []

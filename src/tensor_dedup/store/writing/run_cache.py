@@ -1,13 +1,13 @@
-"""The state that a handle keeps between saves, so that a step costs only what is new in it.
+"""State that a training run keeps between saves, so that a step costs only what is new in it.
 
-LastStep     which pieces the last step had and where they are stored, by page of its manifest: a
-             page whose names and bytes are the same is not looked at again, so an ensemble that
-             grows at its end costs what is new and one comparison of lists for each page
-AnchorMemory decoded leaves of the tensors that others are stored against: an anchor serves many
+LastStep     the pieces of the last step and where they are stored, by page of its manifest. An
+             unchanged page is not looked at again, so an ensemble that grows at its end costs
+             its new trees and one comparison of lists for each page
+AnchorMemory decoded leaves of the tensors that others are stored against. An anchor serves many
              steps, and decoding it is a third of what encoding a step costs
-RunCache     the connection to the index and the threads that hash: closing the last connection
-             writes the whole index to disk, and opening one reads its schema; together that takes
-             longer than a save
+RunCache     the connection to the index, and the hashing threads. Closing the last connection
+             writes the whole index to disk, and opening one reads its schema; together that
+             takes longer than a save
 
 A forked child never uses its parent's state.
 """
@@ -57,15 +57,15 @@ class StoredPiece(NamedTuple):
 
     @property
     def small(self) -> bool:
-        """Whether it shares a container with many other pieces."""
+        """Whether the piece is stored in a pack, together with many other small pieces."""
         return self.nbytes < PACK_BELOW
 
 
 @dataclass(slots=True)
 class PieceTable:
-    """The rows of pieces in order, stored by column.
+    """A list of pieces (change hash, name, dtype, shape), stored by column.
 
-    A step has thousands of them, and none is an object that the garbage collector has to visit.
+    A step has thousands of pieces; columns spare the garbage collector an object for each.
     """
 
     hashes: list[bytes]
@@ -80,7 +80,7 @@ class PieceTable:
         return zip(self.hashes, self.names, self.dtypes, self.shapes, strict=True)
 
     def pages(self) -> "list[PieceTable]":
-        """Split the rows as the pages of a manifest are split."""
+        """Split the rows into the pages of a manifest."""
         starts = range(0, len(self), PAGE_ENTRIES)
         return [self._part(slice(at, at + PAGE_ENTRIES)) for at in starts]
 
@@ -90,9 +90,10 @@ class PieceTable:
 
 
 class PageState:
-    """A page in the store: its pieces, its name, and the size of its file.
+    """A stored page of a manifest: its rows, its name, and the size of its file.
 
-    `held` has its pieces by change hash, `weights` the bytes of the small ones in each place.
+    `held` has its pieces by change hash. `weights` has the total size of its small pieces, by the
+    containers they are read from.
     """
 
     __slots__ = ("containers", "file_bytes", "held", "name", "nbytes", "rows", "weights")
@@ -106,7 +107,7 @@ class PageState:
         self.take(held)
 
     def take(self, held: Mapping[bytes, StoredPiece]) -> None:
-        """Record the current places of its pieces."""
+        """Set where the pieces of the page are stored now."""
         self.held = {key: held[key] for key in self.rows.hashes}
         self.weights: Counter[Places] = Counter()
         for known in self.held.values():
@@ -118,9 +119,9 @@ class PageState:
 
 @dataclass(slots=True)
 class LastStep:
-    """The step that was saved last, and the files of the containers that hold it.
+    """The step saved last: its pages, and the files of the containers that hold its pieces.
 
-    `manifest` is what its `name` led to, which keeps them.
+    `manifest` is the manifest that its checkpoint `name` referred to.
     """
 
     pages: list[PageState] = field(default_factory=list)
@@ -133,7 +134,7 @@ class LastStep:
         return self.pages[number] if number < len(self.pages) else None
 
     def known(self, alive: set[ContainerId]) -> dict[bytes, StoredPiece]:
-        """Return the pieces that can be read from these containers alone, by change hash."""
+        """Return the pieces that can be read from the containers `alive` alone, by change hash."""
         found: dict[bytes, StoredPiece] = {}
         for page in self.pages:
             found |= page.held
@@ -142,12 +143,12 @@ class LastStep:
         return {key: known for key, known in found.items() if alive.issuperset(known.places)}
 
     def digests(self) -> dict[str, bytes]:
-        """Return the digests of the tensors that are no small ones, by name."""
+        """Return the digests of the tensors that are not small, by name."""
         named = ((row[1], page.held[row[0]]) for page in self.pages for row in page.rows)
         return {name: known.digest for name, known in named if name and not known.small}
 
     def moved(self, change: "Rewritten") -> "LastStep":
-        """Return the same step after a container was replaced."""
+        """Return the same step with its pieces moved from a container that was replaced."""
         if change.gone not in self.containers:
             return self
         pages = []
@@ -166,10 +167,10 @@ class LastStep:
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """A container that was replaced: where its pieces are now, by digest, and in which files.
+    """A container that was replaced by others, and the new places of its pieces, by digest.
 
-    `deltas` has what pieces are now stored against, by digest; `files` the path and the size of
-    every container that is needed to read what was in it.
+    `gone` is the replaced container. `deltas` has the digest of the anchor of pieces that are now
+    stored as deltas. `files` has the path and size of each container needed to read the pieces.
     """
 
     gone: ContainerId
@@ -181,10 +182,10 @@ class Rewritten:
 def nearest(
     places: Sequence[PieceLocation], under: Mapping[bytes, Sequence[PieceLocation]]
 ) -> Places:
-    """Return the containers that a piece is read from: one that needs no other, if there is one.
+    """Return the containers that a piece is read from, preferring a copy that needs no anchor.
 
-    `under` has the places of all that it is stored against in some of its `places`. The result is
-    empty if something that each of its deltas is against is missing.
+    `under` has the locations of the pieces that the copies in `places` are encoded against. The
+    result is empty if every copy lacks such a piece.
     """
     for place in places:
         if place.base is None:
@@ -201,7 +202,10 @@ def nearest(
 
 
 def packs_to_merge(held: Iterable[tuple[Places, int]]) -> set[ContainerId]:
-    """Return the containers whose small pieces should be rewritten into one."""
+    """Return the containers whose small pieces should be rewritten into one container.
+
+    `held` has, for each piece, the containers it is read from and its size.
+    """
     weights: Counter[ContainerId] = Counter()
     for places, nbytes in held:
         if places:
@@ -214,9 +218,9 @@ def packs_to_merge(held: Iterable[tuple[Places, int]]) -> set[ContainerId]:
 
 
 class AnchorMemory:
-    """The decoded leaves of anchors that one handle keeps. Safe from any thread.
+    """A cache of decoded leaves of anchors, between the saves of a run. Safe from any thread.
 
-    Their size is bounded; of a larger model, those of the first tensors are kept.
+    It holds up to `most_bytes`; when it is full, no more leaves are added.
     """
 
     def __init__(self, most_bytes: int = _MOST) -> None:
@@ -227,14 +231,14 @@ class AnchorMemory:
         self._nbytes = 0
 
     def begin(self) -> None:
-        """Begin a save: drop what the previous one did not use."""
+        """Begin a save: drop the leaves that were not used during the last one."""
         with self._lock:
             self._leaves = {key: self._leaves[key] for key in self._used if key in self._leaves}
             self._nbytes = sum(map(len, self._leaves.values()))
             self._used = set()
 
     def read(self, anchor: Anchor, start: int, stop: int) -> bytearray:
-        """Return a leaf of an anchor, already verified. It must not be written to."""
+        """Return a leaf of an anchor, verified. The caller must not modify it."""
         key = (anchor.digest, start)
         with self._lock:
             self._used.add(key)
@@ -251,12 +255,12 @@ class AnchorMemory:
 
 @dataclass(frozen=True, slots=True)
 class KeptAnchor(Anchor):
-    """An anchor whose decoded leaves are kept in memory. Raises the errors of Anchor."""
+    """An anchor whose decoded leaves are cached in memory."""
 
     memory: AnchorMemory = field(default_factory=AnchorMemory)
 
     def read(self, start: int, stop: int) -> bytearray:
-        """Return a verified leaf of the anchor."""
+        """Return one leaf of the anchor, verified; raise the errors of Anchor."""
         return self.memory.read(self, start, stop)
 
 
@@ -285,7 +289,10 @@ class _Kept:
 
 
 class RunCache:
-    """The sessions of one handle, one at a time. `close` drops what is kept between them."""
+    """The open index and hashing threads of a training run, kept between its sessions.
+
+    Sessions are opened one at a time.
+    """
 
     def __init__(self, objects: Objects, workers: int) -> None:
         self._objects, self._workers = objects, workers
@@ -294,7 +301,10 @@ class RunCache:
 
     @contextmanager
     def session(self) -> Iterator[tuple[StoreIndex, Hasher]]:
-        """Open a session, during which no sweep runs. OSErrors become StoreErrors."""
+        """Hold a session within the block, and provide the index and the hasher.
+
+        OSErrors in the block become StoreErrors.
+        """
         objects = self._objects
         with os_errors(objects.layout.root), session(objects.files, objects.layout):
             kept = self._usable()
@@ -309,7 +319,7 @@ class RunCache:
                 self.close()
 
     def close(self) -> None:
-        """Close the index and end the threads; the next session opens them again."""
+        """Close the index and stop the threads; the next session opens them again."""
         finalizer, self._finalizer = self._finalizer, None
         kept, self._kept = self._kept, None
         if kept is not None and finalizer is not None and finalizer.detach() is not None:

@@ -1,4 +1,4 @@
-"""The files of an import: weights and what belongs to them, from a path or the Hub's cache."""
+"""The files of an import: weights and their companions, from a path or a Hugging Face cache."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -47,10 +47,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ImportFile:
-    """A file to import: its path, its name in an export, and its segments.
+    """A file to import: its path, its relative path in the checkpoint, and its segments.
 
-    `aliases` maps the file's second names of tensors to the names they stand for; `links` is where
-    links on the way to the file may lead.
+    `weights` is True for files of tensors. `prefix` is put before their names. `aliases` has pairs
+    of a second name of a tensor and its first one. `links` limits where symbolic links may lead.
     """
 
     path: Path
@@ -62,10 +62,10 @@ class ImportFile:
     links: LinkBoundary = ANYWHERE
 
     def open_with(self, files: Files) -> Handle:
-        """Open the file to read it.
+        """Open the file for reading.
 
         Raises:
-            CheckpointFilesError: by now, a link leads elsewhere with it.
+            CheckpointFilesError: a symbolic link in its path now leads elsewhere.
         """
         handle = files.open(self.path, "read")
         try:
@@ -83,7 +83,7 @@ class ImportFile:
 
 @dataclass(frozen=True, slots=True)
 class ImportSource:
-    """All files of a checkpoint, weights first, and the names of those that are left out."""
+    """All files of a checkpoint, weights first, and the names of skipped files."""
 
     files: tuple[ImportFile, ...]
     skipped: tuple[str, ...]
@@ -95,11 +95,11 @@ class ImportSource:
 
 
 def read_source(files: Files, path: Path, *, follow_links: bool = False) -> ImportSource:
-    """Find the files to import at a path: reads headers and names, no tensor data.
+    """Find the files to import at a path; only headers and names are read.
 
-    The other files of a folder are included (config, tokenizer, indexes), except hidden ones and
-    weights that `open_checkpoint` does not choose. Symbolic links are followed as
-    `open_checkpoint` does it. Raises the errors of `open_checkpoint`.
+    Other files of a folder (config, tokenizer, indexes) are included, except hidden files and
+    weights that `open_checkpoint` does not choose. Symbolic links are treated as by
+    `open_checkpoint`, whose errors are raised.
     """
     checkpoint = open_checkpoint(path, follow_links=follow_links)
     status = files.status(checkpoint.path)
@@ -129,7 +129,7 @@ def _folder(files: Files, checkpoint: Checkpoint) -> ImportSource:
 
 
 def small_files(files: Files, root: Path) -> dict[str, bytes]:
-    """Read the files of a folder beside its weights (config, tokenizer), by relative path.
+    """Read the files of a folder that are no weights (config, tokenizer), by relative path.
 
     Raises:
         CheckpointNotFoundError: the folder does not exist.
@@ -183,9 +183,9 @@ def _weights(file: CheckpointFile, root: Path, links: LinkBoundary) -> ImportFil
 
 
 def segments_of(header: Header) -> tuple[Segment, ...]:
-    """Return the tensors as they lie in the file, and the bytes before, between and after them.
+    """Cut a file into segments, in order: its tensors, and the bytes around them without a name.
 
-    The latter have no names. The segments cover the whole file.
+    The segments cover the whole file.
     """
     found: list[Segment] = []
     at = 0
@@ -200,7 +200,7 @@ def segments_of(header: Header) -> tuple[Segment, ...]:
 
 
 def aliases_of(files: Sequence[ImportFile]) -> dict[str, str]:
-    """Return the second names of tensors in all these files, prefixed by their folders."""
+    """Map the second names of tensors to their first names, for all files, with prefixes."""
     return {
         file.prefix + alias: file.prefix + name for file in files for alias, name in file.aliases
     }
@@ -222,14 +222,17 @@ def _verbatim(files: Files, path: Path, name: str, links: LinkBoundary) -> Impor
 
 @dataclass(frozen=True, slots=True)
 class HubSnapshot:
-    """One revision of a repository, and the name `ORG/NAME@REVISION` it has in a store."""
+    """A snapshot in a Hugging Face cache, and its name in a store (`ORG/NAME@REVISION`)."""
 
     path: Path
     name: str
 
 
 def snapshots(root: Path, files: Files | None = None) -> Iterator[HubSnapshot]:
-    """Yield every snapshot of every model in a cache, by name; data sets and spaces are skipped."""
+    """Yield all snapshots of models in the Hugging Face cache at `root`.
+
+    Data sets and spaces are skipped.
+    """
     disk = files or RealFiles()
     for folder in disk.listdir(root):
         if not folder.startswith(MODELS):

@@ -1,23 +1,20 @@
-"""Transactions: making what is new durable, and only then letting a name refer to it.
+"""Transactions: new files are made durable before a name refers to them.
 
-Everything that is added to a store is added by a transaction in a session. Nothing refers to a file
-before the file and its name are durable, and the reference comes last: a crash leaves the whole
-change or none of it, and at most some files that gc removes. There are two orders.
+Every addition to a store is a transaction within a session. The reference is written last, so a
+crash leaves either the whole change or none of it, and at most some unused files that gc removes.
+New manifests and pages are decoded once as a check before anything refers to them.
 
-Before anything refers to a manifest, it and its new pages are decoded as a reader does it: a name
-never leads to what every reader refuses.
+`OrderedTransaction` serves imports and the merging of what several ranks saved. Its order is:
+containers, each durable when it is complete; the index; a second look-up of all pieces found in the
+store; pages and manifest; the reference.
 
-`OrderedTransaction`, for imports and for merging what several ranks have saved: containers, each
-durable when it is complete; the index; a second look at everything that was found in the store and
-is only referred to; pages and manifest; the reference.
+`BatchTransaction` serves the steps that a run saves. Containers, pages, manifest and the still
+unnamed reference are synced together, because many concurrent syncs cost a file system's journal
+about as much as one. Then come the index and the second look-up.
 
-`BatchTransaction`, for the steps that a run saves: containers, pages, manifest and a reference that
-has no name yet are synced together, because a file system's journal commits for all waiting callers
-at once: many concurrent syncs cost about as much as one. Then come the index and the second look.
-
-In both, the last check of the name and the rename that gives the reference its name happen under
-the lock of names: nobody can pin a step before it is replaced, or save one where an import is about
-to be.
+In both, the last check of the name and the rename of the reference happen under the lock of names.
+So a step cannot be pinned just before it is replaced, and a save and an import cannot take one
+name.
 """
 
 import time
@@ -51,10 +48,10 @@ def _nothing() -> None:
 
 
 class Transaction(ABC):
-    """One change of a store, in a session. On exit, whatever was not published is removed.
+    """One change of a store. On exit, files that were not published are removed.
 
-    Use it from one thread. `object_bytes` counts the bytes of the pages and manifests that it has
-    added.
+    The caller holds a session and uses it from one thread. `object_bytes` is the size of the pages
+    and manifests added.
     """
 
     def __init__(self, objects: Objects) -> None:
@@ -70,17 +67,20 @@ class Transaction(ABC):
         self._undo.close()
 
     def own(self, writer: _Writer) -> _Writer:
-        """Take over a writer: what it writes is part of this change, or is removed."""
+        """Make a container writer part of this change, and return it.
+
+        Its container is completed by a commit and deleted otherwise.
+        """
         self._writers.append(writer)
         self._undo.callback(writer.abandon)
         return writer
 
     @abstractmethod
     def add_object(self, name: str, blob: bytes) -> None:
-        """Add a page or a manifest; add the pages before the manifest that names them.
+        """Add the frame of a page or manifest; add pages before the manifest that names them.
 
         Raises:
-            ContradictoryManifestError: it is nothing that a reader accepts.
+            ContradictoryManifestError: the frame is not valid.
         """
 
     @abstractmethod
@@ -93,15 +93,15 @@ class Transaction(ABC):
         check_hits: Callable[[], None] = _nothing,
         check_name: Callable[[], None] = _nothing,
     ) -> None:
-        """Make everything durable in the stated order; last, let `name` refer to `manifest`.
+        """Make everything durable, and last let the checkpoint `name` refer to `manifest`.
 
-        `check_hits` looks up again what was found in the store and is only referred to; it raises
-        LostHitError if something is gone. `check_name` runs under the lock of names, just before
-        the name changes; if it raises, the name stays as it was.
+        `check_hits` checks that the pieces found in the store are still there, and raises
+        LostHitError otherwise. `check_name` is called under the lock of names, just before the name
+        changes; if it raises, the name stays as it was.
 
         Raises:
             NameTakenError: the name exists, and `replace` is off.
-            ContradictoryManifestError: the manifest is nothing that a reader accepts.
+            ContradictoryManifestError: the manifest or a page is not valid.
         """
 
 
@@ -116,9 +116,9 @@ def _as_contradiction(path: Path) -> Iterator[None]:
 
 
 class OrderedTransaction(Transaction):
-    """A change whose files become durable one after the other, each before the next begins.
+    """A transaction whose files become durable one after the other.
 
-    A transaction without an index cannot add containers.
+    Without an index, it cannot add containers.
     """
 
     def __init__(self, objects: Objects, index: StoreIndex | None = None) -> None:
@@ -132,9 +132,10 @@ class OrderedTransaction(Transaction):
         self.containers.append(container)
 
     def settle(self, containers: Iterable[ContainerId]) -> None:
-        """Make the names of containers durable that others gave: who did so may have died before.
+        """Make the names of containers durable that other processes created.
 
-        Call it for all that is only referred to, when it was looked up for the last time.
+        Those processes may have died before they synced the folder. Call it for all containers that
+        the new manifest relies on, after their last look-up.
         """
         layout, files = self._objects.layout, self._objects.files
         others = {*containers} - {*self.containers}
@@ -179,7 +180,7 @@ class OrderedTransaction(Transaction):
 
 
 class BatchTransaction(Transaction):
-    """A change whose files are synced together, as soon as the last of them is written."""
+    """A transaction whose files are synced together, after the last of them is written."""
 
     def __init__(
         self, objects: Objects, index: StoreIndex, hasher: Hasher, synced: "SyncedFolders"
@@ -190,7 +191,7 @@ class BatchTransaction(Transaction):
         self.sealed: list[SealedContainer] = []
 
     def seal(self) -> int:
-        """Seal the owned writers' containers; return the bytes they will take on disk."""
+        """Complete the containers of the owned writers; return their total size in bytes."""
         added = 0
         for writer in self._writers:
             each = writer.seal()
@@ -210,11 +211,11 @@ class BatchTransaction(Transaction):
         self.object_bytes += len(blob)
 
     def settle(self, paths: Iterable[Path]) -> None:
-        """Make names of files durable that others created, perhaps a moment ago."""
+        """Make the names of files durable that other processes created."""
         self._batch.settle(paths)
 
     def publish(self) -> None:
-        """Make everything durable and known to the index; no name refers to it yet."""
+        """Make all files durable and add the containers to the index; set no reference."""
         self._batch.publish()
         for each in self.sealed:
             # One that had bad places may just have come back whole, under its old name.
@@ -247,14 +248,14 @@ class BatchTransaction(Transaction):
 
 
 class SyncedFolders:
-    """The folders that one handle knows to be durable themselves, because it synced them."""
+    """The folders that this handle has synced, so that their own names are durable."""
 
     def __init__(self) -> None:
         self.folders: set[Path] = set()
 
 
 class PublishBatch:
-    """Files that become durable together.
+    """A batch of new files that are made durable together.
 
     Use it as a context manager: files that were not published are removed.
     """
@@ -272,14 +273,14 @@ class PublishBatch:
         self._undo.close()
 
     def take(self, handle: Handle, target: Path | None) -> None:
-        """Take over an open, unsynced file to publish at `target`, or under its own name."""
+        """Add an open file, which `publish` moves to `target` (None: leaves where it is)."""
         self._waiting.append((handle, target))
         self._undo.callback(discard, self._objects, handle)
 
     def write(self, blob: bytes, target: Path | None) -> Path:
-        """Write a file of these bytes; return its path until it is published.
+        """Write a new file and add it to the batch; return its temporary path.
 
-        An equal file that already exists is kept.
+        If `target` has these bytes already, it is kept and its path is returned.
         """
         files = self._objects.files
         if target is not None and self._objects.holds(target, blob):
@@ -291,7 +292,7 @@ class PublishBatch:
         return handle.path
 
     def publish(self) -> None:
-        """Make all files durable under their names."""
+        """Make all files durable under their final names."""
         files = self._objects.files
         for handle, _ in self._waiting:  # then the first sync has the disk write them all
             files.begin_writing(handle, 0, 0)
@@ -305,7 +306,7 @@ class PublishBatch:
         self._synced.folders.update(folders)
 
     def settle(self, paths: Iterable[Path]) -> None:
-        """Make names of files durable that others created, perhaps a moment ago."""
+        """Make the names of files durable that other processes created."""
         folders = dict.fromkeys(folder for path in paths for folder in self._above(path))
         self._sync(self._objects.files.sync_folder, list(folders))
         self._synced.folders.update(folders)

@@ -1,12 +1,12 @@
-"""Copying a step from one store to another: only what is missing there travels.
+"""Copying a checkpoint from one store or remote to another; only missing pieces are copied.
 
-The order is that of an import: containers, index, a second look at what was there, pages and
-manifest, the reference. So nobody sees the step before its pieces, and whatever interrupts the copy
-leaves garbage and no hole. Its manifest is the same file in both stores.
+The order is that of an import: containers, index, a second look-up of the pieces found, pages and
+manifest, the reference. So the name never appears before its pieces, and an interrupted copy leaves
+only unused files. The manifest is the same file in both stores.
 
-A piece travels as it is stored: what is encoded stays encoded, and all that it is stored against
-goes first, unless it is there. Every leaf is compared with its digest on the way: plain ones as
-they are read, encoded ones as they can be read from the copy.
+A piece is copied as it is stored. If it is encoded against other pieces, those are copied first
+unless they are there. Every leaf is compared with its digest: plain ones as they are read, encoded
+ones as they are decoded from the copy.
 """
 
 import math
@@ -58,29 +58,29 @@ _SMALLEST_SHARE = 1 / 8
 
 
 class PieceSource(Protocol):
-    """Where pieces are copied from: a store (`StoredPieces`), or a remote. Any thread may read."""
+    """The source of a copy: a store (`StoredPieces`) or a remote. Any thread may read."""
 
     def own_places(self, digest: bytes) -> list[tuple[ContainerId, Record]]:
-        """Return the copies of a piece, unread."""
+        """Return the copies of a piece, without reading them."""
 
     def records(self, digest: bytes) -> list[Record]:
-        """Return the records of a piece; none where it is not there."""
+        """Return the records of a piece's copies; an empty list if there is none."""
 
     def read_stored(self, container: ContainerId, offset: int, view: memoryview) -> bool:
-        """Fill `view` with bytes of a container as they are stored; False where that fails."""
+        """Fill `view` with bytes of a container as they are stored; return False if that fails."""
 
     def read_leaf(self, digest: bytes, start: int, view: memoryview) -> bytes:
-        """Fill `view` with the verified leaf at `start` of a piece, and return its digest."""
+        """Fill `view` with the leaf at offset `start` of a piece, verified; return its digest."""
 
     def read_piece_into(self, digest: bytes, start: int, view: memoryview, nbytes: int) -> bytes:
-        """Fill `view` with verified whole leaves of a piece, and return their digests."""
+        """Fill `view` with whole leaves of a piece, verified; return their concatenated digests."""
 
 
 class Transfer:
-    """One checkpoint on its way into a store, in a session of it. One thread.
+    """A copy of one checkpoint into a store. Use it from one thread, within a session.
 
-    Ask what is `missing`, `send` that, and `publish` the name. On exit, what is not published is
-    garbage.
+    Call `missing`, `send` those pieces, then `publish` the name. Without `publish`, the pieces sent
+    are unused files.
     """
 
     def __init__(
@@ -117,10 +117,10 @@ class Transfer:
         self._undo.close()
 
     def missing(self, wanted: Mapping[bytes, int], *, gather: bool = True) -> list[bytes]:
-        """Return which of these pieces (their sizes by digest) have to be sent, in their order.
+        """Return the digests of the pieces that have to be sent, in the order of `wanted`.
 
-        With `gather`, small ones that lie in too many containers are sent again, together, as a
-        save does it.
+        `wanted` has the sizes of the checkpoint's pieces by digest. With `gather`, small pieces
+        that are scattered over too many containers are sent again, to be stored together.
         """
         self._wanted = {digest: nbytes for digest, nbytes in wanted.items() if nbytes}
         held = self._index.find(self._wanted)
@@ -131,14 +131,15 @@ class Transfer:
         return [digest for digest in self._wanted if digest not in held or digest in scattered]
 
     def expect(self, sizes: Mapping[bytes, int], parts: Collection[bytes]) -> None:
-        """Take note of the sizes of pieces to send beside those of the checkpoint: anchors.
+        """Set the sizes, by digest, of pieces to send that the checkpoint does not list.
 
-        Those of `parts` that are no pieces of it have containers of their own.
+        These are the anchors and parts that its pieces are encoded against. `parts`, leaves stored
+        as pieces of their own, get separate containers.
         """
         self._sizes, self._parts = {**sizes}, {*parts} - self._wanted.keys()
 
     def complete(self) -> None:
-        """Make what was sent so far durable and known to the index; no name refers to it yet."""
+        """Make the pieces sent so far durable and add them to the index; set no reference."""
         for writer in self._writers.values():
             container = writer.finish()
             if container is not None:
@@ -149,10 +150,10 @@ class Transfer:
         self._index.refresh()
 
     def send(self, source: PieceSource, digests: Collection[bytes]) -> None:
-        """Copy pieces of another store, which `source` has open.
+        """Copy pieces from `source`.
 
         Raises:
-            CorruptTensorError, MissingObjectError: no intact copy of a piece is there.
+            CorruptTensorError, MissingObjectError: the source has no intact copy of a piece.
         """
         for digest in digests:
             if digest not in self._sent:
@@ -168,12 +169,13 @@ class Transfer:
         *,
         replace: bool = True,
     ) -> None:
-        """Make it all durable and commit it as `name`; `blobs` are pages and manifest, by name.
+        """Make everything durable and commit the checkpoint as `name`.
 
-        `check_name` runs under the lock of names, just before the name changes, and may raise.
+        `blobs` has the frames of pages and manifest by name, pages first. `check_name` is called
+        under the lock of names, just before the name changes, and may raise.
 
         Raises:
-            LostHitError: a piece that was there is gone.
+            LostHitError: a piece that was in the store is gone.
             NameTakenError: the name exists, and `replace` is off.
         """
         for part, blob in blobs.items():
