@@ -6,6 +6,8 @@
     trainer = Trainer(..., callbacks=[callback])
     trainer.train()
     trainer.train(resume_from_checkpoint=callback.check_out(folder))
+
+`FreezeCallback` keeps chosen layers bit-identical during the training.
 """
 
 import json
