@@ -1,8 +1,8 @@
 """The catalog of a remote: which container holds which piece.
 
 A piece is a tensor, a header or a small file, named by its digest. A container is an immutable
-object that holds pieces and ends in a table of them; a copy of the table is an object of its own. A
-piece may be stored as a delta: a difference from another piece, its base.
+object of pieces and a table of them; a copy of the table is an object of its own. A piece may be
+stored as a delta: a difference from another piece, its base.
 
 The catalog consists of immutable segments, which list containers with prefixes of the digests of
 their pieces. Offsets, encodings and bases are only in the tables. One small object, the head, names
@@ -12,10 +12,8 @@ decisions of the others (`commit`). Everything but the trash can be rebuilt from
 
 Prefixes of 16 bytes prove that a container holds a piece, and a push relies on them. Where the
 catalog has many pieces, large containers have prefixes of 3 or 4 bytes to save space. These only
-say that a container may hold a piece; its table decides (`confirm`).
-
-Beside each manifest lies a list of the containers that this checkpoint needs (`holders`), so that a
-pull need not read the whole catalog.
+say that a container may hold a piece; its table decides (`confirm`). Beside each manifest lies a
+list of the containers that it needs (`holders`), so that a pull need not read the whole catalog.
 """
 
 import random
@@ -72,10 +70,9 @@ _PAUSE_S: Final = 0.05
 class ListedContainer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The entry of a container in a segment: its name, its kind, its size and the pieces it holds.
 
-    `nbytes` is the size of the object. `alone` has the digest prefixes of pieces that are stored
-    without a base, `deltas` those of pieces that are stored as deltas. Both are concatenations of
-    prefixes of `width` bytes each. Prefixes shorter than PREFIX_BYTES do not prove that a piece is
-    in the container.
+    `nbytes` is the size of the object. `alone` has the digest prefixes, of `width` bytes each, of
+    pieces that are stored without a base; `deltas` has those of the others. Prefixes shorter than
+    PREFIX_BYTES do not prove that a piece is in the container.
     """
 
     name: bytes
@@ -91,10 +88,7 @@ class ListedContainer(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
         return (len(self.alone) + len(self.deltas)) // self.width
 
     def shortened(self, width: int) -> "ListedContainer":
-        """Return the entry with prefixes of at most `width` bytes.
-
-        An entry of few pieces is returned unchanged.
-        """
+        """Return the entry with prefixes of at most `width` bytes, unless it has few pieces."""
         if width >= self.width or self.pieces <= _FEW:
             return self
         alone, deltas = (
@@ -638,12 +632,10 @@ def commit(
     """Replace the head by a conditional write; return the catalog that it is based on.
 
     `change` receives the current catalog and returns the segments and the trash that the new head
-    names, or None to change nothing. After a conflict it is called again with the catalog that
-    another writer has committed. If a head with the same bytes is found after a conflict, it counts
-    as this call's own, unless `told_by_bytes` is False.
-
-    Raises:
-        RemoteBusyError: other writers were first every time.
+    names, or None to change nothing. After a conflict it is called again with the catalog of the
+    other writer. If the head then has exactly the bytes of this call, the write counts as
+    successful, unless `told_by_bytes` is False. Raises RemoteBusyError if other writers were first
+    every time.
     """
     for attempt in range(_ATTEMPTS):
         if (wanted := change(catalog)) is None:
@@ -747,10 +739,7 @@ def segment_of(
 
 
 def prefix_width(pairs: int, bits: int) -> int:
-    """Return the least prefix width in bytes at which `pairs` comparisons rarely collide.
-
-    The chance that any of them does is below 2^-bits.
-    """
+    """Return the least width in bytes at which a collision among `pairs` is rarer than 2^-bits."""
     return next(n for n in range(_SHORTEST, PREFIX_BYTES) if pairs < 1 << 8 * n - bits)
 
 

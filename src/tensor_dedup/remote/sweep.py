@@ -1,12 +1,12 @@
 """Garbage collection (gc) of a remote: delete objects that nothing refers to.
 
 Deletion takes two runs. The first condemns objects that no reference leads to and that are older
-than the lease: it removes them from the catalog and notes the time. A later run deletes objects
-that have been condemned for the lease and that, according to the references at that time, are still
-unused. A push that relied on such an object has ended by then, or has taken it off the list of
-condemned objects. Both replace the head of the catalog by conditional writes, so each notices the
-other. A run that loses such a race starts again, and reads the lists, the references and only new
-objects.
+than the lease, a period longer than any push takes: it removes them from the catalog and notes the
+time. A later run deletes objects that have been condemned for the lease and that, according to the
+references at that time, are still unused. A push that relied on such an object has ended by then,
+or has taken it off the list of condemned objects. Both replace the head of the catalog by
+conditional writes, so each notices the other. A run that loses such a race starts again, and reads
+the lists, the references and only new objects.
 
 Concurrent runs may delete the same objects. The list has an entry for each run that is deleting an
 object, with a time, so that a push avoids the object until all of them have ended. A run that was

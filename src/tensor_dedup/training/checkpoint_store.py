@@ -100,10 +100,9 @@ class CheckpointStore:
     A step takes space only for tensors that no step of any run in the store has yet. Every save
     compares each tensor by content, so a tensor that was changed in place is saved.
 
-    When a training returns to an earlier step and continues from there, the later steps of its
-    first attempt are outdated. Therefore `latest` and `keep_last` go by the order of saving, not by
-    step number. The place of each step in that order is in its manifest and does not depend on a
-    clock.
+    If a training returns to an earlier step and continues from there, the later steps of its first
+    attempt are outdated. Therefore `latest` and `keep_last` go by the order of saving, which is
+    kept in the manifests and does not depend on a clock.
 
     Any number of objects, runs and processes may use a store at once. Methods may be called from
     any thread; saves take turns. Errors of the store and its disk are StoreErrors; the subclass
@@ -334,19 +333,18 @@ class CheckpointStore:
         """Start saving a step in the background; `wait` of the result returns what was saved.
 
         On return the model may be changed, because tensors that the store does not have were
-        copied. If `lazy` is True, only small tensors, plain values, and arrays and tensors whose
-        writes torch does not count (numpy arrays, tensors made in inference mode) were copied.
-        Large tensors must then stay unchanged until `before_update` has returned. A write that
-        torch counts before that is a ChangedModelError; writes through `.data`, or through an array
-        that shares a tensor's memory, are not noticed. By default, `lazy` is True if an optimizer
-        is hooked.
+        copied. If `lazy`, only small tensors, plain values, and arrays and tensors whose writes
+        torch does not count (numpy arrays, tensors made in inference mode) were copied. Large
+        tensors must then stay unchanged until `before_update` has returned. A write that torch
+        counts before that is a ChangedModelError; writes through `.data`, or through an array that
+        shares a tensor's memory, go unnoticed. By default it is lazy if an optimizer is hooked.
 
         It waits while `in_flight` saves are unfinished. Tensors that do not fit into the pool are
         waited for until they are written.
 
         The error of a background save is raised once, by the next call of this method, `save`,
-        `before_update`, `close` or its own `wait`. If this call raises it, nothing was saved by
-        this call. It also raises the errors of `save`.
+        `before_update`, `close` or its own `wait`. If this call raises it, it has saved nothing. It
+        also raises the errors of `save`.
         """
         step_name(self.run_id, step)
         self._check_replaceable(step)
@@ -376,11 +374,7 @@ class CheckpointStore:
         *,
         files: "Mapping[str, str | bytes] | None" = None,
     ) -> StepSnapshot:
-        """Take a model apart for a later `commit`. Nothing is written.
-
-        The snapshot may share the model's memory, so the model must not be changed before the
-        commit.
-        """
+        """Take a model apart for `commit`; the result may share its memory. Nothing is written."""
         extracted = self._extract(model, step, metrics, files)
         taken = [(chunk.piece(), chunk.group) for chunk in extracted.chunks]
         ordered = in_groups((piece for piece, _ in taken), (group for _, group in taken))
@@ -437,10 +431,9 @@ class CheckpointStore:
         return saved
 
     def load(self, step: int, original: Any = None) -> Any:
-        """Load the model of a step, into `original` if one is given.
+        """Load the model of a step, into `original` if one is given; some adapters need one.
 
-        Every byte is verified. The cost depends on this step alone. Some adapters need an
-        `original`; others return new objects without it.
+        Every byte is verified. The cost depends on this step alone.
 
         Raises:
             UnknownStepError: the run has no such step.
@@ -566,11 +559,10 @@ class CheckpointStore:
             yield
 
     def prune(self, *, dry_run: bool = False, among: Collection[int] | None = None) -> list[int]:
-        """Delete the steps that no retention rule keeps, as each save does.
+        """Delete the steps that no retention rule keeps, as each save does; `gc` frees their space.
 
-        Returns the numbers of these steps; with `dry_run` they are not deleted. If `among` is
-        given, only these steps may be deleted. The step that was saved last, and steps that cannot
-        be read, are never deleted. `gc` frees the space.
+        Returns their numbers; with `dry_run` they are not deleted. With `among`, only these steps
+        may be deleted. The step saved last, and steps that cannot be read, are never deleted.
         """
         if self._drain is not None:
             return self._drain.prune(dry_run=dry_run, among=among)
@@ -624,11 +616,10 @@ class CheckpointStore:
         return self.store.gc(grace_hours)
 
     def drain(self, *, wait: bool = True, timeout: float | None = None) -> None:
-        """Copy all steps that are only on the fast tier to the second tier.
+        """Copy all steps that are only on the fast tier to the second tier, if there is one.
 
         Every save starts this for its own step. Call it to drain steps that other processes have
-        committed, as ranks do, or to wait. Without a second tier it does nothing. `timeout` is in
-        seconds.
+        committed, as ranks do, or to wait, for `timeout` seconds at most.
 
         Raises:
             DrainError: a step could not be copied, or not in time. It stays on the fast tier, and

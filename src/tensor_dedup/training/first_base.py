@@ -1,9 +1,9 @@
 """Find a base for the first step of a run: a stored checkpoint with similar tensors.
 
 The first step is stored as differences from the base. It is the checkpoint that the user names or,
-without one, the one that differs in the fewest bits of some samples. Only checkpoints with tensors
-with matching names, dtypes and sizes for the run's largest ones are compared. Fine-tunes of one
-base, runs of a hyperparameter sweep and restarted runs usually have such a base.
+without one, the one that differs in the fewest bits of some samples. Only checkpoints that have
+tensors of the dtypes, sizes and similar names of the run's largest ones are compared. Fine-tunes of
+one base, runs of a hyperparameter sweep and restarted runs usually have such a base.
 """
 
 import math
