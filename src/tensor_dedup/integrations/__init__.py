@@ -1,4 +1,4 @@
-"""Integrations that plug into other frameworks without patching them at import."""
+"""Plug-ins for training and serving frameworks. Importing them patches nothing."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,33 +1,35 @@
-"""Save DeepSpeed's checkpoints into a store while training goes on, chosen by its JSON alone.
+"""Save DeepSpeed checkpoints into a store in the background, configured in DeepSpeed's JSON alone.
 
     {"datastates_ckpt": {"store": "checkpoints", "run": "run-001"}, ...}
 
-For that key DeepSpeed imports a module `datastates`, which is a distribution of its own
-(packaging/datastates).
-`pool_bytes`, `compress`, `keep_last` and `drain` may stand there too; they are those of
-`CheckpointStore`, but `pool_bytes` bounds all copies of a rank, and `keep_last` counts whole
-checkpoints in one folder. When a checkpoint is whole, older ones are deleted, all files of them,
-with their pointers and folders that hold nothing else; with `drain` each rank deletes its own, when
-it saves or ends.
+For this key DeepSpeed imports a module `datastates`, which the separate distribution in
+packaging/datastates provides.
 
-`save_checkpoint` returns before anything is written. The optimizer's next step waits until what it
-changes is copied. When a file's state is durable, a pointer file that says where it is gets the
-file's name, and when all files of a checkpoint are, `latest` names it. So `load_checkpoint` without
-a tag finds the last checkpoint that is whole on all ranks, whenever a rank was killed, as long as
-each has a tag of its own. A tag that is saved again loses its pointers one by one: if a save of it
-fails or a rank is killed, it does not load until all its files were saved together again.
+The entry may also have `pool_bytes`, `compress`, `keep_last` and `drain`. They mean the same as in
+`CheckpointStore`, with two exceptions: `pool_bytes` limits all copies that a rank holds, and
+`keep_last` counts complete checkpoints in one folder. When a checkpoint is complete, older ones are
+deleted with their pointer files and with folders that contain nothing else. With `drain`, each rank
+deletes its own files, at its next save or at its end.
 
-A step is whole when it is on the fast tier. If that is lost before `drain` has copied the step,
-`latest` names what is nowhere. Loading says so, and which tag can be loaded; a program that
-restarts by itself asks `newest_tag`.
+`save_checkpoint` returns before anything is written. The next optimizer step waits until the state
+that it changes has been copied. Each file of a checkpoint is saved as a step in the store. When the
+step is durable, a small pointer file that names it is written in place of DeepSpeed's file. When
+all files of a checkpoint are durable, `latest` names it. So `load_checkpoint` without a tag finds
+the last checkpoint that is complete on all ranks, whenever a rank was killed, as long as each
+checkpoint has its own tag. Saving under an existing tag replaces its pointers one by one: if a save
+fails or a rank is killed, the tag cannot be loaded until all of its files are saved again.
+
+A checkpoint is complete when it is on the fast tier. If that tier is lost before `drain` has copied
+the checkpoint, `latest` names steps that no longer exist. Loading then fails with a message that
+names a tag that can be loaded; a program that restarts by itself can call `newest_tag`.
 
     mp_rank_00_model_states.pt                   names step 7 of RUN/mp_rank_00_model_states
     zero_pp_rank_1_mp_rank_00_optim_states.pt    names step 7 of RUN/zero_pp_rank_1_...
-    latest                                       is written by the rank that is last
+    latest                                       is written by the rank that finishes last
 
-DeepSpeed passes no more than its configuration, state and paths to such an engine; `save_latest` is
-not among them, so `latest` is always written. Ranks need one file system with locks for the store,
-and one for the checkpoint's folder.
+DeepSpeed passes its configuration, the state and the paths to the engine, but not `save_latest`, so
+`latest` is always written. All ranks need one shared file system with locks for the store, and one
+for the checkpoint's folder.
 """
 
 import json
@@ -242,10 +244,11 @@ class _FileRun(CheckpointStore):
 
 
 class DecoupledStoreEngine:
-    """What DeepSpeed takes for the engine of DataStates: it saves to a store in the background.
+    """A checkpoint engine with the interface of DataStates that saves to a store in the background.
 
-    The error of a save is raised once, by the optimizer's next step, the next `save`, or `wait`.
-    One training a run at a time: two at once replace each other's steps, and loading says so.
+    The error of a failed save is raised once, by the next optimizer step, the next `save`, or
+    `wait`. Only one training may save to a run at a time: two would replace each other's steps, and
+    loading such a checkpoint raises an error.
     """
 
     def __init__(self, deepspeed_config: Any, rank: int) -> None:
@@ -277,7 +280,10 @@ class DecoupledStoreEngine:
         weakref.finalize(self, hook.remove)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Start saving a state; files that are not states of a checkpoint are written as they are.
+        """Start saving the state of a checkpoint file.
+
+        Files other than model and optimizer states are written to `path` as plain files before this
+        returns.
 
         Raises:
             StoreError: An earlier save failed, or this state cannot be saved.
@@ -308,10 +314,11 @@ class DecoupledStoreEngine:
     def load(self, path: str, map_location: Any = None) -> Any:
         """Return the state that the file at `path` points to, on the CPU.
 
-        Waits for saves of this training. A file that is no pointer is loaded as DeepSpeed's own.
+        Waits for the saves of this engine first. A file that is not a pointer file is loaded as
+        DeepSpeed's own.
 
         Raises:
-            UnknownStepError: The step was deleted or lost since, or its checkpoint is not whole.
+            UnknownStepError: The step was deleted or lost, or its checkpoint is not complete.
             CorruptTensorError: The step is damaged.
         """
         self.wait(persist=True)
@@ -326,7 +333,7 @@ class DecoupledStoreEngine:
         return pointer.load(self._open_run, path, lambda: self._advice(file.parents[1]))
 
     def wait(self, persist: bool = False) -> None:
-        """Wait until the state may change, or, with `persist`, until all saves are durable.
+        """Wait until the state may be changed, or until all saves are durable if `persist`.
 
         Raises:
             StoreError: A save failed.
@@ -405,19 +412,18 @@ def newest_tag(
 ) -> str | None:
     """Return the tag of the last checkpoint in `folder` that can be loaded now, or None.
 
-    That is the one that `latest` names, unless its steps were lost with a fast tier; then it is the
-    last of which every file of every rank is in the store or in its second tier, by the times of
-    its pointer files. `store` and `drain` are those of DeepSpeed's JSON.
+    If the steps of the checkpoint that `latest` names are all there, its tag is returned. Otherwise
+    it is the checkpoint with the newest pointer files among those of which every file of every rank
+    is in the store or in its second tier. `store` and `drain` are the values in DeepSpeed's JSON.
 
         engine.load_checkpoint(folder, tag=newest_tag(folder, "fast", drain="lasting"))
 
-    Where torch.distributed is initialized, all ranks call it together: the first one decides, so
-    that all load the same. Steps that are only in `store` begin to be drained, as whenever a run is
-    opened.
+    Where torch.distributed is initialized, all ranks must call it together and all get the result
+    of rank 0. Opening the runs also starts draining steps that are only in `store`.
 
     Raises:
-        NotAStoreError: `store` or `drain` holds something else.
-        StoreError: A tier cannot be read. All ranks raise what the first one does.
+        NotAStoreError: `store` or `drain` is something other than a store.
+        StoreError: A tier cannot be read. All ranks raise the error of rank 0.
     """
     found: list[str | Exception | None] = [None]
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:

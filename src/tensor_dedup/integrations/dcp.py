@@ -7,12 +7,12 @@
     dcp.save(state, checkpoint_id=step, storage_writer=writer)
     dcp.load(state, checkpoint_id=step, storage_reader=StoreReader("checkpoints", "run-001"))
 
-`async_save` takes a writer too. Keep one writer for a whole run: it remembers the last step, which
-makes saving the next one faster.
+The writer also works with `dcp.async_save`. Keep one writer for a whole run: it remembers the last
+step, which makes saving the next one faster.
 
-Every rank stores what is new in its shards, and the coordinator merges the parts into one step
-(`tensor_dedup.training.sharded`). DCP's own metadata is stored in that step as a tensor of
-JSON, not as a pickle.
+Every rank stores the tensors of its shards that the store does not have, and the coordinator merges
+the parts into one step (`tensor_dedup.training.sharded`). DCP's own metadata is stored in that step
+as JSON, not as a pickle.
 """
 
 import json
@@ -80,8 +80,8 @@ class StoreWriter(StorageWriter):
     has already stored is not stored again. A step appears under its name once the coordinator has
     finished it; parts left behind by a rank that died are deleted when the next step is finished.
 
-    Save one step at a time: wait for the future of an `async_save` before the next. A pickled
-    writer opens the store again.
+    Save one step at a time: wait for the future of an `async_save` before the next save. A writer
+    may be pickled; the copy opens the store again.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class StoreWriter(StorageWriter):
         return self.__dict__ | {"_parts": {}, "_order": None}
 
     def close(self) -> None:
-        """Close what is kept open between saves."""
+        """Release the memory and files that the writer keeps between saves."""
         for part in self._parts.values():
             part.close()
         self._parts = {}
@@ -149,10 +149,10 @@ class StoreWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Store this rank's part of the step, which is durable when this returns.
+        """Store the tensors of this rank's plan; they are durable on return.
 
         Raises:
-            TakenPartError: RUN/part-RANK is not a part of this run and has this step already.
+            TakenPartError: RUN/part-RANK is a run of its own that has this step already.
             StoreError: The part cannot be saved.
             UnsupportedArrayError: An array of the part cannot be saved.
             NamedTwiceError: A tensor has the name under which another value is stored.

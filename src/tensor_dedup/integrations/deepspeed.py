@@ -5,14 +5,13 @@
 
     {"tensor_dedup": {"store": "checkpoints", "run": "run-001"}, ...}
 
-`save_checkpoint` then writes small pointer files that say where in the store the state is, and
-`load_checkpoint` follows them. Without that entry DeepSpeed behaves as before. To save while
-training goes on, and without `enable`, see `tensor_dedup.integrations.datastates`.
+`save_checkpoint` then writes the state into the store, and small pointer files in place of
+DeepSpeed's files; `load_checkpoint` follows them. Without that entry DeepSpeed behaves as before.
+To save in the background, and without `enable`, see `tensor_dedup.integrations.datastates`.
 
-DeepSpeed names files and looks for them on disk. All checkpoints saved under one file name, in
-whatever folder, belong to one run, and its steps are numbered in the order in which they are saved,
-whatever their tags are; equal tags in different folders therefore do not collide. The pointer file
-on disk says which step is meant.
+All checkpoint files of one name, in whatever folder, belong to one run of the store. Its steps are
+numbered in the order in which they are saved, whatever DeepSpeed's tags are, so equal tags in
+different folders do not collide. The pointer file says which step it stands for.
 """
 
 import importlib
@@ -61,7 +60,7 @@ _LONGEST: Final = 4096
 def enable() -> None:
     """Make DeepSpeed engines created from now on honour `tensor_dedup` in their configuration.
 
-    Calling it again in the same process does nothing.
+    Further calls in the same process do nothing.
 
     Raises:
         UnsupportedError: The installed DeepSpeed differs from the version this was tested with.
@@ -74,7 +73,7 @@ def enable() -> None:
 
 @cache
 def register_types() -> None:
-    """Teach the store the types of DeepSpeed that its checkpoints hold."""
+    """Register the types of DeepSpeed that checkpoints contain, so that they can be saved."""
     for name in ("LossScaler", "DynamicLossScaler"):
         _register(f"deepspeed.runtime.fp16.loss_scaler.{name}", lambda held: dict(vars(held)))
     _register("deepspeed.utils.tensor_fragment.fragment_address", lambda held: dict(vars(held)))
@@ -145,7 +144,7 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
         self._others = TorchCheckpointEngine(config_params)
 
     def create(self, info: Any) -> None:
-        """Do nothing, because a checkpoint begins with its first file."""
+        """Do nothing, because no preparation is needed before the first file of a checkpoint."""
 
     def save(self, state_dict: Any, path: str) -> None:
         """Save the state as a step and write a pointer to that step to `path`.
@@ -162,10 +161,10 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
     def load(self, path: str, map_location: Any = None) -> Any:
         """Return the state that the file at `path` points to, on the CPU.
 
-        A file that is no pointer is loaded as DeepSpeed's own, with `map_location`.
+        A file that is not a pointer file is loaded as DeepSpeed's own, with `map_location`.
 
         Raises:
-            UnknownStepError: The step was deleted or replaced since.
+            UnknownStepError: The step was deleted or replaced.
             CorruptTensorError: The step is damaged.
         """
         pointer = Pointer.read(Path(path))
@@ -174,18 +173,18 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
         return pointer.load(lambda run: CheckpointStore(self._store, run), path)
 
     def commit(self, info: Any) -> bool:
-        """Return True, because all files of a rank are durable already."""
+        """Return True: `save` has made each file durable already."""
         return True
 
     def preserves_storage_sharing(self) -> bool:
         """Return False, so that DeepSpeed does not copy views before it saves them.
 
-        Views are saved without the rest of their storage in any case.
+        Only the elements of a view are saved, never its whole storage.
         """
         return False
 
     def cleanup(self) -> None:
-        """Close what the runs keep open between saves."""
+        """Release the memory and files that the runs keep between saves."""
         for run in self._runs.values():
             run.close()
 
@@ -196,16 +195,17 @@ class StoreEngine(CheckpointEngine):  # type: ignore[misc]  # where DeepSpeed is
 
 
 class DamagedPointerError(AdvisedError):
-    """A pointer file is not what was written."""
+    """A pointer file is damaged."""
 
     advice = "delete it; `tensor-dedup runs list` shows the steps, and other tags can be loaded"
 
 
 class Pointer(msgspec.Struct, frozen=True, array_like=True, tag=TITLE, forbid_unknown_fields=True):
-    """What a pointer file says: the name and the manifest of a step.
+    """The content of a pointer file: the name of a step and the name of its manifest.
 
-    One of `tensor_dedup.integrations.datastates` also has the `key` of all files of its checkpoint
-    and, beside a model's states, the `counts` of files that make it whole.
+    Pointers written by `tensor_dedup.integrations.datastates` also have a `key`, which is the same
+    in all files of one checkpoint. Pointers to model states then have `counts`: how many files of
+    model states and of optimizer states make the checkpoint complete.
     """
 
     name: str
@@ -215,10 +215,10 @@ class Pointer(msgspec.Struct, frozen=True, array_like=True, tag=TITLE, forbid_un
 
     @classmethod
     def read(cls, path: Path) -> "Pointer | None":
-        """Return the pointer in a file, or None for DeepSpeed's own file, or none.
+        """Return the pointer in a file, or None if it is DeepSpeed's own file or absent.
 
         Raises:
-            DamagedPointerError: It begins as a pointer, and is none.
+            DamagedPointerError: The file begins like a pointer and cannot be decoded.
         """
         with suppress(FileNotFoundError), path.open("rb") as file:
             blob = file.read(_LONGEST)
@@ -235,13 +235,13 @@ class Pointer(msgspec.Struct, frozen=True, array_like=True, tag=TITLE, forbid_un
         path: str,
         advise: Callable[[], str] = lambda: UnknownStepError.advice,
     ) -> Any:
-        """Return the state; `path` is the file that is to be loaded.
+        """Return the state that the pointer names; `path` is the pointer file, for messages.
 
-        `open_run` returns the run of a name, with all tiers on which its steps may be. `advise`
-        returns the next step for whoever cannot load this one.
+        `open_run` opens the run with a given name, including its second tier if it has one.
+        `advise` returns the advice that ends the message if the step cannot be loaded.
 
         Raises:
-            UnknownStepError: The step was deleted, lost or replaced since.
+            UnknownStepError: The step was deleted, lost or replaced.
             CorruptTensorError: The step is damaged.
         """
         what = f"{self.name} is not what it was when this was saved"
@@ -257,9 +257,10 @@ class Pointer(msgspec.Struct, frozen=True, array_like=True, tag=TITLE, forbid_un
         raise UnknownStepError(f"{path}: {what}; {advise()}", path=path)
 
     def place(self, places: Callable[[str], Mapping[int, StepPlace]]) -> int | None:
-        """Return the place of the step in the order of saving, or None where `load` finds none.
+        """Return the step's place in the order of saving, or None if the step is not there.
 
-        `places` returns the steps of the run of a name.
+        `places` maps the name of a run to the places of its steps. A step that was saved again
+        since counts as absent.
         """
         step = parse_step_name(self.name)
         found = None if step is None else places(step.run).get(step.step)

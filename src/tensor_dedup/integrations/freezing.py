@@ -1,13 +1,13 @@
-"""Layers of a model that a training leaves as they are, to the last bit.
+"""Freeze layers of a model during training so that their weights stay bit-identical.
 
-from tensor_dedup.integrations import freeze
+    from tensor_dedup.integrations import freeze
 
-frozen = freeze(model, layers="0-5,*embed*")
-...  # train
-frozen.check()
+    frozen = freeze(model, layers="0-5,*embed*")
+    ...  # train
+    frozen.check()
 
-What fine-tunes of one base leave unchanged is one copy wherever they are served or stored together.
-A layer that only *nearly* stayed is not shared at all.
+Layers that several fine-tunes of one base leave unchanged are held once, in memory and in a store.
+A layer that differs in a single bit is not shared as a whole.
 """
 
 import threading
@@ -25,14 +25,14 @@ _SHOWN: Final = 4
 
 
 class FrozenLayerError(IntegrityError):
-    """A tensor of a frozen layer is not what it was when it was frozen."""
+    """A tensor of a frozen layer has changed since the layer was frozen."""
 
 
 class Frozen:
-    """Tensors of a model that are not trained, and what they were; made by `freeze`.
+    """The frozen tensors of a model and their digests; returned by `freeze`.
 
-    `names` are those of parameters and saved buffers, as in the model's `state_dict`. It does not
-    keep the model alive, and is for one thread at a time.
+    `names` are those of parameters and saved buffers, as in the model's `state_dict`. The object
+    does not keep the model alive. Use it from one thread at a time.
     """
 
     def __init__(self, model: torch.nn.Module, names: tuple[str, ...]) -> None:
@@ -65,14 +65,17 @@ class Frozen:
         return isinstance(module, _NormBase) or parameters <= self._were.keys()
 
     def note(self) -> None:
-        """Take what the tensors are now for what they are to stay: after weights were loaded."""
+        """Record the current content of the tensors as the content to keep.
+
+        Call it after weights were loaded into the model.
+        """
         self._were = {name: _identity(tensor) for name, tensor in self._tensors().items()}
 
     def check(self) -> None:
-        """Compare every byte with what was there when the layers were frozen.
+        """Compare every byte with the content that was recorded when the layers were frozen.
 
         Raises:
-            FrozenLayerError: a tensor has other bytes, another type or shape, or is gone.
+            FrozenLayerError: a tensor has other bytes, another dtype or shape, or is gone.
         """
         now = self._tensors()
         moved = [
@@ -89,7 +92,7 @@ class Frozen:
             )
 
     def thaw(self) -> None:
-        """Train these layers again; what changes from now on is no error."""
+        """Make these layers trainable again and stop checking them."""
         for parameter in self._trained:
             parameter.requires_grad = True
         for hook in self._hooks:
@@ -116,19 +119,19 @@ _frozen: Final = WeakKeyDictionary[torch.nn.Module, list[Frozen]]()
 
 
 def freeze(model: torch.nn.Module, layers: str) -> Frozen:
-    """Keep layers of a model bit-identical while the rest is trained.
+    """Keep layers of a model bit-identical while the others are trained.
 
-    Their parameters get no gradient, so an optimizer neither changes nor decays them, and keeps no
-    state for them; normalisation in them stays in evaluation mode, whatever `model.train()` says.
-    Freeze before the model is wrapped (DDP) and before the optimizer is made. The callbacks of
-    `tensor_dedup.integrations` check at every save that nothing has changed; elsewhere call
-    `check`.
+    Their parameters get no gradient, so an optimizer neither changes nor decays them and keeps no
+    state for them. Normalisation layers among them stay in evaluation mode, whatever
+    `model.train()` says. Freeze before the model is wrapped (DDP) and before the optimizer is made.
+    The callbacks of `tensor_dedup.integrations` check at every save that nothing has changed;
+    elsewhere call `check`.
 
     `layers` names blocks and patterns: `0-5`, `encoder.layers.0-3`, `*embed*`
     (`tensor_dedup.formats.layers.layer_names.meant`).
 
     Raises:
-        ConfigError: a part of `layers` fits no tensor of the model, or there is none.
+        ConfigError: a part of `layers` matches no tensor of the model, or `layers` is empty.
     """
     found = meant(by_layer(model.state_dict()), layers)
     names = tuple(name for layer in found.values() for name in sorted(layer))
@@ -141,7 +144,7 @@ def freeze(model: torch.nn.Module, layers: str) -> Frozen:
 
 
 def check_frozen(model: torch.nn.Module) -> None:
-    """Check what `freeze` has frozen of a model or of a part of it.
+    """Check all layers that `freeze` has frozen in a model and its submodules.
 
     Raises:
         FrozenLayerError: a tensor of a frozen layer has changed.

@@ -67,7 +67,7 @@ class StoreIO(CheckpointIO):
         self._last: dict[str, PendingSave] = {}
 
     def add(self, run: CheckpointStore, *, asynchronous: bool = False) -> None:
-        """Save and load the steps of another run too, by `save_async` when `asynchronous`."""
+        """Also save and load the steps of another run; save with `save_async` if `asynchronous`."""
         self._runs[run.run_id] = run
         if asynchronous:
             self._asynchronous.add(run.run_id)
@@ -97,14 +97,14 @@ class StoreIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return the checkpoint of a step, on the CPU, or of a file. Waits for the run's saves.
+        """Return a checkpoint from a step, on the CPU, or from a file. Waits for the run's saves.
 
-        A step that no store has is pulled from TENSOR_DEDUP_REMOTE, or else from `remote` of a
-        configuration file, if there is one.
+        A step that no store has is pulled from the remote in TENSOR_DEDUP_REMOTE, or else from
+        `remote` in a configuration file, if one is set.
 
         Raises:
             StoreError: A background save of the run has failed, or the remote has no such step.
-            UnknownStepError: There is no such step in any of the stores, and no remote.
+            UnknownStepError: There is no such step in any of the stores, and no remote is set.
         """
         if (step := _step(path)) is None:
             found: dict[str, Any] = self._other.load_checkpoint(path, map_location, weights_only)
@@ -116,7 +116,7 @@ class StoreIO(CheckpointIO):
         return loaded
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Delete a step or a file. Waits for the run's saves, not for what follows them.
+        """Delete a step or a file. Waits until the run's last background save is committed.
 
         Raises:
             UnknownStepError: There is no such step.
@@ -130,7 +130,7 @@ class StoreIO(CheckpointIO):
             self._of(step).delete(step.step)
 
     def teardown(self) -> None:
-        """Close the plugin that saves plain files."""
+        """Call `teardown` of the plugin that handles ordinary files."""
         self._other.teardown()
 
     def _of(self, step: StepName) -> CheckpointStore:
@@ -186,7 +186,7 @@ class StoreCallback(Callback):
         self._io, self._hooks = StoreIO(self.run), list[Hook]()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Let the trainer save and load steps by URL; other paths remain files.
+        """Install `StoreIO` in the trainer, so that it saves and loads `store://` URLs.
 
         Raises:
             UnsupportedError: The strategy bypasses `CheckpointIO`, or two callbacks save this run.
@@ -204,10 +204,10 @@ class StoreCallback(Callback):
         self._io.add(self.run, asynchronous=self._asynchronous)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Hook the optimizers.
+        """Hook the optimizers, and remember the step at which the training begins.
 
-        While gradients accumulate, batches end at the step that the training began with. It is not
-        saved: whoever resumed from it has it, and its gradients would be missing.
+        This step is not saved again: batches may still be at it while gradients accumulate, and a
+        checkpoint would lack the accumulated gradients.
         """
         self._saved = trainer.global_step
         if self._asynchronous and trainer.is_global_zero:
@@ -216,26 +216,26 @@ class StoreCallback(Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save if this step is due, once per optimizer step."""
+        """Save if this step is due, at most once per optimizer step."""
         step = trainer.global_step
         if self._every != "epoch" and step % self._every == 0 and step != self._saved:
             self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save if the callback saves every epoch.
+        """Save if the callback saves every epoch, and wait until the weights have been copied.
 
-        What averages weights may swap them then, so nothing is left to be copied.
+        Callbacks that average weights may swap them at this point.
         """
         if self._every == "epoch":
             self._save(trainer)
         self.run.before_update()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Wait until the weights may be swapped."""
+        """Wait until the weights have been copied, since other callbacks may swap them now."""
         self.run.before_update()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Wait for the last save, and close what the run keeps open between saves.
+        """Wait for the last save, and release the memory and files that the run keeps.
 
         Raises the error of a failed background save.
         """
@@ -243,7 +243,7 @@ class StoreCallback(Callback):
         self.run.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Wait for the last save; if that failed too, the exception gets a note."""
+        """Wait for the last save; if the save failed too, add a note to the exception."""
         self._unhook()
         self.run.__exit__(type(exception), exception, None)
 
@@ -271,8 +271,8 @@ class FreezeCallback(Callback):
     """A callback that keeps layers bit-identical, as `tensor_dedup.integrations.freeze` does.
 
     `layers` names blocks and patterns of the LightningModule's `state_dict`:
-    `FreezeCallback("0-5,*embed*")`. A tensor that changes all the same ends the training with a
-    `FrozenLayerError`, at the next save or at the end.
+    `FreezeCallback("0-5,*embed*")`. If a frozen tensor has changed, the next save or the end of the
+    training raises a `FrozenLayerError`.
     """
 
     def __init__(self, layers: str) -> None:
@@ -280,7 +280,7 @@ class FreezeCallback(Callback):
         self._frozen: Frozen | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Freeze, before the optimizers are made.
+        """Freeze the layers before the optimizers are made.
 
         Raises:
             ConfigError: the module has no such layer.
@@ -289,7 +289,7 @@ class FreezeCallback(Callback):
             self._frozen = freeze(pl_module, self._layers)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note what the layers are now: a resumed training has loaded them since."""
+        """Record the current weights as those to keep, since a checkpoint may have been loaded."""
         if self._frozen is not None:
             self._frozen.note()
 

@@ -1,11 +1,13 @@
 """Save every step or epoch of Transformers' Trainer into a store.
 
-from tensor_dedup.integrations.trainer import StoreCallback
+    from tensor_dedup.integrations.trainer import StoreCallback
 
-callback = StoreCallback("checkpoints", "run-001", every=100)
-trainer = Trainer(..., callbacks=[callback])
-trainer.train()
-trainer.train(resume_from_checkpoint=callback.check_out(folder))
+    callback = StoreCallback("checkpoints", "run-001", every=100)
+    trainer = Trainer(..., callbacks=[callback])
+    trainer.train()
+    trainer.train(resume_from_checkpoint=callback.check_out(folder))
+
+`FreezeCallback` keeps chosen layers bit-identical during the training.
 """
 
 import json
@@ -60,11 +62,11 @@ class StoreCallback(TrainerCallback):
     this step. Process 0 saves models that every process holds in full; models sharded by FSDP or
     DeepSpeed are refused with `UnsupportedError`; use `tensor_dedup.integrations.dcp` there.
 
-    A step is saved once Trainer has logged and evaluated it, just before the next step begins: its
-    metrics are known then, and an evaluation moves random states and learning rates.
+    A step is saved just before the next step begins. By then Trainer has logged and evaluated it,
+    so its metrics are known, and random states and learning rates are those after the evaluation.
 
-    Other callbacks are not resumed: they begin in their initial state. Of several processes each
-    gets its own random states back, if they are as many as before.
+    The state of other callbacks is not restored. With several processes, each gets its own random
+    states back if the number of processes is the same as before.
     """
 
     def __init__(
@@ -128,19 +130,19 @@ class StoreCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Note whether this step is to be saved."""
+        """Mark the state as due to be saved if this is one of every `every` steps."""
         self._due |= self._every != "epoch" and state.global_step % self._every == 0
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Note that an epoch is to be saved."""
+        """Mark the state as due to be saved if `every` is "epoch"."""
         self._due |= self._every == "epoch"
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Save if the last step of the epoch before is due.
+        """Save if the last step of the previous epoch is due.
 
         Trainer restores random states here when it resumes between epochs. A `StoreError` ends the
         training and leaves all saved steps intact.
@@ -150,7 +152,7 @@ class StoreCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Save if the step before is due.
+        """Save if the previous step is due.
 
         Trainer restores random states here when it resumes in an epoch. A `StoreError` ends the
         training and leaves all saved steps intact.
@@ -160,9 +162,9 @@ class StoreCallback(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Save if the last step of the training is due, when Trainer logs how the training went.
+        """Save the last step of the training, if it is due, when Trainer logs its final summary.
 
-        Trainer may load its best model after that, so nothing is left to be copied then.
+        Trainer may load its best model after that, so this waits until the state has been copied.
         """
         if "train_runtime" in given.get("logs", {}):
             self._save_if_due(args, replace(state, log_history=state.log_history[:-1]), given)
@@ -171,7 +173,7 @@ class StoreCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Wait for the last save, and close what the run keeps open between saves.
+        """Wait for the last save, and release the memory and files that the run keeps.
 
         Raises the error of a failed background save.
         """
@@ -181,7 +183,7 @@ class StoreCallback(TrainerCallback):
     def check_out(self, folder: StrPath, step: int | None = None) -> str:
         """Write a folder for `Trainer.train(resume_from_checkpoint=...)` and return its path.
 
-        `step` defaults to the latest one. Waits for saves in the background.
+        `step` defaults to the latest one. Waits for background saves.
 
         Raises:
             StoreError: A background save has failed.
@@ -239,10 +241,10 @@ class StoreCallback(TrainerCallback):
 class FreezeCallback(TrainerCallback):
     """A callback that keeps layers bit-identical, as `tensor_dedup.integrations.freeze` does.
 
-    `layers` names blocks and patterns: `FreezeCallback("0-5,*embed*")`. A tensor that changes all
-    the same ends the training with a `FrozenLayerError`: before Trainer or `StoreCallback` saves
-    it, or at the end. So does a checkpoint that is resumed and has other bytes in these layers than
-    the model was made with.
+    `layers` names blocks and patterns: `FreezeCallback("0-5,*embed*")`. If a frozen tensor has
+    changed, a `FrozenLayerError` ends the training: before Trainer or `StoreCallback` saves, or at
+    the end of the training. Resuming a checkpoint whose frozen layers differ from those of the
+    model that Trainer was given raises the same error.
     """
 
     def __init__(self, layers: str) -> None:
@@ -252,7 +254,7 @@ class FreezeCallback(TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Freeze, before Trainer makes its optimizer and wraps the model.
+        """Freeze the layers before Trainer makes its optimizer and wraps the model.
 
         Raises:
             ConfigError: the model has no such layer.
@@ -262,10 +264,10 @@ class FreezeCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Note what the layers are now, or check them if a checkpoint was loaded since.
+        """Record the current weights as those to keep or, when a training is resumed, check them.
 
         Raises:
-            FrozenLayerError: a training is resumed, and its checkpoint has other bytes.
+            FrozenLayerError: the checkpoint that is resumed has other bytes in the frozen layers.
         """
         if self._frozen is None:
             return
@@ -291,21 +293,27 @@ class FreezeCallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """As `on_step_end`."""
+        """Raise `FrozenLayerError` if a frozen tensor has changed and Trainer is about to save."""
         if control.should_save:
             self._check()
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """As `on_step_end`, where the result decides whether Trainer saves."""
+        """Raise `FrozenLayerError` if a frozen tensor has changed and `save_strategy` is "best".
+
+        The result of the evaluation then decides whether Trainer saves.
+        """
         if args.save_strategy == "best":
             self._check()
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Raise `FrozenLayerError` if a later callback has changed a frozen tensor meanwhile."""
+        """Raise `FrozenLayerError` if a frozen tensor has changed.
+
+        Another callback may have changed one after the last check.
+        """
         self._check()
 
     def on_train_end(

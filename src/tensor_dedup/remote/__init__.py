@@ -1,4 +1,4 @@
-"""Remotes: checkpoints in object storage, pushed and pulled at the price of what is missing."""
+"""Remotes: checkpoints in object storage. A push or pull transfers only missing pieces."""
 
 from tensor_dedup.remote.remote import Remote
 from tensor_dedup.remote.results import TransferResult

@@ -1,4 +1,4 @@
-"""What a server says of an object and why obstore fails, in our terms. No I/O."""
+"""Interpret what a server says of an object, and the texts of obstore's errors. No I/O."""
 
 import hashlib
 import json
@@ -16,9 +16,9 @@ _KEYS: Final = re.compile(r"[Cc]redential|service account|Access ?Key|pem file|S
 
 @dataclass(frozen=True, slots=True)
 class ObjectStatus:
-    """What a server says of an object: its size, a tag that changes with it, when it was written.
+    """The metadata of an object: its key, size in bytes, tag and modification time.
 
-    `modified` is in seconds of the server's clock.
+    The tag (ETag) changes with the content. `modified` is in seconds of the server's clock.
     """
 
     key: str
@@ -27,36 +27,42 @@ class ObjectStatus:
     modified: float
 
     def surely_is(self, data: bytes) -> bool:
-        """Return whether these are known to be the bytes, by a tag of the kind that S3 gives."""
+        """Return whether size and tag prove that the object is `data`.
+
+        Only a tag that is the MD5 of the content does, as on S3.
+        """
         md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()
         return self.size == len(data) and self.tag.strip('"') == md5
 
     def may_be(self, data: bytes) -> bool:
-        """Return whether these may be the bytes, by a tag that may be of that kind."""
+        """Return False if size or tag show that the object is not `data`.
+
+        A tag that is not an MD5 shows nothing.
+        """
         is_sum = _MD5.fullmatch(self.tag.strip('"')) is not None
         return self.size == len(data) and (not is_sum or self.surely_is(data))
 
 
 def too_large(where: str, size: int, limit: int) -> DamagedRemoteError:
-    """Return the error about an object that is larger than any of its kind."""
+    """Return the error for an object of `size` bytes, more than the `limit` for its kind."""
     return DamagedRemoteError.at(where, f"{size} bytes, the limit is {limit}", size=size)
 
 
 def status_of(meta: Any) -> ObjectStatus:
-    """Translate what obstore says of an object."""
+    """Convert the metadata that obstore returns for an object."""
     # Azure's has quotes in an answer to HEAD, and none in a list.
     tag = (meta["e_tag"] or "").removeprefix("W/").strip('"')
     return ObjectStatus(meta["path"], meta["size"], tag, meta["last_modified"].timestamp())
 
 
 def version_of(meta: Any) -> str:
-    """Return what a condition is about: a tag with S3 and Azure, a version with Google."""
+    """Return what a conditional write compares, as JSON: an ETag or, for Google, a version."""
     both = {"e_tag": meta["e_tag"], "version": meta["version"]}
     return json.dumps({key: value for key, value in both.items() if value is not None})
 
 
 def is_about_credentials(text: str) -> bool:
-    """Return whether an error of obstore is about credentials, by its text."""
+    """Return whether the text of an obstore error is about credentials."""
     text = told(text)
     # S3 answers 400 where a token has expired, and to HEAD it cannot say so.
     if text.startswith("HEAD ") and "status code: 400 " in text:
@@ -68,18 +74,21 @@ def is_about_credentials(text: str) -> bool:
 
 
 def is_about_ranges(text: str) -> bool:
-    """Return whether an error of obstore is about a range that was answered with all."""
+    """Return whether an obstore error is about a range answered with the whole object."""
     signs = ("non-partial response", "Range request not supported")
     return any(sign in text for sign in signs)
 
 
 def is_about_keys(text: str) -> bool:
-    """Return whether an error of obstore is about credentials that nobody was shown yet."""
+    """Return whether an obstore error is about credentials it could not even parse."""
     return _KEYS.search(text) is not None
 
 
 def raise_panic(where: str, error: BaseException) -> None:
-    """Raise the error about a panic of obstore, which has no class that could be caught."""
+    """Raise RemoteUnreachableError if `error` is a panic of obstore; else return.
+
+    The class of such panics cannot be imported, so they are recognised by its name.
+    """
     if type(error).__name__ == "PanicException":
         what = f"obstore cannot go on, as with a wrong setting ({scrubbed(str(error))})"
         raise RemoteUnreachableError.at(where, what) from None

@@ -1,7 +1,8 @@
-"""Objects under keys: a folder, object storage, or a plain web server.
+"""Buckets: objects under keys, in a folder, in object storage or behind a plain web server.
 
-No other module of the store talks to a server. Credentials come from the environment alone, as
-obstore reads it; a URL that holds one is refused, and no text of a server is passed on unscrubbed.
+No other module of the store talks to object storage. Credentials come from the environment alone,
+as obstore reads them. A URL that contains one is refused, and credentials are removed from every
+text of a server that is passed on.
 """
 
 import errno
@@ -98,10 +99,13 @@ _Out = TypeVar("_Out")
 
 
 class Bucket(ABC):
-    """Objects under keys, of which readers see the old or the new, whole. Safe from any thread.
+    """A collection of objects under keys, each replaced as a whole. Safe from any thread.
+
+    A reader sees either the old or the new object, never a mixture.
 
     Raises:
-        RemoteUnreachableError, RemoteAccessError: the server does not answer, or refuses.
+        RemoteUnreachableError, RemoteAccessError: from any method, if the server does not answer or
+            refuses the request.
     """
 
     # Whether it is a plain web server's: it takes no objects, and seldom lists any.
@@ -114,95 +118,103 @@ class Bucket(ABC):
         self.traffic = Traffic()
 
     def at(self, key: str) -> str:
-        """Return how an object is called in messages."""
+        """Return the URL of an object, for messages."""
         return f"{self.url}/{key}"
 
     def foreign(self) -> str | None:
-        """Return the name of something that is there and no remote's, where a look finds it."""
+        """Return the name of an entry that belongs to no remote, or None if none is known.
+
+        Only a folder is looked through.
+        """
         return None
 
     def outer(self) -> str | None:
-        """Return the remote or the store that this would lie in the way of, if a look finds it."""
+        """Return the path of a remote or store that contains this bucket, or None if none is known.
+
+        Only folders are looked through.
+        """
         return None
 
     @abstractmethod
     def get(self, key: str, limit: int) -> tuple[bytes, str] | None:
-        """Return an object and the tag for `put_if`, or None if there is none.
+        """Return an object's bytes and its tag for `put_if`, or None if there is no object.
 
         Raises:
             DamagedRemoteError: it is larger than `limit` bytes.
         """
 
     def still_has(self, key: str, tag: str) -> bool:
-        """Return whether an object has this tag of `get` still, asked in a second request.
-
-        A server that knows such a condition for reading judges it itself.
-        """
+        """Return whether an object still has the tag that `get` returned; sends a request."""
         found = self.get(key, TEXT_BYTES)
         return found is not None and found[1] == tag
 
     @abstractmethod
     def get_range(self, key: str, start: int, stop: int) -> memoryview:
-        """Return bytes of an object, fewer where it is shorter.
+        """Return the bytes from `start` to `stop` of an object, fewer if the object is shorter.
 
-        Raises FileNotFoundError where there is no such object.
+        Raises:
+            FileNotFoundError: there is no such object.
         """
 
     def stream_range(
         self, key: str, start: int, stop: int, arrived: Callable[[memoryview], None]
     ) -> None:
-        """Hand over what `get_range` returns, in order, as it arrives where that can be seen."""
+        """Pass the bytes of a range to `arrived` in order, streaming if the bucket can."""
         arrived(self.get_range(key, start, stop))
 
     @abstractmethod
     def head(self, key: str) -> ObjectStatus | None:
-        """Return what is at a key, or None. Its tag is comparable to those of `list` only."""
+        """Return the status of an object, or None if there is none.
+
+        Compare its tag only with tags from `list`, not with those from `get`.
+        """
 
     @abstractmethod
     def put(self, key: str, chunks: Sequence[memoryview] | Iterator[memoryview]) -> None:
-        """Write an object, in place of what was there.
+        """Write an object, replacing an existing one.
 
-        Of a sequence, all is in memory, and goes in one request; an iterator is read in parts.
+        A sequence of chunks is in memory and is sent in one request. An iterator is sent in parts.
         """
 
     def put_once(self, key: str, data: memoryview) -> bool:
-        """Write an object; return whether no request can be reading `data` any more.
+        """Write an object; return whether no request can still be reading `data`.
 
-        That is known where the only one succeeded: a server or a gateway that has given up on one
-        may go on reading it while another one is answered, and may carry it out.
+        True means that a single request was sent and succeeded. After a retry, an abandoned request
+        may still read `data`, and may even be carried out later.
         """
         self.put(key, [data])
         return True
 
     @abstractmethod
     def put_if(self, key: str, data: bytes, tag: str | None) -> bool:
-        """Write an object if it still has the tag of `get`; None: if there is none.
+        """Write an object if it still has the tag from `get` or, with None, if there is no object.
 
-        False says to look: a response that was lost may have been of a write that took place.
+        Returns False if the condition failed. Read the object then: the write may have taken place
+        and its response been lost.
         """
 
     @abstractmethod
     def list(self, prefix: str) -> Iterator[ObjectStatus]:
-        """Iterate over the objects whose keys begin so."""
+        """Iterate over the statuses of all objects whose keys begin with `prefix`."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Delete an object; nothing happens where there is none."""
+        """Delete an object; do nothing if there is none."""
 
     def delete_once(self, key: str) -> bool:
-        """Delete an object; return whether no request to do so can be under way any more.
+        """Delete an object; return whether no deletion request can still be under way.
 
-        That is known where the only one was answered: a gateway that gave up on one may carry it
-        out when another one has been answered.
+        True means that a single request was sent and answered. After a retry, an abandoned request
+        may still be carried out later.
         """
         self.delete(key)
         return True
 
     def settle(self, key: str) -> None:  # noqa: B027 (what a server shows is durable)
-        """Make durable what is at a key: who wrote it may have died before it was."""
+        """Make an object durable, in case its writer died before doing so."""
 
     def now(self) -> float:
-        """Return the server's time in seconds: that of an object which was written just now."""
+        """Return the server's current time in seconds, found by writing a small object."""
         key = f"{PROBE}{secrets.token_hex(8)}"
         self.put(key, [memoryview(b"now")])
         status = self.head(key)
@@ -212,7 +224,7 @@ class Bucket(ABC):
         return status.modified
 
     def each(self, call: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
-        """Call a function for each of some items on several threads; results in order."""
+        """Call a function for each item on several threads; yield the results in order."""
         waiting = [*items]
         if len(waiting) < 2:
             yield from map(call, waiting)
@@ -228,7 +240,7 @@ class Bucket(ABC):
 
 
 class FolderBucket(Bucket):
-    """A folder as a bucket; conditions hold between all processes of this machine."""
+    """A local folder as a bucket. Conditional writes work between processes of one machine."""
 
     is_local = True
 
@@ -238,7 +250,7 @@ class FolderBucket(Bucket):
 
     @property
     def root(self) -> Path:
-        """The folder."""
+        """The path of the folder."""
         return self._root
 
     def foreign(self) -> str | None:
@@ -395,9 +407,9 @@ def _tag(blob: bytes) -> str:
 
 
 class ServerBucket(Bucket):
-    """Object storage behind obstore: S3 and what speaks its protocol, Google's, Azure's, the web.
+    """Object storage accessed through obstore: S3-compatible, Google, Azure, or a plain web server.
 
-    Requests that fail on the way are sent again by obstore, a few times; `traffic` has them once.
+    obstore repeats requests that fail on the way, a few times; `traffic` counts each only once.
     """
 
     def __init__(

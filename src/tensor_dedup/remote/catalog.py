@@ -1,16 +1,19 @@
-"""The catalog of a remote: which container holds a piece. A cache, but for what is condemned.
+"""The catalog of a remote: which container holds which piece.
 
-Immutable segments list containers with the first bytes of their pieces' digests; the rest (where a
-piece lies, how it is encoded, against what) is in the containers' tables. One small object, the
-head, names the segments that count. It changes by conditional writes only, and every push and every
-gc goes through it: so each sees what the other has decided (`commit`).
+A piece is a tensor, a header or a small file, named by its digest. A container is an immutable
+object of pieces and a table of them; a copy of the table is an object of its own. A piece may be
+stored as a delta: a difference from another piece, its base.
 
-Of a container with few pieces there are 16 bytes for each, and a push relies on them. Of one with
-many there are 3 or 4, or the catalog would be larger than what a small fine-tune sends: these say
-where a piece may be, and the container's table says whether it is (`confirm`).
+The catalog consists of immutable segments, which list containers with prefixes of the digests of
+their pieces. Offsets, encodings and bases are only in the tables. One small object, the head, names
+the current segments and the trash: the list of unused objects that a gc has condemned, which are
+deleted later. Every push and every gc replaces the head by a conditional write, so each sees the
+decisions of the others (`commit`). Everything but the trash can be rebuilt from the tables.
 
-Beside each manifest lies a segment of its own, its holders: they name the containers of this
-checkpoint alone, so a pull need not read what the catalog says of all the others.
+Prefixes of 16 bytes prove that a container holds a piece, and a push relies on them. Where the
+catalog has many pieces, large containers have prefixes of 3 or 4 bytes to save space. These only
+say that a container may hold a piece; its table decides (`confirm`). Beside each manifest lies a
+list of the containers that it needs (`holders`), so that a pull need not read the whole catalog.
 """
 
 import random
@@ -65,10 +68,11 @@ _PAUSE_S: Final = 0.05
 
 
 class ListedContainer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A container in a segment: name, kind, size of its object, and prefixes of digests.
+    """The entry of a container in a segment: its name, its kind, its size and the pieces it holds.
 
-    `alone` has those of pieces that are stored without a base, `deltas` those of the others; each
-    is `width` bytes long. Shorter ones than PREFIX_BYTES prove nothing.
+    `nbytes` is the size of the object. `alone` has the digest prefixes, of `width` bytes each, of
+    pieces that are stored without a base; `deltas` has those of the others. Prefixes shorter than
+    PREFIX_BYTES do not prove that a piece is in the container.
     """
 
     name: bytes
@@ -80,11 +84,11 @@ class ListedContainer(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
     @property
     def pieces(self) -> int:
-        """The number of pieces."""
+        """The number of pieces in the entry."""
         return (len(self.alone) + len(self.deltas)) // self.width
 
     def shortened(self, width: int) -> "ListedContainer":
-        """Return the same with prefixes that are no longer than `width`, where it has many."""
+        """Return the entry with prefixes of at most `width` bytes, unless it has few pieces."""
         if width >= self.width or self.pieces <= _FEW:
             return self
         alone, deltas = (
@@ -95,7 +99,7 @@ class ListedContainer(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
 
 
 class CatalogSegment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the frame of a segment holds."""
+    """The decoded content of a segment: a list of containers."""
 
     containers: Sequence[ListedContainer]
 
@@ -108,9 +112,10 @@ class _Head(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Trash(msgspec.Struct, frozen=True):
-    """What nothing refers to: keys condemned since a second, and keys that gcs are deleting.
+    """The unused objects of a remote, by key: those that are condemned and those being deleted.
 
-    Of these, each has the seconds since when, one for each gc that is deleting it.
+    `condemned` has the second, of the server's clock, since when each key is condemned. `deleting`
+    has one such second for each gc that is deleting the key.
     """
 
     condemned: dict[str, int]
@@ -144,9 +149,9 @@ CatalogChange: TypeAlias = tuple[Mapping[bytes, list[ListedContainer]], Trash]
 def listed(
     container: ContainerId, table: Table, there: Collection[bytes] | None = None
 ) -> ListedContainer:
-    """Return the entry of a container, with prefixes that are not shortened.
+    """Return the catalog entry of a container, with prefixes of full length.
 
-    Without the differences from what is not `there`, if that is given.
+    If `there` is given, deltas are left out unless all their bases are in `there`.
     """
     blob = tables.encode(table).blob
     records = table.records
@@ -165,7 +170,7 @@ def listed(
 
 
 def bases_listed(entry: ListedContainer, table: Table) -> set[bytes]:
-    """Return what those differences of a table are against that the entry of a catalog has."""
+    """Return the digests of the bases of those deltas in a table that the catalog entry lists."""
     width = entry.width
     there = {*_split(entry.deltas, width)}
     return {base for r in table.records if r.digest[:width] in there for base in r.bases}
@@ -173,9 +178,9 @@ def bases_listed(entry: ListedContainer, table: Table) -> set[bytes]:
 
 @dataclass
 class Catalog:
-    """The catalog as it was read: containers, and which of them hold a piece.
+    """The catalog in memory: the containers, and an index of which of them hold a piece.
 
-    `tag` is that of the head, None where there was none.
+    `tag` is the tag of the head, or None if the remote had no head.
     """
 
     containers: dict[ContainerId, ListedContainer] = field(default_factory=dict)
@@ -196,7 +201,7 @@ class Catalog:
     _widths: set[int] = field(default_factory=set)
 
     def add(self, container: ListedContainer) -> None:
-        """Take an entry in."""
+        """Add the entry of a container, unless the container is known already."""
         key = ContainerId(container.name.hex(), container.kind)
         if key in self.containers:
             return
@@ -207,7 +212,7 @@ class Catalog:
                 found.setdefault(prefix, []).append(key)
 
     def learn(self, container: ListedContainer) -> None:
-        """Take an entry in instead of the one that says less of the same container."""
+        """Replace the entry of a container by a more precise one."""
         key = ContainerId(container.name.hex(), container.kind)
         less = self.containers.pop(key)
         for found, held in ((self._alone, less.alone), (self._deltas, less.deltas)):
@@ -216,9 +221,9 @@ class Catalog:
         self.add(container)
 
     def only(self, digests: Iterable[bytes]) -> list[ListedContainer]:
-        """Return the entries of containers that hold these pieces, with these alone, each once.
+        """Return entries that list these pieces and no others, each piece in one container only.
 
-        Only for a catalog none of whose prefixes are shortened.
+        Usable only if no prefix in the catalog is shortened.
         """
         found: dict[ContainerId, tuple[list[bytes], list[bytes]]] = {}
         for key in dict.fromkeys(each[:PREFIX_BYTES] for each in digests):
@@ -237,8 +242,8 @@ class Catalog:
     def holders(self, digest_: bytes, *, alone: bool = False) -> list[ContainerId]:
         """Return the containers that hold a piece or, with `alone`, hold it without a base.
 
-        Those that only may hold it (`is_doubtful`) come last. Those that hold it as a difference
-        from what is nowhere are left out, once that is known (`unheld`).
+        Containers that only may hold it (`is_doubtful`) come last. Deltas whose base is known to be
+        lost (`unheld`) do not count.
         """
         keys = [digest_[:width] for width in sorted(self._widths, reverse=True)]
         found = [each for key in keys for each in self._alone.get(key, [])]
@@ -249,14 +254,14 @@ class Catalog:
         return sorted(found, key=self.is_doubtful)
 
     def is_doubtful(self, container: ContainerId) -> bool:
-        """Return whether what is known of a container are shortened prefixes."""
+        """Return whether the entry of a container has only shortened prefixes."""
         return self.containers[container].width < PREFIX_BYTES
 
     def assure(self, digests: Iterable[bytes]) -> None:
-        """Note that a reference there leads to these pieces, before any table is read.
+        """Record that a reference on the remote leads to these pieces, before any table is read.
 
-        Where one container only may hold a piece, it does, and its table need not be read. Of two,
-        either may be the one whose table cannot be read: then the other holds nothing for sure.
+        A piece that only one container may hold is then known to be there, and its table need not
+        be read. If two containers may hold a piece, this proves nothing about either.
         """
         self._assured = {digest_ for digest_ in digests if self._has_one_holder(digest_)}
 
@@ -266,16 +271,16 @@ class Catalog:
         return len({*held}) == 1 and len(alone) in (0, len(held))
 
     def is_assured(self, digest_: bytes) -> bool:
-        """Return whether a piece is known to be in its one holder, whose table need not be read."""
+        """Return whether `assure` has shown that the only possible holder has this piece."""
         return digest_ in self._assured
 
 
 def confirm(
     bucket: Bucket, catalog: Catalog, digests: Collection[bytes], *, alone: bool = False
 ) -> None:
-    """Read tables until the first of the `holders` of each piece holds it, or there are none.
+    """Read tables of doubtful containers until the first of the `holders` of each piece is certain.
 
-    A container whose table is gone or damaged counts as one that holds nothing.
+    A container whose table is missing or damaged counts as empty.
     """
 
     def exact(container: ContainerId) -> ListedContainer:
@@ -305,10 +310,10 @@ def confirm(
 def unheld(
     bucket: Bucket, catalog: Catalog, digests: Collection[bytes], *, suspicious: bool = False
 ) -> set[bytes]:
-    """Return the pieces that no container holds; for that tables may be read (`confirm`).
+    """Return the pieces that no container holds; reads tables where the catalog is not certain.
 
-    Where damage is noted, or with `suspicious`, a difference is held only where what it is against
-    is held too. The catalog does not say what that is, so the tables of differences are read.
+    If damage is noted on the remote, or with `suspicious`, a delta counts only if its base is held
+    too. Tables of containers with deltas are then read, because only they name the bases.
     """
     confirm(bucket, catalog, digests)
     if suspicious or DAMAGED in catalog.trash.condemned.values():
@@ -355,11 +360,12 @@ def read_catalog(
 ) -> Catalog | None:
     """Read the catalog, or return None if there is no head.
 
-    Segments that are `known` are not read again: they are named by what they hold.
+    `known` has segments that were read before, by name; these are not read again. The trash is read
+    only `with_trash`.
 
     Raises:
-        DamagedRemoteError, MissingRemoteError: its head or a segment is damaged, or gone.
-        NewerFormatError, FormerRemoteError: they are from after or from before version 1.
+        DamagedRemoteError, MissingRemoteError: the head or a segment is damaged or missing.
+        NewerFormatError, FormerRemoteError: they have a format later or earlier than version 1.
     """
     found = bucket.get(layout.HEAD, layout.HEAD_BYTES)
     if found is None:
@@ -466,11 +472,11 @@ def _unpacked(keys: _Keys) -> Iterator[str]:
 def decode_segment(
     blob: bytes, where: str, form: type[CatalogSegment] = CatalogSegment
 ) -> list[ListedContainer]:
-    """Return the containers in the frame of a segment that was read at `where`.
+    """Return the containers in the bytes of a segment that was read at `where`.
 
     Raises:
-        DamagedRemoteError, NewerFormatError: it is none, contradicts itself, or is of a later
-            version.
+        DamagedRemoteError: it is not a valid segment.
+        NewerFormatError: it is of a later version.
     """
     with remote_damage(where) as path:
         containers = [*frames.decode(blob, _SEGMENT, form, path).containers]
@@ -498,7 +504,7 @@ def _named(bucket: Bucket, key: str, name: str) -> bytes:
 
 
 def read_table(bucket: Bucket, name: str) -> Table:
-    """Read and check the table of a container.
+    """Read and check the table of the container `name`.
 
     Raises:
         MissingRemoteError, DamagedRemoteError, NewerFormatError: it cannot be read.
@@ -515,7 +521,7 @@ def read_table(bucket: Bucket, name: str) -> Table:
 
 
 def read_table_within(bucket: Bucket, container: ContainerId, nbytes: int) -> Table | None:
-    """Read and check the table in a container of so many bytes; None where it cannot be read."""
+    """Read and check the table at the end of a container of `nbytes` bytes; None if unreadable."""
     key, end = layout.container_key(container), nbytes - TAIL_BYTES
     try:
         tail = bytes(bucket.get_range(key, max(0, end), nbytes))
@@ -530,10 +536,11 @@ def read_table_within(bucket: Bucket, container: ContainerId, nbytes: int) -> Ta
 
 
 def rebuilt(bucket: Bucket, catalog: Catalog | None = None) -> Catalog:
-    """Put the catalog together from the tables that are there; those that are damaged are left out.
+    """Return a catalog built from all readable tables of the remote; nothing is written.
 
-    A table is written after its container, so what it says is there. What is condemned in `catalog`
-    stays out, with the differences from it, unless it was found damaged: these `unheld` knows.
+    A container is written before its table, so what a table describes exists. Containers that are
+    condemned in `catalog` are left out, and so are deltas whose bases are in them. The exception
+    are deltas whose base was condemned because of damage; `unheld` handles these.
     """
     found = Catalog(tag=catalog.tag if catalog else None, rebuilt=True)
     found.trash = catalog.trash if catalog else _NO_TRASH
@@ -564,9 +571,9 @@ def rebuilt(bucket: Bucket, catalog: Catalog | None = None) -> Catalog:
 
 
 def catalog_of(bucket: Bucket, *, before: Catalog | None = None) -> Catalog:
-    """Read the catalog for a push; put it together anew where it is lost or damaged.
+    """Read the catalog and the trash for a push; rebuild the catalog if it is missing or damaged.
 
-    Of a catalog that was read `before`, only what is new is read.
+    Segments of a catalog that was read `before` are not read again.
     """
     known = None if before is None else before.segments
     try:
@@ -590,25 +597,25 @@ def _without_segments(bucket: Bucket) -> Catalog:
 
 
 def is_damage_noted(bucket: Bucket) -> bool:
-    """Return whether containers were found damaged or gone, and still are, for all that is known.
+    """Return whether the remote has a note of containers that were found damaged or missing.
 
-    That costs a request or, where something is condemned, two. What cannot be read notes nothing.
+    Costs one request, or two if anything is condemned. False if the list cannot be read.
     """
     return DAMAGED in condemned(bucket).values()
 
 
 def condemned(bucket: Bucket) -> Mapping[str, int]:
-    """Return the keys of what is condemned and since when; none where that cannot be read."""
+    """Return the condemned keys and since which second; an empty mapping if they cannot be read."""
     with suppress(DamagedRemoteError, MissingRemoteError, NewerFormatError):
         return (read_trash(bucket) or _NO_TRASH).condemned
     return {}
 
 
 def read_trash(bucket: Bucket) -> Trash | None:
-    """Return what is condemned and what is being deleted, or None if there is no head.
+    """Return the condemned keys and those being deleted, or None if there is no head.
 
     Raises:
-        DamagedRemoteError, MissingRemoteError, NewerFormatError: that cannot be read.
+        DamagedRemoteError, MissingRemoteError, NewerFormatError: they cannot be read.
     """
     found = bucket.get(layout.HEAD, layout.HEAD_BYTES)
     return None if found is None else _trash(bucket, _head(bucket, found[0]))
@@ -622,11 +629,13 @@ def commit(
     *,
     told_by_bytes: bool = True,
 ) -> Catalog:
-    """Replace the head by what `change` makes of the catalog as it is; return the new catalog.
+    """Replace the head by a conditional write; return the catalog that it is based on.
 
-    `change` returns the segments and the trash that are to be, or None to leave all as it is. It is
-    asked again with the catalog of others who were first: without `told_by_bytes`, also where those
-    wrote the same. Raises RemoteBusyError if others were first every time.
+    `change` receives the current catalog and returns the segments and the trash that the new head
+    names, or None to change nothing. After a conflict it is called again with the catalog of the
+    other writer. If the head then has exactly the bytes of this call, the write counts as
+    successful, unless `told_by_bytes` is False. Raises RemoteBusyError if other writers were first
+    every time.
     """
     for attempt in range(_ATTEMPTS):
         if (wanted := change(catalog)) is None:
@@ -654,9 +663,9 @@ def commit(
 
 
 def drop(bucket: Bucket, containers: Collection[ContainerId]) -> None:
-    """Take containers out of the catalog and note that they are damaged, or gone.
+    """Remove containers from the catalog and note that they are damaged or missing.
 
-    No later push relies on them, and those who had what was in them are told (`is_damage_noted`).
+    Later pushes do not rely on them, and `is_damage_noted` then returns True.
     """
     keys = dict.fromkeys(map(layout.container_key, containers), DAMAGED)
 
@@ -686,7 +695,7 @@ def _put_trash(bucket: Bucket, catalog: Catalog, trash: Trash) -> bytes | None:
 
 
 def trash_object(trash: Trash) -> tuple[str, bytes]:
-    """Return the key and the bytes of a list of what is condemned."""
+    """Return the key and the bytes of the object that stores the trash."""
     deleting = [(key, since) for key, seconds in trash.deleting.items() for since in seconds]
     packed = _TrashList(_packed(trash.condemned.items()), _packed(deleting))
     blob = frames.encode(_TRASH, packed)
@@ -710,16 +719,16 @@ def _safe_segment(
 
 
 def segment_blob(containers: Iterable[ListedContainer]) -> bytes:
-    """Return the frame of a segment of these containers."""
+    """Return the bytes of a segment of these containers."""
     return frames.encode(_SEGMENT, CatalogSegment([*containers]))
 
 
 def segment_of(
     containers: Iterable[ListedContainer], others: int = 0
 ) -> dict[bytes, list[ListedContainer]]:
-    """Return a segment of these containers, by its name; none of none.
+    """Return a segment of these containers, keyed by its name; {} without containers.
 
-    Prefixes are as long as a catalog needs that has so many pieces of `others` beside these.
+    Prefixes are long enough for a catalog that has `others` more pieces.
     """
     held = sorted(containers, key=lambda each: each.name)
     pieces = others + sum(each.pieces for each in held)
@@ -730,18 +739,18 @@ def segment_of(
 
 
 def prefix_width(pairs: int, bits: int) -> int:
-    """Return how long prefixes are where two of so many pairs agree once in 2^bits times."""
+    """Return the least width in bytes at which a collision among `pairs` is rarer than 2^-bits."""
     return next(n for n in range(_SHORTEST, PREFIX_BYTES) if pairs < 1 << 8 * n - bits)
 
 
 def with_more(
     catalog: Catalog, new: Collection[ListedContainer]
 ) -> dict[bytes, list[ListedContainer]]:
-    """Return the segments of a catalog with these containers, small ones merged.
+    """Return the segments of a catalog with new containers added and small segments merged.
 
-    The largest stays as it is while the others together are small beside it: so a container is
-    written again a few times only, however many pushes there are. An entry that says more than the
-    one that is there comes in its place: a sweep leaves differences out whose base it takes.
+    The largest segment is not rewritten while the others together are small in comparison, so each
+    container is rewritten only a few times over many pushes. A new entry with more pieces replaces
+    an existing entry of the same container, from which a gc may have removed deltas.
     """
     if catalog.rebuilt:
         return segment_of({e.name: e for e in (*catalog.containers.values(), *new)}.values())
@@ -783,6 +792,6 @@ def _split(held: bytes, width: int) -> Iterator[bytes]:
 
 
 def prefixes(container: ListedContainer) -> Iterator[bytes]:
-    """Iterate over the prefixes of the digests that a container holds."""
+    """Iterate over the digest prefixes of all pieces in an entry."""
     yield from _split(container.alone, container.width)
     yield from _split(container.deltas, container.width)

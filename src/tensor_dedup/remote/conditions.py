@@ -1,7 +1,7 @@
-"""Whether a server keeps the conditions of a write: if it does not, two pushes could lose a name.
+"""Check that a server supports conditional writes, without which two pushes could lose a name.
 
-The first push to a remote tries it; each later one repeats the cheapest part, since a remote may
-have been copied to another server.
+The first push to a remote runs the full check. Each later push repeats the cheapest part, since a
+remote may have been copied to another server. A remote is marked by an object `FORMAT`, its marker.
 """
 
 import secrets
@@ -28,11 +28,11 @@ _WRITERS = 8
 
 
 def prepare(bucket: Bucket) -> bool:
-    """Check that a bucket holds a remote that may be written to, or make one; whether it is new.
+    """Make a remote in an empty bucket, or check an existing one; return whether it is new.
 
     Raises:
         NotARemoteError: something else is there.
-        NoConditionsError: the server does not keep conditions.
+        NoConditionsError: the server ignores conditions of writes.
     """
     marker = frames.encode_text(layout.MARKER_LINES)
     found = bucket.get(layout.MARKER, layout.TEXT_BYTES)
@@ -67,13 +67,13 @@ def prepare(bucket: Bucket) -> bool:
 
 
 def check_still(bucket: Bucket) -> None:
-    """Check that a bucket whose catalog was read may be written to; one request.
+    """Check with one request that a remote whose catalog was read can be written to.
 
-    A later version of the layout has another catalog, so its marker need not be read.
+    The marker's version is not checked: a later version of the layout has another catalog.
 
     Raises:
         NotARemoteError: its marker is gone.
-        NoConditionsError: the server does not keep conditions.
+        NoConditionsError: the server ignores conditions of writes.
     """
     marker = frames.encode_text(layout.MARKER_LINES)
     if not bucket.put_if(layout.MARKER, marker, None):
@@ -88,8 +88,8 @@ def check_remote(bucket: Bucket) -> None:
     """Check that a bucket holds a remote of this version.
 
     Raises:
-        NotARemoteError: it holds nothing, or something else.
-        NewerFormatError, DamagedRemoteError: its marker is that of a later version, or damaged.
+        NotARemoteError: it is empty or holds something else.
+        NewerFormatError, DamagedRemoteError: its marker has a later version or is damaged.
     """
     found = bucket.get(layout.MARKER, layout.TEXT_BYTES)
     if found is None:
@@ -106,15 +106,15 @@ def _without_marker(bucket: Bucket, held: str) -> NotARemoteError:
 
 
 def restore_marker(bucket: Bucket) -> str | None:
-    """Check that a bucket holds a remote; write its marker again where that is lost.
+    """Check that a bucket holds a remote, and write its marker again if it is missing or damaged.
 
-    Return what was wrong with the marker, also where this user may not write it; None if nothing
-    was. That something is a remote says its catalog: a store has none, and a later version of the
-    layout another one. Of references one has to be readable, unless nothing was pushed.
+    Returns what was wrong with the marker, or None if it is intact. A user without write access
+    gets the same result. A readable catalog shows that the bucket is a remote of this version. At
+    least one reference must be readable too, unless the catalog is empty.
 
     Raises:
-        NotARemoteError, NewerFormatError: it holds something else, or a later version; or so much
-            is lost beside the marker that nobody can tell.
+        NotARemoteError: it holds something else, or too much beside the marker is lost to tell.
+        NewerFormatError: it is a remote of a later version.
     """
     # Whatever it was overwritten with.
     found, what = bucket.get(layout.MARKER, layout.HEAD_BYTES), "it was gone"
@@ -156,7 +156,7 @@ def _unreadable_references(bucket: Bucket, catalog: Catalog) -> str:
 
 
 def check_marker(bucket: Bucket, text: bytes) -> None:
-    """Check the text of a marker; raises as `check_remote` does."""
+    """Check the text of a marker. Raises the errors of `check_remote`."""
     if text.startswith(layout.STORE_TITLE):
         raise NotARemoteError.at(bucket.url, "it is the folder of a store, not a remote")
     with remote_damage(bucket.at(layout.MARKER)) as path:

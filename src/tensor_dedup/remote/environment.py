@@ -1,6 +1,6 @@
-"""The variables that obstore reads, checked before it does, and texts without secrets. No I/O.
+"""Check the environment variables that obstore reads, and remove secrets from texts. No I/O.
 
-It panics about some that are wrong, and then says neither which nor why.
+obstore panics on some invalid values without saying which variable is wrong.
 """
 
 import os
@@ -53,7 +53,12 @@ _SECRETS: Final = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS", re.IGN
 
 
 def check_environment(url: str) -> None:
-    """Check the variables that obstore would panic about."""
+    """Check the environment variables on which obstore would panic.
+
+    Raises:
+        RemoteUnreachableError: an endpoint variable is not a URL.
+        RemoteAccessError: a variable with a credential contains a line break.
+    """
     scheme = urlsplit(url).scheme
     for names in _ENDPOINTS.get(scheme, ()):
         set_ = [name for name in os.environ if name in names]
@@ -80,16 +85,16 @@ def _is_endpoint(value: str) -> bool:
 
 
 def allows_http(url: str) -> bool:
-    """Return whether the URL, or a variable that leads to a server, has http in place of https."""
+    """Return whether the URL, or an endpoint variable in the environment, begins with http://."""
     names = [name for groups in _ENDPOINTS.values() for group in groups for name in group]
     endpoints = (os.environ.get(name, "") for name in (*names, _GOOGLE_KEY))
     return url.startswith("http://") or any("http://" in endpoint for endpoint in endpoints)
 
 
 def told(text: str) -> str:
-    """Return what an error of obstore says, on one line: of a document its code and its message.
+    """Return the message of an obstore error on one line; of an XML document, its code and message.
 
-    It may still hold credentials (`scrubbed`).
+    The result may contain credentials; see `scrubbed`.
     """
     text = " ".join(text.partition("Debug source")[0].split())
     document = _DOCUMENT.search(text)
@@ -101,7 +106,7 @@ def told(text: str) -> str:
 
 
 def scrubbed(text: str) -> str:
-    """Return the first line of a server's message, without anything that may be a credential."""
+    """Return an obstore error message on one line, shortened and without credentials."""
     text = told(text)
     for name, value in os.environ.items():
         if len(value) >= 6 and _SECRETS.search(name):

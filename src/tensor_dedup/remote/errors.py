@@ -1,12 +1,14 @@
-"""The errors of remotes. Each names the object by its URL, and never holds a credential.
+"""The errors of remotes. Each names the object by its URL, and none contains a credential.
 
 RemoteError
-  - of its use:    RemoteUrlError, NotARemoteError, NoBucketError,
+  - caused by use: RemoteUrlError, NotARemoteError, NoBucketError,
                    TakenPlaceError (and FormerRemoteError), ReadOnlyRemoteError, UnlistedRemoteError
-  - of the world:  RemoteUnreachableError (and NoRangesError), RemoteAccessError, RemoteBusyError,
+  - environment:   RemoteUnreachableError (and NoRangesError), RemoteAccessError, RemoteBusyError,
                    NoConditionsError
-  - with those of the store: UnknownRemoteNameError, RemoteNameTakenError, UncertainRemoteError, and
-    as a LostRemotelyError: DamagedRemoteError, MissingRemoteError, CorruptRemoteTensorError
+
+Subclasses of errors of the store: UnknownRemoteNameError, RemoteNameTakenError,
+UncertainRemoteError, and the LostRemotelyErrors DamagedRemoteError, MissingRemoteError and
+CorruptRemoteTensorError.
 """
 
 import errno
@@ -41,13 +43,13 @@ _CREDENTIALS: Final = {
 
 
 class RemoteError(AdvisedError):
-    """The base of what only a remote can fail with."""
+    """Base of the errors that only remotes raise."""
 
     advice = "try again"
 
 
 class RemoteUrlError(RemoteError):
-    """This URL cannot name a remote."""
+    """The URL cannot name a remote."""
 
     exit_status = WRONG_USE
     advice = (
@@ -58,7 +60,7 @@ class RemoteUrlError(RemoteError):
 
 
 class NotARemoteError(RemoteError):
-    """There is no remote here: nothing at all, or something else."""
+    """There is no remote at this URL: it is empty, or something else is there."""
 
     exit_status = NOBODY_THERE
     advice = "check the URL; `tensor-dedup push NAME URL` makes a remote where nothing is"
@@ -73,20 +75,20 @@ class NotARemoteError(RemoteError):
 
 
 class NoBucketError(NotARemoteError):
-    """There is no such bucket, and a push makes none."""
+    """The bucket does not exist; a push does not create buckets."""
 
     advice = "check its name; if it is right, create the bucket with its provider's own tools"
 
 
 class TakenPlaceError(NotARemoteError):
-    """A push can make no remote here: there is something else, or it lies inside something else."""
+    """A push cannot make a remote here: the place is taken, or lies inside a store or remote."""
 
     exit_status = WRONG_USE
     advice = "push to an empty folder or to one to be made, outside it"
 
 
 class FormerRemoteError(TakenPlaceError):
-    """A remote was made before version 1 of the format, which is the first that is kept."""
+    """The remote has a format from before version 1, which is not supported."""
 
     advice = "pull with the program that wrote it, and push to an empty folder"
 
@@ -99,20 +101,20 @@ class ReadOnlyRemoteError(RemoteError):
 
 
 class RemoteUnreachableError(RemoteError):
-    """The server does not answer, or answers nothing that can be used."""
+    """The server does not answer, or its answer cannot be used."""
 
     exit_status = NOBODY_THERE
     advice = "check the URL, the endpoint and the network, and do it again: it goes on from there"
 
 
 class NoRangesError(RemoteUnreachableError):
-    """The server answers a range of an object with the whole object."""
+    """The server answers a request for a range of an object with the whole object."""
 
     advice = "pull from a server that knows ranges"
 
 
 class UnlistedRemoteError(RemoteUnreachableError):
-    """A plain web server gives objects by their names, and no list of them."""
+    """A plain web server cannot list objects, so they have to be requested by name."""
 
     exit_status = WRONG_USE
     advice = (
@@ -136,13 +138,13 @@ class RemoteAccessError(RemoteError):
 
 
 class NoConditionsError(RemoteError):
-    """The server does not keep the conditions of a write, so two pushes could lose a name."""
+    """The server ignores conditions of writes, so two pushes could lose a name."""
 
     advice = "push to a server that keeps If-Match and If-None-Match; pulling from here is fine"
 
 
 class RemoteBusyError(RemoteError):
-    """Others change the remote at the same time, in a way that cannot be waited out."""
+    """Other writers keep changing the remote, and waiting for them did not help."""
 
     advice = "do it again when they have ended"
 
@@ -154,13 +156,16 @@ class UnknownRemoteNameError(UnknownNameError):
 
 
 class RemoteNameTakenError(NameTakenError):
-    """The name stands for another checkpoint on the other side."""
+    """The name stands for another checkpoint at the destination of a push or pull."""
 
     advice = "choose another name, or replace it with --replace"
 
 
 class LostRemotelyError(AdvisedError):
-    """A remote does not have what it should. Its next step depends on what kind it is."""
+    """Base of the errors about missing or damaged content of a remote.
+
+    The advice in the message depends on whether a remote or an OCI artifact is meant.
+    """
 
     advice = (
         "run `tensor-dedup remote verify URL --full`, then `tensor-dedup push NAME URL --replace` "
@@ -181,28 +186,28 @@ class LostRemotelyError(AdvisedError):
 
 
 class DamagedRemoteError(LostRemotelyError, DamagedFileError):
-    """An object of a remote is not what it was written as; nothing of it was taken."""
+    """An object of a remote is damaged; none of its content was used."""
 
 
 class MissingRemoteError(LostRemotelyError, MissingObjectError):
-    """An object that a checkpoint of a remote needs is not there."""
+    """An object that a checkpoint of a remote needs is missing."""
 
 
 class CorruptRemoteTensorError(LostRemotelyError, CorruptTensorError):
-    """Bytes that came from a remote do not have their digest. Nothing was committed."""
+    """Bytes from a remote do not match their digest. Nothing was committed."""
 
 
 class UncertainRemoteError(UnfitForCollectionError):
-    """It is not certain what is in use on a remote, so nothing is deleted there."""
+    """A gc cannot tell which objects of a remote are in use, so it deletes nothing."""
 
     advice = "push the broken checkpoint again, or run `tensor-dedup remote delete URL NAME`"
 
 
 @contextmanager
 def remote_damage(where: str) -> Iterator[PurePath]:
-    """Turn damage of what is decoded inside the block into that of the object `where`.
+    """Convert decoding errors inside the block to DamagedRemoteError about the object `where`.
 
-    Gives the path to decode it under.
+    Yields the path to pass to the decoder.
     """
     path = PurePath("object")
     try:
@@ -218,7 +223,7 @@ def remote_damage(where: str) -> Iterator[PurePath]:
 
 @contextmanager
 def as_far_as_allowed() -> Iterator[None]:
-    """Do what may be refused: who may only read is told what is there and what is wrong, too."""
+    """Ignore refused writes inside the block, so that a check works with read access only."""
     try:
         yield
     except (RemoteAccessError, ReadOnlyRemoteError, StoreAccessError):

@@ -1,8 +1,9 @@
-"""Holders: which containers hold the pieces of one checkpoint of a remote. A cache.
+"""Holders: a list, for one checkpoint of a remote, of the containers that hold its pieces.
 
-They are a segment beside a manifest, and only a pull goes by them. It reads the tables that they
-lead to in any case, and these have whole digests. So a prefix that two pieces share costs it one
-table more at most, and prefixes can be shorter here than a push may rely on.
+The list is a cache that lies beside the manifest, in the form of a catalog segment. Only a pull
+uses it. Since a pull reads the tables of the listed containers anyway, a digest prefix that two
+pieces share costs it at most one more table, so the prefixes here may be shorter than those that a
+push relies on.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -41,9 +42,10 @@ SMALL_BYTES: Final = 32 << 20
 
 
 class HeldContainer(ListedContainer, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A container in holders, with how many bytes of its object these pieces take; 0: unknown.
+    """A container in a list of holders, with `stored`: the bytes that these pieces take in it.
 
-    Of plain pieces their sizes tell that, of encoded ones only who has sent them, or has them too.
+    0 means unknown. For pieces stored as they are, the sizes are known from the manifest; for
+    encoded ones, only a store that has sent them or has the same encoding knows the size.
     """
 
     stored: int = 0
@@ -54,14 +56,18 @@ class _Holders(CatalogSegment, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 def stored_in(entry: ListedContainer) -> int:
-    """Return how many bytes the pieces of an entry take in its container, 0 if that is unknown."""
+    """Return how many bytes the pieces of an entry take in its container, or 0 if unknown."""
     return min(max(0, entry.stored), entry.nbytes) if isinstance(entry, HeldContainer) else 0
 
 
 def in_small_encoded(
     catalog: Catalog, reused: Mapping[tuple[bytes, bool], ContainerId]
 ) -> set[bytes]:
-    """Return the pieces in small containers that are not all plain; none where these are few."""
+    """Return the pieces in small containers that may have encoded pieces.
+
+    Returns an empty set if there are only few small containers. `reused` maps a digest, and whether
+    the piece is held without a base, to its container.
+    """
     small = {c for c in reused.values() if catalog.containers[c].nbytes <= SMALL_BYTES}
     if len(small) <= FEW_SMALL:
         return set()
@@ -69,10 +75,10 @@ def in_small_encoded(
 
 
 def sizes_of(source: StoredPieces, digests: Iterable[bytes]) -> dict[bytes, int]:
-    """Return how many bytes pieces take that a remote has encoded, as far as a store can tell.
+    """Return the encoded sizes in bytes of pieces on the remote, as far as this store knows.
 
-    Of several encoded copies here it may be any, so the smallest counts. What is plain here may
-    have been encoded by somebody else, unless it is too small for that.
+    Of several encoded copies the smallest size counts. A piece that is stored here as it is has no
+    size, because another program may have encoded it, unless it is too small to be encoded.
     """
     found = dict[bytes, int]()
     for digest in digests:
@@ -86,9 +92,9 @@ def sizes_of(source: StoredPieces, digests: Iterable[bytes]) -> dict[bytes, int]
 def relied_on(
     catalog: Catalog, reused: Mapping[tuple[bytes, bool], ContainerId]
 ) -> Iterator[ListedContainer]:
-    """Iterate over the entries of containers with these pieces only, and whole prefixes of them.
+    """Iterate over catalog entries that list only these pieces, with prefixes of full length.
 
-    Each piece is given with whether it is held without a base.
+    `reused` maps a digest, and whether the piece is held without a base, to its container.
     """
     held: dict[ContainerId, tuple[list[bytes], list[bytes]]] = {}
     for (digest, alone), container in reused.items():
@@ -106,9 +112,9 @@ def put_holders(
     containers: Iterable[ListedContainer],
     sizes: Mapping[bytes, int],
 ) -> None:
-    """Write which containers hold the pieces of a manifest; prefixes are shortened here.
+    """Write the list of containers that hold the pieces of a manifest, with shortened prefixes.
 
-    `sizes` has how many bytes some of these pieces take there.
+    `sizes` has the stored size in bytes of some of these pieces.
     """
     held = [*containers]
     if sum(each.nbytes <= SMALL_BYTES for each in held) > FEW_SMALL:
@@ -131,14 +137,13 @@ def _with_size(entry: ListedContainer, sizes: Mapping[bytes, int]) -> ListedCont
 
 
 def read_holders(bucket: Bucket, manifest: str, pieces: Sequence[Piece]) -> Catalog | None:
-    """Read which containers hold the pieces of a manifest; None where nothing says so.
+    """Read which containers hold the pieces of a manifest; None if there is no such list.
 
-    They are a cache and no more trusted than the catalog. What a sweep has deleted since may be
-    among them.
+    The list is a cache and may name containers that a gc has deleted.
 
     Raises:
-        DamagedRemoteError, NewerFormatError: they cannot be read, or are larger than these pieces
-            and what they are against need.
+        DamagedRemoteError, NewerFormatError: it cannot be read, or is larger than one for these
+            pieces can be.
     """
     key = layout.holders_key(manifest)
     # Each piece is named once, and once what it is against: a base, and all of its leaves but one.
@@ -165,9 +170,10 @@ def read_holders(bucket: Bucket, manifest: str, pieces: Sequence[Piece]) -> Cata
 def fault_of(
     held: Catalog | DamagedRemoteError | None, pieces: Collection[bytes], there: Catalog
 ) -> str | None:
-    """Return what is wrong with the holders of a manifest with these pieces; None if nothing is.
+    """Return what is wrong with a manifest's list of holders, or None if nothing is.
 
-    Empty where it is no fault: they name what is not there, or nothing for a piece.
+    Returns an empty string if the list is only outdated or incomplete: it names containers that are
+    not `there`, or has none for a piece.
     """
     if held is None:
         return None

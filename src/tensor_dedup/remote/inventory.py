@@ -1,4 +1,4 @@
-"""The inventory of a remote: what its references lead to, and what lies there."""
+"""The inventory of a remote: its objects, and which of them its references lead to."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
@@ -34,7 +34,7 @@ UNKNOWN_OBJECT: Final = "no program of this version makes such an object"
 
 @dataclass(frozen=True, slots=True)
 class RemoteFault:
-    """Something that is wrong on a remote: the URL of the object, what, and whom it affects."""
+    """A fault on a remote: the URL of the object, what is wrong, and the checkpoints it affects."""
 
     url: str
     what: str
@@ -42,18 +42,19 @@ class RemoteFault:
 
 
 def names(bucket: Bucket) -> list[str]:
-    """Return the names that have a reference, deleted ones too, sorted."""
+    """Return the names that have a reference, including deleted names, sorted."""
     found = [layout.name_of_ref(status.key) for status in bucket.list(layout.REFS)]
     return sorted(name for name in found if name is not None)
 
 
 @dataclass
 class RemoteInventory:
-    """Everything that a remote's references lead to, and what lies there.
+    """All objects of a remote, and the manifests and tables that were read.
 
-    `unreadable` has, by key, what is wrong with containers or their tables: nobody may need them.
-    Those of `newer` are of a later version: what they hold is unknown, and they are not damaged.
-    `broken` has the manifests that references lead to and that cannot be read, or a page of them.
+    `unreadable` has faults of containers and their tables, by key; it is open whether a checkpoint
+    needs them. Containers in `newer` were written by a later version: their content is unknown, and
+    they are not damaged. `broken` has the names of manifests that references lead to and that
+    cannot be read completely.
     """
 
     manifests: list[RemoteManifest] = field(default_factory=list)
@@ -66,11 +67,11 @@ class RemoteInventory:
     broken: set[str] = field(default_factory=set)
 
     def has_still(self, earlier: "RemoteInventory", *keys: str) -> bool:
-        """Return whether objects are listed, and as they were in an earlier inventory."""
+        """Return whether the objects at `keys` are unchanged since an earlier inventory."""
         return all(k in self.objects and self.objects[k] == earlier.objects.get(k) for k in keys)
 
     def live(self) -> dict[bytes, list[str]]:
-        """Return the names of the checkpoints that need each piece."""
+        """Return, for each digest of a piece, the names of the checkpoints that need it."""
         users: dict[bytes, list[str]] = {}
         for found in self.manifests:
             for digest in {piece.digest for piece in found.pieces if piece.nbytes}:
@@ -78,13 +79,14 @@ class RemoteInventory:
         return users
 
     def held(self) -> dict[ContainerId, dict[bytes, Record]]:
-        """Return the pieces that can be read from each container."""
+        """Return the records of the pieces in each container, by digest."""
         return {c: {r.digest: r for r in table.records} for c, table in self.tables.items()}
 
     def lost(self, without: Collection[tuple[ContainerId, bytes]] = ()) -> dict[bytes, list[str]]:
-        """Return the pieces that no container holds, or only against what is nowhere.
+        """Return the lost pieces, each with the names of the checkpoints that need it.
 
-        `without` has pieces in containers that do not count.
+        A piece is lost if no container has it, or only as a delta whose base is in no container.
+        `without` has pairs of container and digest that do not count.
         """
         held = {
             c: {d: record for d, record in records.items() if (c, d) not in without}
@@ -95,7 +97,7 @@ class RemoteInventory:
 
 
 def readable(held: Held) -> dict[ContainerId, dict[bytes, Record]]:
-    """Return the pieces without the differences from something that is not among them."""
+    """Return the records of each container without deltas whose base is in no container."""
     alone = {d for records in held.values() for d, record in records.items() if record.base is None}
     return {
         container: {d: r for d, r in records.items() if alone.issuperset(r.bases)}
@@ -104,11 +106,11 @@ def readable(held: Held) -> dict[ContainerId, dict[bytes, Record]]:
 
 
 def take_inventory(bucket: Bucket, known: RemoteInventory | None = None) -> RemoteInventory:
-    """Read all references, manifests, pages and tables; what is wrong is among the problems.
+    """List all objects and read all references, manifests, pages and tables.
 
-    References are read after everything was listed: what a push adds meanwhile is no garbage, for
-    it is not in the list. Manifests, pages and tables that are in an earlier inventory (`known`)
-    are not read again where the list has the same objects: they are named by what they hold.
+    Objects that cannot be read are reported in the result. References are read after the listing,
+    so objects that a push adds meanwhile are not in the list and are not taken for garbage.
+    Immutable objects that are listed as in the earlier inventory `known` are not read again.
     """
     known = known or RemoteInventory()
     found = RemoteInventory()

@@ -1,6 +1,6 @@
-"""The layout of a remote: a store without its index, as objects. No I/O.
+"""The layout of a remote: the keys of its objects, and the texts of references. No I/O.
 
-FORMAT.md has a chapter about it. The names of refs, manifests and containers are those on disk.
+A remote has the files of a store except its index, as objects. FORMAT.md specifies the layout.
 """
 
 import re
@@ -44,17 +44,17 @@ _PASSING: Final = re.compile(
 
 
 def ref_key(name: str) -> str:
-    """Return the key of a reference. Raises BadNameError: no name leads out of `refs`."""
+    """Return the key of the reference of a name. Raises BadNameError for an invalid name."""
     return f"{REFS}{file_of(name)}"
 
 
 def name_of_ref(key: str) -> str | None:
-    """Return the name whose reference has this key, or None."""
+    """Return the name whose reference has this key, or None if it is not the key of a reference."""
     return name_in(key.removeprefix(REFS))
 
 
 def manifest_key(name: str) -> str:
-    """Return the key of a manifest or a page."""
+    """Return the key of a manifest or of one of its pages."""
     return f"{MANIFESTS}{name[:2]}/{name}"
 
 
@@ -79,32 +79,32 @@ def segment_key(name: str) -> str:
 
 
 def trash_key(name: str) -> str:
-    """Return the key of a list of what is condemned."""
+    """Return the key of a list of condemned objects."""
     return f"{TRASH}{name}"
 
 
 def object_of(key: str) -> str | None:
-    """Return the name of what has this key: a manifest, a page, a table or holders; else None."""
+    """Return the name in a key of a manifest, page, table or holders list; else None."""
     found = _OBJECT.fullmatch(key)
     return found[2] if found is not None and found[3] is None else None
 
 
 def is_passing(key: str) -> bool:
-    """Return whether this is the key of something that a head names, or that is there for a moment.
+    """Return whether a key is that of a catalog segment, a list of condemned keys, or a temporary.
 
-    What else is in those folders is somebody else's.
+    Objects with other keys in these folders do not belong to the remote.
     """
     return _PASSING.fullmatch(key) is not None
 
 
 def container_of(key: str) -> ContainerId | None:
-    """Return the container with this key, or None if it is none that this version knows."""
+    """Return the container with this key, or None if the key is not that of a known kind."""
     found = _OBJECT.fullmatch(key) if key.startswith(CONTAINERS) else None
     return ContainerId(found[2], found[3]) if found is not None and found[3] in KINDS else None
 
 
 def is_known(key: str) -> bool:
-    """Return whether this is the key of a reference, or of what references lead to."""
+    """Return whether a key is that of a reference or of an object that references lead to."""
     if key.startswith(CONTAINERS):
         return container_of(key) is not None
     if key.startswith(REFS):
@@ -113,7 +113,7 @@ def is_known(key: str) -> bool:
 
 
 def reference(name: str, manifest: str | None) -> bytes:
-    """Return the text of a reference, or of a name that was deleted where `manifest` is None."""
+    """Return the text of a reference, or of a deleted name if `manifest` is None."""
     if manifest is None:
         return frames.encode_text([_DELETED, f"name {name}"])
     return ref_text(name, manifest)
@@ -123,7 +123,7 @@ def referred(text: bytes, name: str, where: str) -> str | None:
     """Return the manifest that the text of a reference names, or None if the name was deleted.
 
     Raises:
-        DamagedRemoteError: it is no reference, or that of another name.
+        DamagedRemoteError: it is not a reference, or that of another name.
     """
     if text == reference(name, None):
         return None
@@ -136,14 +136,15 @@ def referred(text: bytes, name: str, where: str) -> str | None:
 
 
 def damaged_state(tag: str) -> str:
-    """Return what stands for the text of a reference that cannot be read."""
+    """Return a placeholder for the state of a damaged reference, made from its tag."""
     return f"damaged {tag}"
 
 
 def state_of(found: tuple[bytes, str], name: str, where: str) -> str | None:
-    """Return what a reference says, by its bytes and tag; of one that is damaged, its tag.
+    """Return the state of a reference: its manifest, None if deleted, or a placeholder if damaged.
 
-    To replace or to delete it, nobody needs to know what it led to.
+    `found` is the result of `Bucket.get`. The placeholder (`damaged_state`) is enough to replace or
+    delete a damaged reference.
     """
     try:
         return referred(found[0], name, where)

@@ -1,4 +1,4 @@
-"""The lease: how long a sweep spares what nothing refers to, and the clock that measures it."""
+"""The lease: how long a gc of a remote spares unused objects, and the clock that measures it."""
 
 import time
 from typing import Final
@@ -10,8 +10,9 @@ _CLOCK: Final[int] = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def boottime() -> float:
-    """Return the seconds since this machine was started, those in which it slept included.
+    """Return the seconds since this machine was started, including the time it slept.
 
-    What others judge by the server's clock has to be measured so: that clock does not stop.
+    Other machines judge by the server's clock, which does not stop, so intervals must be measured
+    with a clock that does not stop either.
     """
     return time.clock_gettime(_CLOCK)

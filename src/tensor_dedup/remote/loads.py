@@ -1,7 +1,8 @@
-"""What a push sends: containers, laid out from what is missing on the other side.
+"""The containers that a push sends, planned from the pieces that the remote lacks.
 
-A piece travels as it is stored here where that is smaller and what it is against is there, or
-travels too; the parts of a tensor come along where they are nowhere there.
+A piece is sent in its encoded form (compressed, or as a delta from a base) if that is smaller and
+its base is on the remote or is sent too; otherwise it is sent as it is. The parts of a piece, which
+are single leaves stored as pieces, are sent along if the remote lacks them.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -40,7 +41,10 @@ _Place: TypeAlias = tuple[ContainerId, Record]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A container to send: its table, and for each record where its bytes come from."""
+    """A container to send: its table, and for each record the place of its bytes in the store.
+
+    A source of None means that the piece is sent unencoded.
+    """
 
     container: ContainerId
     table: Table
@@ -49,14 +53,14 @@ class Load:
 
     @property
     def nbytes(self) -> int:
-        """The size of its object."""
+        """The size of the container in bytes, including its table."""
         return self.table.data_bytes + len(self.frame.blob) + tables.TAIL_BYTES
 
 
 class DamagedRecordError(Exception):
-    """What is stored encoded here is damaged: another copy, or the piece as it is, must do.
+    """An encoded copy of a piece in the local store is damaged; another copy has to be used.
 
-    Where the piece was read as it is, `cause` is the error: no copy of it here is intact.
+    If the piece was read unencoded, `cause` is the error: the store has no intact copy of it.
     """
 
     def __init__(self, digest: bytes, cause: StoreError | None = None) -> None:
@@ -65,9 +69,10 @@ class DamagedRecordError(Exception):
 
 
 class Planner:
-    """Plans how pieces travel, the same each time but for what was noted as damaged here.
+    """Plans in which form pieces are sent and in which container. Use it from one thread.
 
-    `sizes` has all pieces of the checkpoints that are pushed. One thread.
+    The same input gives the same plan, except for copies that were noted as damaged. `sizes` has
+    the digests of all pieces of the checkpoints that are pushed.
     """
 
     def __init__(self, sizes: Collection[bytes]) -> None:
@@ -78,7 +83,10 @@ class Planner:
     def plan(
         self, source: StoredPieces, missing: Mapping[bytes, int], catalog: Catalog
     ) -> list[Load]:
-        """Choose how each piece travels, and in which container. The same each time."""
+        """Return the containers to send for the `missing` pieces, whose sizes are given by digest.
+
+        The result is the same each time for the same input.
+        """
         chosen = {d: self._encoded(source, d, missing, catalog) for d in missing}
         bases = {base for place in chosen.values() if place for base in place[1].bases}
         for digest in bases & missing.keys():
@@ -160,10 +168,10 @@ class Planner:
         return Record(digest, 0, nbytes, nbytes, PLAIN, None, records[0].leaves)
 
     def note(self, error: DamagedRecordError) -> None:
-        """Take note of what is damaged here, so that the next plan goes without it.
+        """Record a damaged copy, so that the next plan avoids it.
 
         Raises:
-            CorruptTensorError, MissingObjectError: a piece of the checkpoints cannot be read.
+            CorruptTensorError, MissingObjectError: the store has no intact copy of a piece.
         """
         if error.cause is None:
             self._damaged.add(error.digest)
@@ -178,11 +186,11 @@ class Planner:
 
 
 def laid_out(records: Sequence[tuple[Record, _Place | None]]) -> Iterator[Load]:
-    """Lay records out in containers, in their order.
+    """Arrange records in containers, in their order.
 
-    A container takes pieces until it is full, and a larger piece has one of its own and closes no
-    other: so there are never more than one for each CONTAINER_BYTES begun, or for each such piece.
-    What is left without the first containers is laid out as it was.
+    A container takes pieces until it has CONTAINER_BYTES. A larger piece gets a container of its
+    own and does not close the current one. When a push is resumed after its first containers were
+    sent, the remaining ones are laid out as before.
     """
     step, end = ALIGNMENT[MIXED], 0
     held: list[Record] = []
@@ -216,7 +224,7 @@ def _load(
 
 
 def fill(source: StoredPieces, load: Load, view: memoryview) -> None:
-    """Fill `view`, which has the size of a container, with its bytes. Raises as `content` does."""
+    """Fill `view` with the bytes of a container; its size is `load.nbytes`. Raises as `content`."""
     at = 0
 
     def part(nbytes: int) -> memoryview:
@@ -235,10 +243,12 @@ def _memory(nbytes: int) -> memoryview:
 def content(
     source: StoredPieces, load: Load, memory: Callable[[int], memoryview] = _memory
 ) -> Iterator[memoryview]:
-    """Iterate over the bytes of a container, checked as they are read, in parts of `memory`.
+    """Iterate over the bytes of a container in chunks, verified as they are read from the store.
+
+    `memory` returns a buffer of a given size for each chunk.
 
     Raises:
-        DamagedRecordError: some of them are damaged here.
+        DamagedRecordError: a copy in the store is damaged.
     """
     at = 0
     for record, place in zip(load.table.records, load.sources, strict=True):

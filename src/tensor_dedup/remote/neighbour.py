@@ -1,4 +1,4 @@
-"""Copying checkpoints between the folders of two stores, as between a store and a remote."""
+"""Copy checkpoints between two store folders on one machine, as push and pull do for remotes."""
 
 import time
 from collections.abc import Callable
@@ -26,14 +26,16 @@ def copy_checkpoint(
     replace: bool = False,
     seen: set[bytes] | None = None,
 ) -> TransferResult:
-    """Copy a checkpoint from one store to another; each is given with what opens a session of it.
+    """Copy a checkpoint from one store to another.
 
-    `seen` has pieces that are counted already, and takes these in.
+    Each store is given as a pair of its objects and a function that opens a session. `seen` has the
+    digests of pieces that are counted in earlier results; those of this checkpoint are added.
 
     Raises:
-        UnknownNameError: the first store has no checkpoint of this name.
-        RemoteNameTakenError: the name stands for another one in the second, and `replace` is off.
-        CorruptTensorError, MissingObjectError: no intact copy of a piece is in the first.
+        UnknownNameError: the source has no checkpoint of this name.
+        RemoteNameTakenError: the name stands for another checkpoint in the target, and `replace` is
+            False.
+        CorruptTensorError, MissingObjectError: the source has no intact copy of a piece.
     """
     began = time.monotonic()
     (objects, session), (there, session_there) = source, target

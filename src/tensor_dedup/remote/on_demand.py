@@ -1,4 +1,4 @@
-"""Pulls that nobody asked for by hand: of what is loaded by name and is not in the store."""
+"""Pull a checkpoint automatically when it is loaded by name and the store does not have it."""
 
 import logging
 import threading
@@ -21,15 +21,16 @@ _log = logging.getLogger(__name__)
 def pull_missing(
     store: LocalStore, name: str, remote: Remote | str | None
 ) -> TransferResult | None:
-    """Pull a checkpoint that the store does not have; return None if it has, or there is no remote.
+    """Pull a checkpoint that the store lacks; return None if it has it or `remote` is None.
 
-    Nothing is asked of the remote where the store has the name, whatever the remote has under it.
-    Of several processes one pulls, and the others wait for it. How far it is, is logged.
+    If the store has the name, the remote is not asked, even if it has another checkpoint under it.
+    Of several processes one pulls and the others wait for it. Progress is logged.
 
     Raises:
-        UnknownRemoteNameError: the remote has no checkpoint of this name; a run is none.
+        UnknownRemoteNameError: the remote has no checkpoint of this name. The name of a run, whose
+            steps are checkpoints, does not count.
         RemoteError: the remote cannot be used.
-        StoreError: what it has is damaged, or the store failed. Nothing was committed.
+        StoreError: the remote's content is damaged, or the store failed. Nothing was committed.
     """
     if remote is None or store.manifest(check_name(name)) is not None:
         return None

@@ -1,7 +1,7 @@
-"""Pieces of a remote, downloaded in long ranges a little ahead of whoever reads them.
+"""Read pieces of a remote, downloaded in long ranges ahead of the reader.
 
-Nothing that a server sends is believed: what leaves `RemotePieces` verified has been compared with
-the digests of its leaves, and what leaves it as it is stored is compared by the reader.
+Bytes from the server are never trusted. Those that `RemotePieces` decodes are compared with their
+leaf digests; those that it returns as stored have to be verified by the caller.
 """
 
 import threading
@@ -41,12 +41,12 @@ _AHEAD: Final = 4
 
 
 def waste_of(nbytes: int) -> int:
-    """Return how many bytes may travel for nothing, to save requests, where so many are wanted."""
+    """Return how many unneeded bytes a download of `nbytes` may include to save requests."""
     return int(nbytes * _WASTE_SHARE) + _WASTE_BYTES
 
 
 def name_of(digest: bytes, names: Mapping[bytes, str]) -> str:
-    """Return what messages call a piece; `names` has those of tensors."""
+    """Return the name of a piece for messages; `names` has the names of tensors by digest."""
     return names.get(digest, "a header or small file, or what others need")
 
 
@@ -94,9 +94,10 @@ class _Download:
 
 
 class RemotePieces:
-    """Some pieces of a remote, to be read in the order of `arriving`; see `PieceSource`.
+    """A set of pieces of a remote, downloaded in the background. Implements `PieceSource`.
 
-    Any thread may read. Close it, or use it as a context manager.
+    Read the pieces in the order of `arriving`, from any thread. Close the object, or use it as a
+    context manager.
     """
 
     def __init__(
@@ -131,10 +132,11 @@ class RemotePieces:
         self.close()
 
     def arriving(self) -> Iterator[bytes]:
-        """Iterate over the pieces, each to be read before the next: first what has arrived.
+        """Iterate over the digests of the pieces, those that have arrived first.
 
-        Several ranges arrive side by side. Were all of one read before the next, a pull over a slow
-        connection that is killed would have most of what it received in memory only.
+        Read each piece before the next is requested. Several ranges are downloaded at once and are
+        consumed as they arrive, so that a pull that is killed has already stored most of what it
+        received.
         """
         waiting: dict[int, deque[bytes]] = {}
         for digest in self.order:
@@ -154,7 +156,7 @@ class RemotePieces:
                 del waiting[arrived]
 
     def stop(self) -> None:
-        """Begin no further range: only what is under way arrives from here on, and only once."""
+        """Start no further downloads; `arriving` yields only pieces that are under way already."""
         with self._changed:
             self._stopped = True
             self._ahead.clear()
@@ -190,7 +192,7 @@ class RemotePieces:
         return None if may_wait else first
 
     def close(self) -> None:
-        """Stop downloading. Who still reads gets an error."""
+        """Stop downloading. Concurrent reads raise an error."""
         self._closed = True
         self._pool.shutdown(cancel_futures=True)
         with self._changed:
@@ -200,15 +202,15 @@ class RemotePieces:
             self._changed.notify_all()
 
     def own_places(self, digest: bytes) -> list[tuple[ContainerId, Record]]:
-        """Return where a piece is."""
+        """Return the container and the record of a piece, as a list with one item."""
         return [self._places[digest]]
 
     def records(self, digest: bytes) -> list[Record]:
-        """Return the record of a piece; none where it is not among these."""
+        """Return the record of a piece in a list; an empty list if the piece is not in this set."""
         return [self._places[digest][1]] if digest in self._places else []
 
     def read_stored(self, container: ContainerId, offset: int, view: memoryview) -> bool:
-        """Fill `view` with bytes of a container as they are stored, unverified."""
+        """Fill `view` with stored bytes of a container, unverified; False if out of range."""
         at = 0
         while at < view.nbytes:
             number = bisect_right(self._starts, (container, offset + at)) - 1
@@ -316,7 +318,11 @@ class RemotePieces:
         return ", ".join(held[:3]) + (f" and {len(held) - 3} more" if len(held) > 3 else "")
 
     def read_leaf(self, digest: bytes, start: int, view: memoryview) -> bytes:
-        """Fill `view` with a verified leaf of what others are stored against, from the store."""
+        """Fill `view` with a verified leaf of a base, read from the store; return its digest.
+
+        Raises:
+            MissingRemoteError: the store does not have the base.
+        """
         if self._bases is None or digest not in self._bases:
             what = f"what {digest.hex()} is needed for is stored against it, and it is not here"
             raise MissingRemoteError.at(self._bucket.url, what, digest=digest.hex())
@@ -326,7 +332,7 @@ class RemotePieces:
         """Fill `view` with verified whole leaves of a piece, and return their digests.
 
         Raises:
-            CorruptRemoteTensorError: they are wrong, twice.
+            CorruptRemoteTensorError: the bytes are wrong, and again when downloaded a second time.
         """
         container, record = self._places[digest]
         if record.codec != PLAIN:
@@ -387,9 +393,10 @@ class RemotePieces:
 
 
 class LostPieces:
-    """What pulls of some checkpoints did not get, so that others need not find that out again.
+    """Pieces that an earlier pull of several could not get, so that later ones fail at once.
 
-    Each would fetch all that lies before what is lost. One thread; false while nothing is lost.
+    Without it, each pull would first download everything before the lost piece. Use it from one
+    thread. It is false while nothing is lost.
     """
 
     def __init__(self) -> None:
@@ -406,7 +413,7 @@ class LostPieces:
         return self._is_any
 
     def note(self, error: LostRemotelyError, wanted: Mapping[bytes, int]) -> None:
-        """Take note of what ended a pull of pieces with these sizes."""
+        """Record the error that ended a pull of `wanted`, which has sizes of pieces by digest."""
         self._is_any = True
         facts = error.facts
         lost = bytes.fromhex(str(facts.get("digest", "")))
@@ -425,7 +432,10 @@ class LostPieces:
         return is_cut or (container.name, record.offset) in self._spoilt
 
     def check(self, wanted: Mapping[bytes, int], names: Mapping[bytes, str], where: str) -> None:
-        """Raise MissingRemoteError if one of these pieces, of what lies at `where`, is lost."""
+        """Raise MissingRemoteError if one of the pieces in `wanted` is known to be lost.
+
+        `where` is the URL that the message names.
+        """
         for piece in wanted.items():
             if piece in self._pieces:
                 raise _known(piece[0], names, where)
@@ -436,7 +446,10 @@ class LostPieces:
         names: Mapping[bytes, str],
         where: str,
     ) -> None:
-        """Raise MissingRemoteError if nothing is at one of these places, or something else."""
+        """Raise MissingRemoteError if one of these places is known to be missing or damaged.
+
+        `where` is the URL that the message names.
+        """
         for digest, place in places.items():
             if self._is_lost(*place):
                 raise _known(digest, names, where)

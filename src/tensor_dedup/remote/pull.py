@@ -1,10 +1,11 @@
-"""Fetching a checkpoint from a remote: only what is nowhere in the store travels.
+"""Pull a checkpoint from a remote: only pieces that the store lacks are transferred.
 
-Reference, manifest, pages; what is missing here; the holders of the manifest or, where these do not
-do, the catalog; the tables of the containers that they name; ranges of these; a commit like any
-other. Every frame is compared with the digest that leads to it and every leaf with its own before
-anything refers to it, so a remote cannot put a wrong byte into a store. What was complete when a
-pull was cut short is found by the next one.
+A pull reads the reference, the manifest and its pages, and finds out which pieces the store lacks.
+It finds their containers in the manifest's list of holders or, if that is not usable, in the
+catalog. It reads the tables of these containers, downloads ranges of them, and commits as an import
+does. Every manifest, page and table is compared with its digest, and every leaf with its own,
+before anything refers to it, so a remote cannot put wrong bytes into a store. Pieces that an
+interrupted pull has completed are found by the next one.
 """
 
 import time
@@ -79,9 +80,9 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class RemoteManifest:
-    """A checkpoint of a remote: its manifest, all of its pieces in order, and the frames.
+    """A checkpoint of a remote: its manifest, and all of its pieces in order.
 
-    `blobs` has pages and manifest by name.
+    `blobs` has the encoded pages and the encoded manifest, by name.
     """
 
     name: str
@@ -120,11 +121,11 @@ def find_ref(bucket: Bucket, name: str) -> str | None:
 def list_refs(
     bucket: Bucket, run: str | None = None, *, thorough: bool = False
 ) -> dict[str, ObjectStatus]:
-    """List the references by name, sorted, or those of `run`, whose names go on with an @.
+    """Return the status of each reference by name, sorted; with `run`, only those of its steps.
 
-    References are never removed, and those that say that their name was deleted may be many. They
-    are told by their size, left out, and not read. But one that is as long may be damaged: it is
-    among the others where the list has a sum that is another one and, with `thorough`, in a folder.
+    References of deleted names stay on the remote. They are recognised by their size and left out
+    without being read. A damaged reference may have the same size; it is included if its tag is an
+    MD5 that differs or, with `thorough`, if the remote is a folder, where it is read.
     """
     found, deleted = dict[str, ObjectStatus](), dict[str, ObjectStatus]()
     for status in bucket.list(layout.REFS):
@@ -156,9 +157,9 @@ def read_manifest(
     manifest: str,
     known: Callable[[str], bytes | None] = lambda _: None,
 ) -> RemoteManifest:
-    """Read a manifest and its pages, each compared with its digest.
+    """Read a manifest and its pages, and compare each with its digest.
 
-    `known(name)` returns the frame of a page that is here already.
+    `known(name)` returns the bytes of a page or manifest that the store already has, or None.
 
     Raises:
         MissingRemoteError, DamagedRemoteError, NewerFormatError: one cannot be read.
@@ -203,7 +204,7 @@ def _check_sizes(pieces: Sequence[Piece], known: Mapping[bytes, int], where: str
 def read_content(
     bucket: Bucket, manifest: str, known: Callable[[str], bytes | None] = lambda _: None
 ) -> tuple[bytes, Manifest]:
-    """Read a manifest without its pages: its frame, and what that says.
+    """Read a manifest without its pages; return its bytes and the decoded manifest.
 
     Raises the errors of `read_manifest`.
     """
@@ -231,20 +232,22 @@ def pull(
     seen: set[bytes] | None = None,
     lost: LostPieces | None = None,
 ) -> TransferResult:
-    """Pull a checkpoint into a store, in a session of it, under the name it has there.
+    """Pull a checkpoint into a store, under the same name, within a session of the store.
 
-    `listed` is what a list says of its reference, which then need not be read where that is enough
-    to know that it is the one of this store. `seen` has pieces that are counted already, and takes
-    these in: so the steps of a run have as many pieces as a push of them says. `lost` has what
-    others of these steps did not get, and takes in what this one does not: who needs it is refused
-    before anything travels.
+    `here` are the parts of the session. If `listed`, the status of the reference, shows that it is
+    the same as the store's, it is not read. `seen` has the digests of pieces that are counted in
+    earlier results; those of this checkpoint are added, so a piece that several steps of a run
+    share is counted once. `lost` records pieces that could not be pulled; a checkpoint that needs
+    one fails before anything is transferred.
 
     Raises:
         UnknownRemoteNameError: the remote has no checkpoint of this name.
-        RemoteNameTakenError: the name stands for another one here, and `replace` is off.
+        RemoteNameTakenError: the name stands for another checkpoint in the store, and `replace` is
+            False.
         MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError: objects of the remote are
-            gone or damaged. Nothing was committed; what had come is kept for the next attempt.
-        NoSpaceError: the disk has no room for what is missing.
+            missing or damaged. Nothing was committed; received pieces are kept for the next
+            attempt.
+        NoSpaceError: the disk has no room for the missing pieces.
     """
     wanted = _look(bucket, name, here[0], replace, listed)
     return _bring(bucket, wanted, here, progress, seen, lost)
@@ -319,7 +322,7 @@ def _bring(
 
 
 def newly_seen(wanted: Mapping[bytes, int], seen: set[bytes] | None) -> int:
-    """Take these pieces for `seen`, and return how many of those with bytes were not before."""
+    """Add these pieces to `seen`; return how many that are not empty were not in it before."""
     held = seen if seen is not None else set()
     before = len(held)
     held.update(digest for digest, nbytes in wanted.items() if nbytes)
@@ -334,10 +337,11 @@ def open_pulled(
     *,
     afresh: bool = False,
 ) -> StoredCheckpoint:
-    """Pull what a checkpoint needs into a store, in a session of it, and open it.
+    """Pull the pieces of a checkpoint into a store, within a session, and open the checkpoint.
 
-    No name of the store changes: when the result is closed, gc may take what came. With `afresh`
-    all pieces come, those that are here too: they may be damaged. Raises the errors of `pull`.
+    The store gets no name for it, so after the result is closed a gc may delete the pieces. With
+    `afresh` all pieces are pulled, even those that the store has, which may be damaged. Raises the
+    errors of `pull`.
     """
     objects, index, _ = here
     manifest = read_ref(bucket, name)
@@ -432,7 +436,11 @@ def _frame_here(objects: Objects, name: str) -> bytes | None:
 
 
 def name_check(objects: Objects, name: str, manifest: str, replace: bool) -> Callable[[], None]:
-    """Return what checks a name of the store in the moment in which it changes."""
+    """Return a function to call just before the name changes in the store; it raises on conflict.
+
+    It raises RemoteNameTakenError if the name stands for another checkpoint and `replace` is False,
+    and the errors of `check_replaceable` for a step that must not be replaced.
+    """
     step = parse_step_name(name)
 
     def check() -> None:

@@ -1,9 +1,9 @@
-"""Sending checkpoints to a remote: only what is missing there travels.
+"""Push checkpoints to a remote: only pieces that the remote lacks are transferred.
 
-The order is that of a commit on disk: containers and their tables, pages and manifests, a look at
-what was there and is only referred to, the catalog, and last the references. Nobody sees a name
-before its pieces, and whatever interrupts a push leaves objects that nothing refers to: the next
-attempt finds the containers by their names, which depend on their content alone.
+The order is that of a commit on disk: containers and their tables, pages and manifests, a check
+that the objects the push relies on exist, the catalog, and last the references. So a name never
+appears before its pieces. An interrupted push leaves objects that nothing refers to. The next
+attempt finds these containers again, because their names depend on their content alone.
 """
 
 import time
@@ -72,9 +72,9 @@ _LAST_CALLS: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A checkpoint to push: its manifest, the sizes of its pieces by digest, and its frames.
+    """A checkpoint to push: its manifest's name and the sizes of its pieces, by digest (`wanted`).
 
-    `blobs` has pages and manifest by name.
+    `blobs` has the encoded pages and the encoded manifest, by name.
     """
 
     name: str
@@ -85,16 +85,16 @@ class Outgoing:
 
 
 class NameGuard:
-    """What has a say in the names that a push is about to change; this one lets all pass."""
+    """A hook that can veto the change of a name by a push. This base class allows all changes."""
 
     def lock(self) -> AbstractContextManager[None]:
-        """Hold what keeps the answer of `check` true while a name changes."""
+        """Return a context manager that keeps the result of `check` valid during a change."""
         return nullcontext()
 
     def check(self, there: str | None) -> None:
-        """Raise if the name may not change, for which `there` is the manifest now (None: none).
+        """Raise an error if the name must not change; `there` is its current manifest, or None.
 
-        It is asked when the push begins, and in the lock before each attempt.
+        It is called when the push begins, and inside `lock` before each attempt.
         """
 
 
@@ -112,15 +112,15 @@ def push(
     guard: NameGuard | None = None,
     relatives: Callable[[], Iterable[Relative]] = tuple,
 ) -> TransferResult:
-    """Push checkpoints of one store, all under the names that they have there.
+    """Push checkpoints of one store, under the names that they have there.
 
-    `open_pieces` opens pieces of the store for reading, `relatives` returns others of the store
-    that have pages in common with these. The errors of `guard` are passed on.
+    `open_pieces` opens pieces of the store for reading. `relatives` returns other checkpoints of
+    the store that share manifest pages with these. Errors of `guard` are passed on.
 
     Raises:
-        RemoteNameTakenError: a name stands for another checkpoint there, and `replace` is off.
-        NoConditionsError: the server does not keep conditions; nothing was written that counts.
-        RemoteBusyError: others changed the remote again and again meanwhile.
+        RemoteNameTakenError: a name stands for another checkpoint there, and `replace` is False.
+        NoConditionsError: the server ignores conditions of writes; no checkpoint was written.
+        RemoteBusyError: other writers kept changing the remote.
     """
     began = time.monotonic()
     guard = guard or NameGuard()
@@ -568,12 +568,13 @@ class _Push:
 def refer(
     bucket: Bucket, name: str, manifest: str | None, check: Callable[[str | None], None]
 ) -> None:
-    """Make a name stand for a manifest that another name leads to or, with None, for nothing.
+    """Set the reference of a name to a manifest or, with None, mark the name as deleted.
 
-    `check` is called with what it stands for, and may raise.
+    `check` is called with the current manifest, or None, before each attempt and may raise an
+    error.
 
     Raises:
-        RemoteBusyError: others write the name again and again meanwhile.
+        RemoteBusyError: other writers kept changing the name.
     """
     key, text = layout.ref_key(name), layout.reference(name, manifest)
     for _ in range(_ATTEMPTS * 4):

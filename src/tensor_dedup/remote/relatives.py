@@ -1,8 +1,9 @@
-"""What a push need not ask or send, since a checkpoint that the remote has leads to it.
+"""Find what a push need not check or send because a related checkpoint is on the remote.
 
-A fine-tune has most pages of its manifest in common with its base, and most pieces. While a
-reference there leads to the base, no sweep deletes any of that within a lease. It may have been
-lost, as in a copy that was cut short, so what is relied on is looked for; but it is not read.
+A fine-tune shares most pages of its manifest, and most pieces, with its base. While a reference on
+the remote leads to the base, no gc deletes these within the lease. They may still have been lost,
+for example when the remote was copied incompletely, so a push checks that they exist, but does not
+read them.
 """
 
 import math
@@ -40,9 +41,10 @@ _HEAD_BYTES: Final = 2 << 10
 
 @dataclass(frozen=True, slots=True)
 class Relative:
-    """A checkpoint: its name, the names of its manifest and pages, and its pieces, read if asked.
+    """A checkpoint of the store that may share pages with those pushed.
 
-    `pieces` may raise a StoreError.
+    `pages` are the names of its pages; `pieces` returns the digests of its pieces, and may raise a
+    StoreError.
     """
 
     name: str
@@ -52,10 +54,10 @@ class Relative:
 
 
 def relatives(objects: Objects, names: Collection[str], pages: Collection[str]) -> list[Relative]:
-    """Return the checkpoints of a store that have some of these pages, first those with most.
+    """Return the checkpoints of a store that share some of these pages, those with most first.
 
-    Of several that have as many the one that was named first: that may be the base of the others.
-    Those of these `names` are left out, and so is what cannot be read.
+    Of several with equally many, the one that was named first comes first, since it may be the base
+    of the others. Checkpoints in `names`, and those that cannot be read, are left out.
     """
     wanted = {*pages}
     if len(wanted) < _FEWEST_PAGES:
@@ -82,10 +84,10 @@ def relatives(objects: Objects, names: Collection[str], pages: Collection[str]) 
 
 
 def first_there(bucket: Bucket, candidates: Iterable[Relative], *, surely: bool) -> Relative | None:
-    """Return the first of these checkpoints that the remote has, too, or None.
+    """Return the first of these checkpoints that the remote has under the same name, or None.
 
-    An answer may be an old one. So that it is there is asked for twice, if nothing else is to say
-    that what it leads to is there (`surely`).
+    With `surely` the reference is checked in a second request, in case the first answer was
+    outdated. Use it if nothing else shows that the checkpoint is complete.
     """
     for relative, _ in zip(candidates, range(_ASKED), strict=False):
         key = layout.ref_key(relative.name)
@@ -104,9 +106,9 @@ def first_there(bucket: Bucket, candidates: Iterable[Relative], *, surely: bool)
 def pages_there(
     bucket: Bucket, catalog: Catalog, relative: Relative, blobs: Collection[str], sent: int
 ) -> set[str]:
-    """Return those of these pages and manifests that a relative has and that are there.
+    """Return which of these pages and manifests the relative has and the remote has too.
 
-    So many bytes of pieces were `sent`: the look for them may cost a share of that.
+    `sent` is the number of bytes of pieces that the push sends; it limits the cost of the check.
     """
     common = {layout.manifest_key(part): part for part in blobs if part in relative.pages}
     # About so many are there: a push has two or more, and a page is of so many pieces.
@@ -126,11 +128,11 @@ def lost(
     *,
     mending: bool,
 ) -> set[ContainerId]:
-    """Return which of these containers of the catalog are not there, or have another size.
+    """Return which of these containers are missing on the remote or have a wrong size.
 
-    When `mending`, likewise those whose table is not there: a pull has that of the container, but a
-    sweep and a catalog that is put together anew go by tables. So many bytes of pieces were `sent`,
-    and so many are `left` of what the push is to cost.
+    With `mending`, containers whose table is missing are included: a pull can read the table in the
+    container, but a gc and a rebuilt catalog need the separate one. `sent` is the number of bytes
+    of pieces that the push sends, and `left` the number of bytes that the check may still cost.
     """
     count = len(catalog.containers) + _condemned(catalog, layout.CONTAINERS)
     keys = {layout.container_key(each): each for each in containers}

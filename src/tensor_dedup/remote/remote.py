@@ -35,11 +35,12 @@ DEFAULT_LEASE_HOURS = LEASE_S / 3600
 class Remote:
     """A remote that stores push to and pull from; `Remote.open` opens one.
 
-    It holds nothing open, and is safe from any thread. Credentials are those that obstore finds in
-    the environment; a URL never holds one.
+    It keeps no connection open and is safe from any thread. Credentials are those that obstore
+    finds in the environment; a URL never contains one.
 
     Raises:
-        RemoteUnreachableError, RemoteAccessError: the server does not answer, or refuses.
+        RemoteUnreachableError, RemoteAccessError: from any method, if the server does not answer or
+            refuses the request.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -48,14 +49,14 @@ class Remote:
 
     @classmethod
     def open(cls, url: str | PathLike[str], *, files: Files | None = None) -> Self:
-        """Open a remote: `s3://BUCKET/PREFIX`, `gs://`, `az://`, `file:///FOLDER`, a folder's path,
-        or `https://` to read what a web server has.
+        """Open a remote by its URL; no request is sent, and nothing is created.
 
-        Nothing is asked yet, and nothing made. `files` is the file system interface, which tests
-        replace.
+        The URL is `s3://BUCKET/PREFIX`, `gs://`, `az://`, `file:///FOLDER` or a folder's path, or
+        `https://` for read access through a web server. `files` is the file system interface, which
+        tests replace.
 
         Raises:
-            RemoteUrlError: the URL cannot name a remote, or holds a credential.
+            RemoteUrlError: the URL cannot name a remote, or contains a credential.
             NotInstalledError: obstore, of the extra `remote`, is not installed.
         """
         if not isinstance(url, (str, PathLike)):
@@ -70,7 +71,7 @@ class Remote:
 
     @property
     def url(self) -> str:
-        """The URL, without anything that is secret."""
+        """The URL of the remote. It contains no secret."""
         return self.bucket.url
 
     def names(self) -> list[str]:
@@ -82,23 +83,24 @@ class Remote:
         return [each.name for each in self.checkpoints() if each.manifest]
 
     def checkpoints(self, names: Sequence[str] | None = None) -> list[upkeep.RemoteCheckpoint]:
-        """Describe these checkpoints or all, by name; `damage` says which cannot be read, or not
-        whole.
+        """Describe all checkpoints, or those in `names`, by name.
+
+        In the result, `damage` is set for checkpoints that cannot be read completely.
         """
         return upkeep.checkpoints(self.bucket, names)
 
     def steps(self, run: str) -> list[str]:
-        """Return the names of the steps of a run, in order; none where no run is called so.
+        """Return the names of the steps of a run, in order; an empty list if there is no such run.
 
-        Deleted steps are left out. Where a checkpoint has the name itself, it is not that of a run.
-        A plain web server lists nothing, so none are known of it.
+        Deleted steps are left out. If a checkpoint has the name itself, it is not a run. A plain
+        web server cannot list objects, so the list is empty there.
         """
         return self._of_run(run, kept=False)
 
     def pins(self, run: str) -> list[str]:
-        """Return the names that pin steps of a run, in order, those whose step is gone too.
+        """Return the names that pin steps of a run, in order, including pins of deleted steps.
 
-        As `steps` otherwise.
+        Apart from that it works like `steps`.
         """
         return self._of_run(run, kept=True)
 
@@ -122,24 +124,23 @@ class Remote:
             return True
 
     def read(self, name: str) -> RemoteManifest:
-        """Read the manifest and the pieces of a checkpoint; no tensor data is read.
+        """Read the manifest and the list of pieces of a checkpoint; no tensor data is read.
 
         Raises:
             UnknownRemoteNameError: the remote has no checkpoint of this name.
-            MissingRemoteError, DamagedRemoteError: its bookkeeping is gone or damaged.
+            MissingRemoteError, DamagedRemoteError: the manifest or a page is missing or damaged.
         """
         return read_manifest(self.bucket, name, read_ref(self.bucket, name))
 
     def usage(self) -> upkeep.RemoteUsage:
-        """Measure what the remote takes, and what each checkpoint takes for itself alone."""
+        """Measure the space that the remote takes, and what each checkpoint takes alone."""
         return upkeep.usage(self.bucket)
 
     def delete(self, name: str) -> None:
-        """Delete a name; of a step that is pinned, the pin too.
+        """Delete a name; if it is a pinned step, delete the pin too.
 
-        The bytes stay until `gc` has found, twice, that nothing else needs them.
-
-        The first time is when they are older than the lease, the second a lease later.
+        The data stays until two runs of `gc`, at least a lease apart, find that nothing needs it.
+        The first of these runs must be at least a lease after the data was written.
 
         Raises:
             UnknownRemoteNameError: the remote has no checkpoint of this name.
@@ -149,11 +150,11 @@ class Remote:
     def gc(
         self, lease_hours: float = DEFAULT_LEASE_HOURS, *, dry_run: bool = False
     ) -> sweep.RemoteGcPlan:
-        """Condemn what no name leads to, and delete what has been condemned for the lease.
+        """Condemn unused objects, and delete those that have been condemned for the lease.
 
-        The lease is longer than any push takes. A shorter one is safe only while nobody pushes.
-        What was written less than a lease ago is not condemned yet (`young`): until it is deleted,
-        it can take two leases and three runs.
+        The lease must be longer than any push takes; a shorter one is safe only while nothing is
+        pushed. Objects written less than a lease ago are not condemned yet (`young`), so it may
+        take two leases and three runs until an unused object is deleted.
 
         Raises:
             UncertainRemoteError: something cannot be read; nothing was condemned or deleted.
@@ -163,18 +164,18 @@ class Remote:
     def verify(
         self, *, full: bool = False, advance: Callable[[int], None] = lambda _: None
     ) -> upkeep.RemoteVerifyResult:
-        """Check the bookkeeping and, with `full`, download and check every byte.
+        """Check manifests, tables and references and, with `full`, download and check all data.
 
-        Containers with faults leave the catalog, and lost manifests and pages are noted there: the
-        next push of a checkpoint that needs them sends them again, also under the name that it has.
-        Lost tables are written again from their containers, and so is a lost `FORMAT` where all
-        else says that this is a remote.
-        `advance` receives counts of bytes that were checked.
+        Containers with faults are removed from the catalog, and lost manifests and pages are noted
+        in it, so that the next push of a checkpoint that needs them sends them again, even under an
+        existing name. Missing tables are written again from their containers, and so is a missing
+        `FORMAT` if the other objects show that this is a remote. `advance` receives the number of
+        bytes checked.
         """
         return upkeep.verify(self.bucket, full=full, advance=advance)
 
     def store_folder(self) -> Path | None:
-        """Return the folder if this is that of a store, and no remote; else None."""
+        """Return the folder if the URL is that of a store's folder, not of a remote; else None."""
         bucket = self.bucket
         if isinstance(bucket, FolderBucket):
             found = bucket.get(layout.MARKER, layout.HEAD_BYTES)
@@ -183,7 +184,7 @@ class Remote:
         return None
 
     def has(self, name: str) -> bool:
-        """Return whether there is a checkpoint of exactly this name, in a store's folder too.
+        """Return whether a checkpoint has exactly this name. A store's folder can be searched too.
 
         Raises:
             NotARemoteError: there is no remote.
@@ -199,9 +200,9 @@ class Remote:
         return True
 
     def names_of(self, name: str) -> list[str]:
-        """Return the name, or the names of the steps and pins of the run that is called so.
+        """Return the name itself or, if it is a run, the names of its steps and pins.
 
-        The same of a store's folder.
+        A store's folder can be searched too.
 
         Raises:
             UnknownRemoteNameError, UnknownNameError: the remote, or the store, has neither.
@@ -210,7 +211,7 @@ class Remote:
         return [*self.refs_of(name)]
 
     def refs_of(self, name: str) -> dict[str, ObjectStatus | None]:
-        """Return `names_of`, with what a list says of each reference; None where none was asked."""
+        """Return the names of `names_of` with the status of each reference, None if not listed."""
         if find_ref(self.bucket, name) is not None:
             return {name: None}
         what = f"no checkpoint {name!r}"

@@ -1,4 +1,4 @@
-"""What a push or a pull tells while it runs, and what it has done."""
+"""The progress and the result of a push or a pull."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -9,10 +9,10 @@ from tensor_dedup.store.steps.runs import is_pin_among
 
 
 class TransferListener(ProgressListener, Protocol):
-    """A listener to a push or a pull: its progress is in bytes that travel."""
+    """A listener to the progress of a push or a pull, in bytes to transfer."""
 
     def saved(self, nbytes: int) -> None:
-        """Receive the number of bytes that need not travel."""
+        """Receive the number of bytes that need not be transferred."""
 
 
 class SilentTransfer(SilentListener):
@@ -24,14 +24,14 @@ class SilentTransfer(SilentListener):
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """What a push or a pull did.
+    """The result of a push or a pull. Sizes are in bytes.
 
-    `nbytes` is the size of the checkpoints, which have so many `pieces`; `moved_pieces` of these
-    were missing. `anchor_pieces` are no part of the checkpoints: they came along because missing
-    pieces are stored as differences from them. `moved_bytes` are both, as they are stored, and
-    `wire_bytes` everything that was sent and received, in `requests` calls. `unchanged` says that
-    the other side had it all under these names. The pin of a step goes with the step, and is none
-    of the `names`.
+    `pieces` and `nbytes` are the number of pieces and the size of the checkpoints; `moved_pieces`
+    of these pieces were missing and transferred. `anchor_pieces` do not belong to the checkpoints:
+    they were transferred because missing pieces are stored as differences from them. `moved_bytes`
+    is the stored size of all transferred pieces. `wire_bytes` is everything sent and received, in
+    `requests` requests. `unchanged` is True if the other side had everything under these names
+    already. A pin that is transferred with its step is not in `names`.
     """
 
     url: str
@@ -48,16 +48,16 @@ class TransferResult:
 
     @property
     def saved_bytes(self) -> int:
-        """The bytes of the checkpoints that did not have to travel."""
+        """The number of bytes of the checkpoints that were not transferred."""
         return max(0, self.nbytes - self.moved_bytes)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the result as a JSON object."""
+        """Return the result as a dict that can be written as JSON."""
         return {**asdict(self), "names": [*self.names], "saved_bytes": self.saved_bytes}
 
 
 def together(results: Sequence[TransferResult]) -> TransferResult:
-    """Return the sum of several results of one remote; a pin is no further checkpoint."""
+    """Return the sum of several results from one remote; pins do not count as checkpoints."""
     first = results[0]
     names = {name for each in results for name in each.names}
     counted = [e for e in results if not all(is_pin_among(name, names) for name in e.names)]

@@ -1,4 +1,4 @@
-"""Pulling a run: each of its steps that can be had, and what is said of the others."""
+"""Pull all steps of a run, continuing after steps that are damaged on the remote."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -25,15 +25,14 @@ def pull_each(
     *,
     replace: bool = False,
 ) -> list[TransferResult]:
-    """Pull a checkpoint, or the steps and pins of a run, each in a `session` of the store.
+    """Pull a checkpoint, or the steps and pins of a run, each in its own `session` of the store.
 
-    A step of which anything is lost or damaged keeps no other from coming; its pin does not come
-    without it. Steps that need what has been found lost are not begun. Any other error ends the
-    pull.
+    A step with lost or damaged data does not stop the others. Its pin is not pulled, and further
+    steps that need the same lost data are skipped. Any other error ends the pull.
 
     Raises:
-        UnknownRemoteNameError: all of them were deleted there meanwhile.
-        StoreError: those of `pull`. Of a run, they name what did not come, also before them.
+        UnknownRemoteNameError: all of them were deleted on the remote meanwhile.
+        StoreError: an error of `pull`. For a run, the message lists the steps that were not pulled.
     """
     results, seen, lost = list[TransferResult](), set[bytes](), LostPieces()
     failed: dict[str, StoreError] = {}

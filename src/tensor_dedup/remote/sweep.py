@@ -1,15 +1,17 @@
-"""Deleting what nothing on a remote refers to.
+"""Garbage collection (gc) of a remote: delete objects that nothing refers to.
 
-That takes two sweeps. The first takes what no reference leads to, and is older than the lease, out
-of the catalog and notes since when; the second deletes what has been in that state for the lease,
-after it has marked from the references again. A push that still relied on it is over by then, or
-has taken it off the list: both change the head of the catalog by a condition, so one of them sees
-the other. A sweep that was not first marks again, and then reads lists, references and what is new.
+Deletion takes two runs. The first condemns objects that no reference leads to and that are older
+than the lease, a period longer than any push takes: it removes them from the catalog and notes the
+time. A later run deletes objects that have been condemned for the lease and that, according to the
+references at that time, are still unused. A push that relied on such an object has ended by then,
+or has taken it off the list of condemned objects. Both replace the head of the catalog by
+conditional writes, so each notices the other. A run that loses such a race starts again, and reads
+the lists, the references and only new objects.
 
-Of two sweeps at once each deletes what either may. What is being deleted is listed once for each of
-them, with the second since when, so a push keeps away from it until both have ended. One that was
-killed cannot take itself off the list; the next one does, when that second is so long ago that
-nobody deletes by it any more.
+Concurrent runs may delete the same objects. The list has an entry for each run that is deleting an
+object, with a time, so that a push avoids the object until all of them have ended. A run that was
+killed cannot remove its entries; a later one removes them when the time is so long ago that the
+killed run cannot be deleting any more.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -61,11 +63,11 @@ _ATTEMPTS: Final = 40
 
 @dataclass(frozen=True, slots=True)
 class RemoteGcPlan:
-    """The plan or the result of a gc: keys to condemn, and keys to delete.
+    """The plan or the result of a gc: the keys to condemn and the keys to delete. Sizes in bytes.
 
-    `waiting` counts what is condemned and has not been so for the lease, `young` the unused objects
-    that are younger than the lease: a push may be about to refer to them, so a later run condemns
-    them. `done` is False after a dry run.
+    `waiting` counts condemned objects that have not been so for the whole lease yet. `young` counts
+    unused objects younger than the lease; a push may be about to refer to them, so a later run
+    condemns them. `done` is False after a dry run.
     """
 
     condemn: tuple[str, ...]
@@ -78,20 +80,20 @@ class RemoteGcPlan:
     done: bool = False
 
     def to_dict(self) -> dict[str, object]:
-        """Return the plan as a JSON object."""
+        """Return the plan as a dict that can be written as JSON."""
         return {**asdict(self), "condemn": [*self.condemn], "delete": [*self.delete]}
 
 
 def gc(bucket: Bucket, lease_s: float, *, dry_run: bool = False) -> RemoteGcPlan:
-    """Condemn what no reference leads to, and delete what has been condemned for the lease.
+    """Condemn unused objects, and delete those that have been condemned for `lease_s` seconds.
 
-    What is younger than the lease is not condemned yet. So what became unused at once is deleted by
-    the third run, two leases after it was written; with a lease of 0 by the first.
+    Objects younger than the lease are not condemned yet. So an object that is never used is deleted
+    by the third run, two leases after it was written; with a lease of 0, by the first.
 
     Raises:
-        UncertainRemoteError: something cannot be read, or only by a later version; nothing was
-            condemned or deleted.
-        RemoteBusyError: others change the remote again and again meanwhile.
+        UncertainRemoteError: something cannot be read, or was written by a later version; nothing
+            was condemned or deleted.
+        RemoteBusyError: other writers kept changing the remote.
     """
     check_remote(bucket)
     catalog: Catalog | None = None

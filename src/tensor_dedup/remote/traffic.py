@@ -1,23 +1,23 @@
-"""What goes over the network: bytes and calls, counted from any thread."""
+"""Count the bytes and requests of a bucket, from any thread."""
 
 import threading
 
 
 class Traffic:
-    """Counts of what was sent and received through a bucket: payload bytes and calls."""
+    """Counters of a bucket's network traffic: payload bytes sent and received, and requests."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.sent = self.received = self.calls = 0
 
     def add(self, sent: int = 0, received: int = 0, calls: int = 1) -> None:
-        """Count a call, or several."""
+        """Add bytes and requests to the counters."""
         with self._lock:
             self.sent += sent
             self.received += received
             self.calls += calls
 
     def counts(self) -> tuple[int, int]:
-        """Return the bytes sent and received so far, and the calls."""
+        """Return the number of bytes sent and received together, and the number of requests."""
         with self._lock:
             return self.sent + self.received, self.calls

@@ -1,4 +1,4 @@
-"""Pushes from a store and pulls into it, by what a URL names: a remote, an artifact or a store."""
+"""Push from a store and pull into it; the URL names a remote, an OCI artifact or another store."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -47,7 +47,7 @@ def push(
     replace: bool = False,
     progress: TransferListener | None = None,
 ) -> TransferResult:
-    """Push a checkpoint, or all steps of a run: `tensor_dedup.Store.push` says the rest."""
+    """Push a checkpoint, or all steps of a run. See `tensor_dedup.Store.push`."""
     listener = progress or SilentTransfer()
     if oci.is_artifact(url):
         return _push_artifact(store, str(url), name, listener, replace)
@@ -78,7 +78,7 @@ def pull(
     replace: bool = False,
     progress: TransferListener | None = None,
 ) -> TransferResult:
-    """Pull a checkpoint, or all steps of a run: `tensor_dedup.Store.pull` says the rest."""
+    """Pull a checkpoint, or all steps of a run. See `tensor_dedup.Store.pull`."""
     listener = progress or SilentTransfer()
     if oci.is_artifact(url):
         return _pull_artifact(store, str(url), name, listener, replace)
@@ -107,10 +107,10 @@ def push_to(
     guard: NameGuard | None = None,
     related: Callable[[], Iterable[Relative]] = tuple,
 ) -> TransferResult:
-    """Push what `outgoing` has returned, with the pieces that the store has of it.
+    """Push checkpoints that `outgoing` returned, reading their pieces from the store.
 
     Raises:
-        StoreError: those of `tensor_dedup.remote.push.push`.
+        StoreError: an error of `tensor_dedup.remote.push.push`.
     """
 
     def open_pieces(digests: set[bytes]) -> StoredPieces:
@@ -130,7 +130,7 @@ def push_to(
 
 
 def outgoing(store: LocalStore, name: str) -> Outgoing:
-    """Return what a push of a checkpoint sends. The caller holds the store's lock.
+    """Return what a push of this checkpoint needs. The caller must hold the store's lock.
 
     Raises:
         UnknownNameError: the store has no checkpoint of this name.

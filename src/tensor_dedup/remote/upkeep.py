@@ -1,4 +1,4 @@
-"""What a remote holds, checking it, and deleting a name."""
+"""List, measure and verify the checkpoints of a remote, and delete names."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -71,11 +71,12 @@ _UNSWEPT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class RemoteCheckpoint:
-    """A checkpoint of a remote: its name, manifest, counts of tensors and files, and its size.
+    """A checkpoint of a remote: name, manifest, numbers of tensors and files, size in bytes.
 
-    `unique_bytes` are stored for this one alone, and nothing else is stored as a difference from
-    them; None where that was not asked for. `damage` says why it cannot be read, or not whole: its
-    `manifest` is known where only pieces are, as `verify` or a push has noted it.
+    `unique_bytes` is the stored size of pieces that only this checkpoint needs and from which no
+    other piece is stored as a difference; None if it was not computed. `damage` is the reason if
+    the checkpoint cannot be read completely. If only pieces are lost, as noted by `verify` or a
+    push, the `manifest` is still known.
     """
 
     name: str
@@ -87,15 +88,15 @@ class RemoteCheckpoint:
     damage: str | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """Return the checkpoint as a JSON object."""
+        """Return the checkpoint as a dict that can be written as JSON."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteUsage:
-    """What a remote takes: bytes in containers, and those of them that no checkpoint needs.
+    """The bytes in a remote's containers, and how many of them no checkpoint needs.
 
-    `run_unique_bytes` are those that only the steps of a run need, by the name of the run.
+    `run_unique_bytes` has, by name of a run, the bytes that only the steps of this run need.
     """
 
     checkpoints: tuple[RemoteCheckpoint, ...]
@@ -105,13 +106,13 @@ class RemoteUsage:
     run_unique_bytes: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, object]:
-        """Return the usage as a JSON object."""
+        """Return the usage as a dict that can be written as JSON."""
         return {**asdict(self), "checkpoints": [each.to_dict() for each in self.checkpoints]}
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteVerifyResult:
-    """The result of checking a remote; `bytes_checked` is 0 where only bookkeeping was read."""
+    """The result of checking a remote; `bytes_checked` is 0 unless tensor data was checked too."""
 
     checkpoints: int
     containers: int
@@ -120,18 +121,19 @@ class RemoteVerifyResult:
 
     @property
     def fine(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether no fault was found."""
         return not self.faults
 
     def to_dict(self) -> dict[str, object]:
-        """Return the result as a JSON object."""
+        """Return the result as a dict that can be written as JSON."""
         return {**asdict(self), "faults": [asdict(each) for each in self.faults]}
 
 
 def checkpoints(bucket: Bucket, only: Sequence[str] | None = None) -> list[RemoteCheckpoint]:
-    """Describe all checkpoints, by name, or `only` some; those that cannot be read say why.
+    """Describe all checkpoints by name, or those in `only`.
 
-    The pin of a step that is there is no further checkpoint.
+    A checkpoint that cannot be read is included with the reason in `damage`. The pin of an existing
+    step is left out.
     """
     check_remote(bucket)
     noted = _noted_damage(bucket)
@@ -194,15 +196,15 @@ def described(
 
 
 def delete(bucket: Bucket, name: str) -> None:
-    """Delete a name: its reference says from here on that there is none.
+    """Delete a name: its reference is replaced by one that marks it as deleted.
 
-    Of a step that is pinned, the pin is deleted too. Its bytes stay until two sweeps, a lease
-    apart, have found that nothing else needs them; the first of these comes when they are older
-    than the lease.
+    If it is a pinned step, the pin is deleted too. The data stays until two runs of `gc`, at least
+    a lease apart, find that nothing needs it. The first of these must be at least a lease after the
+    data was written.
 
     Raises:
         UnknownRemoteNameError: the remote has no checkpoint of this name.
-        RemoteBusyError: others write the name again and again meanwhile.
+        RemoteBusyError: other writers kept changing the name.
     """
     step = parse_step_name(name)
     if step is not None and not step.kept:
@@ -288,7 +290,7 @@ def _read_within(
 
 
 def usage(bucket: Bucket) -> RemoteUsage:
-    """Measure what a remote takes, from its bookkeeping."""
+    """Measure the space that a remote and its checkpoints take, from manifests and tables alone."""
     check_remote(bucket)
     found, noted = take_inventory(bucket), _noted_damage(bucket)
     live = found.live()
@@ -335,7 +337,7 @@ def usage(bucket: Bucket) -> RemoteUsage:
 
 
 def owner(name: str) -> tuple[str, bool]:
-    """Return the name of the run that a checkpoint is a step of, or its own; and which it is."""
+    """Return the run that a step belongs to and True, or the checkpoint's own name and False."""
     step = parse_step_name(name)
     return (name, False) if step is None else (step.run, True)
 
@@ -343,14 +345,14 @@ def owner(name: str) -> tuple[str, bool]:
 def verify(
     bucket: Bucket, *, full: bool = False, advance: Callable[[int], None] = lambda _: None
 ) -> RemoteVerifyResult:
-    """Check a remote's bookkeeping and, with `full`, every byte that can be checked by itself.
+    """Check manifests, tables and references and, with `full`, the content of all containers.
 
-    Deltas are compared with the checksums of their chunks, everything else leaf by leaf. Tables
-    that are lost are written again from their containers. Nothing else is changed but the catalog
-    and the holders beside manifests: containers with faults are taken out, so that a push sends
-    anew what was in them, with `full` those are taken in again that were found damaged and are
-    whole, and what they say of others is made to be what tables say. Manifests and pages that are
-    lost are noted there, too. What a later version has written stays as it is.
+    Deltas are compared with the checksums of their chunks, everything else with leaf digests.
+    Missing tables are written again from their containers. Otherwise only the catalog and the lists
+    of holders change: containers with faults are removed, so that a push sends their pieces again;
+    with `full`, containers that were noted as damaged and turn out to be intact are added again;
+    entries that differ from the tables are corrected. Lost manifests and pages are noted in the
+    catalog. Objects written by a later version stay as they are.
     """
     faults, read = list[RemoteFault](), 0
     if (what := restore_marker(bucket)) is not None:

@@ -1,4 +1,4 @@
-"""What a URL names: a folder, object storage, or a plain web server. No I/O."""
+"""Parse URLs of remotes: folders, object storage and plain web servers. No I/O."""
 
 import re
 from pathlib import Path
@@ -18,15 +18,15 @@ _USER_IN_PATH: Final = re.compile(r"//.*@|[^./:][^/:]*:.*@", re.DOTALL)
 
 
 def is_url(text: str) -> bool:
-    """Return whether this is a URL, be it a mistyped one, and no folder's path."""
+    """Return whether a text is a URL, perhaps mistyped, and not the path of a folder."""
     return "://" in text or _MISTYPED.match(text) is not None
 
 
 def open_bucket(url: str, files: Files) -> Bucket:
-    """Open what a URL names; a path without a scheme is a folder. Nothing is asked or made yet.
+    """Return the bucket that a URL names; a path without a scheme is a folder. No request is sent.
 
     Raises:
-        RemoteUrlError: the URL names nothing of the kind, or holds a credential.
+        RemoteUrlError: the URL does not name a bucket, or contains a credential.
         NotInstalledError: obstore is not installed.
     """
     scheme, colon, _ = url.partition("://")

@@ -1,4 +1,4 @@
-"""Training checkpoints in the store: every step of every run, at the cost of what changed.
+"""Training checkpoints in a store: each step of a run is stored, and costs only what changed.
 
     from tensor_dedup.training import CheckpointStore
 

@@ -1,18 +1,20 @@
-"""Saving in the background: the training thread waits only while a step is captured, if at all.
+"""Save in the background: the training thread waits at most until a step has been captured.
 
-    save_async     waits for its turn, takes the model apart, copies what is small or could change
-                   unnoticed and starts on the rest; waits for that too, unless an optimizer is
-                   hooked
-    before_update  waits until everything is captured that is not yet
-    a thread       captures what is left, hashes, encodes, writes and commits; it ends with its save
-                   where there is much to capture, others do that, and it begins with what is there
+To capture a step is to hash or copy its tensors before the training changes them (`capture`).
+
+    save_async     waits until fewer than the allowed saves run, takes the model apart, copies small
+                   tensors and those whose changes would go unnoticed, and starts capturing the
+                   others; without a hooked optimizer it also waits until these are captured
+    before_update  waits until all tensors are captured
+    save thread    captures the remaining tensors, hashes, encodes, writes and commits, and ends;
+                   if there is much to capture, helper threads do that while it writes
 
 Steps are committed in the order in which they were saved. An error of a save is raised by the next
-call. The thread is not a daemon, so a program exits only when its steps are durable; and no thread
-is ever idle, so there is nothing to shut down at exit and nothing to lose in a fork.
+call. The thread is not a daemon, so a program exits only when its steps are durable. No thread
+waits for work between saves, so nothing has to be shut down at exit, and a fork loses nothing.
 
-Python's threads switch every 5 ms. So the thread of a save is started first, and waits: a thread
-that starts or works while the training thread is busy delays it by that time.
+Python switches threads every 5 ms, so a thread that starts while the training thread is busy delays
+it by up to that time. The thread of a save is therefore started first, and waits for its work.
 """
 
 import logging
@@ -58,7 +60,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True)
 class ExtractedStep:
-    """A step as an adapter takes it apart. Its chunks may share the model's memory."""
+    """A step that an adapter has taken apart. Its chunks may share the model's memory."""
 
     notes: Notes
     chunks: Iterable[StateChunk]
@@ -69,9 +71,9 @@ class ExtractedStep:
 class Times:
     """The durations in seconds of the phases of one save.
 
-    `metadata` is for taking the model apart and copying what is small, in the training thread;
-    `copy` for capturing the rest; `write` for committing, never in the training thread. The last
-    two overlap where a step is written as it is captured.
+    `metadata` is the time for taking the model apart and copying small tensors, in the training
+    thread. `copy` is the time for capturing the large ones. `write` is the time for committing, in
+    the save's own thread. `copy` and `write` overlap if a step is written while it is captured.
     """
 
     metadata: float = 0.0
@@ -80,7 +82,7 @@ class Times:
 
 
 class CapturedStep:
-    """A step whose large tensors are committed as they are captured."""
+    """A step of which large tensors are committed while others are still being captured."""
 
     new, background = False, True
 
@@ -106,16 +108,16 @@ class CapturedStep:
 
 
 class Capturing(threading.local):
-    """Whether this thread is capturing or committing a step of a handle.
+    """A flag for each thread: whether it is capturing or committing a step of one CheckpointStore.
 
-    A signal handler may run in the middle of that. The save that it waits for would wait for the
-    rest of it, and so would all later ones.
+    A signal handler may run in the middle of that. If it waited for a save, that save would wait
+    for the interrupted work, and neither would ever end.
     """
 
     _here = False
 
     def run(self, work: Callable[[], _Result]) -> _Result:
-        """Call a function that captures or commits."""
+        """Call a function that captures or commits, with the flag set."""
         before, self._here = self._here, True
         try:
             return work()
@@ -126,7 +128,7 @@ class Capturing(threading.local):
         """Check that this thread may wait for saves.
 
         Raises:
-            NestedSaveError: it is capturing or committing a step.
+            NestedSaveError: it is in the middle of capturing or committing a step.
         """
         if self._here:
             what = "a save was begun or waited for in the middle of another one"
@@ -134,7 +136,10 @@ class Capturing(threading.local):
 
 
 class PendingSave:
-    """A step that is being saved in the background. Any thread of the process that started it."""
+    """A step that is being saved in the background.
+
+    Usable from any thread of the process that started the save.
+    """
 
     def __init__(
         self,
@@ -164,16 +169,17 @@ class PendingSave:
         return f"PendingSave({self.name!r} in {str(self.root)!r}, {state})"
 
     def done(self) -> bool:
-        """Return whether the save has ended: committed, or failed."""
+        """Return whether the save has ended, successfully or not."""
         return self._done.is_set()
 
     def wait(self) -> Saved:
-        """Wait until the step is committed and durable; return what was saved.
+        """Wait until the step is committed and durable; return the result.
 
         Raises:
             StoreError: the save failed, with this error.
             ForkedSaveError: this process was forked after the save had begun.
-            NestedSaveError: this thread is capturing or committing a step of this handle.
+            NestedSaveError: this thread is capturing or committing a step of the same
+                CheckpointStore.
         """
         self.finish()
         if self._saved is None:
@@ -183,15 +189,16 @@ class PendingSave:
 
     @property
     def failed(self) -> StoreError | None:
-        """Return the error of the save, or None while it runs or if it succeeded."""
+        """The error of the save, or None while it runs or if it succeeded."""
         return self._error if self._done.is_set() else None
 
     def finish(self) -> None:
-        """Wait until the save has ended, whether it failed or not.
+        """Wait until the save has ended, successfully or not.
 
         Raises:
             ForkedSaveError: this process was forked after the save had begun.
-            NestedSaveError: this thread is capturing or committing a step of this handle.
+            NestedSaveError: this thread is capturing or committing a step of the same
+                CheckpointStore.
         """
         if self._owner != os.getpid():
             what = f"the save of {self.name} goes on in the parent process"
@@ -201,14 +208,15 @@ class PendingSave:
         self.make_room()
 
     def make_room(self) -> None:
-        """Wait until the save has given back what it has of the pool, for a later capture."""
+        """Wait until the save has ended and returned its memory to the pool."""
         self._done.wait()
 
     def hold(self) -> None:
         """Wait until the model may be changed.
 
         Raises:
-            NestedSaveError: this thread is capturing or committing a step of this handle.
+            NestedSaveError: this thread is capturing or committing a step of the same
+                CheckpointStore.
         """
         self._capturing.check(self.root)
         self.capture_now()
@@ -218,11 +226,11 @@ class PendingSave:
                 self.finish()
 
     def capture_now(self) -> None:
-        """Wait until the model may be changed, except for tensors that the pool has no room for."""
+        """Finish capturing all tensors, except those for which the pool has no room."""
         self._capturing.run(self._capture.hold)
 
     def run(self) -> None:
-        """Capture, commit and end; the body of the save's own thread."""
+        """Capture and commit the step; the body of the save's own thread."""
         try:
             step = self._step()
             began = time.perf_counter()
@@ -301,19 +309,19 @@ class _Standby:
 
 
 class Hook:
-    """The hook that makes an optimizer wait before each of its steps."""
+    """The registration of a hook that makes an optimizer wait before each of its steps."""
 
     def __init__(self, handle: Any, forget: Callable[[], None]) -> None:
         self._handle, self._forget = handle, forget
 
     def remove(self) -> None:
-        """Stop making the optimizer wait; `save_async` waits for the copies again."""
+        """Remove the hook. Without any hook, `save_async` waits for the copies itself."""
         self._handle.remove()
         self._forget()
 
 
 class Saves:
-    """The background saves of one handle. Safe from any thread."""
+    """The background saves of one CheckpointStore. Safe from any thread."""
 
     def __init__(
         self,
@@ -342,18 +350,19 @@ class Saves:
         self._pending.clear()
 
     def forked(self) -> None:
-        """Start anew in a forked child: saves and threads belong to the parent.
+        """Reset the state in a forked child, where the parent's saves and threads do not exist.
 
-        The parent's threads may have held any lock.
+        Locks are replaced, since a thread of the parent may have held them.
         """
         self._begin()
         self._pool.reset()
         self._saver.reset()
 
     def start(self, extract: Callable[[], ExtractedStep], *, lazy: bool | None) -> PendingSave:
-        """Start saving the result of `extract`.
+        """Start saving the step that `extract` returns.
 
-        If an earlier save failed, its error is raised and nothing is saved.
+        `lazy` is that of `CheckpointStore.save_async`. If an earlier save failed, its error is
+        raised and nothing is saved.
         """
         self._turn.check(self._saver.root)
         self.check()
@@ -451,8 +460,8 @@ class Saves:
     def before_update(self) -> None:
         """Wait until the model may be changed.
 
-        The error of a failed save is raised only after the wait, so its handler may change the
-        model.
+        The error of a failed save is raised only after the wait, so a handler of the error may
+        change the model.
         """
         with self._lock:
             running = [each for each in self._pending if not each.done()]
@@ -462,29 +471,32 @@ class Saves:
             self._raise_one()
 
     def check(self) -> None:
-        """Check that this thread may save, or wait for saves.
+        """Check that this thread may start a save or wait for one.
 
         Raises:
-            NestedSaveError: it is capturing or committing a step.
+            NestedSaveError: it is in the middle of capturing or committing a step.
         """
         self._capturing.check(self._saver.root)
 
     def run(self, commit: Callable[[], _Result]) -> _Result:
-        """Call a function that commits, in the middle of which its thread may wait for no save.
+        """Call a function that commits; until it returns, this thread must not wait for a save.
 
-        The save would wait for that commit.
+        Such a wait raises NestedSaveError, because the save would wait for this commit.
         """
         return self._capturing.run(commit)
 
     def wait(self) -> None:
-        """Wait until every save has ended. Raises the error of a failed save, and of `check`."""
+        """Wait until every save has ended.
+
+        Raises the error of a failed save, and the errors of `check`.
+        """
         self.check()
         self._wait_until_fewer_than(1)
 
     def finish(self) -> None:
-        """Wait until every save has ended. The error of a failed save is raised later.
+        """Wait until every save has ended. The error of a failed save is raised by a later call.
 
-        Raises those of `check`.
+        Raises the errors of `check`.
         """
         self.check()
         with self._lock:
@@ -501,7 +513,10 @@ class Saves:
         return bool(running)
 
     def close(self) -> None:
-        """Wait for every save and free the pool. The error of a failed save is raised later."""
+        """Wait for every save and free the pool.
+
+        The error of a failed save is raised by a later call.
+        """
         self.finish()
         self._pool.clear()
 

@@ -1,18 +1,18 @@
-"""Encoding after the save: what a step has stored as it is takes less space a moment later.
+"""Encode tensors after a save, so that they take less space a moment later.
 
-A save with much to store writes it unencoded, and is done. A thread then reads that container
-again, stores the tensors that get smaller in a second one and all others in a third, and removes
-the first. No name has to change: manifests name digests, not containers, and whoever reads the
-container has it open.
+A save with much to store writes tensors unencoded. A thread then reads that container again, stores
+the tensors that become smaller in a second container and all others in a third, and removes the
+first. No name has to change, because manifests name digests and not containers. A process that is
+reading the container has it open and can go on.
 
-The new containers are durable under their names before the old one is unlinked. That is done alone
-in the store, as by gc, and only when the tables on disk show every piece in another container that
-is there, whole and readable; the index is never asked. Whatever dies in between leaves the pieces
-twice; gc then keeps the container that was saved, and what was encoded goes.
+The new containers are durable under their names before the old one is removed. Removing it takes
+the store's exclusive lock, as a gc does, and only happens if the tables on disk show every piece in
+another container that is complete and readable; the index is not used for this. After a crash in
+between, the pieces are stored twice; the next gc keeps the original container and deletes the
+encoded ones.
 
-The thread stands still while a save runs, begins when there was none for a moment, and ends with
-its work. When the program ends before the
-handle was closed, what is not encoded stays as it was saved.
+The thread pauses while a save runs and begins when none has run for a moment. It ends when nothing
+is left to encode. If the program ends without `close`, the remaining tensors stay unencoded.
 """
 
 import logging
@@ -67,10 +67,11 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True)
 class EncodingJob:
-    """The tensors of a step that are stored as they are in one container.
+    """The tensors of a step that are stored unencoded in one container.
 
-    `first` is set if there is no step before. A job of a background save may be dropped when too
-    many wait, and any job that was interrupted too often is: `attempts` counts.
+    `first` is set if the run has no earlier step. A job of a background save may be dropped if too
+    many jobs are waiting. Any job is dropped when it was interrupted too often, which `attempts`
+    counts.
     """
 
     container: ContainerId
@@ -87,9 +88,10 @@ class _GivenUpError(Exception):
 
 
 class BackgroundEncoder:
-    """Encodes what the saves of one handle have left. Safe from any thread.
+    """Encodes the tensors that the saves of one CheckpointStore have stored unencoded.
 
-    `last` returns the step that was saved last, `moved` is told of containers that were replaced.
+    `last` returns the step that was saved last. `moved` is called when a container was replaced.
+    Safe from any thread.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class BackgroundEncoder:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew in a forked child: the thread and its work belong to the parent."""
+        """Reset the state in a forked child: the thread and its work belong to the parent."""
         self._state = threading.Condition()
         self._waiting: deque[EncodingJob] = deque()
         self._superseded: list[Rewritten] = []
@@ -118,7 +120,7 @@ class BackgroundEncoder:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Let no encoding take processors from a save."""
+        """Pause the encoding inside the block, so that a save has all processors."""
         with self._state:
             self._saving += 1
         try:
@@ -130,7 +132,7 @@ class BackgroundEncoder:
                 self._state.notify_all()
 
     def add(self, job: EncodingJob) -> None:
-        """Encode the tensors of a step that was committed, soon."""
+        """Queue the tensors of a committed step to be encoded."""
         with self._state:
             self._waiting.append(job)
             old = [each for each in self._waiting if each.background]
@@ -152,15 +154,18 @@ class BackgroundEncoder:
 
     @property
     def busy(self) -> bool:
-        """Whether there is something to encode."""
+        """Whether the encoding thread is running."""
         return self._thread is not None
 
     def superseded(self) -> dict[bytes, bytes]:
-        """Return what is now stored against what, of containers that wait to be removed."""
+        """Return the new base of each piece that was encoded as a delta, by digest.
+
+        Only pieces whose old container still exists are included.
+        """
         return {piece: base for each in self._superseded for piece, base in each.deltas.items()}
 
     def finish(self) -> None:
-        """Wait until everything is encoded, and what that replaced is removed if it can be."""
+        """Wait until everything is encoded and replaced containers are removed if possible."""
         with self._state, self._hurried():
             if self._superseded:
                 self._start()
@@ -177,7 +182,7 @@ class BackgroundEncoder:
             self._awaited -= 1
 
     def wait_for(self, name: str, enough: Callable[[], bool]) -> None:
-        """Wait until a step is encoded, or `enough`, which is asked every now and then."""
+        """Wait until a step is encoded, or until `enough`, called repeatedly, returns True."""
         with self._state, self._hurried():
             while self._thread is not None and not enough():
                 if name not in {each.name for each in self._waiting} and self._current != name:
@@ -185,7 +190,7 @@ class BackgroundEncoder:
                 self._state.wait(_POLL_S)
 
     def drop(self) -> None:
-        """Leave everything that is not encoded as it is."""
+        """Discard all jobs and wait for the thread to end; the tensors stay unencoded."""
         with self._state:
             self._dropping = True
             self._waiting.clear()

@@ -1,26 +1,26 @@
-"""Capturing a step: what may change before it is saved is copied, unless the store already has it.
+"""Capture a step: tensors that may change are copied, unless the store already has their content.
 
-    capture = StepCapture(chunks, context)  in the training thread: small pieces are copied here
-    capture.guard()                         and large ones whose writes nobody counts
-    capture.work()                          large ones, one by one, in any number of threads
+    capture = StepCapture(chunks, context)  in the training thread: copies small pieces
+    capture.guard()                         copies large ones whose writes torch does not count
+    capture.work()                          captures the other large ones, in any number of threads
     capture.hold()                          returns when the model may change
-    capture.arriving()                      in the background: large ones, as they are captured
-    capture.snapshot(...)                   there, too: everything
+    capture.arriving()                      in the background: large pieces, as they are captured
+    capture.snapshot(...)                   also in the background: the whole step
 
-Chunks are taken in their provider's order, each before the next is made: what is small is packed
-with others into one block, and so is what is small on a device, whose copy is started. Frozen ones
-are left where they lie, and made in the background.
+Chunks are processed in their provider's order, each before the next is made. Small tensors are
+packed into a block together; those on a device are copied there asynchronously. Frozen chunks are
+not copied; those with `make` are made in the background.
 
-A large tensor on the host is handled in one of two ways. If it had not changed at the previous
+A large tensor in host memory is handled in one of two ways. If it had not changed at the previous
 save, it is hashed in place, which reads it once, and is not copied if the store has these bytes.
-Otherwise it is copied at once and hashed in the background. The tensor's content decides in the
-end; its history only determines what is tried first. What lies in another order than a piece has is
-put in order as it is copied; what is not copied, as it is read.
+Otherwise it is copied at once and hashed in the background. The history only decides which is tried
+first; the content decides whether the tensor is stored. A tensor that is not in C order is
+rearranged while it is copied or, if it is not copied, while it is read.
 
-Copies go into a pool of bounded size, which is reused from step to step: writing to fresh memory
-takes three times as long as writing to memory that held the previous step. Copies from a device run
-on a stream of their own while the device goes on computing, and the device waits for them, not the
-host: the kernels of the optimizer start when the copies are done, and Python continues at once.
+Copies go into a pool of bounded size that is reused from step to step, because writing to fresh
+memory takes three times as long as writing to memory that held the previous step. Copies from a
+device run on a stream of their own while the device goes on computing. The device waits for them,
+not the host: the optimizer's kernels start when the copies are done, and Python continues at once.
 """
 
 from typing import TYPE_CHECKING, Any, Protocol
@@ -66,16 +66,16 @@ _NOT_YET: Final = NamedValue("", "U8", (0,), b"")
 
 
 def default_bytes() -> int:
-    """A quarter of the machine's memory, in bytes."""
+    """Return the default capacity of a pool in bytes: a quarter of the machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
 
 class HostPool:
-    """Blocks of host memory, at most `capacity` bytes in total. Safe from any thread.
+    """A pool of reusable blocks of host memory, at most `capacity` bytes in total.
 
-    Beyond that there is only what must be copied at once, until it is given back.
-
-    Page-locked blocks are known to CUDA, so that a device can copy into them asynchronously.
+    Copies that must be made at once may exceed the capacity until they are returned. Page-locked
+    blocks are registered with CUDA, so that a device can copy into them asynchronously. Safe from
+    any thread.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -86,7 +86,7 @@ class HostPool:
         return f"HostPool({self._allocated} of {self.capacity} bytes)"
 
     def reset(self) -> None:
-        """Forget everything, in a forked child: the parent's threads hold the lock and blocks."""
+        """Forget all blocks in a forked child, where threads of the parent may hold the lock."""
         self._lock = threading.Lock()
         # By whether they are page-locked; in order of their sizes, for a model may have thousands.
         self._free: dict[bool, list[memoryview]] = {False: [], True: []}
@@ -94,15 +94,16 @@ class HostPool:
 
     @property
     def allocated(self) -> int:
-        """The size in bytes of all blocks, unused ones included."""
+        """The total size of all blocks in bytes, including unused ones."""
         return self._allocated
 
     def take(
         self, nbytes: int, *, page_locked: bool = False, beyond: bool = False
     ) -> memoryview | None:
-        """Take a block of at least `nbytes` until `give`; return None if there is no room now.
+        """Take a block of at least `nbytes`; return None if the pool has no room now.
 
-        With `beyond` there is, unless the machine has no memory.
+        With `beyond` the capacity may be exceeded, and None means that the machine has no memory.
+        Return the block with `give`.
         """
         size = -(-nbytes // PAGE) * PAGE
         with self._lock:
@@ -151,40 +152,40 @@ def _allocate(nbytes: int, page_locked: bool) -> memoryview | None:
 
 
 class DeviceSnapshot(Protocol):
-    """The copies of one save from one device."""
+    """The copies of tensors of one device to the host during one save."""
 
     def copy(
         self, tensor: "torch.Tensor", into: memoryview
     ) -> "tuple[torch.Tensor, Callable[[], None]]":
-        """Start copying a tensor into memory of `into`.
+        """Start copying a tensor into the buffer `into`.
 
-        Returns the copy, contiguous in C order, and a function that waits until it is done, safe
-        from any thread.
+        Returns the copy, contiguous in C order, and a function that waits until it is complete and
+        may be called from any thread.
         """
         ...
 
     def hold(self) -> None:
-        """Make work submitted to the device from now on wait for the copies that were started."""
+        """Make work that is submitted to the device from now on wait for the started copies."""
         ...
 
 
 class SnapshotDevice(Protocol):
-    """A kind of device, and a way to copy its tensors to the host."""
+    """A kind of device, and how its tensors are copied to the host."""
 
     def takes(self, tensor: "torch.Tensor") -> bool:
         """Return whether the tensor is on this device."""
         ...
 
     def begin(self, tensor: "torch.Tensor") -> DeviceSnapshot:
-        """Begin copies from this tensor's device.
+        """Begin a set of copies from this tensor's device.
 
-        They show the tensors as they are after all work submitted to the device so far.
+        The copies contain the tensors as they are after all work submitted to the device so far.
         """
         ...
 
 
 class CudaDevice:
-    """CUDA devices, each with one stream for copies."""
+    """CUDA devices; each has one stream for copies."""
 
     def __init__(self) -> None:
         self._streams: dict[int, Any] = {}
@@ -236,7 +237,10 @@ class _CudaCopies:
 
 
 def host_tensor(tensor: "torch.Tensor", memory: memoryview) -> "torch.Tensor":
-    """Return an empty contiguous host tensor of the same dtype and shape, in this memory."""
+    """Return a contiguous host tensor with the dtype and shape of `tensor`, backed by `memory`.
+
+    Its content is not initialised.
+    """
     import torch
 
     nbytes = tensor.numel() * tensor.element_size()
@@ -246,11 +250,12 @@ def host_tensor(tensor: "torch.Tensor", memory: memoryview) -> "torch.Tensor":
 
 @dataclass(frozen=True, slots=True)
 class CaptureContext:
-    """What the captures of one handle have in common.
+    """The state that all captures of one CheckpointStore share.
 
-    `known` has the pieces in the store, by change hash; `changing` the names of large tensors that
-    had changed at the previous save. `make_room` waits until an earlier save has given back what it
-    has of the pool, and returns False where there is none; `committed` gives up `known`.
+    `known` has pieces of the previous step by change hash, a fast hash of their content. `changing`
+    has the names of large tensors that had changed at the previous save. `make_room` waits until an
+    earlier save has returned its memory to the pool, and returns False if there is none.
+    `committed` releases `known`.
     """
 
     pool: HostPool
@@ -295,7 +300,7 @@ class _Copy:
 
 
 class StepCapture:
-    """The capture of one step. Made in the training thread; every method may run in any thread.
+    """The capture of one step. Create it in the training thread; use it from any thread.
 
     Raises:
         StateError: from the constructor, if a part of the model cannot be stored.
@@ -465,21 +470,21 @@ class StepCapture:
         return wait
 
     def lacks_room(self) -> bool:
-        """Wait for all copies; return whether there was no room for some.
+        """Wait until every tensor was tried; return whether the pool had no room for some.
 
-        Tensors without room stay uncopied.
+        These tensors have not been copied.
         """
         self._all_tried.wait()
         return bool(self._without_room)
 
     def guard(self) -> bool:
-        """Capture tensors whose writes torch does not count; return whether all had room."""
+        """Capture tensors whose writes torch does not count; return False if one found no room."""
         self._work(lambda large: not large.counted)
         with self._lock:
             return all(large.counted for large in self._without_room)
 
     def work(self) -> None:
-        """Capture waiting tensors until there are none. Several threads may do so together."""
+        """Capture tensors until none is waiting. Several threads may do so together."""
         self._work(lambda _: True)
 
     def _work(self, wanted: Callable[[_Large], bool]) -> None:
@@ -505,7 +510,7 @@ class StepCapture:
         self._all_tried.set()
 
     def retry(self) -> None:
-        """Try again to copy the tensors that there was no room for."""
+        """Try again to copy the tensors for which the pool had no room."""
         self._all_tried.wait()
         with self._lock:
             self._without_room = [large for large in self._without_room if not self._capture(large)]
@@ -547,7 +552,7 @@ class StepCapture:
             self._pieces[place] = replace(piece, data=b"")
 
     def hold(self) -> None:
-        """Wait until the model may be changed, except for what there was no room for.
+        """Wait until the model may be changed, except tensors for which the pool has no room.
 
         Work submitted to a device from now on starts after the copies. Call it in the training
         thread.
@@ -567,10 +572,11 @@ class StepCapture:
             self._held = True
 
     def arriving(self) -> Iterator[tuple[bytes, Want]]:
-        """Yield large pieces as they are captured, with their change hashes, until all are.
+        """Yield large pieces with their change hashes as they are captured, until all are.
 
-        What the store has, or what there was no room for, is not among them. Every call begins
-        with the first. One caller at a time, who is not the one that captures.
+        Pieces that the store has, and tensors for which there was no room, are left out. Each call
+        starts with the first piece again. Only one thread at a time may call it, and not one that
+        captures.
 
         Raises:
             ChangedModelError: a tensor was changed before it was copied.
@@ -594,7 +600,7 @@ class StepCapture:
             return self._copied[number] if number < len(self._copied) else None
 
     def snapshot(self, notes: Notes, files: Mapping[str, bytes]) -> StepSnapshot:
-        """Return the step when everything is copied. Call it once.
+        """Wait until everything is copied and return the step. Call it once.
 
         Raises:
             ChangedModelError: a tensor was changed before it was copied.
@@ -667,7 +673,7 @@ class StepCapture:
             self._hashes[self._pieces[place].name] = key
 
     def settle(self) -> None:
-        """Capture no more, and wait for the threads that are capturing."""
+        """Stop capturing, and wait for the threads that are in the middle of it."""
         with self._lock:
             self._untried -= len(self._waiting)
             self._waiting.clear()
@@ -676,11 +682,11 @@ class StepCapture:
         self._all_tried.wait()
 
     def committed(self) -> None:
-        """Give up what this step was compared with, when it has its name."""
+        """Release the previous step, with which this one was compared, after the commit."""
         self._context.committed()
 
     def release(self) -> None:
-        """Return the copies to the pool, when nobody reads the snapshot any more."""
+        """Return the copies to the pool. The snapshot must no longer be in use."""
         self._pieces, self._written, self._without_room = [], [], []
         self._unmade, self._large, self._packed = [], {}, None
         copied, self._copied = self._copied, []

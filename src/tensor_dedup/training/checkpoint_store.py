@@ -1,4 +1,4 @@
-"""The checkpoints of one run: saving, loading, retention and deletion."""
+"""CheckpointStore: save, load, prune and delete the checkpoints of one run."""
 
 import logging
 import math
@@ -97,16 +97,16 @@ class CheckpointStore:
             run.hook(optimizer)
             run.save_async({"model": model, "optimizer": optimizer}, step=step)
 
-    A step takes space only for what no step of any run in the store has yet. Every save compares
-    each tensor by content: one that was changed in place is saved, whatever its name or address.
+    A step takes space only for tensors that no step of any run in the store has yet. Every save
+    compares each tensor by content, so a tensor that was changed in place is saved.
 
-    When a training returns to an earlier step and continues from there, the later steps of its
-    first attempt are stale: `latest` and `keep_last` go by the order of saving. Each step has its
-    place in that order in its manifest, so no clock has a say in it.
+    If a training returns to an earlier step and continues from there, the later steps of its first
+    attempt are outdated. Therefore `latest` and `keep_last` go by the order of saving, which is
+    kept in the manifests and does not depend on a clock.
 
-    There may be any number of handles, runs and processes at once. Methods may be called from any
-    thread; saves take turns. Errors of the store and its disk are StoreErrors; one of them,
-    StateError, says that a model cannot be taken apart.
+    Any number of objects, runs and processes may use a store at once. Methods may be called from
+    any thread; saves take turns. Errors of the store and its disk are StoreErrors; the subclass
+    StateError says that a model cannot be taken apart or restored.
     """
 
     def __init__(
@@ -249,10 +249,10 @@ class CheckpointStore:
             raised.add_note(f"and a step was not {what}: {with_notes(error)}")  # that comes first
 
     def close(self) -> None:
-        """Wait for saves in the background, encode what they left, free what is held between saves.
+        """Wait for background saves and encoding, and free the memory and files held between saves.
 
-        With a second tier, wait until all is drained, too. A later save opens it again. Raises the
-        error of a failed background save, and DrainError.
+        With a second tier, it also waits until all steps are drained. The object can be used again
+        afterwards. Raises the error of a failed background save, and DrainError.
         """
         self._saves.check()
         if self._drain is not None:
@@ -281,11 +281,11 @@ class CheckpointStore:
         *,
         files: "Mapping[str, str | bytes] | None" = None,
     ) -> Saved:
-        """Save a step, replacing the one of this number; it is committed and durable on return.
+        """Save a step, replacing an existing one of this number; it is durable on return.
 
-        The model must not be written to meanwhile. `metrics` are numbers by name; one that is NaN
-        is saved, is never the best, and is warned of once. `files` are small files by path, added
-        to those of `config`.
+        The model must not be changed meanwhile. `metrics` are numbers by name; NaN is saved, is
+        never the best, and causes one warning. `files` are small files by path, added to those of
+        `config`.
 
         Raises:
             ChangedModelError: a write to the model was noticed.
@@ -306,9 +306,10 @@ class CheckpointStore:
         *,
         files: "Mapping[str, str | bytes] | None" = None,
     ) -> Saved:
-        """Save as the step after all existing ones, imported ones included; otherwise as `save`.
+        """Save the next step: its number is one more than the highest existing one.
 
-        Concurrent calls, in any process, get different steps.
+        Steps that were imported count too. Concurrent calls, in any process, get different numbers.
+        Otherwise it works like `save`.
         """
         self._saves.wait()
         while True:
@@ -329,21 +330,21 @@ class CheckpointStore:
         files: "Mapping[str, str | bytes] | None" = None,
         lazy: bool | None = None,
     ) -> PendingSave:
-        """Start saving a step as it is now; the result's `wait` returns what was saved.
+        """Start saving a step in the background; `wait` of the result returns what was saved.
 
-        On return the model may be changed, since what the store does not have was copied. When
-        `lazy`, only small tensors, plain values and whatever is not a torch tensor with counted
-        writes (numpy arrays, tensors made in inference mode) were copied, and `before_update` waits
-        for the rest: until then large tensors must stay as they are. A change that torch counts is
-        a ChangedModelError; it counts none made through `.data` or through an array that shares a
-        tensor's memory. By default it is lazy when an optimizer is hooked.
+        On return the model may be changed, because tensors that the store does not have were
+        copied. If `lazy`, only small tensors, plain values, and arrays and tensors whose writes
+        torch does not count (numpy arrays, tensors made in inference mode) were copied. Large
+        tensors must then stay unchanged until `before_update` has returned. A write that torch
+        counts before that is a ChangedModelError; writes through `.data`, or through an array that
+        shares a tensor's memory, go unnoticed. By default it is lazy if an optimizer is hooked.
 
-        Waits while `in_flight` saves are unfinished. What does not fit into the pool is waited for
-        until it is written.
+        It waits while `in_flight` saves are unfinished. Tensors that do not fit into the pool are
+        waited for until they are written.
 
-        An error of a background save is raised once, by the next call of this method, `save`,
-        `before_update`, `close` or its own `wait`. If this call raises it, it has saved nothing.
-        Otherwise it raises the errors of `save`.
+        The error of a background save is raised once, by the next call of this method, `save`,
+        `before_update`, `close` or its own `wait`. If this call raises it, it has saved nothing. It
+        also raises the errors of `save`.
         """
         step_name(self.run_id, step)
         self._check_replaceable(step)
@@ -352,15 +353,16 @@ class CheckpointStore:
     def before_update(self) -> None:
         """Wait until the model may be changed; call it before the optimizer's step.
 
-        It waits only for what `save_async` has not copied yet. For copies from a device, the
-        device's next work waits, and this returns at once. Raises the error of a failed save.
+        It waits only for tensors that `save_async` has not copied yet. For copies from a device it
+        returns at once, and the device's next work waits for them. Raises the error of a failed
+        save.
         """
         self._saves.before_update()
 
     def hook(self, optimizer: "torch.optim.Optimizer") -> Hook:
         """Call `before_update` before each step of an optimizer, and make `save_async` lazy.
 
-        Hook every optimizer that changes what is saved. `remove` of the result ends it.
+        Hook every optimizer that changes saved tensors. Call `remove` of the result to undo it.
         """
         return self._saves.hook(optimizer)
 
@@ -372,7 +374,7 @@ class CheckpointStore:
         *,
         files: "Mapping[str, str | bytes] | None" = None,
     ) -> StepSnapshot:
-        """Take a step apart for `commit`. Nothing is written; it may use the model's own memory."""
+        """Take a model apart for `commit`; the result may share its memory. Nothing is written."""
         extracted = self._extract(model, step, metrics, files)
         taken = [(chunk.piece(), chunk.group) for chunk in extracted.chunks]
         ordered = in_groups((piece for piece, _ in taken), (group for _, group in taken))
@@ -395,10 +397,11 @@ class CheckpointStore:
         return ExtractedStep(notes, chunks_of(adapter, model), small)
 
     def commit(self, snapshot: StepSource) -> Saved:
-        """Store a snapshot, then delete the steps that no rule keeps.
+        """Store a snapshot, then delete the steps that no retention rule keeps.
 
-        With a second tier, that is done when the step is drained, and this waits first while
-        `drain_backlog` steps are not. Any thread may call it. Raises the errors of `save`.
+        With a second tier, steps are deleted once the new one is drained, and this method first
+        waits while `drain_backlog` steps are undrained. Any thread may call it. Raises the errors
+        of `save`.
         """
         self._saves.check()
         return self._saves.run(lambda: self._commit(snapshot))
@@ -428,7 +431,7 @@ class CheckpointStore:
         return saved
 
     def load(self, step: int, original: Any = None) -> Any:
-        """Load the model as it was saved, into `original` where the adapter can or must.
+        """Load the model of a step, into `original` if one is given; some adapters need one.
 
         Every byte is verified. The cost depends on this step alone.
 
@@ -462,9 +465,9 @@ class CheckpointStore:
         return adapter, load_values(checkpoint, max(_READERS, self.store.worker_count))
 
     def manifest(self, step: int) -> str:
-        """Return the name of the manifest of a step as `load` would find it.
+        """Return the name of the manifest of a step.
 
-        The name follows from the content, so it tells whether a step was saved again since.
+        The name is a hash of the content, so it changes when the step is saved again.
 
         Raises:
             UnknownStepError: the run has no such step.
@@ -476,7 +479,7 @@ class CheckpointStore:
             return manifest_of(self.store.handle.objects, self.run_id, step)[0]
 
     def steps(self) -> list[int]:
-        """Return the steps of the run in order. Each is complete; imports are not included."""
+        """Return the numbers of the run's steps, sorted. All are complete; imports are left out."""
         return list(self._places())
 
     def _places(self) -> "Mapping[int, StepPlace]":
@@ -486,16 +489,16 @@ class CheckpointStore:
             return self._steps.places()
 
     def latest(self) -> int | None:
-        """Return the step that was saved last, or None if nothing was saved yet.
+        """Return the step that was saved last, or None if the run has none.
 
-        That is the greatest one, unless a training went back: saving step 6 when 10 is there makes
-        6 the latest. Of two that were saved at one moment it is either.
+        That is the highest number unless a training went back: if step 6 is saved when step 10
+        exists, 6 is the latest. Of two steps saved at the same moment it is either.
         """
         order = in_save_order(self._places())
         return order[-1] if order else None
 
     def metrics(self) -> dict[int, dict[str, float]]:
-        """Return the metrics of each step, in order."""
+        """Return the metrics of each step, in order of the steps."""
         return {each.step: each.metrics for each in self._described()}
 
     def _described(self) -> list[Step]:
@@ -505,15 +508,15 @@ class CheckpointStore:
             return describe_all(self.store.handle.objects, self.run_id)
 
     def best(self, metric: str, mode: Mode | None = None) -> int:
-        """Return the step with the least metric (mode "min") or with the greatest ("max").
+        """Return the step with the lowest (`mode` "min") or highest ("max") value of a metric.
 
-        Without a mode, the `keep_best` of this handle says which, or else that of the steps, or
-        else the name of the metric, as `val_loss` and `accuracy` do. Of equal ones, the earliest is
-        returned.
+        Without a mode, it is taken from `keep_best` of this object, or else from the saved steps,
+        or else from the name of the metric, such as `val_loss` or `accuracy`. Of equal values, the
+        earliest step is returned.
 
         Raises:
-            UnknownMetricError: no step has it.
-            UnknownGoalError: `mode` is not given, and nothing else says which is best.
+            UnknownMetricError: no step has the metric.
+            UnknownGoalError: `mode` is not given and cannot be found in these ways.
         """
         steps = self._described()
         noted = (step.goals for step in reversed(steps))
@@ -556,22 +559,22 @@ class CheckpointStore:
             yield
 
     def prune(self, *, dry_run: bool = False, among: Collection[int] | None = None) -> list[int]:
-        """Delete the steps that no rule keeps, as each save does; `gc` frees their space.
+        """Delete the steps that no retention rule keeps, as each save does; `gc` frees their space.
 
-        Returns these steps; with `dry_run` they stay. Others than those in `among` stay too. The
-        step that was saved last is never deleted, nor is one that cannot be read.
+        Returns their numbers; with `dry_run` they are not deleted. With `among`, only these steps
+        may be deleted. The step saved last, and steps that cannot be read, are never deleted.
         """
         if self._drain is not None:
             return self._drain.prune(dry_run=dry_run, among=among)
         return self._delete_unretained(None, dry_run=dry_run, among=among)
 
     def pin(self, step: int) -> None:
-        """Keep a step whatever the retention rules say, until `unpin`; it is not replaced either.
+        """Protect a step from retention rules and replacement, until `unpin`.
 
         Raises:
             UnknownStepError: the run has no such step.
-            NotATrainingError: the checkpoint of this name is no step of this run, or one was
-                imported under the name that would pin it.
+            NotATrainingError: the checkpoint of this name is no step of this run, or a checkpoint
+                was imported under the name of the pin.
         """
         if self._drain is not None:
             self._drain.pin(step)
@@ -580,10 +583,10 @@ class CheckpointStore:
             pin_step(self.store.handle.objects, self.run_id, step)
 
     def unpin(self, step: int) -> None:
-        """Stop keeping a step whatever the rules say. Without effect when it is not pinned.
+        """Remove a step's protection. Without effect if it is not pinned.
 
         Raises:
-            NotATrainingError: a checkpoint was imported under the name that would pin it.
+            NotATrainingError: a checkpoint was imported under the name of the pin.
         """
         if self._drain is not None:
             self._drain.unpin(step)
@@ -604,23 +607,23 @@ class CheckpointStore:
             return kept_steps(self.store.handle.objects, self.run_id)
 
     def gc(self, grace_hours: float = DEFAULT_GRACE_HOURS) -> GcPlan:
-        """Free the space of what no step of any run, and no checkpoint, uses, as Store.gc does.
+        """Free the space that no checkpoint of the store uses, as `Store.gc` does.
 
-        Saves in the background and encoding are waited for.
+        Waits for background saves and encoding first.
         """
         self._saves.finish()
         self._saver.finish_encoding()
         return self.store.gc(grace_hours)
 
     def drain(self, *, wait: bool = True, timeout: float | None = None) -> None:
-        """Drain everything that is on the fast tier only, whoever has saved it.
+        """Copy all steps that are only on the fast tier to the second tier, if there is one.
 
-        Every save starts that for its step; this is for steps that others have committed there, as
-        ranks do, and to wait. Without a second tier it does nothing.
+        Every save starts this for its own step. Call it to drain steps that other processes have
+        committed, as ranks do, or to wait, for `timeout` seconds at most.
 
         Raises:
-            DrainError: a step could not be copied, or not in `timeout` seconds. It stays where it
-                is, and is tried again.
+            DrainError: a step could not be copied, or not in time. It stays on the fast tier, and
+                copying is tried again.
         """
         if self._drain is None:
             return
@@ -630,16 +633,16 @@ class CheckpointStore:
             self._drain.wait(timeout)
 
     def undrained(self) -> list[int]:
-        """Return the steps that are still to be copied to the second tier, in that order."""
+        """Return the steps still to be copied to the second tier, in the order of copying."""
         return [] if self._drain is None else self._drain.undrained()
 
     def stats(self) -> dict[str, object]:
-        """Measure this run, without reading tensors.
+        """Return measurements of this run as a dict, without reading tensors.
 
         Keys: run_id, checkpoints, total_chunks (tensors in its steps), unique_chunks (distinct
         ones), dedup_ratio (unique / total: lower is more reuse), total_bytes (what the distinct
-        ones take on disk). With a second tier, they are of the fast one alone, and there are
-        undrained (how many steps) and drain_error (the error of the last copy, or None).
+        ones take on disk). With a second tier, these are of the fast tier alone, and two more keys
+        are undrained (number of steps) and drain_error (the error of the last copy, or None).
         """
         with self.store.handle.locked():
             found = run_stats(self.store.handle.objects, [self.run_id], self.run_id).to_dict()
@@ -737,24 +740,24 @@ def _check_kinds(run: str, config: object, weights: object, drain: object) -> No
 
 
 class TensorCasStore(CheckpointStore):
-    """CheckpointStore under the name, and with the arguments, that tensorcas gives it."""
+    """A CheckpointStore with the name and the arguments of the class in the package tensorcas."""
 
 
 def list_runs(root: "StrPath | LocalStore") -> list[str]:
     """Return the names of the runs that have steps in the store in the folder `root`, sorted.
 
     Raises:
-        NotAStoreError: there is no store; none is made.
+        NotAStoreError: the folder has no store.
     """
     store = root if isinstance(root, LocalStore) else LocalStore.open(root, create=False)
     return store.runs()
 
 
 def load_values(checkpoint: StoredCheckpoint, threads: int) -> "dict[str, Value]":
-    """Read the tensors of an open step, by name and in order, verified.
+    """Read and verify the tensors of an open step; return them by name, in order.
 
-    Each is an array or a piece with memory of its own. Peak memory is little more than the step's
-    size.
+    Each is an array, or a NamedValue if numpy lacks its dtype, with memory of its own. Peak memory
+    is little more than the step's size.
 
     Raises:
         CorruptTensorError, MissingObjectError: no intact copy of a tensor is in the store.

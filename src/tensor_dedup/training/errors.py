@@ -1,13 +1,13 @@
-"""The errors of saving and loading the steps of a run, and of taking a model's state apart.
+"""The errors of saving and loading the steps of a run, and of converting models to state.
 
 StoreError
-  - of its use:    NamedTwiceError       two tensors have one name, or a file a tensor's place
+  - caused by use: NamedTwiceError       two tensors have one name, or a file a tensor's place
                    ForkedSaveError       a save of another process is waited for
                    NestedSaveError       a signal handler saves in the middle of a save
-  - of the world:  BrokenSaveError       a background save ended with an unexpected error
+  - environment:   BrokenSaveError       a background save ended with an unexpected error
                    DrainError            steps are on the fast tier only
-                   OtherTierError        the second tier is not the one of before, or not mounted
-                   DivergedTierError     the second tier has gone on without this fast tier
+                   OtherTierError        the second tier is another one than before, or not mounted
+                   DivergedTierError     the second tier has steps that the fast tier never saw
                    DivergedStepError     two fast tiers have saved a step, and neither is later
   - StateError, taking a model apart:
                    UnsupportedValueError    a Python value has no form in a checkpoint
@@ -17,13 +17,13 @@ StoreError
                    UnknownAdapterError      no adapter has this name
                    ProviderTakenError       a type or a name has a provider already
   - StateError, putting it together:
-                   DamagedStateError        what is stored is not what `extract` wrote
+                   DamagedStateError        the stored state is not valid
                    UnknownProviderError     a provider that it needs is not registered here
                    ForbiddenClassError      it names a class that is not on the list
                    MismatchedOriginalError  `original` is another kind of object
 
-A StateError names the place in the object, as Python would write it. Each ends in the next step.
-Those about steps and their names are in `tensor_dedup.store.steps.errors`.
+The message of a StateError names the place in the object as a Python expression. Every message ends
+with advice. Errors about steps and their names are in `tensor_dedup.store.steps.errors`.
 """
 
 import shlex
@@ -42,7 +42,7 @@ class NamedTwiceError(AdvisedError):
 
 
 class ForkedSaveError(AdvisedError):
-    """A process waited for a save that began before the process was forked."""
+    """A forked child waited for a save that its parent had begun before the fork."""
 
     advice = "wait for it in the process that called save_async"
 
@@ -54,32 +54,36 @@ class BrokenSaveError(AdvisedError):
 
 
 class NestedSaveError(AdvisedError):
-    """In the middle of a save, its thread began another one of the same handle, or waited for one.
+    """A thread began or awaited a save in the middle of another save of the same CheckpointStore.
 
-    A signal handler does, or a provider that saves. Nothing was saved, and the first save goes on.
+    This happens in a signal handler, or in a provider that saves. Nothing was saved by the inner
+    call, and the outer save goes on.
     """
 
     advice = "let the signal handler note the signal, and save when the call has returned"
 
 
 class DrainError(AdvisedError):
-    """Steps are on the fast tier only, since they could not be copied to the second one.
+    """Steps could not be copied to the second tier and are on the fast tier only.
 
-    They stay there. The error of the copy is its cause.
+    They stay there. The error of the copy is the cause of this one.
     """
 
     advice = "see to its cause; the next handle with this `drain` copies them first"
 
 
 class OtherTierError(StoreError):
-    """The second tier is not the one that the fast tier has drained this run to.
+    """The second tier is not the one to which this run was drained before.
 
-    It may not be mounted. Nothing was made or written there, and the fast tier keeps what it has.
+    Its disk may not be mounted. Nothing was written there, and the fast tier keeps its steps.
     """
 
     @classmethod
     def of(cls, fast: PurePath, run: str, known: str, where: str, note: PurePath) -> Self:
-        """Return the error about the one at `where`, where `known` was that of the last one."""
+        """Return the error about the second tier at `where`, when the earlier one was at `known`.
+
+        `note` is the file that records the earlier one.
+        """
         now = "what is there now" if known == where else where
         what = f"the run {run!r} was drained to {known}, and {now} is empty or another one"
         advice = "mount that disk, or give the second tier of before; "
@@ -89,18 +93,18 @@ class OtherTierError(StoreError):
 
 
 class DivergedTierError(StoreError):
-    """The second tier has steps that this fast tier, which has later ones, has not seen.
+    """The second tier has steps from another fast tier, and this one has undrained steps too.
 
     Two fast tiers were used in turn, and this one had not drained its last steps when the other one
-    went on. Drained now, they would come after what was trained since. Both tiers keep what they
-    have, and nobody is served the wrong one.
+    continued. If they were drained now, they would count as later than the other's steps. Both
+    tiers keep their steps.
     """
 
     @classmethod
     def of(
         cls, fast: PurePath, run: str, steps: Sequence[int], where: str, theirs: Sequence[int]
     ) -> Self:
-        """Return the error about the undrained `steps` at `fast`, and `theirs` at `where`."""
+        """Return the error about undrained `steps` at `fast`, and steps `theirs` at `where`."""
         store = shlex.quote(str(fast))
         what = f"{where} has got {_numbered(theirs)} of the run {run!r} from elsewhere, and "
         what += f"{_numbered(steps)} here, saved without them, would come after them"
@@ -113,9 +117,9 @@ class DivergedTierError(StoreError):
 
 
 class DivergedStepError(AdvisedError):
-    """The two tiers have different states of a step, and nothing says which one is later.
+    """The two tiers have different states of a step, and it is unknown which one is later.
 
-    Two fast tiers were used in turn. The second tier's state counts, and both stay.
+    Two fast tiers were used in turn. The state on the second tier is used, and both are kept.
     """
 
     advice = (
@@ -125,13 +129,13 @@ class DivergedStepError(AdvisedError):
 
 
 class StateError(StoreError):
-    """The state of a model cannot be taken apart or put together."""
+    """Base of the errors about converting a model to state or restoring it."""
 
     advice: ClassVar[str] = "see the documentation of adapters"
 
     @classmethod
     def at(cls, place: str, what: str, **facts: object) -> Self:
-        """Return the error about the value at `place`; its message ends in the next step."""
+        """Return the error about the value at `place`; its message ends with advice."""
         return cls(f"{place or 'the model'}: {what}; {cls.advice}", place=place, **facts)
 
 
@@ -172,7 +176,7 @@ class ProviderTakenError(StateError):
 
 
 class DamagedStateError(StateError):
-    """What is stored is not what an adapter wrote."""
+    """The stored state of a model is not valid."""
 
     advice = "load another step, or run `tensor-dedup verify --full`"
 
@@ -184,13 +188,13 @@ class UnknownProviderError(StateError):
 
 
 class ForbiddenClassError(StateError):
-    """The checkpoint names a class that may not be looked up on a checkpoint's behalf."""
+    """The checkpoint names a class that loading does not look up, for safety."""
 
     advice = "pass an `original` of that class"
 
 
 class MismatchedOriginalError(StateError):
-    """The `original` object cannot take this state."""
+    """The object passed as `original` cannot take this state."""
 
     advice = 'pass an `original` built like what was saved, such as {"model": model}'
 

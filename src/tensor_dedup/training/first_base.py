@@ -1,8 +1,9 @@
-"""What the first step of a run is stored against: another checkpoint of the store that is near it.
+"""Find a base for the first step of a run: a stored checkpoint with similar tensors.
 
-Fine-tunes of one base, runs of a sweep and a run that is begun again have most of their bits from
-elsewhere. The base is the checkpoint that the user names or, without one, of those that have the
-run's largest tensors under the same names, the one that differs in the fewest bits of some samples.
+The first step is stored as differences from the base. It is the checkpoint that the user names or,
+without one, the one that differs in the fewest bits of some samples. Only checkpoints that have
+tensors of the dtypes, sizes and similar names of the run's largest ones are compared. Fine-tunes of
+one base, runs of a hyperparameter sweep and restarted runs usually have such a base.
 """
 
 import math
@@ -28,33 +29,34 @@ _Ending: TypeAlias = tuple[str, str | None, int]
 
 
 class Candidate(Protocol):
-    """A new tensor, in memory or in a file, of which a sample can be read."""
+    """A new tensor, in memory or in a file, from which samples can be read."""
 
     @property
     def name(self) -> str:
-        """Its name in the step."""
+        """The tensor's name in the step."""
 
     @property
     def dtype(self) -> str | None:
-        """Its dtype."""
+        """The tensor's dtype, or None if it has none."""
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """The tensor's size in bytes."""
 
     @property
     def leaves(self) -> bytes:
-        """Its concatenated leaf digests."""
+        """The concatenated digests of the tensor's leaves."""
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return some of its bytes, which need not be verified."""
+        """Return the bytes from `start` to `stop`. They need not be verified."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstStep:
-    """What is known of the base of a run's first step.
+    """How to find the base of a run's first step.
 
-    `name` is that of the checkpoint to use; without one the nearest is looked for.
+    `name` is the checkpoint to use as the base; if it is None, the most similar one is searched
+    for.
     """
 
     run: str
@@ -63,7 +65,10 @@ class FirstStep:
     def bases(
         self, objects: Objects, index: StoreIndex, tensors: Sequence[Candidate]
     ) -> dict[str, bytes]:
-        """Return digests of stored tensors near these, by name; none if nothing is related."""
+        """Return, by name of a tensor, the digest of a similar stored tensor of the base.
+
+        The result is empty if no checkpoint is related.
+        """
         with suppress(StoreError):  # it was deleted, or is damaged
             name = self.name or _nearest(objects, index, tensors, self)
             if name is not None:

@@ -1,4 +1,4 @@
-"""What a save counts on: the step that it compares with, until it is committed."""
+"""The step with which a running save compares, and whose pieces must stay until the commit."""
 
 import os
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ from tensor_dedup.store.writing.run_cache import LastStep, StoredPiece
 
 
 class BaseStep:
-    """The step that a save compares with, from when it begins until it is committed.
+    """The step with which a save compares, from the beginning of the save to its commit.
 
-    The save keeps no bytes of what it finds there (`pieces`, by change hash), so these must stay:
-    they do while the step's name leads to them.
+    A save keeps no copy of tensors that it finds in `pieces` (by change hash), so these must stay
+    in the store. They do while the step's name still leads to them.
     """
 
     _all: ClassVar[set["BaseStep"]] = set()
@@ -36,17 +36,17 @@ class BaseStep:
 
     @staticmethod
     def all() -> "list[BaseStep]":
-        """Return those of all saves in this process, of any handle and store."""
+        """Return the base steps of all running saves in this process, for any store."""
         return list(BaseStep._all.copy())
 
     def is_there(self) -> bool:
-        """Return whether its name still leads to it."""
+        """Return whether the step's name still leads to the same manifest."""
         with suppress(StoreError, OSError):
             return self._objects.ref(self.name) == self._manifest
         return False
 
     def release(self) -> None:
-        """Let it go: the save has ended. May be called twice."""
+        """Unregister the base step when the save has ended. May be called twice."""
         BaseStep._all.discard(self)
 
 
@@ -55,7 +55,7 @@ os.register_at_fork(after_in_child=BaseStep._all.clear)
 
 
 def containers_there(objects: Objects, last: LastStep) -> set[ContainerId]:
-    """Return the containers of a step that are still what they were."""
+    """Return the containers of a step that still exist with the same size and are not damaged."""
     files, bad = objects.files, set(objects.bad_containers())
     return {
         container

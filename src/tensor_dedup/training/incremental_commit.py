@@ -1,11 +1,10 @@
-"""Committing a step: new pieces go to containers, known ones are only referred to.
+"""Commit a step: new pieces are written to containers, known ones are only referred to.
 
-A snapshot is a step's pieces, in memory that nobody writes to until the commit has returned; a
-commit may run in any thread, and store large pieces of a step before the last one is captured. A
-piece is unchanged when its bytes are: the change hash compares them with those of the step that
-this handle saved last, and a piece that is not found there is looked up by its digest. Names and
-addresses do not matter. `tensor_dedup.store.writing.transaction` explains the order in which files
-become durable.
+A snapshot has the pieces of a step, in memory that is not written to until the commit has returned.
+A commit may run in any thread, and may store large pieces before the last one is captured. Pieces
+are compared with those of the step saved last by a fast hash of their bytes, the change hash. A
+piece that is not found there is looked up in the store by its digest. Names and addresses do not
+matter. `tensor_dedup.store.writing.transaction` explains the order in which files become durable.
 """
 
 import threading
@@ -80,7 +79,7 @@ _T = TypeVar("_T")
 
 
 class PieceWriter:
-    """Stores the pieces of one step, in a session and a transaction."""
+    """Stores the pieces of one step, within a session and a transaction of the store."""
 
     def __init__(
         self,
@@ -111,7 +110,7 @@ class PieceWriter:
         self._known: dict[bytes, Places] = {}
 
     def write(self, wanted: Wanted) -> None:
-        """Store the pieces that the store does not have; `finish` tells where they are."""
+        """Store the pieces that the store does not have; `finish` returns their places."""
         # What was hashed is written while more is hashed.
         for some in _batches(hash_pieces(self._hasher, wanted), lambda piece: piece.nbytes):
             found = self._look_up({piece.hashed.digest for piece in some})
@@ -125,7 +124,7 @@ class PieceWriter:
     def finish(self, again: Wanted) -> dict[bytes, StoredPiece]:
         """Return the places of all pieces given to `write`, by change hash. Call it once.
 
-        The pieces in `again` are written even though the store has them.
+        The pieces in `again` are written even if the store has them.
         """
         moved = list(hash_pieces(self._hasher, again))
         self._write(moved)
@@ -163,12 +162,12 @@ class PieceWriter:
         return others
 
     def missing(self, elsewhere: Mapping[bytes, StoredPiece]) -> list[bytes]:
-        """Return which of these pieces the store does not have any more, by change hash."""
+        """Return the change hashes of the given pieces that the store does not have any more."""
         places = self._look_up({known.digest for known in elsewhere.values()}) if elsewhere else {}
         return [key for key, known in elsewhere.items() if known.digest not in places]
 
     def find(self, elsewhere: Mapping[bytes, StoredPiece]) -> dict[bytes, StoredPiece]:
-        """Return the places of pieces whose bytes are not in memory.
+        """Return the current places of pieces whose bytes are no longer in memory.
 
         Raises:
             LostHitError: some are no longer in the store.
@@ -246,11 +245,11 @@ def _is_unicode(text: str) -> bool:
 
 
 class StepSource(Protocol):
-    """A step to be committed, some of which may still be captured."""
+    """A step to be committed, parts of which may still be being captured."""
 
     @property
     def notes(self) -> Notes:
-        """What is noted of the step."""
+        """The step's notes: run, step number, adapter, metrics and so on."""
         ...
 
     @property
@@ -260,18 +259,18 @@ class StepSource(Protocol):
 
     @property
     def new(self) -> bool:
-        """Whether the step may replace none."""
+        """Whether the commit must fail if a step of this name exists."""
         ...
 
     @property
     def background(self) -> bool:
-        """Whether the training goes on meanwhile."""
+        """Whether the training continues during the commit."""
         ...
 
     def arriving(self) -> Iterator[tuple[bytes, Want]]:
-        """Yield large private pieces with their change hashes, each as soon as it is captured.
+        """Yield large pieces in private memory with their change hashes, as they are captured.
 
-        Each call begins again with the first.
+        Each call starts with the first piece again.
 
         Raises:
             ChangedModelError: a tensor was changed before it was copied.
@@ -279,7 +278,7 @@ class StepSource(Protocol):
         ...
 
     def whole(self) -> "StepSnapshot":
-        """Return the step when all of it is captured.
+        """Wait until the step is captured completely, and return it.
 
         Raises:
             ChangedModelError: a tensor was changed before it was copied.
@@ -288,7 +287,7 @@ class StepSource(Protocol):
         ...
 
     def committed(self) -> None:
-        """Give up what was needed until the step had its name."""
+        """Release resources that were needed until the step was committed."""
         ...
 
 
@@ -297,12 +296,14 @@ class StepSnapshot:
     """A step to be committed: its notes, its tensors, and small files by their paths.
 
     `hashes` has the change hashes that are already known, by name. Pieces in `same` have a hash and
-    no bytes: they equal pieces of an earlier step, and are too large for a pack. Those named in
-    `private` are in memory that nobody else can write to. If `new`, the step may replace none. It
-    is of a `background` save, if the training goes on meanwhile. `again` returns the bytes of a
-    piece in `same`, by its name and hash, where they are still in memory, and whether nobody else
-    can write to that. `check_unchanged` is called when all bytes have been read, and raises
-    ChangedModelError if some were written to since; `committed` when the step has its name.
+    no bytes: they equal large pieces of an earlier step. Pieces named in `private` are in memory to
+    which nothing else writes. If `new`, the commit must not replace a step. If `background`, the
+    training continues during the commit.
+
+    `again` returns the bytes of a piece in `same`, given its name and hash, and whether they are in
+    private memory; None if they are no longer in memory. `check_unchanged` is called when all bytes
+    have been read, and raises ChangedModelError if some were written to. `committed` is called when
+    the step is committed.
     """
 
     notes: Notes
@@ -318,16 +319,16 @@ class StepSnapshot:
     committed: Callable[[], None] = lambda: None
 
     def arriving(self) -> Iterator[tuple[bytes, Want]]:
-        """Yield nothing: everything is here already."""
+        """Yield nothing, because the step is captured completely."""
         return iter(())
 
     def whole(self) -> Self:
-        """Return the step itself, once its names are checked.
+        """Check the names, and return the step itself.
 
         Raises:
-            NamedTwiceError: two parts have one name, or one has a name that an export needs.
-            EscapingPathError: a small file's path would leave an export.
-            NotTextError: a name is not Unicode, and thus in no file.
+            NamedTwiceError: two parts have the same name, or one has a name that an export needs.
+            EscapingPathError: a small file's path would leave the folder of an export.
+            NotTextError: a name is not valid Unicode.
         """
         self._check_names()
         return self
@@ -360,7 +361,7 @@ class StepSnapshot:
             raise NotTextError.at(self.name, what, text=wrong) from None
 
     def as_new(self) -> Self:
-        """Return the same step, but one that may replace none."""
+        """Return a copy of the step whose commit fails if a step of this name exists."""
         return replace(self, new=True)
 
     @property
@@ -371,11 +372,11 @@ class StepSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The result of a save.
+    """The result of a save. Sizes are in bytes.
 
-    `new_bytes` were not in the store before; `stored_bytes` were written for them, bookkeeping
-    included, and may become fewer when they are encoded; `seconds` is the time until everything was
-    durable.
+    `new_bytes` is the size of tensors that were not in the store before. `stored_bytes` were
+    written for them, including tables and manifests; later encoding may reduce that. `seconds` is
+    the time until everything was durable.
     """
 
     name: str
@@ -390,19 +391,19 @@ class Saved:
 
 
 class SaveLock:
-    """A lock that says when the thread that asks for it has it already, instead of hanging.
+    """A lock for saves that detects when its own thread asks for it again.
 
-    A signal handler runs in the middle of whatever its thread does, and so does a provider.
+    That happens when a signal handler or a provider starts a save in the middle of one.
     """
 
     def __init__(self) -> None:
         self._lock, self._owner = threading.Lock(), 0
 
     def check(self, root: Path) -> None:
-        """Check that this thread does not have it; call it before the `with`.
+        """Check that this thread does not hold the lock; call it before entering the lock.
 
         Raises:
-            NestedSaveError: it has.
+            NestedSaveError: this thread holds it.
         """
         if self._owner == threading.get_ident():
             raise NestedSaveError.at(root, "a save was begun in the middle of another one")
@@ -417,7 +418,7 @@ class SaveLock:
 
 
 class Saver:
-    """Commits the steps of one handle, one at a time. Safe from any thread."""
+    """Commits the steps of one CheckpointStore, one at a time. Safe from any thread."""
 
     def __init__(
         self,
@@ -441,7 +442,7 @@ class Saver:
         return self._objects.layout.root
 
     def reset(self) -> None:
-        """Begin anew in a forked child, where the holder of a lock does not exist."""
+        """Reset the state in a forked child, where the holder of a lock does not exist."""
         self._lock = SaveLock()
         self._order.renew_lock()
         self._deltas = Deltas()
@@ -451,21 +452,21 @@ class Saver:
         )
 
     def finish_encoding(self) -> None:
-        """Wait until what saves have left is encoded."""
+        """Wait until all tensors that saves have stored unencoded are encoded."""
         self._encoder.finish()
 
     def wait_for_encoding(self, step: int, enough: Callable[[], bool]) -> None:
-        """Wait until a step is encoded, or `enough`, which is asked every now and then."""
+        """Wait until a step is encoded, or until `enough`, called repeatedly, returns True."""
         self._encoder.wait_for(step_name(self._order.run, step), enough)
 
     def drop_encoding(self) -> None:
-        """Leave as it is what saves have left and is not encoded yet."""
+        """Discard the pending encoding; the tensors stay stored unencoded."""
         self._encoder.drop()
 
     def close(self) -> None:
-        """Wait for the encoding, and free what is kept between saves.
+        """Wait for the encoding, and free the memory and files kept between saves.
 
-        The next save looks everything up in the store.
+        The next save has to look up everything in the store.
         """
         self._encoder.finish()
         with self._lock:
@@ -477,19 +478,20 @@ class Saver:
             self._last, self._shown = self._last.moved(change), self._shown.moved(change)
 
     def base(self) -> BaseStep:
-        """Return the step that was committed last, with its pieces outside packs.
+        """Return the step committed last, with its large pieces, for the next save to compare with.
 
-        It does not wait for a running commit. A tier's own sweep leaves the pieces where they are
-        until it is released, but who deletes the step may have them deleted.
+        It does not wait for a running commit. When drained steps are removed from a fast tier,
+        these pieces stay until the result is released. Deleting the step explicitly may remove
+        them.
         """
         with os_errors(self._objects.layout.root):
             return BaseStep(self._objects, self._shown)
 
     def commit(self, step: StepSource) -> Saved:
-        """Store a step under its name, atomically, replacing one of the same name.
+        """Store a step under its name atomically, replacing one of the same name.
 
-        After any error, earlier steps are unchanged. Only if the disk fails at the very end is it
-        open whether the name exists.
+        After any error, earlier steps are unchanged. If the disk fails at the very end, the new
+        step may or may not exist.
 
         Raises:
             PinnedStepError: the step is pinned, perhaps since this commit began.
@@ -497,7 +499,7 @@ class Saver:
             NameTakenError: the step must be new, and the name exists.
             ChangedModelError: the model was written to meanwhile.
             NamedTwiceError, EscapingPathError, NotTextError: a name is invalid.
-            NestedSaveError: this thread is committing a step of this handle.
+            NestedSaveError: this thread is already committing a step of the same CheckpointStore.
             StoreError: the disk failed, as NoSpaceError, StoreIOError or another subclass says.
         """
         try:

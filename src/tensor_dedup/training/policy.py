@@ -1,20 +1,20 @@
-"""The policy of encoding: which tensors of a step, by which codec, against what, and when.
+"""Decide which tensors of a step are encoded, by which codec, against which base, and when.
 
-The base of a large tensor is the tensor of its name in the previous step, or that tensor's own
-base: the steps of a run are stars around an anchor, never chains. Samples decide for each name, and
-the decision holds for some steps. An anchor is replaced when a delta takes more than the steps
-around it took on average: a new one is cheaper in the long run.
+The base of a large tensor is the tensor of the same name in the previous step, or that tensor's own
+base. So the tensors of successive steps are stored as deltas from one anchor, never from other
+deltas. Samples decide for each name, and a decision holds for some steps. A new anchor is stored
+when a delta takes more space than the tensor has taken on average since the last anchor.
 
-Small tensors (trees, biases, texts; an ensemble has thousands) are encoded one by one. Trying is
-the measurement: if some of one type and size did not get smaller, the next ones are skipped for a
-while.
+Small tensors (trees, biases, texts; an ensemble has thousands) are encoded one by one, without
+samples. If some of one type and size did not get smaller, the next ones are skipped for a while.
 
-A save encodes what takes no time: small tensors, a little of large ones, and those of which samples
-have said that few numbers change. The rest it stores as it is and leaves to `BackgroundEncoder`.
+A save encodes only what is quick: small tensors, a limited amount of large ones, and those of which
+samples have shown that few numbers change. It stores all others unencoded and leaves them to
+`BackgroundEncoder`.
 
-Leaves that an anchor has at the same place take no space, encoded or not. The others become pieces
-of their own where no codec makes them much smaller: each is stored once, however many steps have
-it. Another star begins when no leaf is in common, or when those that are stored take too much.
+Leaves that the anchor has at the same offset take no space. Where no codec makes the other leaves
+much smaller, each becomes a piece of its own (a part), which is stored once for all steps that have
+it. A new anchor is stored when no leaf is in common, or when the parts take too much space.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -79,25 +79,25 @@ _MOST_PARTS = 100
 
 @dataclass(slots=True)
 class HitRate:
-    """The success of encoding for tensors of one type and size."""
+    """How often encoding has failed for tensors of one type and size, and how many to skip."""
 
     misses: int = 0
     skip: int = 0
 
 
 class SmallTensorPolicy:
-    """The decisions of one handle about small tensors. One save at a time."""
+    """Decides which small tensors are encoded. Used by one save at a time."""
 
     def __init__(self) -> None:
         self._rates: dict[tuple[str | None, int], HitRate] = {}
         self._tried = 0
 
     def begin(self) -> None:
-        """Begin a save."""
+        """Reset the count of attempts at the beginning of a save."""
         self._tried = 0
 
     def plans(self, fresh: Iterable[Fresh]) -> Iterator[tuple[Fresh, Plan]]:
-        """Yield the pieces that are worth trying to encode, with their plans."""
+        """Yield the tensors that are worth encoding, each with its plan."""
         for piece in fresh:
             rate = self._rate_of(piece)
             fit = piece.dtype is not None and SMALLEST <= piece.view.nbytes < PACK_BELOW
@@ -111,7 +111,7 @@ class SmallTensorPolicy:
             yield piece, Plan(CodecChoice(codec, "matches", 1.0), None)
 
     def stored(self, piece: Fresh, nbytes: int | None) -> None:
-        """Record the outcome of a plan: the bytes taken, or None if encoding saved nothing."""
+        """Record the result of a plan: the stored bytes, or None if encoding saved nothing."""
         rate = self._rate_of(piece)
         rate.misses = 0 if nbytes is not None else rate.misses + 1
         if rate.misses >= _MISSES:
@@ -122,10 +122,10 @@ class SmallTensorPolicy:
 
 
 def checked_compress(compress: Compress) -> Compress:
-    """Return `compress` if it is valid.
+    """Return `compress` if it is "auto", "always" or None.
 
     Raises:
-        BadOptionError: it is not a valid value.
+        BadOptionError: it is another value.
     """
     if compress not in ("auto", "always", None):
         raise BadOptionError.of(BadOption.COMPRESS, "CheckpointStore", f"compress={compress!r}")
@@ -134,9 +134,9 @@ def checked_compress(compress: Compress) -> Compress:
 
 @dataclass(frozen=True, slots=True)
 class LeftTensor:
-    """A tensor that a save stored as it is, to be encoded while nobody waits.
+    """A tensor that a save has stored unencoded, to be encoded later in the background.
 
-    `before` is the digest of the tensor of this name in the step before, if there was one.
+    `before` is the digest of the tensor of this name in the previous step, or None.
     """
 
     name: str
@@ -145,7 +145,7 @@ class LeftTensor:
     before: bytes | None
 
     def against(self, before: bytes | None) -> "LeftTensor":
-        """Return the same tensor, to be stored against another one."""
+        """Return a copy whose base is taken from the tensor with the digest `before`."""
         return replace(self, before=before)
 
 
@@ -167,10 +167,10 @@ class _Decision:
 
 
 class Deltas:
-    """The decisions of one handle about large tensors.
+    """Decides how large tensors are encoded, and remembers the decisions by name.
 
-    A save and the encoding of an earlier one may use it at once, without a lock: what one of them
-    overwrites is a guess that the next samples mend.
+    A save and the encoding of an earlier one may use it at the same time, without a lock. A
+    decision that is overwritten is only a guess, which later samples correct.
     """
 
     def __init__(self) -> None:
@@ -186,9 +186,10 @@ class Deltas:
         anchor_bytes: int,
         sharing: LeafSharing | None = None,
     ) -> Plan | None:
-        """Return how to encode a tensor, or None; `anchor_bytes` is the stored anchor's size.
+        """Return how to encode a tensor, or None to store it unencoded.
 
-        With `sharing`, leaves of it may become pieces of their own.
+        `anchor_bytes` is the stored size of the anchor. With `sharing`, leaves of the tensor may
+        become pieces of their own.
         """
         made = self._decisions.get(piece.name)
         against = anchor.digest if anchor is not None else None
@@ -203,7 +204,10 @@ class Deltas:
         return plan
 
     def plan_by_leaf(self, piece: Candidate, anchor: Anchor, sharing: LeafSharing) -> Plan | None:
-        """Return how to store a tensor without encoding it, or None to store all of it."""
+        """Return how to store only the leaves that the anchor lacks, or None to store all of them.
+
+        No codec is used.
+        """
         made = self._decisions.get(piece.name)
         if made is not None and made.left < 0:
             del self._decisions[piece.name]  # another anchor begins
@@ -222,10 +226,10 @@ class Deltas:
         pieces: StoredPieces,
         alike: Anchor | None,
     ) -> tuple[Anchor | None, int]:
-        """Return what a tensor may be stored against, and the bytes that takes on disk.
+        """Return the anchor for a tensor, or None, and the anchor's stored size in bytes.
 
-        That is the anchor of the tensor `before`, if it has the same size, or what is `alike`: an
-        anchor that has leaves in common with it. The latter comes first where it has most leaves.
+        It is the anchor of the tensor `before`, if that has the same size, or `alike`, an anchor
+        with equal leaves. If most leaves are equal to those of `alike`, that is preferred.
         """
         found = None if before is None else anchor_of(pieces, before)
         # Somebody else may have saved the same since it was looked up: nothing is against itself.
@@ -241,13 +245,13 @@ class Deltas:
         return kept, stored
 
     def pays(self, name: str) -> bool:
-        """Return whether encoding a tensor of this name is known to be worth a wait."""
+        """Return whether tensors of this name are known to become smaller by a quick codec."""
         made = self._decisions.get(name)
         choice = None if made is None else made.choice
         return choice is not None and _quick(choice)
 
     def ended(self, name: str) -> bool:
-        """Return whether a star of parts has ended; it is forgotten, for another begins."""
+        """Return whether a tensor stored in parts needs a new anchor; forget the old one."""
         made = self._decisions.get(name)
         if made is None or made.left >= 0 or not made.in_parts:
             return False
@@ -255,7 +259,7 @@ class Deltas:
         return True
 
     def leaves_alone(self, name: str) -> bool:
-        """Return whether no codec is known to make a tensor of this name smaller."""
+        """Return whether samples have shown that no codec makes a tensor of this name smaller."""
         made = self._decisions.get(name)
         return made is not None and made.choice is None
 
@@ -274,7 +278,7 @@ class Deltas:
         return made
 
     def stored(self, piece: Candidate, plan: Plan, nbytes: int | None) -> None:
-        """Record the outcome of a plan: the bytes taken, or None if encoding saved nothing."""
+        """Record the result of a plan: the stored bytes, or None if encoding saved nothing."""
         made = self._decisions[piece.name]
         if nbytes is None:
             made.choice = None
@@ -327,11 +331,11 @@ def _samples(piece: Candidate, anchor: Anchor | None) -> Iterator[Sample]:
 
 
 class Encoding:
-    """The encoding of one save; close it.
+    """Encodes the tensors of one save. Close it afterwards.
 
-    `before` returns the digests of the previous step, by name; where there is none, `first` says
-    what else there may be to store something against. `left` is what was left for later; with
-    `defer` off there is nothing.
+    `before` returns the digests of the previous step by name. If there is no previous step, `first`
+    finds a base in another checkpoint. With `defer`, tensors that would take long are only recorded
+    in `left`, for the background.
     """
 
     def __init__(
@@ -357,7 +361,7 @@ class Encoding:
         deltas.anchors.begin()
 
     def encode(self, writer: EncodedWriter, fresh: Sequence[Fresh]) -> list[Fresh]:
-        """Encode and store the pieces that get smaller; return the others."""
+        """Encode and store the pieces that become smaller; return the others."""
         done = self._encode_small(writer, fresh)
         fit = [p for p in fresh if p.dtype is not None and p.nbytes >= ENCODE_FROM]
         wanted = ((piece.hashed, piece.nbytes) for piece in fit)
@@ -398,7 +402,7 @@ class Encoding:
 
     @property
     def is_first(self) -> bool:
-        """Whether there is no previous step."""
+        """Whether the run has no previous step."""
         return not self._before()
 
     def _left(self, piece: Fresh) -> LeftTensor:
@@ -441,6 +445,6 @@ class Encoding:
         return self._pieces
 
     def close(self) -> None:
-        """Let go of what was opened."""
+        """Close the pieces of the bases."""
         if self._pieces is not None:
             self._pieces.close()

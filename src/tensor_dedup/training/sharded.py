@@ -1,8 +1,9 @@
-"""Steps saved by several ranks: each stores its tensors, and one manifest then refers to all.
+"""Steps saved by several ranks: each rank stores its tensors, and one manifest refers to all.
 
-Each rank commits its part under a name of its own. While those names exist, gc deletes nothing of
-the parts; they are removed once the step has its name. Another run may have the name of a part: the
-notes tell which is a part, and nothing else under such a name is replaced or deleted.
+Each rank commits its part of the step under a name of its own. While these names exist, gc deletes
+nothing of the parts; they are removed once the step is committed. Another run may happen to have
+the name of a part. The notes in its manifest show whether a checkpoint is a part; any other
+checkpoint under the name is neither replaced nor deleted.
 """
 
 import re
@@ -43,25 +44,25 @@ PART_ADAPTER: Final = "dcp part"
 
 
 class TakenPartError(NameTakenError):
-    """A step of another run has the name that the part of a rank needs."""
+    """A step of another run has the name that a rank needs for its part."""
 
     advice = "call no run RUN/part-... while StoreWriter saves into RUN"
 
 
 def part_run(run: str, rank: int | str) -> str:
-    """Return the run that the part of a rank belongs to until its step is finished."""
+    """Return the name of the run under which a rank stores its parts."""
     return f"{run}/part-{rank}"
 
 
 def order_of(store: LocalStore, run: str) -> StepOrder:
-    """Return what gives the steps of a run their places; whoever saves a whole run keeps it."""
+    """Return the order of saving of a run's steps. Keep it for as long as the run is saved."""
     return StepOrder(store.handle.objects, run)
 
 
 def merge(store: LocalStore, notes: Notes, ranks: Iterable[int | str], order: StepOrder) -> None:
-    """Commit the step of these notes, with all parts of the ranks and the files of the first.
+    """Commit a step that consists of the parts of all ranks; its files are those of the first part.
 
-    `order` is that of the run.
+    `order` is the result of `order_of` for the run.
 
     Raises:
         NamedTwiceError: two ranks have saved the same name.
@@ -100,10 +101,10 @@ def merge(store: LocalStore, notes: Notes, ranks: Iterable[int | str], order: St
 
 
 def check_free(store: LocalStore, part: str, step: int) -> None:
-    """Check that saving this part as this step replaces nothing of another run.
+    """Check that saving a part under this run and step replaces nothing of another run.
 
     Raises:
-        TakenPartError: it would.
+        TakenPartError: another checkpoint has the name.
     """
     with store.handle.locked():
         try:
@@ -118,7 +119,7 @@ def check_free(store: LocalStore, part: str, step: int) -> None:
 
 
 def forget_parts(store: LocalStore, run: str) -> None:
-    """Remove all parts of a run: those of a finished step, and those of unfinished ones."""
+    """Delete the names of all parts of a run, of finished and of unfinished steps."""
     called_so = re.compile(re.escape(part_run(run, "")) + r"(meta|0|[1-9][0-9]*)")
     with store.handle.locked():
         for name in store.handle.objects.names():

@@ -3,7 +3,7 @@
     for piece in pieces({"weight": tensor, "scale": array}):
         write(piece.name, piece.dtype, piece.shape, piece.data)
 
-A StateChunk is what a piece is made from when its turn comes, with hints for the save.
+A StateChunk is a source from which a save makes a piece when it is needed, with hints.
 
 Neither numpy nor torch is imported before an array or a tensor of theirs is met.
 """
@@ -56,10 +56,10 @@ _NAMES: Final = {code: name for name, code in NUMPY_CODES.items()}
 class NamedValue(msgspec.Struct, frozen=True, gc=False):
     """One named value of a checkpoint.
 
-    `dtype` is a safetensors name (`F32`, `BF16`, `U8`), or `C128` or `C32`. `data` has its elements
-    in C order, little-endian and contiguous, in host memory, or, in what a save is made of, gathers
-    them so. It may share the model's memory, and is valid as long as the model is not changed.
-    `msgspec.structs.replace` makes a changed copy.
+    `dtype` is a safetensors name (`F32`, `BF16`, `U8`), or `C128` or `C32`. `data` has the elements
+    in C order, little-endian and contiguous, in host memory. During a save it may also be an object
+    that produces the bytes in this order when it is read. It may share the model's memory, and is
+    valid as long as the model is not changed. `msgspec.structs.replace` makes a changed copy.
     """
 
     # A Struct, for an ensemble has thousands in every step: a dataclass takes ten times as long to
@@ -83,21 +83,21 @@ LAST_GROUP: Final = "#"
 
 
 class StateChunk(msgspec.Struct, frozen=True, eq=False):
-    """What one piece of a step is made from, as a provider hands it to a save, with hints.
+    """The source of one piece of a step, with hints for the save. Providers return it.
 
     `source` is a tensor, an array, a NamedValue or bytes. Instead of it, `make` may be given: a
-    function that serialises something and returns one of these; it is called once in each save,
-    when the chunk's turn comes. In a state (of `StateProvider`), `source` may be whatever the state
-    may hold, and the hints are those of everything in it.
+    function that serialises something and returns one of these. It is called once in each save,
+    when the chunk is processed. In the state of a `StateProvider`, `source` may be anything that
+    the state may contain, and the hints apply to everything in it.
 
-    The hints are no part of the checkpoint, except for the order of its pieces:
+    The hints do not change the checkpoint, except for the order of its pieces:
 
-    * `group`: the pieces of one group lie together, in the manifest and in containers. The longest
-      group comes first, after it those that move when it grows. Without a name, it is that of all
+    * `group`: the pieces of one group are stored together, in the manifest and in containers. The
+      largest group comes first, because its growth moves all others. The default group has all
       other tensors and arrays.
-    * `frozen`: until the save has ended, nobody writes to the memory of `source`, so a background
-      save does not copy what is on the host; or to what `make` reads, which is then called in the
-      thread of the save. A change is a ChangedModelError where the save notices it.
+    * `frozen`: the memory of `source`, or what `make` reads, does not change until the save has
+      ended. A background save then does not copy a source in host memory, and calls `make` in the
+      thread of the save. A change is a ChangedModelError if the save notices it.
     """
 
     source: Any = None
@@ -108,14 +108,14 @@ class StateChunk(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def residence(self) -> "Literal['unmade', 'device', 'host']":
-        """Where the bytes are: nowhere before `make` was called, on a device, or on the host."""
+        """Where the bytes are: not made yet, on a device, or on the host."""
         if self.make is not None:
             return "unmade"
         return "device" if is_tensor(self.source) and _is_elsewhere(self.source) else "host"
 
     @property
     def nbytes(self) -> int | None:
-        """The size of the bytes, or None while they are not made."""
+        """The size of the bytes, or None before `make` is called."""
         if self.make is not None:
             return None
         held = self.source
@@ -123,18 +123,18 @@ class StateChunk(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def contiguous(self) -> bool:
-        """Whether the bytes lie in the order of a piece, so that it shares their memory."""
+        """Whether the bytes are in C order already, so that the piece can share their memory."""
         if is_tensor(self.source):
             return bool(self.source.is_contiguous())
         return not is_array(self.source) or _lies_in_order(self.source)
 
     def piece(self) -> NamedValue:
-        """Return the piece, made now if need be. It may share the memory of the source.
+        """Return the piece; `make` is called if necessary. It may share the memory of the source.
 
-        Where that lies in another order, its bytes are gathered when they are read.
+        If the source is not in C order, its bytes are rearranged when they are read.
 
         Raises:
-            UnsupportedArrayError: it cannot be stored, as `pieces` says.
+            UnsupportedArrayError: it cannot be stored; see `pieces`.
         """
         held = self.source  # of an ensemble there are thousands, which are pieces already
         if type(held) is NamedValue and held.name == self.name:
@@ -142,7 +142,7 @@ class StateChunk(msgspec.Struct, frozen=True, eq=False):
         return _piece(self.name, self.value())
 
     def value(self) -> "Value":
-        """Return the source, bytes as a piece."""
+        """Return the source, or the result of `make`; bytes are returned as a NamedValue."""
         held: Any = self.source if self.make is None else self.make()
         if isinstance(held, _BYTES):
             view = memoryview(held)
@@ -154,9 +154,9 @@ class StateChunk(msgspec.Struct, frozen=True, eq=False):
 
 
 def in_groups(items: "Iterable[_T]", groups: Iterable[str]) -> "list[_T]":
-    """Return what belongs to chunks of these groups in the order of a checkpoint.
+    """Return items in the order of a checkpoint: grouped by the parallel iterable `groups`.
 
-    The longest group comes first, of equal ones that without a name, then the earlier one.
+    The largest group comes first; of equally large ones the default group "", then the earlier one.
     """
     members: dict[str, list[_T]] = {"": []}
     for item, group in zip(items, groups, strict=True):
@@ -171,9 +171,9 @@ def in_groups(items: "Iterable[_T]", groups: Iterable[str]) -> "list[_T]":
 def pieces(tensors: "Mapping[str, Value]") -> list[NamedValue]:
     """Return the values as pieces, in order, each named by its key.
 
-    Contiguous little-endian arrays and tensors on the CPU are not copied; conjugates and those on a
-    device, with other strides or the other byte order are. Any thread may call it, while nobody
-    writes to the values.
+    Contiguous little-endian arrays and tensors on the CPU are not copied. Others are: conjugates,
+    tensors on a device, and values with other strides or the other byte order. Any thread may call
+    it, as long as the values are not written to.
 
     Raises:
         UnsupportedArrayError: one cannot be stored, such as arrays of objects, records, strings or
@@ -188,7 +188,7 @@ def _in_memory(piece: NamedValue) -> NamedValue:
 
 
 def value(piece: NamedValue) -> "np.ndarray[Any, Any] | NamedValue":
-    """Return a writable array with memory of its own, or the piece itself if numpy lacks its dtype.
+    """Return a writable copy of a piece as an array, or the piece itself if numpy lacks its dtype.
 
     Raises:
         DamagedStateError: the number of bytes does not match the shape.
@@ -207,10 +207,10 @@ def value(piece: NamedValue) -> "np.ndarray[Any, Any] | NamedValue":
 
 
 def of_its_size(piece: NamedValue) -> NamedValue:
-    """Return a piece that somebody else has made, whose bytes are those of its dtype and shape.
+    """Return the piece after checking that its size fits its dtype and shape.
 
     Raises:
-        UnsupportedArrayError: they are fewer or more, so that nobody could load it.
+        UnsupportedArrayError: it has fewer or more bytes, so it could not be loaded.
     """
     bits = BITS.get(piece.dtype)
     if bits is not None and bits * math.prod(piece.shape) != 8 * piece.nbytes:
@@ -220,18 +220,18 @@ def of_its_size(piece: NamedValue) -> NamedValue:
 
 
 def raw(held: "Value") -> memoryview:
-    """Return the bytes of a piece, an array or a tensor, flat."""
+    """Return the bytes of a piece, an array or a tensor as a flat memoryview in C order."""
     return flat_bytes(_piece("", held).data)[:]
 
 
 def is_tensor(held: object) -> bool:
-    """Return whether it is a torch tensor. Does not import torch."""
+    """Return whether an object is a torch tensor. Does not import torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(held, torch.Tensor)
 
 
 def is_array(held: object) -> bool:
-    """Return whether it is a numpy array. Does not import numpy."""
+    """Return whether an object is a numpy array. Does not import numpy."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(held, numpy.ndarray)
 
@@ -296,9 +296,10 @@ def _of_tensor(name: str, tensor: Any) -> NamedValue:
 
 
 class GatheredTensor(Gathered):
-    """The bytes of a tensor in C order, on whatever device it is, conjugate and negative or not.
+    """The bytes of a tensor in C order, produced when they are read.
 
-    A device has copied a part when it is read; its copies come after what was submitted before.
+    The tensor may be on any device, and may be a conjugate or negative view. A read from a device
+    returns when the copy is complete; the copy comes after all work submitted before.
     """
 
     __slots__ = ("_stream", "_tensor")
@@ -343,7 +344,7 @@ def _is_elsewhere(tensor: Any) -> bool:
 
 @cache
 def dtype_names() -> "Mapping[torch.dtype, str]":
-    """Return the names of those torch dtypes that have one here. Imports torch."""
+    """Return the checkpoint names of the torch dtypes that have one. Imports torch."""
     import torch
 
     # Two numbers in a byte have a shape of their own in other formats: not here.
@@ -352,7 +353,7 @@ def dtype_names() -> "Mapping[torch.dtype, str]":
 
 
 def tensor_fault(tensor: "torch.Tensor") -> str | None:
-    """Return why a tensor has no dense bytes of its own, or None if it has."""
+    """Return why a tensor has no dense bytes of its own, or None if it has them."""
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):

@@ -1,4 +1,4 @@
-"""Serve a fleet of models on a Ray cluster, placed by what they have in common.
+"""Serve a fleet of models on a Ray cluster, placed so that related models share a node.
 
     from tensor_dedup.integrations.ray import Fleet
 
@@ -7,12 +7,13 @@
     fleet.add("customer-18")
     print(fleet.status())
 
-Each node has an actor that keeps a memory manager running and pulls what is missing into the node's
-store. Beside it run the engines: replicas of Ray Serve over vLLM's `AsyncLLM`, each bound to the
-node that the plan chose. An actor called the keeper places again what was on a node that is lost.
-What is wanted lies in Ray's own key-value store, where what runs is known from Serve.
+Each node has an actor that keeps a memory manager running and pulls missing checkpoints into the
+node's store. The engines run beside it: Ray Serve replicas over vLLM's `AsyncLLM`, each bound to
+the node that the placement plan chose. One actor per fleet, the keeper, compares the fleet's
+specification with the running engines and places engines again when a node is lost. The
+specification is in Ray's key-value store; Ray Serve knows which engines run.
 
-Importing this does not import Ray; everything here needs it (extra `ray`).
+Importing this package does not import Ray; using it needs Ray (extra `ray`).
 """
 
 from tensor_dedup.integrations.ray.cluster import ClusterNode, observed

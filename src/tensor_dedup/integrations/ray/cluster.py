@@ -1,4 +1,4 @@
-"""A Ray cluster as it is: its nodes, and where engines of fleets run."""
+"""The current state of a Ray cluster: its nodes, and which engines run on them."""
 
 import importlib
 from collections import Counter
@@ -17,7 +17,7 @@ _CLIENT_TRIES: Final = 3
 
 
 def import_ray(module: str = "ray") -> Any:
-    """Return Ray, or a module of it.
+    """Import and return Ray or one of its modules.
 
     Raises:
         NotInstalledError: it is not installed.
@@ -30,7 +30,7 @@ def import_ray(module: str = "ray") -> Any:
 
 
 def actor_options(name: str) -> dict[str, Any]:
-    """Return the options of Ray for an actor of ours, which outlives whoever starts it."""
+    """Return the Ray options of a detached actor with this name, which outlives its creator."""
     return {
         "name": name,
         "namespace": NAMESPACE,
@@ -45,10 +45,10 @@ def actor_options(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
-    """A node of Ray that is alive; `memory` is the resource of that name, in bytes.
+    """A node of Ray that is alive; `memory` is Ray's resource `memory`, in bytes.
 
-    `name` is what the node was started with, or the beginning of its `node_id` where several nodes
-    have one name.
+    `name` is the name with which the node was started, or the beginning of its `node_id` if it has
+    no name or several nodes have the same one.
     """
 
     node_id: str
@@ -59,7 +59,7 @@ class ClusterNode:
 
 
 def alive_nodes() -> list[ClusterNode]:
-    """Return the nodes that are alive, by name and identity."""
+    """Return the nodes that are alive, sorted by name and `node_id`."""
     found = [each for each in import_ray().nodes() if each["Alive"]]
     names = Counter(each.get("NodeName") or "" for each in found)
     nodes = []
@@ -80,9 +80,9 @@ def alive_nodes() -> list[ClusterNode]:
 
 @dataclass(frozen=True, slots=True)
 class EngineApp:
-    """An engine: an application of Serve whose name says whose it is and where it runs.
+    """An engine as a Ray Serve application, identified by fleet, model and node.
 
-    So what runs where is known to Serve alone.
+    All three are in the application's name, so Serve's own status shows where each model runs.
     """
 
     fleet: str
@@ -91,19 +91,19 @@ class EngineApp:
 
     @property
     def name(self) -> str:
-        """The name of the application."""
+        """The name of the Serve application: `FLEET:MODEL@NODE_ID`."""
         return f"{self.fleet}:{self.model}@{self.node_id}"
 
     @classmethod
     def parse(cls, name: str) -> "EngineApp | None":
-        """Return what the name of an application says, or None for one that is no engine."""
+        """Return the engine with this application name, or None for other applications."""
         fleet, colon, rest = name.partition(":")
         model, at, node_id = rest.rpartition("@")
         return cls(fleet, model, node_id) if colon and at else None
 
 
 def engine_apps(fleet: str | None = None) -> dict[EngineApp, Any]:
-    """Return what Serve says of each engine of a fleet, or of all fleets."""
+    """Return Serve's status of each engine of a fleet; None means all fleets."""
     serve = import_ray("ray.serve")
     found = {}
     for name, state in serve.status().applications.items():
@@ -114,14 +114,14 @@ def engine_apps(fleet: str | None = None) -> dict[EngineApp, Any]:
 
 
 def recall(key: str) -> bytes | None:
-    """Return what `remember` was given last, from Ray's key-value store."""
+    """Return the value that `remember` stored in Ray's key-value store, or None."""
     store = import_ray("ray.experimental.internal_kv")
     found: bytes | None = store._internal_kv_get(key.encode(), namespace=NAMESPACE)
     return found
 
 
 def remember(key: str, value: bytes | None) -> None:
-    """Keep a value in Ray's key-value store as long as the cluster lives; None forgets it."""
+    """Store a value in Ray's key-value store until the cluster ends; None deletes the key."""
     store = import_ray("ray.experimental.internal_kv")
     if value is None:
         store._internal_kv_del(key.encode(), namespace=NAMESPACE)
@@ -132,13 +132,14 @@ def remember(key: str, value: bytes | None) -> None:
 def observed(
     address: str, memory: int | None = None, host_memory: int | None = None
 ) -> tuple[list[Node], dict[str, list[str]]]:
-    """Connect to a cluster and return its nodes for a plan, and the nodes of each model there.
+    """Connect to a Ray cluster; return its nodes for planning, and the names of each model's nodes.
 
-    `address` is what `ray.init` takes, `ray://HOST:10001` for example. `memory` of each node is
-    Ray's resource of that name unless it is given.
+    `address` is passed to `ray.init`, for example `ray://HOST:10001`. `memory`, in bytes, replaces
+    Ray's resource `memory` of every node. `host_memory`, in bytes, is the machine memory of every
+    node.
 
     Raises:
-        ConfigError: there is no cluster.
+        ConfigError: no cluster answers at the address.
         NotInstalledError: Ray is not installed.
     """
     ray = import_ray()

@@ -1,8 +1,8 @@
-"""Engines as replicas of Ray Serve.
+"""vLLM engines as replicas of Ray Serve.
 
-`ray.serve.llm` would be the place for this, but Ray 2.60 pins vLLM 0.29 there. So an engine is a
-deployment over `AsyncLLM` with vLLM's own web application inside: requests reach it as they came,
-and everything that `vllm serve` answers is answered.
+An engine is a Serve deployment over vLLM's `AsyncLLM` with vLLM's own web application inside.
+Requests are passed on unchanged, so every route of `vllm serve` is available. `ray.serve.llm` is
+not used because Ray 2.60 pins vLLM 0.29 there.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 class Engine:
-    """A replica of a model: vLLM's engine and its web application, in one actor of Serve."""
+    """A replica of a model: vLLM's engine and its web application, in one Serve actor."""
 
     # Serve awaits it.
     async def __init__(  # type: ignore[misc]
@@ -58,13 +58,13 @@ class Engine:
         await init_app_state(self._engine, self._app.state, arguments, tasks)
 
     async def check_health(self) -> None:
-        """Raise when the engine is dead; Serve then starts another replica."""
+        """Raise an error if the engine is dead; Serve then starts another replica."""
         await self._engine.check_health()
 
     async def http(
         self, method: str, path: str, query: bytes, headers: Headers, body: bytes
     ) -> AsyncIterator[Any]:
-        """Answer a request: yield (status, headers), then pieces of the body."""
+        """Answer an HTTP request: yield `(status, headers)`, then chunks of the body."""
         messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         gone = asyncio.Event()
         unread = [{"type": "http.request", "body": body, "more_body": False}]

@@ -1,4 +1,4 @@
-"""`Fleet`: what a program says of the models that a cluster is to serve."""
+"""`Fleet`: the programming interface for serving a set of models on a Ray cluster."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -20,9 +20,9 @@ Models = Mapping[str, Mapping[str, Any] | None] | Sequence[str]
 class Fleet:
     """Models of a remote, served by the Ray cluster that this process is connected to.
 
-    The object holds what was given and a handle: what is wanted and what runs is the cluster's, and
-    goes on when this process ends. Safe from any thread. Methods raise what the keeper raises, and
-    Ray's errors where the cluster does not answer.
+    The specification and the engines belong to the cluster and remain when this process ends. Safe
+    from any thread. Methods raise the errors of the keeper (the actor that manages the fleet), and
+    Ray's errors if the cluster does not answer.
     """
 
     def __init__(
@@ -86,12 +86,13 @@ class Fleet:
         return f"Fleet({self.name!r}{known})"
 
     def apply(self, *, rebalance: bool = False) -> FleetStatus:
-        """Make the cluster what is wanted, and return when all engines answer.
+        """Start and stop engines as this fleet requires; return when all engines answer.
 
-        What runs stays where it is, unless `rebalance` is on; what is no longer wanted ends.
+        Running engines stay on their nodes unless `rebalance` is True. Engines that the fleet no
+        longer has are stopped.
 
         Raises:
-            DoesNotFitError: there is no room; nothing was changed.
+            DoesNotFitError: the models do not fit on the nodes; nothing was changed.
             RemoteError: a checkpoint cannot be found.
             FleetError: engines do not start.
         """
@@ -103,7 +104,7 @@ class Fleet:
         return self.status()
 
     def add(self, name: str, **fields: Any) -> FleetStatus:
-        """Serve one more model, with the fields of one; nothing moves for it."""
+        """Serve one more model without moving others; `fields` are those of a model in `Fleet`."""
         model = model_of(name, fields)
         self._ask("add", name, model)
         if self._wanted is not None:
@@ -118,12 +119,12 @@ class Fleet:
         return self.status()
 
     def status(self) -> FleetStatus:
-        """Return how the fleet is."""
+        """Return the replicas of each model, the nodes, and any problem."""
         found: FleetStatus = self._ask("status")
         return found
 
     def shutdown(self) -> None:
-        """End the fleet's engines, its front, and the memory managers of the nodes."""
+        """Stop the fleet's engines, its HTTP front, and the memory managers it started."""
         ray = import_ray()
         self._ask("shutdown")
         ray.kill(ray.get_actor(keeper_name(self.name), namespace=NAMESPACE))
@@ -150,10 +151,10 @@ class Fleet:
 
 
 def application(args: Mapping[str, Any]) -> Any:
-    """Return the application of Serve for `import_path` in a configuration file.
+    """Return the Serve application of a fleet, for `import_path` in a Serve configuration file.
 
-    `args` are those of `Fleet`. When the application is deployed the fleet is applied, and the
-    application itself is its front.
+    `args` are the arguments of `Fleet`. Deploying the application applies the fleet; the
+    application itself answers the HTTP requests.
 
     Raises:
         ConfigError: an argument is unknown or has a wrong value.

@@ -1,4 +1,4 @@
-"""The front of a fleet: what people speak to over HTTP."""
+"""The HTTP front of a fleet, which routes each request to an engine."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Front:
-    """The ingress of a fleet: passes each request to an engine of the model that it names."""
+    """The HTTP ingress of a fleet: passes each request to an engine of the model that it names."""
 
     # Serve awaits it.
     async def __init__(  # type: ignore[misc]
@@ -118,9 +118,10 @@ class Front:
 
 
 async def body_of(request: Any, limit: int = MOST_BODY_BYTES) -> bytes | None:
-    """Return the body of a request of Starlette's, or None where that has more than `limit` bytes.
+    """Return the body of a Starlette request, or None if it is longer than `limit` bytes.
 
-    A longer one is read, too, and not kept: a client that still sends sees no answer.
+    A longer body is still read to its end and discarded: a client does not read the answer while it
+    is sending.
     """
     body, length = bytearray(), 0
     async for piece in request.stream():

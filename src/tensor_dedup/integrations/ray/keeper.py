@@ -1,4 +1,4 @@
-"""The keeper of a fleet: an actor that makes the cluster what is wanted, and keeps it so."""
+"""The keeper of a fleet: an actor that keeps the cluster in line with the fleet's specification."""
 
 import logging
 import threading
@@ -40,12 +40,12 @@ _log = logging.getLogger(__name__)
 
 
 class FleetError(TensorDedupError):
-    """Engines of a fleet do not start; `facts` has what Serve says of each."""
+    """Engines of a fleet do not start; `facts` has Serve's message for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """An engine: the node that it is on, and Serve's word for how it is (`RUNNING`)."""
+    """An engine's node, its status in Serve (such as `RUNNING`), and Serve's message."""
 
     node: str
     state: str
@@ -54,10 +54,10 @@ class ReplicaStatus:
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """A node that is alive. Sizes in bytes.
+    """The status of a node that is alive. Sizes are in bytes.
 
-    `resident_bytes` is what its memory manager holds, and `pulled` what travelled for each
-    checkpoint since the node's actor began.
+    `resident_bytes` is the size of the weights in its memory manager. `pulled` has the number of
+    pulled bytes for each checkpoint since the node's actor started.
     """
 
     name: str
@@ -72,9 +72,9 @@ class NodeStatus:
 
 @dataclass(frozen=True, slots=True)
 class FleetStatus:
-    """A fleet as it is: its replicas by model, and its nodes. `problem` is what is wrong, or "".
+    """The state of a fleet: its replicas by model, its nodes, and the last `problem` or "".
 
-    A model that is wanted and runs nowhere has an empty list.
+    A model of the fleet that runs nowhere has an empty list.
     """
 
     models: dict[str, list[ReplicaStatus]]
@@ -82,7 +82,7 @@ class FleetStatus:
     problem: str = field(default="")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the status as a JSON object."""
+        """Return the status as a dict that can be written as JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -94,10 +94,11 @@ class FleetStatus:
 
 
 class Keeper:
-    """Keeps a fleet as it is wanted. Methods may run at the same time; one changes the cluster.
+    """The actor that applies a fleet's specification, and applies it again when nodes are lost.
 
-    It holds nothing that is not Ray's: what is wanted is in Ray's key-value store, what runs is
-    what Serve says. So when it or its node is lost, Ray starts it again, and it goes on.
+    Methods may run at the same time; changes of the cluster are made one after the other. The
+    specification is in Ray's key-value store, and Serve knows which engines run, so a keeper that
+    Ray restarts on another node continues where the last one ended.
     """
 
     def __init__(self, fleet: str) -> None:
@@ -114,10 +115,12 @@ class Keeper:
         threading.Thread(target=self._watch, name="fleet watch", daemon=True).start()
 
     def want(self, wanted: bytes, rebalance: bool = False) -> None:
-        """Check that a fleet can be placed, and remember it; the engines are started later.
+        """Check that a fleet can be placed, and store its specification; engines are started later.
+
+        `wanted` is an encoded `FleetSpecification`.
 
         Raises:
-            DoesNotFitError: there is no room.
+            DoesNotFitError: the models do not fit on the nodes.
             UnknownRemoteNameError, RemoteError: a checkpoint cannot be found.
         """
         specification = FleetSpecification.decode(wanted)
@@ -128,9 +131,10 @@ class Keeper:
             self._settled = frozenset()
 
     def declare(self, wanted: bytes) -> None:
-        """Take what a file of Serve says, once: its application is started again with it.
+        """Store the specification from a Serve configuration file, unless that was done before.
 
-        By then models may have been added, or nodes lost.
+        Serve starts the application again with the same file, when models may have been added since
+        or nodes lost. A specification that was declared already is therefore ignored.
 
         Raises:
             DoesNotFitError, UnknownRemoteNameError, RemoteError: as `want`.
@@ -141,10 +145,12 @@ class Keeper:
                 remember(self._declared, wanted)
 
     def apply(self, wanted: bytes | None, rebalance: bool = False) -> None:
-        """Make the cluster what is wanted; return when all engines answer.
+        """Start and stop engines as the specification requires; return when all engines answer.
+
+        `wanted` is an encoded `FleetSpecification` to store first, or None to apply the stored one.
 
         Raises:
-            DoesNotFitError: there is no room; nothing was changed.
+            DoesNotFitError: the models do not fit on the nodes; nothing was changed.
             FleetError: engines do not start.
         """
         if wanted is not None:
@@ -153,7 +159,7 @@ class Keeper:
             self._reconcile(rebalance=rebalance, strict=True)
 
     def add(self, name: str, model: ModelSpecification) -> None:
-        """Add a model, or replace its specification, and apply that."""
+        """Add a model to the fleet, or replace its specification, and apply the change."""
         with self._wanting:
             specification = self._specification()
             if specification is None:
@@ -162,7 +168,7 @@ class Keeper:
         self.apply(None)
 
     def remove(self, name: str) -> None:
-        """Take a model from the fleet."""
+        """Remove a model from the fleet and stop its engines."""
         with self._wanting:
             specification = self._specification()
             if specification is None or name not in specification.models:
@@ -171,7 +177,7 @@ class Keeper:
         self.apply(None)
 
     def status(self) -> FleetStatus:
-        """Return how the fleet is."""
+        """Return the replicas of each model, the nodes, and any problem."""
         specification = self._specification()
         nodes = alive_nodes()
         names = {each.node_id: each.name for each in nodes}
@@ -189,7 +195,10 @@ class Keeper:
         return FleetStatus(models, [each for each in found if each is not None], self._problem)
 
     def shutdown(self) -> None:
-        """End all engines, the front, and the actors of the nodes; forget the fleet."""
+        """Stop the engines, the HTTP front and the node actors; delete the specification.
+
+        Actors of nodes that run engines of another fleet stay.
+        """
         serve = import_ray("ray.serve")
         with self._changing:
             remember(self._key, None)
@@ -360,7 +369,7 @@ class Keeper:
 
 
 def usable_nodes(specification: FleetSpecification) -> list[ClusterNode]:
-    """Return the nodes that can take an engine of the fleet: a head without CPUs cannot."""
+    """Return the nodes with enough CPUs and GPUs for an engine; at least some CPU is needed."""
     return [
         each
         for each in alive_nodes()
@@ -375,7 +384,10 @@ def planned(
     current: dict[str, list[str]],
     rebalance: bool,
 ) -> FleetPlan:
-    """Plan a fleet on these nodes; what is `current` stays unless `rebalance` is on."""
+    """Plan a fleet on these nodes; engines in `current` stay where they are unless `rebalance`.
+
+    `current` has the names of the nodes on which each model runs.
+    """
     memory = specification.memory
     room = [
         Node(each.name, each.memory, None)
@@ -393,7 +405,14 @@ def what_fits(
     current: dict[str, list[str]],
     error: DoesNotFitError,
 ) -> FleetPlan:
-    """Plan without the replicas for which there is no room, as an `error` says: the others run."""
+    """Plan the fleet without the replicas for which there is no room.
+
+    `error` is that of the failed plan and names the models without room. These keep only the
+    replicas that run already.
+
+    Raises:
+        DoesNotFitError: there is no room without them either.
+    """
     names = {each.name for each in nodes}
     while True:
         rest = []
@@ -418,12 +437,12 @@ def _planned_memory(node: ClusterNode, specification: FleetSpecification) -> int
 
 
 def ensure_keeper(fleet: str) -> Any:
-    """Return the keeper of a fleet, which is started if there is none."""
+    """Return the actor handle of a fleet's keeper, which is started if it does not exist."""
     return import_ray().remote(Keeper).options(**actor_options(keeper_name(fleet))).remote(fleet)
 
 
 def keeper_name(fleet: str) -> str:
-    """Return the name of a fleet's keeper."""
+    """Return the Ray actor name of a fleet's keeper."""
     return f"keeper {fleet}"
 
 

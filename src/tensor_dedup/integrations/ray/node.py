@@ -1,4 +1,4 @@
-"""The actor of a node: it keeps the memory manager running, and pulls into the node's store."""
+"""The actor of a node: it runs the memory manager and pulls checkpoints into the store."""
 
 import logging
 import threading
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What an engine needs: the folder of the node's store, and the manager's socket."""
+    """Where an engine finds its weights: the store's folder and the manager's socket."""
 
     store: str
     socket: str
@@ -29,9 +29,10 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """What a node's actor says of its node. Sizes in bytes.
+    """The report of a node's actor about its node. Sizes are in bytes.
 
-    `pulled` has what travelled for each checkpoint since the actor began.
+    `resident_bytes` is the size of the weights in the memory manager. `pulled` has the number of
+    pulled bytes for each checkpoint since the actor started.
     """
 
     store: str
@@ -41,12 +42,12 @@ class NodeReport:
 
 
 class NodeActor:
-    """Owns the memory manager of its node. Methods may run at the same time.
+    """Runs the memory manager of its node and pulls checkpoints. Safe from any thread.
 
-    `store` and `socket` are the node's, by default those of its user; `{node}` in them stands for
-    the node's identity, for nodes that share a machine. Where a manager answers at the socket
-    already, a DaemonSet's for example, that one is used and left alone. Ray remembers which manager
-    an actor of this node has started, for the one that comes after it.
+    `store` and `socket` are paths on the node, by default those of its user; `{node}` in them is
+    replaced by the node's id, for nodes that share a machine. A manager that already answers at the
+    socket, for example one of a DaemonSet, is used and never stopped. Ray's key-value store records
+    which manager an actor has started, so that a restarted actor can stop it.
     """
 
     def __init__(self, store: str | None, socket: str | None, budget: int | None) -> None:
@@ -64,7 +65,7 @@ class NodeActor:
         threading.Thread(target=self._watch, name="manager watch", daemon=True).start()
 
     def prepare(self, remote: str, name: str) -> Prepared:
-        """Pull a checkpoint that the store does not have, once, and return where everything is.
+        """Pull a checkpoint if the store lacks it; return the paths of store and socket.
 
         Raises:
             RemoteError, StoreError: it cannot be pulled.
@@ -77,14 +78,14 @@ class NodeActor:
         return Prepared(str(self._store.path), str(self._socket))
 
     def report(self) -> NodeReport:
-        """Say how the node is."""
+        """Return the node's store, socket, resident bytes and pulled bytes."""
         totals = self._totals()
         resident = totals.resident_bytes if totals is not None else 0
         where = (str(self._store.path), str(self._socket))
         return NodeReport(*where, resident, dict(self._pulled))
 
     def close(self) -> None:
-        """End the manager, if an actor of this node has started it."""
+        """Stop the memory manager if an actor of this node has started it."""
         self._ended.set()
         with self._guard, suppress(TensorDedupError, OSError), Admin(self._socket) as admin:
             if str(admin.totals().pid).encode() == recall(self._started):
@@ -118,12 +119,15 @@ class NodeActor:
 
 
 def actor_name(node_id: str) -> str:
-    """Return the name of a node's actor."""
+    """Return the Ray actor name of a node's actor."""
     return f"node {node_id}"
 
 
 def ensure(node_id: str, store: str | None, socket: str | None, budget: int | None) -> Any:
-    """Return the actor of a node, which is started if there is none."""
+    """Return the actor handle of a node, and start the actor if it does not exist.
+
+    The other arguments are those of `NodeActor`; `budget` is in bytes.
+    """
     ray = import_ray()
     strategies = import_ray("ray.util.scheduling_strategies")
     return (

@@ -1,4 +1,4 @@
-"""What is wanted of a fleet, as it lies in Ray's key-value store."""
+"""The specification of a fleet, as it is stored in Ray's key-value store."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,12 @@ from tensor_dedup.types import STORE_SCHEME
 
 
 class ModelSpecification(msgspec.Struct, frozen=True):
-    """A model of a fleet. Sizes in bytes; `engine` are vLLM's arguments for this model alone."""
+    """A model of a fleet. Sizes are in bytes.
+
+    `replicas` engines run on different nodes. Each takes `room` beside the weights and, where
+    `room` is on a GPU, `host` of the machine's memory. `engine` has vLLM arguments for this model
+    alone.
+    """
 
     replicas: int = 1
     room: int = 0
@@ -23,8 +28,10 @@ class ModelSpecification(msgspec.Struct, frozen=True):
 class FleetSpecification(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A fleet: the remote that has its checkpoints, its models by name, and how they are served.
 
-    `memory` is what each node has for weights and engines if it is not Ray's resource; `store`,
-    `socket` and `budget` are those of a node; `cpus` and `gpus` what an engine takes of Ray's.
+    `memory` is the size in bytes that each node has for weights and engines; None means Ray's
+    resource `memory`. `store`, `socket` and `budget` are the store, manager socket and manager
+    budget of a node. An engine takes `cpus` and `gpus` of Ray's resources. `engine` has vLLM
+    arguments for all models, and at most `starting` engines start at once.
     """
 
     remote: str
@@ -44,21 +51,21 @@ class FleetSpecification(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
     @classmethod
     def decode(cls, text: bytes) -> "FleetSpecification":
-        """Return what `encode` was given."""
+        """Return the specification from the JSON that `encode` returned."""
         return msgspec.json.decode(text, type=cls)
 
     def with_model(self, name: str, model: ModelSpecification) -> "FleetSpecification":
-        """Return the fleet with a model more, or with another specification of it."""
+        """Return a copy of the specification in which a model is added or replaced."""
         return msgspec.structs.replace(self, models={**self.models, name: model})
 
     def without(self, name: str) -> "FleetSpecification":
-        """Return the fleet without a model."""
+        """Return a copy of the specification without a model."""
         rest = {each: model for each, model in self.models.items() if each != name}
         return msgspec.structs.replace(self, models=rest)
 
 
 def model_of(name: str, given: Mapping[str, Any]) -> ModelSpecification:
-    """Return a model from the fields that a user gave.
+    """Return a model's specification from the fields that a user gave.
 
     Raises:
         ConfigError: a field is unknown or has a wrong value.
@@ -73,11 +80,13 @@ def model_of(name: str, given: Mapping[str, Any]) -> ModelSpecification:
 
 
 def measured(specification: FleetSpecification) -> list[Model]:
-    """Return the models with their tensors, as the remote's manifests say; no weights are read.
+    """Return the models with the sizes of their tensors, read from the remote's manifests.
+
+    No weights are read.
 
     Raises:
-        UnknownRemoteNameError: the remote has no checkpoint of a name.
-        RemoteError: it cannot be read.
+        UnknownRemoteNameError: the remote has no checkpoint of this name.
+        RemoteError: the remote cannot be read.
     """
     remote = Remote.open(specification.remote)
     found = []

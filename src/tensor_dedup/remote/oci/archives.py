@@ -1,7 +1,7 @@
-"""Archives among the layers of artifacts of others: every file of one is written, or none counts.
+"""Unpack tar archives among the layers of OCI artifacts that other programs made.
 
-A member is a file, or a link to one. What an archive says of itself takes no more memory than its
-files have: sparse files, of which a few bytes can say that they are a terabyte, are refused.
+Either every file of an archive is written, or the pull fails. A member is a file or a link to one.
+Sparse files are refused, because a small archive could declare terabytes that way.
 """
 
 import gzip
@@ -46,13 +46,13 @@ _OTHERWISE: Final = "pull it with its own client"
 
 
 class ChunkStream:
-    """Chunks, to be read as a file is."""
+    """A file-like reader over an iterator of chunks."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks, self._held = chunks, b""
 
     def read(self, size: int = -1) -> bytes:
-        """Return up to `size` bytes; none at the end."""
+        """Return up to `size` bytes; b"" at the end. All bytes if `size` is negative."""
         if size < 0:
             return self._held + b"".join(self._chunks)
         while len(self._held) < size:
@@ -64,7 +64,7 @@ class ChunkStream:
         return found
 
     def drain(self) -> None:
-        """Read to the end, where the digest is compared."""
+        """Read to the end, so that the iterator can compare the digest of the whole."""
         while self.read(1 << 20):
             pass
 
@@ -74,11 +74,11 @@ def _shown(name: str) -> str:
 
 
 def write_file(folder: Path, path: str, stream: Any, files: Files, url: str) -> str:
-    """Write a file of the artifact at `url`; return its path, as others of it may name it.
+    """Write a file of the artifact at `url` into a folder; return its normalised relative path.
 
     Raises:
         EscapingPathError: the path leads out of the folder.
-        DamagedRemoteError: another file has it, or is a folder in it.
+        DamagedRemoteError: a file has this path already, or a file and a folder have the same path.
     """
     with remote_damage(url) as where:
         inner = check_path(path, where)
@@ -103,14 +103,14 @@ def unpack(
 ) -> None:
     """Write the files of an archive, which is a layer of the artifact at `url`, into a folder.
 
-    `packing` says how the archive is compressed: "" not, "gz" or "zst". `layer` is what messages
-    call it.
+    `packing` is the compression: "" for none, "gz" or "zst". `layer` is the name of the layer in
+    messages.
 
     Raises:
         UnsupportedError: a member is neither a file nor a link to one, is sparse, or has a name or
-            a target of more than 4096 characters; or there are more than 10,000 links.
+            link target of more than 4096 characters; or there are more than 10,000 links.
         EscapingPathError: a file's name leads out of the folder.
-        DamagedRemoteError: it is no archive, or one without an end.
+        DamagedRemoteError: it is not an archive, or the archive is incomplete.
     """
     source: Any = stream
     if packing == "zst":

@@ -1,9 +1,10 @@
-"""Checkpoints in OCI registries: pushed as plain artifacts, pulled by what is missing.
+"""Checkpoints in OCI registries: pushed as ordinary artifacts, pulled tensor by tensor.
 
-A push makes the artifacts of `artifacts`: blobs first, then what refers to the model, and the
-model's tag last. Nobody sees the tag before its layers. A pull of such an artifact looks at it as
-at a remote (`ArtifactBucket`), so all that `pull` verifies is verified here too. An artifact
-without our tables, or a registry without ranges, costs whole layers, which are then imported.
+A push makes two artifacts (see `modelpack`): the model, of whole files, and tables that say where
+each tensor lies. It sends the blobs first and the model's tag last, so the tag never names missing
+layers. A pull treats an artifact that has tables as a read-only remote (`ArtifactBucket`) and
+fetches only missing pieces. If there are no tables, or the registry does not support ranges, whole
+layers are downloaded and imported.
 """
 
 import hashlib
@@ -93,12 +94,12 @@ _ORAS_FOLDER: Final = "io.deis.oras.content.unpack"
 
 
 def is_artifact(url: object) -> bool:
-    """Return whether a URL is that of an artifact in a registry."""
+    """Return whether a URL names an artifact in an OCI registry (`oci://`)."""
     return isinstance(url, str) and url.startswith(SCHEME)
 
 
 def default_name(url: str) -> str:
-    """Return the name that a checkpoint gets by default: the last part of the repository's."""
+    """Return the default name for a pulled checkpoint: the last part of the repository's name."""
     return ArtifactName.parse(url).repository.rpartition("/")[2]
 
 
@@ -138,15 +139,15 @@ def push(
     *,
     replace: bool = False,
 ) -> TransferResult:
-    """Push an open checkpoint, whose pages and manifest are `objects`, under a tag.
+    """Push an open checkpoint under a tag; `objects` are its pages and its manifest, encoded.
 
-    A layer is sent only if neither the repository has it nor the registry can mount it from where
-    this user has pushed it before. Where the tag stands for this checkpoint already, layers are
-    looked for with `replace` or where its tables are gone, and else not.
+    A layer is sent only if the repository lacks it and the registry cannot mount it from a
+    repository to which this user has pushed it before. If the tag already stands for this
+    checkpoint, layers are checked only with `replace`, or if the tables are gone.
 
     Raises:
-        RemoteUrlError: a digest names the artifact, and no tag.
-        RemoteNameTakenError: the tag stands for another artifact, and `replace` is off.
+        RemoteUrlError: the URL has a digest in place of a tag.
+        RemoteNameTakenError: the tag stands for another artifact, and `replace` is False.
     """
     name = ArtifactName.parse(url)
     if name.is_pinned:
@@ -377,19 +378,19 @@ class _KnownBlobs:
 
 
 class NoTablesError(RemoteUnreachableError):
-    """The tables that an artifact names are gone or damaged: whole layers have to do."""
+    """The tables of an artifact are missing or damaged, so whole layers must be pulled."""
 
     advice = "push it again with --replace"
 
 
 class ArtifactBucket(Bucket):
-    """An artifact with our tables, as a remote that holds one checkpoint and can only be read.
+    """An artifact with tables as a read-only remote that holds one checkpoint.
 
-    Its reference is that of the `manifest` that the artifact names. The tables are read when more
-    than that is asked for. `layers` has digest and size of each of the artifact's.
+    `manifest` is the name of the checkpoint's manifest, for which the reference stands. The tables
+    are read when anything else is requested. `layers` has the digest and size of each layer.
 
     Raises:
-        NoTablesError: they cannot be, or are those of something else than manifest and layers.
+        NoTablesError: the tables cannot be read, or do not fit the manifest and the layers.
     """
 
     def __init__(
@@ -487,7 +488,7 @@ class ArtifactBucket(Bucket):
 
 
 class Artifact:
-    """An artifact of a registry, of anybody's making, opened to be pulled."""
+    """An artifact in a registry, opened to be pulled. Any program may have made it."""
 
     def __init__(self, registry: RegistryRepository) -> None:
         """Read its manifest.
@@ -508,14 +509,14 @@ class Artifact:
 
     @property
     def url(self) -> str:
-        """Its URL."""
+        """The URL of the artifact."""
         return self._name.url
 
     def as_bucket(self, name: str) -> ArtifactBucket | None:
-        """Return the artifact as a remote with one checkpoint, or None if it has no tables of ours.
+        """Return the artifact as a remote with one checkpoint, or None if it names no tables.
 
-        The manifest names the tables by their digest: so they say of the layers what whoever
-        made the manifest said. Tables that are gone or damaged are none, which is logged.
+        The artifact's manifest names the tables by digest, so they are as trustworthy as the
+        manifest. The tables are not read yet.
         """
         notes = self._document.annotations or {}
         named, manifest = _tables_of(notes), notes.get(OUR_MANIFEST, "")
@@ -533,13 +534,13 @@ class Artifact:
         return ArtifactBucket(self.registry, name, manifest, tables, layers)
 
     def unchanged(self, held: StoredCheckpoint, name: str) -> TransferResult | None:
-        """Return the result of pulling what is here under a name already; None: only bytes tell.
+        """Return the result of a pull if the local checkpoint equals the artifact, else None.
 
-        Sizes and digests tell of layers that are files, and not of archives. Of files that only
-        the artifact has, an import might take some.
+        None means that the content has to be downloaded to tell: layers that are archives, or files
+        that only the artifact has.
 
         Raises:
-            RemoteNameTakenError: the name stands for something else here.
+            RemoteNameTakenError: the local checkpoint of this name differs from the artifact.
         """
         began = time.monotonic()
         layers = {_plain_path_of(layer): layer for layer in self._document.layers}
@@ -569,15 +570,15 @@ class Artifact:
         )
 
     def download(self, folder: Path, files: Files, progress: TransferListener) -> int:
-        """Write the files of all layers into a folder, each compared with its layer's digest.
+        """Write the files of all layers into a folder and verify the digest of each layer.
 
-        Returns the bytes of the layers. Of a layer that is one file, what is there from an earlier
-        attempt is not asked for again.
+        Returns the size of the layers in bytes. A single-file layer that an earlier attempt has
+        written in part is continued.
 
         Raises:
-            UnsupportedError: a layer is of a kind that is not known, or has no file's name.
+            UnsupportedError: a layer has an unknown type or no file name.
             EscapingPathError: a file's name leads out of the folder.
-            DamagedRemoteError: a layer does not have its digest.
+            DamagedRemoteError: a layer does not match its digest.
         """
         held = self._document.layers
         layers = [each for each in held if each.media_type != EMPTY or _path_of(each) is not None]
@@ -661,7 +662,7 @@ def _taken(url: str, name: str) -> RemoteNameTakenError:
 
 @contextmanager
 def advising_pull(url: str, name: str) -> Iterator[None]:
-    """Say of an import's error about a name that is taken what a pull can do."""
+    """Convert an import's NameTakenError inside the block to RemoteNameTakenError about a pull."""
     try:
         yield
     except NameTakenError as error:
@@ -672,10 +673,10 @@ def advising_pull(url: str, name: str) -> Iterator[None]:
 
 @contextmanager
 def layers_folder(tmp: Path, artifact: Artifact, files: Files) -> Iterator[Path]:
-    """Make a folder for the layers of an artifact, and remove it at the end.
+    """Make a temporary folder for the layers of an artifact, and remove it at the end.
 
-    Where the registry cannot be reached any longer, or somebody interrupts, what is in it stays for
-    the next pull of the same artifact, until a gc of the store removes it.
+    If the registry becomes unreachable or the user interrupts, the folder stays for the next pull
+    of the same artifact, until a gc of the store removes it.
     """
     folder, keep = tmp / f"layers-{artifact.digest.rpartition(':')[2]}", False
     make_folders(files, folder)

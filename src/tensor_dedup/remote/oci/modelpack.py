@@ -1,9 +1,10 @@
-"""A checkpoint as OCI artifacts: a ModelPack of whole files, and one of our tables. No I/O.
+"""Encode a checkpoint as two OCI artifacts: a ModelPack of whole files, and tables. No I/O.
 
-The first has what the specification of ModelPack (CNCF) says: a file is a layer, uncompressed, so
-that any OCI client pulls the files. The second refers to the first and tells where in its layers
-each tensor lies, and with which digests, so that we pull the missing tensors alone. An annotation
-of the first names the blob of the second: who pins the model by its digest pins the tables too.
+The first follows the ModelPack specification of the CNCF: each file is an uncompressed layer, so
+any OCI client can pull the files. The second refers to the first. Its tables say where in the
+layers each tensor lies, with its digests, so that this package can pull single tensors. An
+annotation of the first has the digest of the tables, so pinning the model by digest pins the tables
+too.
 """
 
 import tarfile
@@ -46,7 +47,10 @@ _BLOCK: Final = tarfile.BLOCKSIZE
 
 @dataclass(frozen=True, slots=True)
 class ArtifactLayer:
-    """A layer to push: a file, or a tar of several where `path` is None; its parts in order."""
+    """A layer to push: a file or, if `path` is None, a tar of several files.
+
+    `parts` are its pieces and, in a tar, the bytes between them, in order.
+    """
 
     media_type: str
     path: str | None
@@ -54,14 +58,14 @@ class ArtifactLayer:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """The size of the layer in bytes."""
         return sum(len(part) if isinstance(part, bytes) else part.nbytes for part in self.parts)
 
 
 def layers_of(files: Sequence[StoredFile], most: int = _MOST_LAYERS) -> list[ArtifactLayer]:
-    """Return the layers of a checkpoint: a file each or, of more than `most`, tars of several.
+    """Return the layers of a checkpoint: one for each file or, for more than `most` files, tars.
 
-    The same files make the same layers.
+    The same files always make the same layers.
     """
     found: list[ArtifactLayer] = []
     for kind in _KINDS:
@@ -97,7 +101,7 @@ def _tarred(file: StoredFile) -> Iterator[bytes | Piece]:
 
 
 def table_of(layer: ArtifactLayer, leaves_of: Callable[[Piece], bytes]) -> Table:
-    """Return where in a layer its pieces lie; `leaves_of` gives the leaf digests of a piece."""
+    """Return the table of the pieces in a layer; `leaves_of` returns a piece's leaf digests."""
     records, at = [], 0
     for part in layer.parts:
         if isinstance(part, bytes):
@@ -114,14 +118,14 @@ def table_of(layer: ArtifactLayer, leaves_of: Callable[[Piece], bytes]) -> Table
 
 
 class TabledLayer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A layer, by its SHA-256, and the frame of its table."""
+    """The SHA-256 of a layer, and its encoded table."""
 
     sha256: bytes
     table: bytes
 
 
 class ArtifactTables(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a store knows of a checkpoint: its manifest's name, all frames, and the layers."""
+    """The tables blob: a manifest's name, the encoded manifest and pages, and the layers."""
 
     manifest: bytes
     objects: list[bytes]
@@ -131,7 +135,7 @@ class ArtifactTables(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 def encode_tables(
     manifest: str, objects: Sequence[bytes], layers: Sequence[tuple[str, Table]]
 ) -> bytes:
-    """Return the blob of our tables; layers are given with their digests, `sha256:...`."""
+    """Return the tables blob; `layers` are pairs of a digest (`sha256:...`) and a table."""
     listed = [
         TabledLayer(bytes.fromhex(digest.removeprefix("sha256:")), tables.encode(table).blob)
         for digest, table in layers
@@ -140,7 +144,7 @@ def encode_tables(
 
 
 def decode_tables(blob: bytes, where: str) -> ArtifactTables:
-    """Decode the blob of our tables; what it holds is checked by who uses it.
+    """Decode the tables blob. The caller has to check its content.
 
     Raises:
         DamagedRemoteError, NewerFormatError: it is damaged, or of a later version.
@@ -150,7 +154,7 @@ def decode_tables(blob: bytes, where: str) -> ArtifactTables:
 
 
 class Descriptor(msgspec.Struct, frozen=True, omit_defaults=True, rename="camel"):
-    """A reference to a blob or a manifest."""
+    """An OCI descriptor: a reference to a blob or a manifest."""
 
     media_type: str
     digest: str
@@ -160,7 +164,7 @@ class Descriptor(msgspec.Struct, frozen=True, omit_defaults=True, rename="camel"
 
 
 class ManifestDocument(msgspec.Struct, frozen=True, rename="camel"):
-    """What we read of a manifest, of anybody's making; of an index, `layers` is empty."""
+    """The fields of an OCI manifest or index that are used here; an index has no `layers`."""
 
     media_type: str = MANIFEST
     artifact_type: str = ""
@@ -170,7 +174,7 @@ class ManifestDocument(msgspec.Struct, frozen=True, rename="camel"):
 
 
 def model_config(name: str, layers: Sequence[Descriptor]) -> bytes:
-    """Return the configuration of a model, as ModelPack's schema says."""
+    """Return the JSON configuration of a model in the schema of ModelPack."""
     suffixes = {
         PurePosixPath((layer.annotations or {}).get(FILE_PATH, "")).suffix for layer in layers
     }
@@ -192,7 +196,7 @@ def manifest_blob(
     subject: Descriptor | None = None,
     annotations: dict[str, str] | None = None,
 ) -> bytes:
-    """Return the bytes of a manifest."""
+    """Return the JSON bytes of an OCI manifest."""
     more = {"subject": subject, "annotations": annotations}
     return msgspec.json.encode(
         {
@@ -207,12 +211,12 @@ def manifest_blob(
 
 
 def index_blob(held: Sequence[Descriptor]) -> bytes:
-    """Return the bytes of an index, as of what refers to a manifest."""
+    """Return the JSON bytes of an OCI index of these manifests."""
     return msgspec.json.encode({"schemaVersion": 2, "mediaType": INDEX, "manifests": [*held]})
 
 
 def decode_document(blob: bytes, where: str) -> ManifestDocument:
-    """Decode a manifest or an index.
+    """Decode an OCI manifest or index.
 
     Raises:
         DamagedRemoteError: it is neither.

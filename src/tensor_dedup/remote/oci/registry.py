@@ -1,8 +1,8 @@
-"""A repository of an OCI registry: manifests, blobs, and what refers to a manifest.
+"""A repository of an OCI registry: its manifests, blobs and referrers.
 
-Credentials are those that oras finds: in Docker's configuration file and through its helpers, as
-`docker login` and `oras login` leave them; the file that DOCKER_CONFIG or REGISTRY_AUTH_FILE names
-counts too. A registry on this machine (localhost) is spoken to by http, any other one by https.
+Credentials are found as oras does: in Docker's configuration file and through its credential
+helpers, as `docker login` and `oras login` store them. DOCKER_CONFIG and REGISTRY_AUTH_FILE may
+name further files. A registry on this machine (localhost) is reached by http, all others by https.
 """
 
 import errno
@@ -83,7 +83,7 @@ class _BrokenOffError(RemoteUnreachableError):
 
 
 class BlobContent(Protocol):
-    """The bytes of a blob, which may be iterated over again when a request is repeated."""
+    """The bytes of a blob, in chunks. It can be iterated again when a request is repeated."""
 
     def __len__(self) -> int:
         """Return their number."""
@@ -110,7 +110,7 @@ class _Slices:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactName:
-    """`oci://HOST/REPOSITORY:TAG`, or `@sha256:...` in place of the tag."""
+    """The parts of a URL `oci://HOST/REPOSITORY:TAG`, or with `@sha256:...` in place of the tag."""
 
     host: str
     repository: str
@@ -118,10 +118,10 @@ class ArtifactName:
 
     @classmethod
     def parse(cls, url: str) -> "ArtifactName":
-        """Return what a URL names; the tag is `latest` where none is given.
+        """Parse a URL; the tag is `latest` if none is given.
 
         Raises:
-            RemoteUrlError: it names no artifact, or holds a credential.
+            RemoteUrlError: it is not the URL of an artifact, or contains a credential.
         """
         host, _, path = url.removeprefix(SCHEME).partition("/")
         if "@" in host:
@@ -142,19 +142,19 @@ class ArtifactName:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether a digest names it, and no tag, which may change."""
+        """Whether the reference is a digest and not a tag, which may change."""
         return ":" in self.reference
 
     @property
     def url(self) -> str:
-        """The URL."""
+        """The full URL."""
         mark = "@" if self.is_pinned else ":"
         return f"{SCHEME}{self.host}/{self.repository}{mark}{self.reference}"
 
 
 @dataclass(frozen=True, slots=True)
 class RegistryManifest:
-    """The bytes of a manifest or an index, and the digest of them, `sha256:...`."""
+    """The bytes of a manifest or an index, and their digest (`sha256:...`)."""
 
     blob: bytes
     digest: str
@@ -207,7 +207,7 @@ def _ask_helper(artifact: ArtifactName, suffix: str, host: str) -> str | None:
 
 
 def is_digest(text: str) -> bool:
-    """Return whether a text is the digest of a blob, `sha256:...`, and so fit for a URL."""
+    """Return whether a text is a SHA-256 digest (`sha256:...`)."""
     return _DIGEST.fullmatch(text) is not None
 
 
@@ -280,11 +280,14 @@ def _reason(error: Exception) -> str:
 
 
 class RegistryRepository:
-    """One repository, with connections to it; a context manager. Safe from any thread.
+    """A repository in an OCI registry and the connections to it. Safe from any thread.
+
+    Use it as a context manager.
 
     Raises:
-        RemoteUnreachableError: the registry does not answer, or answers nothing that can be used.
-        RemoteAccessError: it refuses the credentials, or there are none.
+        RemoteUnreachableError: from any method, if the registry does not answer or its answer
+            cannot be used.
+        RemoteAccessError: from any method, if the credentials are missing or refused.
     """
 
     def __init__(self, name: ArtifactName) -> None:
@@ -336,7 +339,7 @@ class RegistryRepository:
         self._client.session.close()
 
     def at(self, reference: str) -> str:
-        """Return how a manifest or a blob is called in messages."""
+        """Return the URL of a manifest or a blob, for messages."""
         mark = "@" if ":" in reference else ":"
         return f"{SCHEME}{self.name.host}/{self.name.repository}{mark}{reference}"
 
@@ -346,7 +349,7 @@ class RegistryRepository:
         """Return the manifest or index of a tag or a digest, or None if there is none.
 
         Raises:
-            DamagedRemoteError: it does not have the digest that it was asked for by.
+            DamagedRemoteError: its bytes do not match the requested digest.
         """
         accept = {"Accept": _ACCEPTED}
         blob = self._small(f"manifests/{reference}", accept, reference, 4 * MANIFEST_BYTES)
@@ -358,7 +361,7 @@ class RegistryRepository:
         return RegistryManifest(blob, digest)
 
     def put_manifest(self, reference: str, media_type: str, blob: bytes) -> bool:
-        """Write a manifest; return whether the registry lists it as what refers to its subject."""
+        """Write a manifest; return whether the registry supports listing it as a referrer."""
         self.traffic.add(sent=len(blob))
         found = self._request("PUT", f"manifests/{reference}", {"Content-Type": media_type}, blob)
         self._check(found, reference, 201)
@@ -389,7 +392,7 @@ class RegistryRepository:
         """Return a small blob, or None if there is none.
 
         Raises:
-            DamagedRemoteError: it does not have its digest, or more than `limit` bytes.
+            DamagedRemoteError: it does not match its digest, or has more than `limit` bytes.
         """
         blob = self._small(self._blob_path(digest), {}, digest, limit)
         if blob is None:
@@ -419,12 +422,12 @@ class RegistryRepository:
         return bytes(blob)
 
     def blob_range(self, digest: str, start: int, stop: int) -> memoryview:
-        """Return bytes of a blob, fewer where it is shorter; nothing is verified.
+        """Return the bytes from `start` to `stop` of a blob, fewer if it is shorter; unverified.
 
         Raises:
             FileNotFoundError: there is no such blob.
             NoRangesError: the registry sends whole blobs only.
-            RemoteUnreachableError: it sends more than the range; that is read no further.
+            RemoteUnreachableError: it sends more than the range; reading stops there.
         """
         data, path = bytearray(), self._blob_path(digest)
         for attempt in range(_ATTEMPTS):
@@ -452,13 +455,15 @@ class RegistryRepository:
     def chunks(
         self, digest: str, nbytes: int, held: Iterable[bytes | memoryview] = ()
     ) -> Iterator[bytes]:
-        """Iterate over the `nbytes` bytes of a blob, which are compared with its digest at the end.
+        """Iterate over the `nbytes` bytes of a blob, and compare them with its digest at the end.
 
-        Those that are `held` already are compared with it, too, and neither asked for nor returned.
-        Where the others break off, the rest is asked for, or all if the registry knows no ranges.
+        `held` are the first bytes, from an earlier attempt. They are verified too, but neither
+        requested nor returned. If a response breaks off, the remaining bytes are requested, or the
+        whole blob if the registry does not support ranges.
 
         Raises:
-            DamagedRemoteError: they do not have it, are more, or there is no such blob.
+            DamagedRemoteError: the bytes do not match the digest, are too many, or there is no such
+                blob.
         """
         hasher, size, path = hashlib.sha256(), 0, self._blob_path(digest)
         for part in held:
@@ -500,9 +505,9 @@ class RegistryRepository:
             time.sleep(_PAUSE_S * 2**attempt)
 
     def upload(self, digest: str, content: BlobContent, mount_from: str | None = None) -> bool:
-        """Make a blob be there that is not; return whether it had to be sent.
+        """Upload a blob that the repository lacks; return whether its bytes were sent.
 
-        It is not sent where the registry mounts it from another repository.
+        They are not sent if the registry can mount the blob from the repository `mount_from`.
         """
         wanted = {"mount": digest} | ({"from": mount_from} if mount_from else {})
         for attempt in range(_ATTEMPTS):

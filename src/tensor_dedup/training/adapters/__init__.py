@@ -4,9 +4,9 @@
     tensors = adapter.extract(model)
     model = adapter.reconstruct(tensors, original=model)
 
-There is one for each framework. Each accepts structures (dicts, lists) of what any of them accepts,
-and objects of types that were registered with `register_provider`. Importing this package imports
-no framework.
+There is one adapter for each framework. Each also accepts dicts, lists and other structures of
+objects that any adapter accepts, and objects of types that were registered with
+`register_provider`. Importing this package imports no framework.
 """
 
 from collections.abc import Iterator, Mapping
@@ -82,7 +82,7 @@ def adapter_for(model: object) -> ModelAdapter:
 
 
 def by_name(name: str) -> ModelAdapter:
-    """Return a new adapter of the kind that a step's notes name.
+    """Return a new adapter with the name that is recorded in a step.
 
     Raises:
         UnknownAdapterError: no adapter has this name.
@@ -94,9 +94,9 @@ def by_name(name: str) -> ModelAdapter:
 
 
 def chunks_of(adapter: ModelAdapter, model: object) -> Iterator[StateChunk]:
-    """Return the chunks of a model, in order: those that an adapter yields, or of what it extracts.
+    """Return the chunks of a model, in order, from an adapter's `chunks` or `extract`.
 
-    An adapter may have both `chunks` and `extract`. The one of the more derived class counts.
+    If an adapter has both methods, the one that a more derived class defines is used.
     """
     for kind in type(adapter).__mro__:
         if "chunks" in vars(kind):

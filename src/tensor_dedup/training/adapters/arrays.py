@@ -1,4 +1,4 @@
-"""Arrays that need a conversion to be pieces: unusual dtypes, and memory not in C order."""
+"""Convert arrays whose dtype or memory order cannot be stored directly as a piece."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -15,9 +15,9 @@ _CODES: Final = frozenset(NUMPY_CODES.values())
 
 
 def storable(array: "np.ndarray[Any, Any]") -> "tuple[np.ndarray[Any, Any] | NamedValue, Wire]":
-    """Return what can be a piece, and the original dtype, or None if it is unchanged.
+    """Return an array in a form that can be stored, and its encoded dtype, or None if unchanged.
 
-    Times become 64-bit integers. Strings and records become bytes, in one more dimension, with
+    Times become 64-bit integers. Strings and records become bytes, with one more dimension and
     zeros between fields. Nothing is copied.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The protocol of adapters, and the registry of types whose objects become state.
+"""The interface of adapters, and the registry of types whose objects can be saved.
 
 An adapter takes a model apart into named values, and reassembles it:
 
@@ -9,8 +9,8 @@ An adapter takes a model apart into named values, and reassembles it:
         def reconstruct(self, tensors, original): return MyModel(tensors["weights"])
 
 Most types need no adapter of their own. `register_provider` says how their objects become plain
-values, arrays, tensors and other objects; every built-in adapter then takes them wherever they
-stand in what is saved:
+values, arrays, tensors and other objects. All built-in adapters then accept such objects anywhere
+in a saved structure:
 
     register_provider(Scaler, StateProvider(
         name="mine.scaler",
@@ -18,9 +18,9 @@ stand in what is saved:
         restore=lambda state, original: Scaler(**state),
     ))
 
-A save takes a model as a stream of chunks (StateChunk), which the providers of its parts yield one
-after the other, each taken before the next is made. A state may be an iterator of its parts,
-and a part may have hints:
+A save reads a model as a stream of chunks (StateChunk). The providers of its parts yield them one
+by one, and each is processed before the next is made. A state may be an iterator of its parts, and
+a part may have hints:
 
     def state(corpus):
         yield "embedding", StateChunk(corpus.embedding, frozen=True)  # is not copied
@@ -46,15 +46,16 @@ class ModelAdapter(Protocol):
     """An object that takes models of some kind apart and reassembles them.
 
     It may also have `chunks(model)`, an iterator of named StateChunks, which a save then uses
-    instead of `extract`. What it has yielded stays as it is until the model may be changed: a save
-    may read it after all others were made, so each chunk has memory of its own, and no buffer is
-    filled again. Nothing would notice it. Its methods are called from several threads.
+    instead of `extract`. Each chunk must have memory of its own that stays unchanged until the
+    model may be changed: a save may read it after all other chunks were made. A buffer that is
+    filled again would be saved with wrong content, and no error would be raised. Methods are called
+    from several threads.
     """
 
     name: str
 
     def extract(self, model: Any) -> "Mapping[str, Value]":
-        """Return the state of the model, by names that stay the same from step to step.
+        """Return the state of the model as named values; the names stay the same from step to step.
 
         Values may share the model's memory.
 
@@ -76,19 +77,20 @@ class ModelAdapter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StateProvider:
-    """The functions that turn objects of one type into state, and state into such objects.
+    """Functions that convert objects of one type to a state that can be stored, and back.
 
     `name` is written to the checkpoint. `state` returns plain values, arrays, tensors, other
-    objects that have a provider, StateChunks, and containers of them; or an iterator of the keys
-    and values of a dict, each of which is taken before the next is asked for (what was yielded
-    stays as it is: its memory is not filled again for another). A StateChunk is restored as its
-    source is, one of bytes or with `make` as a NamedValue. `restore` takes such a state and the
-    object to restore it into (None to make a new one), and returns that object. `parts`, if given,
-    returns the equivalent of `state` for the object to restore into, so that its tensors and arrays
-    are filled in place.
+    objects that have a provider, StateChunks, or containers of them. It may also return an iterator
+    over the keys and values of a dict; each value is processed before the next is requested, and
+    its memory must not be reused for another. A StateChunk is restored like its source; one of
+    bytes or with `make` is restored as a NamedValue.
 
-    `flat` has the keys of the state that are left out of the names of pieces, `fixed` those whose
-    plain values hardly ever change; with `inline`, tensors of one element are stored as plain
+    `restore` takes a state and the object to restore into (None to make a new one), and returns
+    that object. `parts`, if given, returns the equivalent of `state` for the object to restore
+    into, so that its tensors and arrays are filled in place.
+
+    `flat` has keys of the state that are left out of the names of pieces. `fixed` has keys whose
+    plain values hardly ever change. With `inline`, tensors of one element are stored as plain
     values.
     """
 
@@ -105,8 +107,8 @@ class StateProvider:
 class PieceSeries:
     """A series of byte strings in a state, stored as pieces `NAME_000000`, `NAME_000001`, ...
 
-    It is meant for what grows at its end, such as the trees of an ensemble: earlier pieces stay
-    unchanged. A restored series has memoryviews.
+    Use it for data that grows at its end, such as the trees of an ensemble: earlier pieces stay
+    unchanged. The items of a restored series are memoryviews.
     """
 
     name: str
@@ -116,7 +118,7 @@ class PieceSeries:
 class Providers:
     """The registry of providers by type. Safe from any thread.
 
-    A type may be given by its name, so that nothing is imported.
+    A type may be given as "module.name", so that its module need not be imported.
     """
 
     def __init__(self) -> None:
@@ -166,7 +168,7 @@ class Providers:
 
 
 def full_name(kind: type) -> str:
-    """Return the module and qualified name of a type."""
+    """Return the module and qualified name of a type, as "module.name"."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
@@ -174,7 +176,7 @@ providers: Final = Providers()
 
 
 def register_provider(kind: type | str, provider: StateProvider) -> None:
-    """Register how objects of a type, and of types derived from it, become state.
+    """Register how objects of a type, and of types derived from it, are converted to state.
 
     `kind` may be the type's module and name as a string. Register before saving and before loading,
     in every process, from any thread.
@@ -193,9 +195,9 @@ def register_package(package: str, provider: StateProvider) -> None:
 
 @dataclass(slots=True)
 class ValuePath:
-    """The path to a value in a model.
+    """The path to a value in a model, made of keys, attributes and indices.
 
-    `str` formats it as a Python expression, `name` as the name of a piece.
+    `str` formats it as a Python expression, and `name` as the name of a piece.
     """
 
     above: "ValuePath | None" = None
@@ -220,7 +222,10 @@ class ValuePath:
         return "".join(reversed(steps)).removeprefix(".")
 
     def key(self, key: object, *, attribute: bool = False, flat: bool = False) -> "ValuePath":
-        """Return the path of a mapping's value."""
+        """Return the path of the value under `key` in the mapping or object at this path.
+
+        `attribute` formats it as an attribute. `flat` leaves the key out of the name of the piece.
+        """
         if flat:
             return ValuePath(self, "", "", dotted=True)
         if not isinstance(key, str):
@@ -229,13 +234,13 @@ class ValuePath:
         return ValuePath(self, f".{key}" if plain else f'["{key}"]', key)
 
     def item(self, number: int) -> "ValuePath":
-        """Return the path of a sequence's item."""
+        """Return the path of an item of the sequence at this path."""
         return ValuePath(self, f"[{number}]", str(number))
 
 
 @contextmanager
 def located(place: ValuePath) -> Iterator[None]:
-    """Add the path to every StateError raised inside that has none."""
+    """Add the path to any StateError that is raised inside the block without a path."""
     try:
         yield
     except StateError as error:

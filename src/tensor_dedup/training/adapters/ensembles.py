@@ -1,7 +1,7 @@
-"""The common parts of adapters for tree ensembles: append-only reading, and their estimators.
+"""Common code of the adapters for tree ensembles: append-only saving, and estimators.
 
-With `append_only=True` the caller declares that an ensemble only grows, and trees that an adapter
-has read are not read again: a change to a tree that was saved before goes unnoticed. Every save
+With `append_only=True` the caller declares that an ensemble only grows. Trees that an adapter has
+read before are then not read again, so a change to an already saved tree goes unnoticed. Every save
 checks that there are at least as many trees as before, and that the last known one is unchanged.
 Otherwise all of them are read again.
 """
@@ -36,7 +36,7 @@ class _Read(NamedTuple):
 
 
 class AppendOnlyMemory:
-    """The memory an adapter has of the model that it last took apart. One thread at a time."""
+    """What an adapter remembers of the model that it processed last. One thread at a time."""
 
     def __init__(self) -> None:
         # By the identity of the first object, which is held, or of what holds the trees.
@@ -44,19 +44,22 @@ class AppendOnlyMemory:
         self._next: dict[int, Any] = {}
 
     def begin(self) -> None:
-        """Begin taking a model apart."""
+        """Start collecting what is to be remembered of a model."""
         self._next = {}
 
     def end(self) -> None:
-        """End taking a model apart: drop what was remembered of the model before."""
+        """Finish processing a model, and forget what was remembered of the previous one."""
         self._last, self._next = self._next, {}
 
     def known(self, key: object) -> Any:
-        """Return what was remembered of this very object, or None."""
+        """Return what was remembered for this object, by identity, or None."""
         return self._last.get(id(key))
 
     def keep(self, key: object, value: object) -> None:
-        """Remember a value for an object until the next model. `value` must hold the object."""
+        """Remember a value for an object until the next model.
+
+        `value` must keep the object alive.
+        """
         self._next[id(key)] = value
 
 
@@ -64,12 +67,12 @@ _current: ContextVar[AppendOnlyMemory | None] = ContextVar("appended", default=N
 
 
 def append_only_memory() -> AppendOnlyMemory | None:
-    """Return the memory of the adapter that is running, or None if it has none."""
+    """Return the append-only memory of the adapter that is currently running, or None."""
     return _current.get()
 
 
 def warn_not_append_only(kind: str) -> None:
-    """Log a warning that an ensemble declared append-only did not just grow."""
+    """Log a warning that an ensemble declared append-only was changed other than by growing."""
     _log.warning(_BROKEN, kind)
 
 
@@ -78,7 +81,8 @@ def read_columns(
 ) -> _Columns | None:
     """Return `columns_of(objects)`: columns with one item for each object.
 
-    Of the objects that were read in the previous step, only the last is read again, to compare it.
+    In append-only mode, objects that were read at the previous step are not read again, except the
+    last, which is compared.
     """
     memory = append_only_memory()
     if memory is None:
@@ -142,11 +146,11 @@ def _at_work(memory: AppendOnlyMemory) -> Iterator[None]:
 
 
 def estimator_provider(package: str, title: str, base: str) -> StateProvider:
-    """Return a provider for the estimators of a boosting package; messages call it `title`.
+    """Return a provider for the scikit-learn-style estimators of a boosting package.
 
-    They have scikit-learn's interface: a class and attributes. `base` is their common base class,
-    as "module:name". Only classes of the package itself are restored, because a checkpoint has no
-    code of other classes. Imports nothing.
+    `title` is the name of the package in messages. `base` is the common base class of the
+    estimators, as "module:name". Only classes of the package itself are restored, because a
+    checkpoint has no code of other classes. Nothing is imported before an estimator is restored.
     """
     module, _, name = base.partition(":")
 

@@ -1,8 +1,8 @@
-"""LightGBM: a booster as one piece for each tree, and a remainder that does not grow.
+"""The adapter for LightGBM: a booster is stored as one piece for each tree, and a remainder.
 
 LightGBM writes a model as text: a head that ends in the sizes of the trees, the trees, and a tail
-with importances and parameters. The text is cut at those sizes, which need not be stored because
-they follow from the pieces.
+with importances and parameters. The text is cut at those sizes. They are not stored, because they
+follow from the pieces. The remainder does not grow with the number of trees.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ class LightGBMAdapter(GrowingAdapter):
 
     Trees are pieces of bytes, named `tree_000000` and so on; predictions are bit-identical. With
     `append_only`, LightGBM writes only the new trees of a booster. `original` may be a booster,
-    which then loses its training data, an effect of `model_from_string`; to continue training, pass
+    which then loses its training data, an effect of `model_from_string`. To continue training, pass
     the booster to `lightgbm.train(init_model=)`.
     """
 

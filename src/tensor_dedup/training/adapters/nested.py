@@ -1,9 +1,10 @@
-"""Taking structures apart: tensors and arrays as pieces, and a structure with its plain values.
+"""Take structures apart: tensors and arrays become pieces, everything else two more pieces.
 
-A piece is named by the keys that lead to it, joined by dots, so a state dict keeps its names. The
-structure is a tree of nodes, the piece `#structure`; a node describes one place, and None stands
-for the next of the plain values in `#values`. So the structure stays the same from step to step
-while numbers change, and the store holds it once. FORMAT.md defines both pieces.
+The piece of a tensor or array is named by the keys that lead to it, joined by dots, so a state dict
+keeps its names. The piece `#structure` is a tree of nodes. A node describes what is at one place;
+None stands for the next of the plain values, which are in the piece `#values`. So the structure
+stays the same from step to step while numbers change, and the store holds it once. FORMAT.md
+defines both pieces.
 """
 
 import sys
@@ -59,7 +60,7 @@ _names: Final[dict[str, list[str]]] = {}
 
 
 class Container(msgspec.Struct, array_like=True, tag=0, frozen=True):
-    """A list, dict or other container (`kind` is its tag) that holds more than plain values."""
+    """The node of a container that holds more than plain values; `kind` is its type's tag."""
 
     kind: int
     head: Wire
@@ -68,10 +69,10 @@ class Container(msgspec.Struct, array_like=True, tag=0, frozen=True):
 
 
 class TensorLeaf(msgspec.Struct, array_like=True, tag=1, frozen=True, omit_defaults=True):
-    """A torch tensor, stored as the piece `name`.
+    """The node of a torch tensor, which is stored as the piece `name`.
 
-    `same` is an earlier piece that shares its memory, `order` the order of its dimensions in memory
-    unless that is C order; `grad` is requires_grad, and `parameter` tells whether it is an
+    `same` is an earlier piece that shares its memory. `order` is the order of its dimensions in
+    memory if that is not C order. `grad` is requires_grad, and `parameter` is True for an
     nn.Parameter.
     """
 
@@ -83,7 +84,10 @@ class TensorLeaf(msgspec.Struct, array_like=True, tag=1, frozen=True, omit_defau
 
 
 class ArrayLeaf(msgspec.Struct, array_like=True, tag=2, frozen=True, omit_defaults=True):
-    """A numpy array, stored as the piece `name`. `dtype` is None if it is that of the piece."""
+    """The node of a numpy array, stored as the piece `name`.
+
+    `dtype` is None if it is that of the piece.
+    """
 
     name: str
     same: str | None = None
@@ -92,13 +96,13 @@ class ArrayLeaf(msgspec.Struct, array_like=True, tag=2, frozen=True, omit_defaul
 
 
 class PieceLeaf(msgspec.Struct, array_like=True, tag=3, frozen=True):
-    """A NamedValue that was a part of the model."""
+    """The node of a NamedValue in the model, which is stored as the piece `name`."""
 
     name: str
 
 
 class ObjectNode(msgspec.Struct, array_like=True, tag=4, frozen=True):
-    """An object with a provider, represented by its state. A RefNode refers to it by `number`."""
+    """The node of an object with a provider: its state. A RefNode refers to it by `number`."""
 
     provider: str
     number: int
@@ -106,31 +110,34 @@ class ObjectNode(msgspec.Struct, array_like=True, tag=4, frozen=True):
 
 
 class RefNode(msgspec.Struct, array_like=True, tag=5, frozen=True):
-    """A further occurrence of an object that has an ObjectNode at an earlier place."""
+    """The node of an object that has an ObjectNode of this `number` at an earlier place."""
 
     number: int
 
 
 class SeriesLeaf(msgspec.Struct, array_like=True, tag=6, frozen=True):
-    """The pieces `name`_000000 and so on; the next plain value is their count."""
+    """The node of a PieceSeries, stored as pieces `name`_000000 and so on.
+
+    The next plain value is their number.
+    """
 
     name: str
 
 
 class ObjectArray(msgspec.Struct, array_like=True, tag=7, frozen=True):
-    """A numpy array of Python objects. The next plain value is its shape."""
+    """The node of a numpy array of Python objects. The next plain value is its shape."""
 
     items: list["Node"]
 
 
 class InlineTensor(msgspec.Struct, array_like=True, tag=8, frozen=True):
-    """A tensor of one element and no dimensions. The next plain value is its bytes."""
+    """The node of a 0-dimensional tensor. The next plain value is its bytes."""
 
     dtype: str
 
 
 class Fixed(msgspec.Struct, array_like=True, tag=9, frozen=True):
-    """A plain value that hardly ever changes."""
+    """The node of a plain value that hardly ever changes, and is stored in the node itself."""
 
     value: Wire
 
@@ -151,7 +158,7 @@ Node: TypeAlias = Union[  # noqa: UP007 -- forward names above, and one a line
 
 
 class Structure(msgspec.Struct, array_like=True, frozen=True):
-    """The content of the piece `#structure`."""
+    """The decoded content of the piece `#structure`."""
 
     format: int
     root: Node
@@ -161,7 +168,7 @@ _decoder: Final = msgspec.msgpack.Decoder(Structure)
 
 
 def decode_structure(data: memoryview) -> Node:
-    """Return the root node of `#structure`.
+    """Decode the piece `#structure` and return its root node.
 
     Raises:
         DamagedStateError: it is not a structure, or was written by a later version of this package.
@@ -177,7 +184,7 @@ def decode_structure(data: memoryview) -> Node:
 
 
 def decode_values(data: memoryview) -> list[Any]:
-    """Return the plain values of `#values`, each still encoded.
+    """Decode the piece `#values` and return the plain values, each still encoded.
 
     Raises:
         DamagedStateError: it is not a MessagePack array.
@@ -189,9 +196,9 @@ def decode_values(data: memoryview) -> list[Any]:
 
 
 def series_names(name: str, count: int) -> list[str]:
-    """Return the names of the pieces of a series.
+    """Return the names of the `count` pieces of a series.
 
-    They are cached, because a step has the same names as the one before it.
+    They are cached, because the next step has the same names.
     """
     known = _names.get(name, [])
     if len(known) < count:
@@ -204,10 +211,9 @@ def series_names(name: str, count: int) -> list[str]:
 
 
 def take_apart(model: object) -> Iterator[StateChunk]:
-    """Yield the chunks of a model as they are met: those of each part, and of what it holds.
+    """Yield the chunks of a model and of its parts, in the order in which they are found.
 
-    What has an order or a size only at the end comes last: `#structure`, serialised when somebody
-    asks for its bytes, and `#values`.
+    `#structure` and `#values` come last. `#structure` is serialised only when its bytes are read.
 
     Raises:
         StateError: a part of the model cannot be stored; the error names its path.

@@ -1,4 +1,4 @@
-"""NumPy: arrays, structures of arrays and plain values, and random generators."""
+"""The adapter for NumPy: arrays, structures of arrays and plain values, and random generators."""
 
 import random
 from typing import Any, Final
@@ -17,8 +17,8 @@ class NumpyAdapter(StructureAdapter):
 
     Arrays of every dtype are supported, including records, strings and times, except long double
     and Python objects that cannot be stored. They keep their byte order and their memory order (C
-    or Fortran). What `extract` returns shares the model's memory. Arrays in `original` of equal
-    shape and dtype are filled in place.
+    or Fortran). What `extract` returns shares the model's memory. If `original` has an array of
+    equal shape and dtype at the same place, it is filled in place.
     """
 
     name = "numpy"

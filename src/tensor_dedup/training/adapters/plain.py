@@ -1,7 +1,7 @@
-"""Plain Python values as MessagePack, with their exact types. No pickle: reading runs no code.
+"""Encode plain Python values as MessagePack with their exact types. Decoding runs no code.
 
-None, bool, 64-bit integers, float, str, bytes, and dicts with str keys are written as themselves;
-everything else is an array that begins with its tag.
+None, bool, 64-bit integers, float, str, bytes, and dicts with str keys are written as themselves.
+Every other value is an array that begins with the tag of its type.
 """
 
 import sys
@@ -48,7 +48,7 @@ _INT_RANGE: Final = range(-(1 << 63), 1 << 64)
 
 
 def encode(value: object, place: str, depth: int = 0) -> Wire:
-    """Encode a value for MessagePack.
+    """Convert a plain value to values that MessagePack can represent; `place` is its path.
 
     Raises:
         UnsupportedValueError: a value cannot be stored; the error names its path.
@@ -70,9 +70,9 @@ def encode(value: object, place: str, depth: int = 0) -> Wire:
 
 
 def is_flat(value: object) -> bool:
-    """Return whether a value is a list or tuple of four or more small numbers.
+    """Return whether a value is a list or tuple of four or more 64-bit ints, floats or bools.
 
-    Such a value is written without further encoding.
+    All items are of one type. They need no further encoding.
     """
     if not isinstance(value, list | tuple) or len(value) < 4:
         return False
@@ -83,7 +83,11 @@ def is_flat(value: object) -> bool:
 
 
 def scalar(value: object, place: str) -> Wire:
-    """Encode a value that contains no other values."""
+    """Encode a value that contains no other values; `place` is its path.
+
+    Raises:
+        UnsupportedValueError: the value cannot be stored.
+    """
     encoder = _SCALARS.get(type(value))
     if encoder is not None:
         return encoder(value)
@@ -95,12 +99,15 @@ def scalar(value: object, place: str) -> Wire:
 
 
 def is_scalar(value: object) -> bool:
-    """Return whether a value is of one of Python's own types that contain no other values."""
+    """Return whether a value is of a built-in type that contains no other values."""
     return type(value) in _SCALARS
 
 
 def header(container: object) -> Wire:
-    """Return what a container has beside its keys and items, encoded: a factory or a length."""
+    """Return a container's extra argument, encoded: a defaultdict's factory, a deque's maxlen.
+
+    None for other containers.
+    """
     if isinstance(container, deque):
         return container.maxlen
     if isinstance(container, defaultdict):
@@ -113,7 +120,7 @@ def header(container: object) -> Wire:
 
 
 def wrap(container: object, keys: Sequence[Wire], items: Sequence[Wire]) -> Wire:
-    """Return the encoded container of these encoded keys and items."""
+    """Return the encoding of a container from its encoded keys and items."""
     tag = CONTAINERS[type(container)]
     if tag == DICT and all(type(key) is str for key in keys):
         return dict(zip(keys, items, strict=True))
@@ -127,7 +134,7 @@ def decode(wire: Wire) -> Any:
     """Decode a value that `encode` encoded.
 
     Raises:
-        DamagedStateError: `encode` never writes this.
+        DamagedStateError: the encoding is not valid.
     """
     try:
         return _decoded(wire)
@@ -136,7 +143,7 @@ def decode(wire: Wire) -> Any:
 
 
 def build(tag: int, head: Wire, keys: Sequence[Any], items: Sequence[Any]) -> Any:
-    """Build a container from its decoded keys and items.
+    """Build a container with this tag from its decoded head, keys and items.
 
     Raises:
         KeyError, TypeError, ValueError: they do not fit the container's type.
@@ -240,10 +247,10 @@ def _type_of(name: str) -> Any:
 
 
 def dtype_wire(dtype: Any) -> Wire:
-    """Encode a numpy dtype, with the offsets of its fields, in the order of their bytes.
+    """Encode a numpy dtype, with its fields and their offsets in the order of their bytes.
 
     Raises:
-        ValueError: numpy has no description of it from which the same dtype comes back.
+        ValueError: numpy has no description of the dtype from which the same dtype can be made.
     """
     import numpy as np
 
@@ -262,7 +269,7 @@ def dtype_of(wire: Wire) -> Any:
     """Decode a numpy dtype.
 
     Raises:
-        DamagedStateError: it is not a dtype, or one that holds Python objects.
+        DamagedStateError: it is not a dtype, or is one that holds Python objects.
     """
     import numpy as np
 

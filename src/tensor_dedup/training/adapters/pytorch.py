@@ -1,4 +1,4 @@
-"""PyTorch: modules, state dicts, optimizers, schedulers, generators, and structures of them.
+"""The adapter for PyTorch: modules, state dicts, optimizers, schedulers and random generators.
 
 Pieces of a module have the names of its state dict. Tied weights are pieces of equal bytes, which
 the store holds once; they are restored as one tensor. Nothing here imports torch before it is used.
@@ -29,11 +29,12 @@ class PyTorchAdapter(StructureAdapter):
 
         adapter.extract({"model": model, "optimizer": optimizer, "epoch": 3})
 
-    State dicts and nested dicts and lists of all these are accepted too. `original` may be the same
-    structure: `load_state_dict` is called on objects that have it, tensors of equal shape and dtype
-    are filled, and the same objects are returned. Without it modules, optimizers and schedulers are
-    returned as state dicts, on the CPU. Values are named as in the state dict and share the model's
-    memory.
+    State dicts and nested dicts and lists of all these are accepted too. Values are named as in the
+    state dict and share the model's memory.
+
+    `original` may be a structure of the same form. `load_state_dict` is called on objects that have
+    it, tensors of equal shape and dtype are filled, and the same objects are returned. Without
+    `original`, modules, optimizers and schedulers are returned as state dicts, on the CPU.
 
     Raises:
         UnsupportedArrayError: a tensor is quantised, meta or distributed.

@@ -1,8 +1,8 @@
-"""Reassembling structures, into an existing object or into new ones.
+"""Reassemble structures that were taken apart, into an existing object or into new ones.
 
-Parts of an original may share memory: tied weights, or views of one buffer. All of them then show
-what was filled last, so every part that overlaps another is finally compared with what was saved
-for it.
+Parts of the existing object may share memory, such as tied weights or views of one buffer. Filling
+one of them changes the others, so every part that overlaps another is compared with its saved value
+at the end.
 """
 
 from collections.abc import Mapping
@@ -53,14 +53,14 @@ _NAMED = 5
 def put_together(tensors: "Mapping[str, Value]", original: object = None) -> Any:
     """Return the structure that `take_apart` took apart.
 
-    What `original` has at the same place is filled and kept: modules, optimizers and other objects
-    with a provider, dicts, lists, and tensors and arrays of equal shape and dtype. Without it,
-    modules and optimizers are returned as their state dicts. The result takes ownership of the
+    Objects that `original` has at the same place are filled and kept: modules, optimizers and other
+    objects with a provider, dicts, lists, and tensors and arrays of equal shape and dtype. Without
+    it, modules and optimizers are returned as their state dicts. The result takes ownership of the
     values.
 
     Raises:
-        MismatchedOriginalError: parts of `original` share memory, or are one object, but what was
-            saved for them differs.
+        MismatchedOriginalError: parts of `original` share memory, or are one object, but their
+            saved values differ.
         StateError: the values are damaged, or do not fit `original`, parts of which may already be
             filled.
     """
@@ -258,7 +258,7 @@ class _Rebuild:
 
 
 def as_tensor(held: "Value") -> Any:
-    """Return a torch tensor on the CPU, which shares the value's memory if that is writable."""
+    """Return a value as a torch tensor on the CPU; it shares the value's memory if writable."""
     import torch
 
     if is_tensor(held):
@@ -279,7 +279,7 @@ def as_tensor(held: "Value") -> Any:
 
 
 def as_array(name: str, held: "Value") -> Any:
-    """Return a numpy array, which shares the value's memory if that is writable."""
+    """Return a value as a numpy array; it shares the value's memory if writable."""
     if is_array(held):
         array: Any = held
         return array if array.flags.writeable else array.copy()
@@ -290,7 +290,7 @@ def as_array(name: str, held: "Value") -> Any:
 
 
 def as_piece(name: str, held: "Value") -> NamedValue:
-    """Return the value as a piece."""
+    """Return a value as a NamedValue."""
     return pieces({name: held})[0]
 
 
@@ -368,7 +368,7 @@ def _parameter(node: nested.TensorLeaf, tensor: Any) -> Any:
 
 
 def mismatched(original: object, kind: str) -> MismatchedOriginalError:
-    """Return the error for an original of another kind."""
+    """Return the error for an `original` that is not of the expected `kind`."""
     found = type(original).__qualname__
     return MismatchedOriginalError.at("", f"`original` is a {found}, not {kind}", type=found)
 
@@ -389,7 +389,7 @@ class _Span(NamedTuple):
 
 
 class Originals:
-    """The parts of an original, and what each of them was filled with. One thread."""
+    """Records which parts of an original were filled, and with what. Use it from one thread."""
 
     def __init__(self) -> None:
         # Kept: what took the place of a part in memory would have its identity.
@@ -397,7 +397,10 @@ class Originals:
         self._fills: Final[list[_Fill]] = []
 
     def unused(self, container: Any) -> Any:
-        """Return a dict or list, or None if it was already filled at another place."""
+        """Return a dict or list unless it was filled at another place; then None.
+
+        Other objects are returned as they are.
+        """
         if not isinstance(container, dict | list):
             return container
         if id(container) in self._used:
@@ -409,7 +412,7 @@ class Originals:
         """Record that an object has been given its state.
 
         Raises:
-            MismatchedOriginalError: it was already given the state of another object.
+            MismatchedOriginalError: the object was given another state before.
         """
         if isinstance(part, dict | list):
             return  # a state dict: what it is made of was `unused`
@@ -419,7 +422,7 @@ class Originals:
         self._used[id(part)] = part
 
     def fill(self, part: Any, place: ValuePath, make: Callable[[], Any]) -> bool:
-        """Fill a tensor or an array with the result of `make`; return whether it was possible."""
+        """Fill a tensor or an array with the result of `make`; return False if it does not fit."""
         made = make()
         put = _fill_tensor if is_tensor(made) else _fill_array
         if not put(made, part):
@@ -428,10 +431,10 @@ class Originals:
         return True
 
     def check(self) -> None:
-        """Compare the parts that overlap others with what was saved for each.
+        """Compare all parts that share memory with another part with their saved values.
 
         Raises:
-            MismatchedOriginalError: a part shows what another was filled with.
+            MismatchedOriginalError: a part was overwritten with the value of another.
         """
         for fill in _overlapping(self._fills):
             if not _equal(fill.part, fill.make()):
@@ -503,15 +506,15 @@ def _fill_array(made: Any, part: Any) -> bool:
 
 
 class StructureAdapter:
-    """The base of the built-in adapters, which accept structures of what any of them accepts.
+    """The base of the built-in adapters, which accept nested structures of supported objects.
 
-    An adapter has a name, and the types that it is chosen for. It is safe from several threads.
+    A subclass has a name, and the types for which it is chosen. Safe from any thread.
     """
 
     name: str
 
     def extract(self, model: Any) -> "Mapping[str, Value]":
-        """Return tensors, arrays and trees, named by the keys and attributes that lead to them.
+        """Return the pieces of a model, named by the keys and attributes that lead to them.
 
         Raises:
             StateError: a part of the model cannot be stored; the error names its path.
@@ -521,7 +524,7 @@ class StructureAdapter:
         return {chunk.name: chunk.value() for chunk in ordered}
 
     def chunks(self, model: Any) -> Iterator[StateChunk]:
-        """Yield the same values, as they are met, each with the hints of its provider.
+        """Yield the pieces of a model as chunks, with the hints of their providers.
 
         Raises:
             StateError: a part of the model cannot be stored; the error names its path.
@@ -529,7 +532,7 @@ class StructureAdapter:
         return take_apart(model)
 
     def reconstruct(self, tensors: "Mapping[str, Value]", original: Any = None) -> Any:
-        """Rebuild the same structure, in `original` if one is given.
+        """Rebuild the structure from its pieces, in `original` if one is given.
 
         Raises:
             StateError: the values are damaged, or do not fit `original`.

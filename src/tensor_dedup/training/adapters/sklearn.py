@@ -1,8 +1,8 @@
-"""scikit-learn: every estimator whose state is arrays, plain values and other such objects.
+"""The adapter for scikit-learn: estimators whose state is arrays, plain values and such objects.
 
-Objects are taken apart as pickle would do it, but none is pickled. Their class is stored as a name,
-which loading looks up only in scikit-learn itself, and only in the modules of estimators and their
-parts. Objects of any other class are restored into an `original`.
+Objects are taken apart by the methods that pickle uses, but nothing is pickled. The class of an
+object is stored as a name. Loading looks it up in scikit-learn only, in the modules of estimators
+and their parts. Objects of any other class can only be restored into an `original`.
 """
 
 import importlib
@@ -59,8 +59,9 @@ class SklearnAdapter(GrowingAdapter):
 
     Trees of ensembles are separate pieces, named `estimators_.tree_000000` and so on, which stay
     unchanged when `warm_start` adds more; with `append_only`, saved trees of forests and boosting
-    are not read again. Predictions are bit-identical. Without `original` the class comes from the
-    installed scikit-learn; estimators of your own classes need an `original` to be filled.
+    are not read again. Predictions are bit-identical. Without `original` the class is looked up in
+    the installed scikit-learn; estimators of your own classes can only be restored into an
+    `original`.
 
     Raises:
         ForbiddenClassError: a class is not scikit-learn's, and there is no `original`.

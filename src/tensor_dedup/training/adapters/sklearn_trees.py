@@ -1,12 +1,12 @@
-"""Ensembles of scikit-learn as one piece for each tree, and what grows with them in pieces.
+"""Store tree ensembles of scikit-learn with one piece for each tree.
 
-A piece has a row for each node: scikit-learn's record of it, with zeros between the fields, then
-the node's values. All trees are read at once: 5,000 take about 20 ms. What the estimators around
-the trees have in common is stored once; their differences, a few numbers each, are stored in pieces
-of 256 trees.
+A piece has scikit-learn's record of each node, with zeros between the fields, and then the nodes'
+values. All trees are read at once: 5,000 take about 20 ms. Attributes that the estimators around
+the trees have in common are stored once. Their differences, a few numbers each, are stored in
+pieces of 256 trees.
 
-scikit-learn walks trees in C without any checks. A step may come from an untrusted source, so
-everything that would lead out of a tree's memory is refused here as damage.
+scikit-learn walks trees in C without bounds checks. A step may come from an untrusted source, so a
+tree whose nodes refer to places outside its memory is refused as damaged.
 """
 
 from bisect import bisect_right
@@ -58,7 +58,7 @@ _SET_WORDS: Final = 8
 
 @dataclass(frozen=True)
 class Trees:
-    """Fitted trees of one class, in a list (`shape` None) or an array of objects."""
+    """Fitted trees of one class, from an object array of this `shape`, or a list (None)."""
 
     estimators: Sequence[Any]
     shape: tuple[int, ...] | None
@@ -66,7 +66,7 @@ class Trees:
 
 @dataclass(frozen=True)
 class Predictors:
-    """The trees of histogram-based boosting: a list of rounds, each a list of `width`."""
+    """The trees of histogram-based boosting, flattened; each round has `width` of them."""
 
     trees: Sequence[Any]
     width: int
@@ -74,13 +74,13 @@ class Predictors:
 
 @dataclass(frozen=True)
 class Growing:
-    """An array of numbers that gets longer with every round."""
+    """A 1-dimensional array of numbers to which every boosting round appends."""
 
     array: Any
 
 
 def recognised(name: str, value: Any) -> Trees | Predictors | Growing | None:
-    """Return an attribute's value as something that grows at its end, or None for anything else."""
+    """Return an attribute's value wrapped if it is of a kind that grows at its end, or None."""
     import numpy as np
 
     if isinstance(value, np.ndarray):
@@ -120,7 +120,7 @@ def _predictors(rounds: Sequence[Any]) -> Predictors | None:
 
 
 def trees_state(trees: Trees) -> Any:
-    """Return what all trees have in common, a series of trees, and one of their differences."""
+    """Return an ensemble's state: common attributes, a series of trees, their differences."""
     first = vars(trees.estimators[0])
     if first[_TREE] is None:
         return {"several": _as_given(trees)}
@@ -274,7 +274,10 @@ def _unchunked(series: PieceSeries, count: int) -> list[Any]:
 
 
 def restore_trees(state: Any, kind: Any) -> Any:
-    """Rebuild the list or array of estimators, of a class that the caller has checked."""
+    """Rebuild the list or array of estimators from `trees_state`.
+
+    `kind` is their class, which the caller has checked.
+    """
     import numpy as np
 
     arguments = state["arguments"]
@@ -319,7 +322,8 @@ def made_tree(
     """Build a scikit-learn Tree from its arrays.
 
     Raises:
-        DamagedStateError: a node refers to one outside the tree, which nothing else would check.
+        DamagedStateError: a node refers to a node outside the tree, which scikit-learn does not
+            check.
     """
     from sklearn.tree._tree import Tree
 
@@ -336,7 +340,10 @@ def made_tree(
 
 
 def predictors_state(predictors: Predictors) -> dict[str, object]:
-    """Return series of trees: nodes, both kinds of category sets, and their counts."""
+    """Return the state of histogram-based boosting: series of trees and of their sizes.
+
+    A tree's bytes are its nodes and its two arrays of category sets.
+    """
     trees = predictors.trees
     found = read_columns(trees, _predictor_columns)
     assert found is not None
@@ -358,7 +365,7 @@ def _predictor_columns(trees: Sequence[Any]) -> tuple[list[Any], ...]:
 
 
 def restore_predictors(state: Any, kind: type) -> list[list[Any]]:
-    """Rebuild the rounds of trees."""
+    """Rebuild the list of rounds, each a list of trees, from `predictors_state`."""
     items, width = state["trees"].items, state["width"]
     sizes = _unchunked(state["differences"], len(items))
     trees = [
@@ -384,7 +391,7 @@ def _predictor_parts(item: Any, dtype: Any, nodes: int, sets: int) -> Iterator[A
 
 
 def growing_state(growing: Growing) -> dict[str, object]:
-    """Return a series of parts, all of equal length except the last."""
+    """Return the array as a series of parts, all of equal length except the last."""
     import numpy as np
 
     array = np.ascontiguousarray(growing.array)
@@ -395,14 +402,17 @@ def growing_state(growing: Growing) -> dict[str, object]:
 
 
 def restore_growing(state: Any) -> Any:
-    """Rebuild the array from its series."""
+    """Rebuild the array from `growing_state`."""
     import numpy as np
 
     return np.frombuffer(bytearray().join(state["parts"].items), state["dtype"])
 
 
 def check_links(left: Any, right: Any, leaves: Any) -> None:
-    """Raise DamagedStateError unless every node's children are later nodes, or none."""
+    """Raise DamagedStateError unless the children of every inner node are later nodes of the tree.
+
+    `leaves` is a mask of the nodes without children.
+    """
     import numpy as np
 
     numbers, count = np.arange(len(left)), len(left)
@@ -413,7 +423,10 @@ def check_links(left: Any, right: Any, leaves: Any) -> None:
 
 
 def check_object(held: Any) -> None:
-    """Raise DamagedStateError for an estimator or a tree that would read outside its arrays."""
+    """Raise DamagedStateError for an estimator or a tree that would read outside its arrays.
+
+    Objects of other classes pass.
+    """
     kinds = type(held).__mro__
     modules, state = {kind.__module__ for kind in kinds}, getattr(held, "__dict__", {})
     if any(full_name(kind) == PREDICTOR for kind in kinds):
@@ -427,7 +440,7 @@ def check_object(held: Any) -> None:
 
 
 def check_predictor(tree: Any) -> None:
-    """Raise DamagedStateError for a histogram-based tree whose nodes refer to outside nodes."""
+    """Raise DamagedStateError for a histogram-based tree that refers outside its own arrays."""
     import numpy as np
 
     nodes, sets = tree.nodes, (tree.binned_left_cat_bitsets, tree.raw_left_cat_bitsets)

@@ -1,8 +1,9 @@
-"""Navigating UBJSON as XGBoost writes it, without creating Python objects for its values.
+"""Find values in the UBJSON that XGBoost writes, without decoding them to Python objects.
 
 A value is a marker followed by its content: numbers of fixed size, `S` length text, `{` key value …
 `}` with keys as length and text, `[` with `$` type and `#` count, either of them or neither (then
-until `]`). Lengths and counts are numbers with their marker. Everything is big-endian.
+until `]`). Lengths and counts are numbers with their marker. Everything is big-endian. All
+positions are byte offsets.
 """
 
 import struct
@@ -32,7 +33,7 @@ Buffer = bytes | bytearray
 
 
 def skip(data: Buffer, at: int, depth: int = 0) -> int:
-    """Return the end of the value that begins at `at`.
+    """Return the offset of the end of the value that begins at `at`.
 
     Raises:
         UnsupportedValueError: there is no valid value.
@@ -44,9 +45,9 @@ def skip(data: Buffer, at: int, depth: int = 0) -> int:
 
 
 def members(data: Buffer, at: int) -> Generator[tuple[str, int], int | None, None]:
-    """Yield the key and the start of each value of the object at `at`, one at a time.
+    """Yield the key and the offset of each value of the object at `at`.
 
-    A caller that knows where a value ends may `send` that offset, so that the value need not be
+    A caller that knows the offset at which a value ends may `send` it, so that the value is not
     scanned.
     """
     if data[at : at + 1] != b"{":
@@ -60,7 +61,7 @@ def members(data: Buffer, at: int) -> Generator[tuple[str, int], int | None, Non
 
 
 def find(data: Buffer, at: int, *path: str) -> int | None:
-    """Return the offset of the value that these keys lead to, from the object at `at`, or None."""
+    """Return the offset of the value at a path of keys in the object at `at`, or None."""
     for key in path:
         if data[at : at + 1] != b"{":
             return None
@@ -72,7 +73,10 @@ def find(data: Buffer, at: int, *path: str) -> int | None:
 
 
 def array(data: Buffer, at: int) -> tuple[int, int] | None:
-    """Return the start and the number of the items of an array with a count and mixed types."""
+    """Return the offset and the number of the items of an array that has a count and mixed types.
+
+    None for other arrays.
+    """
     if data[at : at + 2] != b"[#":
         return None
     count, at = _integer(data, at + 2)
@@ -93,15 +97,15 @@ def integers(data: bytes, at: int) -> list[bytes] | None:
 
 
 def number(item: bytes) -> int:
-    """Return the value of one of the items of `integers`."""
+    """Return the value of an encoded integer from `integers`."""
     return int(struct.unpack(_INTEGERS[chr(item[0])], item[1:])[0])
 
 
 def objects(data: Buffer, at: int, count: int) -> list[int]:
-    """Return where each of `count` consecutive objects begins, and where the last one ends.
+    """Return the offsets at which `count` consecutive objects begin, and the end of the last.
 
-    They are found by their first bytes, up to the first count, which are equal for objects with the
-    same fields. If that finds another number of objects, each is scanned in turn.
+    They are found by searching for the first bytes of the first object, which are equal in objects
+    with the same fields. If that finds another number of objects, each is scanned in turn.
     """
     if not count:
         return [at]

@@ -1,9 +1,9 @@
-"""XGBoost: a booster as one piece for each tree, and a remainder that hardly grows.
+"""The adapter for XGBoost: a booster is stored as one piece for each tree, and a remainder.
 
-The model's bytes, as XGBoost itself writes them, are cut into parts, never parsed into objects and
-never re-encoded: concatenated, they are the same bytes. Trees stay unchanged while more are added.
-The two lists that grow with every round become pieces of 1 KiB, of which only the last one changes;
-the remainder, about 2 KB, is a plain value.
+The bytes that XGBoost writes for a model are cut into parts, without parsing or re-encoding, so
+concatenated they are the same bytes. Trees stay unchanged while more are added. The two lists that
+grow with every round become pieces of 1 KiB, of which only the last one changes. The remainder,
+about 2 KB, hardly grows and is a plain value.
 
 In append-only mode XGBoost writes only a slice of the booster, from the last known round on. A
 slice is itself a model. It differs from the whole one in what is counted from its first round: the
@@ -61,17 +61,18 @@ class XGBoostAdapter(GrowingAdapter):
     Trees are pieces of bytes, named `tree_000000` and so on; predictions are bit-identical. With
     `append_only`, XGBoost writes only the new rounds of a booster. The training parameters are
     saved, so that `update` continues with them. `original` may be a booster, which is then filled;
-    without one, a new one is made.
+    without it, a new one is made.
     """
 
     name = "xgboost"
 
 
 class Parts(NamedTuple):
-    """A model cut into parts, each as XGBoost wrote it.
+    """The bytes of a model, cut into parts as XGBoost wrote them.
 
-    `rounds` has the number of the first tree of each round and of one more, `classes` the class of
-    each tree; `spans` are the ranges of bytes that depend on the number of rounds.
+    `rounds` has the encoded number of the first tree of each round, and one past the last.
+    `classes` has the encoded class of each tree. `spans` are the byte ranges that depend on the
+    number of rounds.
     """
 
     raw: bytes
@@ -202,9 +203,9 @@ def _parts(state: Any) -> Iterator[Any]:
 
 
 def parts_of(raw: bytes) -> Parts | None:
-    """Return the parts of a model of trees, or None for other boosters and unknown layouts.
+    """Return the parts of a tree booster, or None for other boosters and unknown layouts.
 
-    DART is excluded too, because its weights change with each round.
+    None for DART, too, because its weights change with each round.
     """
     try:
         return _parts_of(raw)
@@ -236,7 +237,8 @@ def _parts_of(raw: bytes) -> Parts | None:
 def joined(known: Parts, part: Parts, attributes: Mapping[str, str]) -> bytes | None:
     """Return the whole model: all rounds of `known` but the last, then those of `part`.
 
-    The result is None if the first round of the part differs from the last known one.
+    None if the first round of `part` differs from the last of `known`. `attributes` replace those
+    of the slice.
     """
     before = ubjson.number(known.rounds[-2])
     trees = [_numbered(tree, before + at) for at, tree in enumerate(part.trees)]

@@ -1,20 +1,21 @@
-"""Two tiers of a run: steps are committed on a fast one, and drained to a second one behind it.
+"""Two tiers of a run: steps are committed on a fast store, and copied ("drained") to a second one.
 
-The second tier is a store or a remote like any other, and the one that lasts (`second_tier`). A
-thread copies each step there in the order in which they were saved, with its manifest byte for
-byte, so its place in the order of saving, its metrics and its files are the same in both. Then the
-retention rules delete what they do not keep from both
-tiers, and the fast one lets go of what is drained and not among its last.
+The second tier is a store or a remote, and is meant to last (`second_tier`). A thread copies each
+step there in the order of saving, with its manifest byte for byte, so the step has the same place
+in that order, the same metrics and the same files on both tiers. Then the retention rules delete
+steps from both tiers, and drained steps that are not among the last ones are deleted from the fast
+tier.
 
-What is still to be drained follows from the two tiers alone: a step of the fast tier that the
-second one lacks, or has from an earlier place in the order, and a pin. No list of it can be lost,
-and whoever opens the run with both tiers next goes on. Of two states of a step the one with the
-later place counts, wherever it is, and only that one is ever drained, unless another fast tier has
-saved it without knowing of the other one: `tensor_dedup.training.tiers.tier_identity` tells that.
+Which steps are undrained follows from the two tiers alone: a step of the fast tier is, if the
+second tier lacks it or has it from an earlier place in the order, and so is a pin. No list of them
+can be lost, and the next process that opens the run with both tiers continues. If the tiers have
+different states of a step, the one with the later place counts. Only a state from the fast tier is
+ever copied. If another fast tier has saved the step independently, neither is later;
+`tensor_dedup.training.tiers.tier_identity` detects that.
 
-Three things change both tiers: a drained step, a deleted one and an unpinned one. Each happens
-under the second tier's lock of names, and a removal is durable there before it happens on the fast
-tier: so a deleted step does not come back from there, and one that is half deleted is whole.
+Three operations change both tiers: draining, deleting and unpinning a step. Each holds the second
+tier's lock of names. A removal is durable on the second tier before it happens on the fast one, so
+a deleted step does not reappear, and a half-deleted step is still complete on the fast tier.
 """
 
 import logging
@@ -95,11 +96,11 @@ _T = TypeVar("_T")
 
 
 class Drain:
-    """The two tiers of one handle, and the thread that drains. Safe from any thread.
+    """The two tiers of one CheckpointStore, and the thread that drains. Safe from any thread.
 
-    The thread ends when nothing is left to drain, and is no daemon: a program ends when its steps
-    are drained or, where that fails, after one more attempt. A forked child drains only what it has
-    saved itself.
+    The thread ends when nothing is left to drain. It is not a daemon: a program ends when its steps
+    are drained or, if that fails, after one more attempt. A forked child drains only steps that it
+    has saved itself.
     """
 
     def __init__(
@@ -191,15 +192,16 @@ class Drain:
         self._hurried = self._closing = self._forsaken = self._waited = False
 
     def forked(self) -> None:
-        """Begin anew in a forked child, where the thread and the holders of locks do not exist."""
+        """Reset the state in a forked child, where the parent's threads do not exist."""
         self._begin()
 
     # What the two tiers have
 
     def places(self) -> dict[int, StepPlace]:
-        """Return each step of either tier, by number, with the later of its places.
+        """Return the places in the order of saving of all steps of either tier, by step number.
 
-        While the second tier cannot be read, what is known of it counts.
+        If both have a step, it is the place of the state that counts. If the second tier cannot be
+        read, its last known content is used.
         """
         with self._fast.handle.locked():
             near = self._order.places()
@@ -210,11 +212,11 @@ class Drain:
         return {step: found[step] for step in sorted(found)}
 
     def numbers(self) -> set[int]:
-        """Return the numbers that the second tier was seen to have names of."""
+        """Return the step numbers whose names are in use on the second tier, as last seen."""
         return {*self._seen.places, *self._seen.taken}
 
     def described(self) -> list[Step]:
-        """Describe each step, in order. Raises if the second tier cannot be read."""
+        """Describe each step, in order. Raises an error if the second tier cannot be read."""
         self._notes.check()
         there = self.second.content().places
         found = {each.step: each for each in self.second.described()}
@@ -237,10 +239,10 @@ class Drain:
         return places[step]
 
     def read(self, step: int, read: Callable[[StoredCheckpoint], _T]) -> _T:
-        """Return what `read` makes of a step, open; from the fast tier where both have it.
+        """Open a step and return the result of `read`; the fast tier is preferred.
 
-        What is damaged on the fast tier is read from the second one, if it has the same. Raises the
-        errors of `read`, and UnknownStepError.
+        If the step is damaged on the fast tier, it is read from the second tier, provided that it
+        has the same state there. Raises the errors of `read`, and UnknownStepError.
         """
         place = self._place(step)
         with self._fast.handle.locked():
@@ -285,11 +287,11 @@ class Drain:
     # What changes both
 
     def check_replaceable(self, step: int) -> None:
-        """Check that a step may be saved, by what was seen of the second tier; it is not asked.
+        """Check that a step may be saved, by the last known content of the second tier.
 
         Raises:
             PinnedStepError: it is pinned there.
-            NotATrainingError: there, a checkpoint that is no step of this run has its name.
+            NotATrainingError: a checkpoint that is no step of this run has its name there.
         """
         facts = {"run": self._run, "step": step}
         if step in self._seen.kept:
@@ -300,7 +302,7 @@ class Drain:
             raise NotATrainingError.at(self.second.where, what, **facts)
 
     def delete(self, step: int) -> None:
-        """Delete a step from both tiers. Raises what CheckpointStore.delete does."""
+        """Delete a step from both tiers. Raises the errors of CheckpointStore.delete."""
         with self.second.session(), self._naming():
             self.second.check_deletable(step)
             there = self.second.place(step)
@@ -333,9 +335,9 @@ class Drain:
         return removed
 
     def prune(self, *, dry_run: bool, among: Collection[int] | None) -> list[int]:
-        """Delete what CheckpointStore.prune does from both tiers: what no rule keeps and is drained
+        """Delete drained steps that no retention rule keeps, from both tiers; return their numbers.
 
-        Raises if the second tier cannot be reached.
+        See `CheckpointStore.prune`. Raises an error if the second tier cannot be reached.
         """
         self._notes.check()
         with self.second.session():
@@ -352,7 +354,7 @@ class Drain:
         return near | self._look().kept
 
     def pin(self, step: int) -> None:
-        """Pin a step where it is; a pin on the fast tier is drained too."""
+        """Pin a step on the tier whose state counts; a pin on the fast tier is drained too."""
         there = self._look().places.get(step)
         with suppress(UnknownStepError), self._fast.handle.locked():
             if self._notes.counts(self._order.place(step), there):
@@ -363,7 +365,7 @@ class Drain:
         self._seen.kept.add(step)
 
     def unpin(self, step: int) -> None:
-        """Unpin a step on both tiers. Raises if the second one cannot be reached."""
+        """Unpin a step on both tiers. Raises an error if the second one cannot be reached."""
         with self.second.session(), self._naming():
             self.second.check_pin(step)
             with self._fast.handle.locked():
@@ -376,18 +378,18 @@ class Drain:
     # The work
 
     def undrained(self) -> list[int]:
-        """Return the steps that this handle has still to drain, in the order in which it will."""
+        """Return the steps that this object still has to drain, in order."""
         with self._changed:
             return [*self._queue, *self._broken]
 
     @property
     def error(self) -> StoreError | None:
-        """What the last attempt failed with; None once one has succeeded."""
+        """The error of the last attempt to drain, or None if it succeeded."""
         with self._changed:
             return self._error or next(iter(self._broken.values()), None)
 
     def wait_for_room(self) -> None:
-        """Wait while `backlog` steps are undrained, unless the handle is being closed."""
+        """Wait while `backlog` or more steps are undrained, unless `release` was called."""
         with self._changed:
             if len(self._queue) < self._backlog or self._closing:
                 return
@@ -403,7 +405,7 @@ class Drain:
             )
 
     def add(self, step: int, *, saved: bool = True) -> None:
-        """Drain a step that has changed on the fast tier; if it was `saved`, after all others."""
+        """Queue a step that has changed on the fast tier; if it was `saved`, after all others."""
         with self._changed:
             if saved:
                 self._queue.pop(step, None)
@@ -412,7 +414,7 @@ class Drain:
             self._run_thread()
 
     def start(self) -> None:
-        """Start draining everything that is undrained, whoever has saved it."""
+        """Start draining all undrained steps, including those that other processes have saved."""
         found = self._find_undrained()
         with self._changed:
             later = {step: mark for step, mark in self._queue.items() if step not in found}
@@ -422,7 +424,7 @@ class Drain:
                 self._run_thread()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until all is drained.
+        """Wait until all steps are drained.
 
         Raises:
             DrainError: an attempt that began after this call has failed, or `timeout` seconds have
@@ -448,13 +450,13 @@ class Drain:
             raise DrainError.at(self._fast.path, what, **facts) from cause
 
     def release(self) -> None:
-        """Let everybody go on who waits for room: the handle is being closed."""
+        """Wake up all threads in `wait_for_room`, because the CheckpointStore is being closed."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Wait until all is drained, and end the thread. Raises the errors of `wait`."""
+        """Wait until all steps are drained, and end the thread. Raises the errors of `wait`."""
         try:
             self.wait()
         finally:
@@ -465,7 +467,7 @@ class Drain:
                 thread.join()
 
     def forsake(self) -> None:
-        """Make a thread that fails end, since nobody waits for it."""
+        """Make the thread end after its next failure, because no caller waits for it any more."""
         with self._changed:
             self._forsaken = True
             self._changed.notify_all()
@@ -510,7 +512,10 @@ class Drain:
         self._changed.notify_all()
 
     def work_once(self) -> bool:
-        """Try to drain the first step, and wait a while if that fails; whether to go on."""
+        """Try to drain the first step of the queue; return whether to continue.
+
+        After a failure it waits for a while before it returns.
+        """
         with self._changed:
             if not self._queue:
                 self._end()
@@ -712,9 +717,10 @@ class Drain:
         return False
 
     def free_space(self) -> bool:
-        """Free the space of what the fast tier has let go of; return whether there was any.
+        """Free the space of steps deleted from the fast tier; return whether any was freed.
 
-        Where there is none, wait until what is to be drained is drained, and let go of.
+        If there is none, wait until the undrained steps are drained and deleted there, and try
+        again.
         """
         before = self._freed
         self._sweep(_FULL_WAIT_S)

@@ -1,9 +1,9 @@
-"""A remote as the second tier of a run: what lasts behind a fast store.
+"""A remote as the second tier of a run, behind a fast store.
 
-A step travels by a push, and comes back by a pull. A remote has no lock, and conditions on single
-objects instead. So what must not happen between a look at the fast tier and a change of a name on
-the remote is kept out by a lock on the fast tier (`drain.lock`), which no save takes: only one fast
-tier at a time may drain a run. What anybody else does to a name meanwhile, the conditions tell.
+A step is drained by a push and read back by a pull. A remote has no locks, only conditional writes
+of single objects. Changes that depend on the state of the fast tier are therefore protected by a
+lock on the fast tier (`drain.lock`), which no save takes. So only one fast tier at a time may drain
+a run. Conditional writes detect changes of a name by other programs.
 """
 
 import logging
@@ -100,7 +100,7 @@ class _Ref:
 
 
 class RemoteTier:
-    """A remote behind a fast store. Any thread."""
+    """A remote as the second tier of a run. Safe from any thread."""
 
     own_damage: tuple[type[StoreError], ...] = (
         CorruptRemoteTensorError,
@@ -417,10 +417,12 @@ def second_tier(
     *,
     lets_go: bool,
 ) -> SecondTier:
-    """Open the second tier of a run, behind a fast one that `lets_go` of what is drained.
+    """Open the second tier of a run.
+
+    `lets_go` says whether drained steps may be deleted from the fast tier.
 
     Raises:
-        OtherTierError: it is not the one that the run was drained to.
+        OtherTierError: it is not the one to which the run was drained before.
         StoreError: it cannot be opened.
     """
     if isinstance(drain, LocalStore):

@@ -1,7 +1,7 @@
-"""What lasts behind a fast tier: the interface of a second tier, and a store as one.
+"""The interface of a second tier, which keeps a run's steps lastingly, and a store as one.
 
-A remote is the other one (`remote_tier`). Which of two states of a step counts is the same for
-both: `tier_identity`.
+A remote as a second tier is in `remote_tier`. Both follow the same rules, in `tier_identity`, for
+which of two states of a step counts.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -54,12 +54,16 @@ _T = TypeVar("_T")
 
 
 class OutdatedError(Exception):
-    """The step was deleted or saved again while it was copied."""
+    """A step was deleted or saved again while it was copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierContent:
-    """What a second tier has of a run: its steps, pins, and other names that look like steps."""
+    """The steps of a run on a second tier, by number, with their places in the order of saving.
+
+    `kept` are the numbers of pinned steps. `taken` are step numbers whose names stand for
+    checkpoints that are no steps of this run.
+    """
 
     places: dict[int, StepPlace]
     kept: set[int]
@@ -67,78 +71,82 @@ class TierContent:
 
 
 class SecondTier(Protocol):
-    """Where the steps of one run are drained to.
+    """The tier to which the steps of one run are drained.
 
-    A name that both tiers have is changed within `naming`, which holds in all handles of either
-    tier that drain; `session` is held around several calls. All methods raise the tier's
-    StoreErrors; `own_damage` are those that are about it alone, and about no step in particular.
+    Names that both tiers have are changed within `naming`, a lock that excludes all other objects
+    that drain to or from either tier. `session` is held around several calls. All methods raise the
+    tier's StoreErrors; the types in `own_damage` concern the tier itself and no step in particular.
     """
 
     where: str
     own_damage: tuple[type[StoreError], ...]
 
     def identity(self, *, make: bool = False) -> str | None:
-        """Return what tells this tier from others; None if there is none, and it is not to `make`.
+        """Return an identifier of this tier, or None if it has none; with `make`, one is written.
 
-        An empty place of the same address has none, or another one. None is made there.
+        The identifier tells whether another, perhaps empty, place has appeared at the same address.
+        It is not written if the tier itself does not exist.
         """
 
     def session(self) -> AbstractContextManager[None]:
-        """Hold the tier open, so that what is seen of it can be read."""
+        """Keep the tier open inside the block, so that content that was seen stays readable."""
 
     def naming(self) -> AbstractContextManager[None]:
-        """Hold the lock under which a step appears on this tier, or goes from both."""
+        """Hold the lock under which a step appears on this tier or disappears from both."""
 
     def content(self) -> TierContent:
-        """Return what it has of the run."""
+        """Return the steps, pins and other names of the run on this tier."""
 
     def place(self, step: int) -> StepPlace | None:
-        """Return the place of a step as it is now, or None if there is none."""
+        """Return the current place of a step in the order of saving, or None if it is not here."""
 
     def described(self) -> list[Step]:
         """Describe each step that can be read, in order."""
 
     def read(self, step: int, read: Callable[[StoredCheckpoint], _T], *, afresh: bool) -> _T:
-        """Return what `read` makes of a step; with `afresh`, of nothing that the fast tier has.
+        """Open a step and return the result of `read`; with `afresh`, use nothing of the fast tier.
 
         Raises:
             UnknownNameError: there is no such step.
         """
 
     def check_deletable(self, step: int) -> None:
-        """Raise PinnedStepError or NotATrainingError if it may not be deleted."""
+        """Raise PinnedStepError or NotATrainingError if the step must not be deleted."""
 
     def is_kept(self, step: int) -> bool:
         """Return whether a step is pinned here."""
 
     def remove(self, step: int) -> bool:
-        """Remove a step durably, in `naming`; return whether it was there."""
+        """Remove a step durably; return whether it was there. Call it within `naming`."""
 
     def copy(self, step: int, manifest: str, place: StepPlace | None) -> None:
-        """Copy a state of a step from the fast tier, the one at `place` being an earlier one.
+        """Copy a step with this manifest from the fast tier, replacing the state at `place` here.
 
         Raises:
-            OutdatedError: meanwhile either tier has got another state.
+            OutdatedError: the state of the step has changed on either tier meanwhile.
         """
 
     def copy_pin(self, step: int, manifest: str) -> bool:
-        """Pin a step if the fast tier does, and both have this state; return whether it is so."""
+        """Pin a step if it is pinned on the fast tier and both tiers have this manifest.
+
+        Returns whether that is so.
+        """
 
     def pin(self, step: int) -> None:
-        """Pin a step that is here. Raises UnknownStepError and NotATrainingError."""
+        """Pin a step on this tier. Raises UnknownStepError and NotATrainingError."""
 
     def check_pin(self, step: int) -> None:
-        """Raise NotATrainingError if something else has the name that pins a step."""
+        """Raise NotATrainingError if the name of the step's pin stands for something else."""
 
     def unpin(self, step: int) -> None:
-        """Remove a step's pin durably, in `naming`."""
+        """Remove a step's pin durably. Call it within `naming`."""
 
     def settle(self) -> None:
-        """Make durable what others may have named just before they died."""
+        """Make names durable that another process may have written just before it died."""
 
 
 class StoreTier:
-    """A store behind a fast one."""
+    """A store as the second tier of a run."""
 
     own_damage: tuple[type[StoreError], ...] = ()
 
@@ -321,7 +329,11 @@ class StoreTier:
 
 
 def ahead(one: StepPlace | None, other: StepPlace | None) -> bool:
-    """Whether one state of a step counts rather than another: it is there, whole and later."""
+    """Return whether the state of a step at `one` counts rather than the state at `other`.
+
+    It does if it is readable and differs from the other, and the other is absent, unreadable or
+    earlier.
+    """
     if one is None or not one.readable:
         return False
     if other is not None and one.manifest == other.manifest:
@@ -330,7 +342,7 @@ def ahead(one: StepPlace | None, other: StepPlace | None) -> bool:
 
 
 def unlink(objects: Objects, files: Iterable[str]) -> bool:
-    """Remove references durably, under the lock of names; return whether any was there."""
+    """Remove references durably; return whether any existed. The caller holds the lock of names."""
     found = False
     for file in files:
         with suppress(FileNotFoundError):
@@ -342,7 +354,7 @@ def unlink(objects: Objects, files: Iterable[str]) -> bool:
 
 
 def text_at(objects: Objects, path: Path) -> bytes | None:
-    """Read a small text; None if it is not there or cannot be read."""
+    """Read a small text file; None if it does not exist or cannot be read."""
     with suppress(MissingObjectError, DamagedFileError):
         return objects.read(path, TEXT_BYTES)
     return None

@@ -1,27 +1,28 @@
-"""What a fast tier notes of the second one behind it, and which of two states of a step counts.
+"""Notes of a fast tier about its second tier, and the rules for which state of a step counts.
 
-    tiers/RUN    which second tier has the steps that the fast one lets go of
-    drains/RUN   up to which place the steps here were drained, and the last places that were seen
-                 there; by the identity of a second tier, for one that lets go of nothing may have
-                 several
+    tiers/RUN    the identity of the second tier to which the run was drained; while drained steps
+                 may be deleted from the fast tier, it must not be drained to another one
+    drains/RUN   for each second tier, by identity: the place in the order of saving up to which all
+                 steps were drained, and the last places that were seen there
 
-The later place in the order of saving counts, where whoever gave it knew of the other state. A fast
-tier may die before its last steps are drained, and another one that goes on from the second tier
-does not know of them: so it gives its own places far behind (`next_turn`), and what it has seen of
-the second tier is noted before it saves anything. With that, each tier can tell what it does not
-know of:
+If the two tiers have different states of a step, the state with the later place counts, provided
+that it was saved with knowledge of the other one. That is not always so: a fast tier may die before
+its last steps are drained, and another one that continues from the second tier does not know of
+them. To make this visible, a fast tier that continues from another one's steps takes places from a
+later range (`next_turn`), and notes the places that it has seen on the second tier before it saves
+anything. So these cases can be detected:
 
-    a state there that is later than one here that was not drained was made without that
-    a state there that was not seen, and is earlier than one here, is one that this was made without
-    places there that were not seen, between the last seen one and those here: another fast tier has
-    gone on meanwhile, and did not know of these here, either
+    a state there is later than an undrained one here: it was saved without knowledge of that one
+    a state there was never seen, and is earlier than one here: that one was saved without it
+    unseen places there, between the last seen place and those here: another fast tier has
+    continued meanwhile, and did not know of these steps here either
 
-The first two concern one step: the second tier's state is served, both stay, and the step is named
-(`DivergedStepError`). The third one concerns the order of all steps, so nothing is drained before
-somebody has decided (`DivergedTierError`).
+The first two concern one step: the second tier's state is used, both states are kept, and the step
+is reported (`DivergedStepError`). The third concerns the order of all steps, so nothing is drained
+until the user has decided (`DivergedTierError`).
 
-No note says more than is true. What it lacks is found by content: a state that both tiers have was
-drained, and one that is the same but for its place is no other one.
+A note may be incomplete but is never wrong. Missing facts are found by content: a state that both
+tiers have was drained, and states that differ only in their place are the same.
 """
 
 from bisect import bisect_left
@@ -58,7 +59,7 @@ _SENT: Final = 16  # copies go one by one, so few are under way or have failed
 
 
 class TierNotes:
-    """The notes of one handle about the second tier of its run. Any thread."""
+    """The notes of one fast tier about the second tier of its run. Safe from any thread."""
 
     def __init__(self, fast: LocalStore, second: SecondTier, run: str, *, lets_go: bool) -> None:
         """Read the notes; `lets_go` says whether what is drained may leave the fast tier.
@@ -81,16 +82,18 @@ class TierNotes:
         return tier_note(self._fast, self._run) if self._lets_go else None
 
     def check(self) -> None:
-        """Check that the second tier is still the one that was drained to: a disk may be unmounted.
+        """Check that the second tier is still the one to which the run was drained.
+
+        Another disk may be mounted at its place.
 
         Raises:
-            OtherTierError: it is not.
+            OtherTierError: it is another one.
         """
         if self._note is not None and self._second.identity() != self._note.identity:
             raise other_tier(self._fast, self._run, self._note, self._second.where)
 
     def identify(self) -> None:
-        """Check the second tier, or see which it is if nothing was drained to it yet."""
+        """Check the second tier or, if nothing was drained yet, determine its identity."""
         self._note = self._note or self._read_note()
         if self._note is None:
             identity = self._second.identity(make=True)
@@ -104,7 +107,7 @@ class TierNotes:
             self._seen = self._recorded() or SeenPlaces()
 
     def bind(self) -> None:
-        """Note on the fast tier which second tier has its steps, before it lets go of any."""
+        """Write the note of the second tier's identity, before the fast tier deletes steps."""
         if not self._noted and self._note is not None and self._lets_go:
             if self._read_note() is None:
                 _publish(self._fast, note_text(self._run, self._note), self._path)
@@ -118,15 +121,15 @@ class TierNotes:
 
     @property
     def drained(self) -> int:
-        """The place up to which each step that is or was on the fast tier was drained."""
+        """The place up to which every step that is or was on the fast tier has been drained."""
         return self._seen.drained
 
     def meet(self, near: Mapping[int, StepPlace], there: TierContent) -> None:
-        """Take note of what the second tier has, as it was just before the fast one was `near`.
+        """Record the places on the second tier; `near` has those on the fast one, read later.
 
         Raises:
-            DivergedTierError: another fast tier has drained since this one has looked, and some
-                that it has not drained would come after that.
+            DivergedTierError: another fast tier has drained steps that this one has not seen, and
+                this one has undrained steps that would come after them.
         """
         recorded = self._recorded()  # by now: what has left the fast tier was recorded before
         known = _merged(self._seen, recorded or SeenPlaces())
@@ -154,21 +157,21 @@ class TierNotes:
         self._record()
 
     def sending(self, place: StepPlace) -> None:
-        """Note durably that a step is about to be copied, so that it is one's own there.
+        """Record durably that a step is about to be copied, so that the copy is recognised later.
 
-        It may be saved again before anybody knows what has come of the copy. Its place alone would
-        not do: where the copy fails, another fast tier may give the same one.
+        The manifest is recorded, not only the place: if the copy fails, another fast tier may use
+        the same place.
         """
         assert place.manifest is not None, "what cannot be read is not copied"
         self._seen = _merged(SeenPlaces(sent=(place.manifest,)), self._seen)
         self._record()
 
     def copied(self, place: int) -> None:
-        """Know a step that was copied by the place that it has there."""
+        """Record in memory the place that a copied step has on the second tier."""
         self._seen = _with(self._seen, [place])
 
     def note_drained(self, drained: int) -> None:
-        """Note that all steps with a place up to this one are in the second tier, and durable."""
+        """Record that all steps up to the place `drained` are durable on the second tier."""
         self._seen = _merged(self._seen, SeenPlaces(drained))
         self._record()
 
@@ -202,7 +205,7 @@ class TierNotes:
     # Which state counts
 
     def diverged(self, near: StepPlace | None, there: StepPlace | None) -> bool:
-        """Whether each tier's state of a step was made without the other one's."""
+        """Return whether the two tiers' states of a step were saved independently of each other."""
         if near is None or there is None or not (near.readable and there.readable):
             return False
         if near.manifest == there.manifest or near.content == there.content:
@@ -218,16 +221,20 @@ class TierNotes:
         return _has(self._seen, place)
 
     def counts(self, near: StepPlace | None, there: StepPlace | None) -> bool:
-        """Whether the fast tier's state of a step counts: the second one has it, or none later."""
+        """Return whether the fast tier's state of a step counts: the second tier has none later."""
         return not ahead(there, near) and not self.diverged(near, there)
 
     def undrained(self, near: StepPlace | None, there: StepPlace | None) -> bool:
-        """Whether the fast tier's state of a step is on that tier only, and not to be lost."""
+        """Return whether the fast tier's state of a step is only there and still has to be kept."""
         return ahead(near, there) or self.diverged(near, there)
 
 
 def next_turn(last: int) -> int:
-    """Return a place behind all that whoever gave this one may have given without draining them."""
+    """Return the first place of the next range of places after `last`.
+
+    Places come in ranges of equal size. Another fast tier may have used further places in the range
+    of `last` without draining them.
+    """
     return (last // _TURN + 1) * _TURN
 
 
@@ -255,22 +262,19 @@ def _has(seen: SeenPlaces, place: int) -> bool:
 
 
 def tier_note(fast: LocalStore, run: str) -> TierNote | None:
-    """Return the fast tier's note of the second tier that it has drained a run to.
-
-    None if it has drained nothing yet.
-    """
+    """Return the fast tier's note of the second tier to which it has drained a run, or None."""
     with fast.handle.translated():
         text = text_at(fast.handle.objects, note_path(fast, run))
     return None if text is None else note_in(text, run)
 
 
 def note_path(fast: LocalStore, run: str) -> Path:
-    """Return the path of a run's note."""
+    """Return the path of the note about a run's second tier."""
     return fast.handle.objects.layout.tiers / file_of(run)
 
 
 def other_tier(fast: LocalStore, run: str, note: TierNote, where: str) -> OtherTierError:
-    """Return the error about a second tier that is not the one of the note."""
+    """Return the error about a second tier at `where` that is not the one in the note."""
     return OtherTierError.of(fast.path, run, note.where, where, note_path(fast, run))
 
 
