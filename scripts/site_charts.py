@@ -59,7 +59,7 @@ CHARTS: Final = {
     "attach": Chart("attach", 0, "ms to the first page of every tensor", "first page, ms"),
     "store-cold": Chart("store", 0, "s, file cold", "cold, s"),
     "store-warm": Chart("store", 0, "s, file cached", "warm, s"),
-    "codecs": Chart("codecs", 1, "% of the size", "size"),
+    "codecs": Chart("codecs", 0, "% of the size", "size"),
     "training-bytes": Chart(
         "checkpoints", 0, "of the bytes of TensorCAS's method", "ours / TensorCAS", compared=True
     ),
