@@ -30,8 +30,8 @@ class FrozenBase:
 
     Attributes:
         base: A folder or file of weights, `store://NAME`, or a name in the Hugging Face cache.
-        layers: Which layers: numbers and ranges of blocks, and patterns of names, with commas, as
-            for `tensor-dedup substitute --layers`.
+        layers: A comma-separated list of block numbers, ranges of them and patterns of tensor
+            names, as for `tensor-dedup substitute --layers`.
 
     Raises:
         ConfigError: A value is wrong.
@@ -54,10 +54,10 @@ class FrozenBase:
 
     @classmethod
     def from_any(cls, value: object) -> "FrozenBase":
-        """Return what a value of the field `frozen_base` stands for: itself, or a mapping.
+        """Return `value` if it is a FrozenBase, or the FrozenBase with the fields of a mapping.
 
         Raises:
-            ConfigError: It is neither, or has other keys than `base` and `layers`.
+            ConfigError: `value` is neither, or the mapping's keys are not `base` and `layers`.
         """
         if isinstance(value, cls):
             return value
@@ -200,14 +200,14 @@ class TensorDedupConfig:
 
     @property
     def verifies_bytes(self) -> bool:
-        """Whether a hit is compared byte by byte before it is mapped."""
+        """Whether a tensor found by its digest is compared byte by byte before it is mapped."""
         if self.verify_bytes is None:
             return self.hash_algorithm in FORGEABLE
         return self.verify_bytes
 
     @property
     def store_folder(self) -> str | None:
-        """The folder that `store` names, or None for the user's own or no store."""
+        """The folder given as `store`, or None if `store` is True (the user's own) or None."""
         return self.store if isinstance(self.store, str) else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -218,8 +218,9 @@ class TensorDedupConfig:
     def from_any(cls, value: object) -> Self:
         """Return the config that a value stands for, in any form that users may pass.
 
-        None and True are the defaults, False is the defaults switched off; a mapping or JSON text
-        sets the fields it names. A caller for whom None means "not asked for" tests that first.
+        None and True stand for the defaults, False for the defaults with `enabled` off. A mapping
+        or JSON text sets the fields that it names. Callers for whom None means "not asked for" must
+        handle None themselves.
 
         Raises:
             ConfigError: The value is none of these, or a field in it is wrong.

@@ -27,11 +27,11 @@ NOBODY_THERE: Final = 3
 
 
 class TensorDedupError(Exception):
-    """Base of all errors of this package. `facts` has the values in the message.
+    """Base of all errors of this package. `facts` has the values in the message, by name.
 
-    `exit_status` is that of a command that ends with the error: `WRONG_DATA`, `WRONG_USE` for what
-    the caller can put right by asking for something else or by installing it, `NOBODY_THERE` for a
-    manager or a remote that does not answer.
+    `exit_status` is the exit status of a command that ends with the error: `WRONG_DATA` for bad
+    data, `WRONG_USE` if another command line or an installation would help, `NOBODY_THERE` if a
+    memory manager or remote does not answer.
     """
 
     exit_status: ClassVar[int] = WRONG_DATA
@@ -67,7 +67,7 @@ class CheckpointNotFoundError(CheckpointError):
 
 
 class NoSuchPathError(CheckpointNotFoundError):
-    """The path that was given leads to no file and no folder."""
+    """There is no file and no folder at the given path."""
 
     exit_status = WRONG_USE
 
@@ -89,7 +89,7 @@ class IncompleteCheckpointError(CheckpointError):
 
     @classmethod
     def of(cls, path: str, lacking: list[tuple[str, int]]) -> "IncompleteCheckpointError":
-        """Return the error about `lacking`: parameters, each with its count of unfilled bytes."""
+        """Return the error for `path`; `lacking` has parameters with their unfilled bytes."""
         shown = ", ".join(f"{name} ({nbytes} bytes)" for name, nbytes in lacking[:4])
         more = f" and {len(lacking) - 4} more" if len(lacking) > 4 else ""
         return cls(
@@ -101,7 +101,7 @@ class IncompleteCheckpointError(CheckpointError):
 
 
 class IntegrityError(TensorDedupError):
-    """Bytes are not what their digest or their record says."""
+    """Bytes do not match their digest or their record."""
 
 
 class AuditError(IntegrityError):
@@ -109,7 +109,7 @@ class AuditError(IntegrityError):
 
 
 class StoreError(TensorDedupError):
-    """The store cannot do what was asked, or is not what it says it is."""
+    """The store cannot do what was asked, or its files are damaged or not those of a store."""
 
 
 class UnsupportedError(TensorDedupError):

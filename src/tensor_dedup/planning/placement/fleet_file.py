@@ -1,15 +1,15 @@
-"""The file that says which models are to be served: `models.toml`.
+"""The file that lists the models to serve, `models.toml`.
 
-room = "4GiB"                 # of every engine beside its weights, unless a model says otherwise
+    room = "4GiB"                 # of every engine beside its weights, unless a model says otherwise
 
-[models.base]
-path = "store://base"         # or a folder, a file, a name in the Hugging Face cache, a step
-replicas = 2
+    [models.base]
+    path = "store://base"         # or a folder, a file, a name in the Hugging Face cache, a step
+    replicas = 2
 
-[models.customer-17]
-path = "models/customer-17"   # from the folder of this file
-room = "6GiB"
-host = "2GiB"                 # of the machine's memory, where the weights are on a device
+    [models.customer-17]
+    path = "models/customer-17"   # from the folder of this file
+    room = "6GiB"
+    host = "2GiB"                 # of the machine's memory, where the weights are on a device
 """
 
 import tomllib
@@ -28,7 +28,11 @@ _FIELDS: Final = ("path", *_DEFAULTS)
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A model as the file names it; sizes in bytes."""
+    """A model in the file: its name, where its weights are, and what it needs; sizes in bytes.
+
+    `room` is an engine's memory beside the weights. `host` is its memory on the machine, if the
+    weights are on a device.
+    """
 
     name: str
     path: str
@@ -38,10 +42,10 @@ class Wanted:
 
 
 def read_fleet(path: Path) -> list[Wanted]:
-    """Read the file; the models are in its order.
+    """Return the models that the file lists, in its order.
 
     Raises:
-        ConfigError: it cannot be read, or says something that is not understood.
+        ConfigError: the file cannot be read, or has an unknown field or a wrong value.
     """
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -70,10 +74,12 @@ def _from_file(path: Path, name: str, table: object, defaults: Mapping[str, Any]
 
 
 def wanted(where: str, name: str, given: Mapping[str, Any]) -> Wanted:
-    """Return a model from its fields, of which `path` is a text; `where` begins what is wrong.
+    """Return the model `name` with the fields in `given`, of which `path` is required.
+
+    `where` says in errors where the fields come from.
 
     Raises:
-        ConfigError: a field has a wrong value, or is none.
+        ConfigError: a field is unknown or has a wrong value.
     """
     _check_fields(where, given, _FIELDS)
     replicas = given.get("replicas", 1)
