@@ -30,7 +30,7 @@ class Optimum:
 
 
 def solve(problem: PackingProblem, seconds: float, hint: Placement | None = None) -> Optimum:
-    """Search for up to `seconds` for the placement that takes the fewest bytes, starting from `hint`.
+    """Search for the placement that takes the fewest bytes, for at most `seconds`, from `hint` on.
 
     Ctrl-C ends the search early with the best placement so far; a second one interrupts as usual.
 
