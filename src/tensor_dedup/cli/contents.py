@@ -198,7 +198,7 @@ def _by_holder(found: Sequence[TensorPlace]) -> list[tuple[str, TensorPlace]]:
 
 
 def is_terminal() -> bool:
-    """Whether a person would be shown what is written to stdout."""
+    """Return whether stdout is a terminal."""
     return sys.stdout.isatty()
 
 

@@ -1,4 +1,4 @@
-"""`tensor-dedup push`, `pull` and `remote`: checkpoints in object storage and in other folders."""
+"""`tensor-dedup push`, `pull` and `remote`: checkpoints in object storage or in other stores."""
 
 import math
 import os
