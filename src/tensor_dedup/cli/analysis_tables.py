@@ -23,7 +23,7 @@ _BLOCK = re.compile(r"(.*\.)?(\d+)")
 
 
 def show_tables(analysis: Analysis, labels: Sequence[str], console: Console, top: int) -> None:
-    """Print tables of checkpoints, pairs, tensors and layers, with at most `top` rows of the last two.
+    """Print tables of checkpoints, pairs, tensors and layers; tensors and layers up to `top`.
 
     `labels` are the names of the checkpoints in them.
     """
