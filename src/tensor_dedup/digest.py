@@ -1,15 +1,15 @@
-"""The digest of a tensor's bytes, which identifies it everywhere: a tree of 2 MiB leaves.
+"""The digest that identifies a tensor's bytes everywhere: a hash tree over leaves of 2 MiB.
 
 leaf   = BLAKE3-256 of one piece of at most 2 MiB, at offsets that are multiples of 2 MiB
 digest = BLAKE3-256 in derive-key mode over u64le(nbytes) and the leaf digests, at every size
 
-so a leaf is never a digest and no bytes can imitate another tensor's leaves. Bytes are raw,
-contiguous and little-endian. The other algorithms hash u64le(nbytes) and the bytes, and their text
-carries the algorithm's name, so it never equals a BLAKE3 digest.
+So a leaf digest never equals a digest, and no bytes can imitate another tensor's leaves. Bytes are
+raw, contiguous and little-endian. The other algorithms hash u64le(nbytes) and the bytes; their
+digests begin with the algorithm's name, so they never equal a BLAKE3 digest.
 
-One pool of threads serves the whole process. Nothing that runs in it ever waits for it: work is
-split into chunks, and the chunk that finishes last combines them, so no number of callers can
-deadlock it.
+One thread pool serves the whole process. Work in it never waits for other work in it: it is split
+into chunks, and the chunk that finishes last combines the results, so it cannot deadlock, however
+many callers there are.
 """
 
 import hashlib

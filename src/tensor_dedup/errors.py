@@ -4,19 +4,19 @@ TensorDedupError
   - ConfigError                 a setting is wrong, unknown, or cannot be combined with another
   - CheckpointError             a checkpoint is not usable
       - CheckpointNotFoundError   no weights at that path
-          - NoSuchPathError         there is nothing at all
-      - FormatError               the file lies about itself (one subclass a format)
+          - NoSuchPathError         no file and no folder at that path
+      - FormatError               the file is malformed (one subclass for each format)
       - ChangedFileError          the file changed while it was being read
-      - UnreadableFileError       the system fails to read a file that is there
+      - UnreadableFileError       an existing file cannot be read
       - IncompleteCheckpointError weights that the model needs are not in it
-  - IntegrityError              bytes are not what their digest or their record says
+  - IntegrityError              bytes do not match their digest or their record
       - AuditError                a shared layer differs from the one rebuilt from its checkpoint
-  - StoreError                  the store cannot do what was asked, or is not what it says it is
+  - StoreError                  the store cannot do what was asked, or is damaged, or is no store
   - UnsupportedError            this engine, version or device cannot do what was asked
       - NotInstalledError         because the package of an extra is not installed
 
-All are picklable, for worker processes, carry their facts as attributes, and end in the next step
-to take.
+All are picklable, for worker processes, and have the values of their message as attributes. Each
+message ends with what the user can do.
 """
 
 from typing import Any, ClassVar, Final

@@ -1,4 +1,4 @@
-"""Memory and file calls of libc that Python lacks, or whose Python version does not suffice.
+"""Memory and file calls of libc that Python lacks, or whose Python versions are unsuitable here.
 
 Python's mmap duplicates the descriptor, and its close() unmaps memory that tensors still use.
 """

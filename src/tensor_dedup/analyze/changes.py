@@ -24,8 +24,8 @@ class Reasons:
     """Why a checkpoint adds bytes: `changes` in words, compared with the checkpoint `nearest`.
 
     `nearest` is a position among the checkpoints, or None for the first one. `full` says that every
-    tensor changed and none was added or resized. That is a full fine-tune or an unrelated model; of
-    a fine-tune, a store may still keep small differences.
+    tensor changed and none was added or resized. That is a full fine-tune or an unrelated model;
+    the differences that a store keeps of a fine-tune may still be small.
     """
 
     nearest: int | None

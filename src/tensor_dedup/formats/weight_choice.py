@@ -129,7 +129,7 @@ def _is_second(stem: str) -> bool:
 
 
 def called_weights(names: Iterable[str]) -> list[str]:
-    """Return the names that libraries give to torch.save files of weights and their indexes."""
+    """Return those of `names` that libraries give to torch.save weights and their indexes."""
     return [name for name in names if _WEIGHTS.fullmatch(name)]
 
 
