@@ -1,4 +1,4 @@
-"""One copy of every tensor that several models have in common.
+"""Keeps one copy of every tensor that several models have in common.
 
 Importing this package loads neither torch nor vllm: each name is imported when it is first used.
 """

@@ -1,4 +1,4 @@
-"""Command `python -m tensor_dedup`: the command line, for when its script is not on the path."""
+"""Entry point of `python -m tensor_dedup`: runs the same command line as `tensor-dedup`."""
 
 from tensor_dedup.cli import main
 

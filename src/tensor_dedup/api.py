@@ -1,4 +1,4 @@
-"""The store as users have it: a store of checkpoints on disk, and what travels to remotes."""
+"""The `Store` of the public API: a local store of checkpoints, with push and pull to remotes."""
 
 from typing import TYPE_CHECKING
 
@@ -11,12 +11,11 @@ if TYPE_CHECKING:
 
 
 class Store(LocalStore):
-    """A content-addressed store of checkpoints in one folder; `Store.open` opens or makes one.
+    """A content-addressed store of checkpoints in one folder; `Store.open` opens or creates one.
 
-    It keeps nothing open between calls: any number of objects, threads and processes may use one
-    folder at once, and it survives a fork. What takes a store, as `CheckpointStore` does, takes
-    this one, and gives it back as its `store`; where it was given a path, that is a LocalStore,
-    which is the same without `push` and `pull`.
+    It keeps no file open between calls, so any number of objects, threads and processes may use one
+    folder at once, and a forked child may go on using the object. It is a `LocalStore` with `push`
+    and `pull`, and is accepted wherever a `LocalStore` is, as by `CheckpointStore`.
 
     Raises:
         StoreError: the store, its files or its disk failed; the subclass says how.
@@ -31,21 +30,23 @@ class Store(LocalStore):
         replace: bool = False,
         progress: "TransferListener | None" = None,
     ) -> "TransferResult":
-        """Push a checkpoint, or all steps of a run, to a remote: only what is missing there.
+        """Push a checkpoint, or all steps of a training run, to a remote; send only what it lacks.
 
-        `url` is what `Remote.open` takes, the folder of another store, or `oci://` and an artifact:
-        `oci://REGISTRY/REPOSITORY:TAG`, which any client of registries can pull. Nobody sees the
-        name there before everything it leads to. What was cut short goes on when it is done again,
-        and what `Remote.verify` has found damaged there is sent again. Of a run, steps that are
-        deleted here meanwhile are left out.
+        `url` is a URL that `Remote.open` takes, the folder of another store, or an OCI artifact,
+        `oci://REGISTRY/REPOSITORY:TAG`, which any registry client can pull. The name appears on the
+        remote only after all of its data. A push that was interrupted continues when it is called
+        again. Objects that `Remote.verify` found damaged are sent again. Steps of a run that are
+        deleted during the push are left out.
 
         Raises:
-            UnknownNameError: no checkpoint and no run is called so, or all of it was deleted
-                meanwhile.
-            RemoteNameTakenError: the name stands for another one there, and `replace` is off.
-            NoConditionsError: the server could lose names; nothing that counts was written.
-            RemoteUrlError, RemoteUnreachableError, RemoteAccessError, NotARemoteError: it cannot
-                be reached, or is something else.
+            UnknownNameError: the store has no checkpoint and no run of this name, or all of it was
+                deleted during the push.
+            RemoteNameTakenError: the remote has another checkpoint of this name, and `replace` is
+                False.
+            NoConditionsError: the server does not honour conditional writes, so names could be
+                lost; no checkpoint was written.
+            RemoteUrlError, RemoteUnreachableError, RemoteAccessError, NotARemoteError: the remote
+                cannot be reached, or there is no remote at `url`.
         """
         from tensor_dedup.remote import transfer  # and with it what speaks to servers
 
@@ -59,24 +60,25 @@ class Store(LocalStore):
         replace: bool = False,
         progress: "TransferListener | None" = None,
     ) -> "TransferResult":
-        """Pull a checkpoint, or all steps of a run, from a remote: only what is nowhere here.
+        """Pull a checkpoint, or all steps of a training run, from a remote; fetch what is missing.
 
-        `url` is what `push` takes. An artifact (`oci://`) is called `name` here; one that somebody
-        else has made is pulled as whole layers, and imported. Of a run all steps come, also those
-        that retention rules have deleted here.
+        `url` is as for `push`. An OCI artifact is stored under `name`; if another program made it,
+        its layers are downloaded whole and imported. All steps of a run are pulled, including those
+        that retention rules deleted from this store.
 
-        Every byte is compared with its digest before anything refers to it: whoever writes to the
-        remote can withhold a checkpoint or name another one, and put no wrong tensor here. What was
-        cut short goes on when it is done again.
+        Every byte is compared with its digest before it can be used. An attacker who can write to
+        the remote can therefore withhold a checkpoint or give its name to another one, but cannot
+        change a tensor. A pull that was interrupted continues when it is called again.
 
         Raises:
             UnknownRemoteNameError: the remote has neither a checkpoint nor a run of this name.
-            RemoteNameTakenError: the name stands for another one here, and `replace` is off.
+            RemoteNameTakenError: this store has another checkpoint of this name, and `replace` is
+                False.
             MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError: objects of the remote
-                are gone or damaged; nothing was committed. Of a run the other steps come; the
-                error names those that failed.
-            RemoteUrlError, RemoteUnreachableError, RemoteAccessError, NotARemoteError: it cannot
-                be reached, or is something else.
+                are missing or damaged. A checkpoint is not stored then; of a run, the undamaged
+                steps are stored, and the error names the others.
+            RemoteUrlError, RemoteUnreachableError, RemoteAccessError, NotARemoteError: the remote
+                cannot be reached, or there is no remote at `url`.
         """
         from tensor_dedup.remote import transfer  # and with it what speaks to servers
 

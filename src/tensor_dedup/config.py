@@ -1,7 +1,7 @@
-"""The configuration of a load, validated where it is set.
+"""The configuration of a load, validated where it is created.
 
-It imports neither torch nor vllm: worker processes and the command line read a config before
-either.
+Importing it loads neither torch nor vllm, because worker processes and the command line read a
+config before either.
 """
 
 import json
@@ -30,8 +30,8 @@ class FrozenBase:
 
     Attributes:
         base: A folder or file of weights, `store://NAME`, or a name in the Hugging Face cache.
-        layers: Which layers: numbers and ranges of blocks, and patterns of names, with commas, as
-            for `tensor-dedup substitute --layers`.
+        layers: A comma-separated list of block numbers, ranges of them and patterns of tensor
+            names, as for `tensor-dedup substitute --layers`.
 
     Raises:
         ConfigError: A value is wrong.
@@ -54,10 +54,10 @@ class FrozenBase:
 
     @classmethod
     def from_any(cls, value: object) -> "FrozenBase":
-        """Return what a value of the field `frozen_base` stands for: itself, or a mapping.
+        """Return `value` if it is a FrozenBase, or the FrozenBase with the fields of a mapping.
 
         Raises:
-            ConfigError: It is neither, or has other keys than `base` and `layers`.
+            ConfigError: `value` is neither, or the mapping's keys are not `base` and `layers`.
         """
         if isinstance(value, cls):
             return value
@@ -81,43 +81,44 @@ _FROZEN_ADVICE = 'for example {"base": "path/to/base", "layers": "0-7"}'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDedupConfig:
-    """How one load shares its tensors. Immutable, hashable, picklable, safe from any thread.
+    """How a load shares its tensors. Immutable, hashable, picklable, safe from any thread.
 
     Attributes:
         enabled: Whether anything is shared at all; False loads as without this package.
-        hash_algorithm: What names the bytes of a tensor: "blake3", "blake2b", "xxh3_128" or
-            "xxhash64". Only "blake3" can be combined with a memory manager or a store; the others
-            work inside one process.
+        hash_algorithm: The hash that identifies the bytes of a tensor: "blake3", "blake2b",
+            "xxh3_128" or "xxhash64". Only "blake3" can be combined with a memory manager or a
+            store; the others work inside one process.
         verify_bytes: Whether a tensor that was found by its digest is also compared byte by byte
-            before it is mapped. None compares for the two xxhashes, which can be forged, and not
-            otherwise.
-        min_tensor_bytes: A final tensor is shared only when every tensor of the checkpoint that
-            goes into it has at least this many bytes.
+            before it is mapped. None compares only for the two xxhashes, because equal digests can
+            be forged for them.
+        min_tensor_bytes: A final tensor is shared only if every tensor of the checkpoint that goes
+            into it has at least this many bytes.
         memory_manager: The path of a memory manager's socket, to share with other processes. "auto"
             takes the one at the default path and starts one if none answers; it ends after ten idle
             minutes. None shares inside this process only.
         store: The store that digests and `store://` checkpoints come from: its folder, True for
             your own, None for none.
-        store_writes: Whether what was read from files is also put into `store`.
+        store_writes: Whether tensors that were read from files are also put into `store`.
         remote: The URL of the remote that a `store://` checkpoint is pulled from when it is not in
-            the store. None is TENSOR_DEDUP_REMOTE, or else `remote` of a configuration file, or
-            else none. It holds no credential: those come from the environment.
+            the store. None takes TENSOR_DEDUP_REMOTE, or else `remote` of a configuration file, or
+            else no remote. It holds no credential: those come from the environment.
         frozen_base: Layers that a vLLM model takes from a base in place of its own, as a dict with
             `base` and `layers` or a FrozenBase. This changes what the model computes. None takes
             every layer from the model's checkpoint.
-        cpu_weights: For vLLM on CPUs: "packed" shares weights in the form in which they are
-            multiplied, "plain" as the checkpoint has them, which is the form other processes can
-            use. None is "plain" with a memory manager and "packed" without.
-        verify: Which remembered digests count: "hint" trusts those of a file that has not changed
-            since, "always" hashes every file again.
-        audit: The share of hits, 0.0 to 1.0, that are built from the checkpoint once more and
-            compared byte by byte. A difference raises AuditError.
+        cpu_weights: For vLLM on CPUs: "packed" shares weights in the packed layout that the CPU
+            kernels use, "plain" in that of the checkpoint, which other processes can use, too. None
+            is "plain" with a memory manager and "packed" without.
+        verify: Which remembered digests are used: "hint" trusts those of files that have not
+            changed since, "always" hashes every file again.
+        audit: The fraction of hits, 0.0 to 1.0, that are also rebuilt from the checkpoint and
+            compared byte by byte. A hit is a tensor or layer that was found in memory. A difference
+            raises AuditError.
 
-    Wherever a config is taken, True, False, a dict of fields and JSON text of one are too.
+    Functions that take a config also take True, False, a dict of fields or its JSON text.
 
     Raises:
-        ConfigError: A field is unknown, a value is wrong, or two of them exclude each other: here,
-            and never later in a worker.
+        ConfigError: A field is unknown, a value is wrong, or two of them exclude each other. It is
+            raised here, never later in a worker.
     """
 
     enabled: bool = True
@@ -200,14 +201,14 @@ class TensorDedupConfig:
 
     @property
     def verifies_bytes(self) -> bool:
-        """Whether a hit is compared byte by byte before it is mapped."""
+        """Whether a tensor found by its digest is compared byte by byte before it is mapped."""
         if self.verify_bytes is None:
             return self.hash_algorithm in FORGEABLE
         return self.verify_bytes
 
     @property
     def store_folder(self) -> str | None:
-        """The folder that `store` names, or None for the user's own or no store."""
+        """The folder given as `store`, or None if `store` is True (the user's own) or None."""
         return self.store if isinstance(self.store, str) else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -218,8 +219,9 @@ class TensorDedupConfig:
     def from_any(cls, value: object) -> Self:
         """Return the config that a value stands for, in any form that users may pass.
 
-        None and True are the defaults, False is the defaults switched off; a mapping or JSON text
-        sets the fields it names. A caller for whom None means "not asked for" tests that first.
+        None and True stand for the defaults, False for the defaults with `enabled` off. A mapping
+        or JSON text sets the fields that it names. Callers for whom None means "not asked for" must
+        handle None themselves.
 
         Raises:
             ConfigError: The value is none of these, or a field in it is wrong.

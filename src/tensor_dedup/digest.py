@@ -1,15 +1,15 @@
-"""The digest of a tensor's bytes, which identifies it everywhere: a tree of 2 MiB leaves.
+"""The digest that identifies a tensor's bytes everywhere: a hash tree over leaves of 2 MiB.
 
 leaf   = BLAKE3-256 of one piece of at most 2 MiB, at offsets that are multiples of 2 MiB
 digest = BLAKE3-256 in derive-key mode over u64le(nbytes) and the leaf digests, at every size
 
-so a leaf is never a digest and no bytes can imitate another tensor's leaves. Bytes are raw,
-contiguous and little-endian. The other algorithms hash u64le(nbytes) and the bytes, and their text
-carries the algorithm's name, so it never equals a BLAKE3 digest.
+So a leaf digest never equals a digest, and no bytes can imitate another tensor's leaves. Bytes are
+raw, contiguous and little-endian. The other algorithms hash u64le(nbytes) and the bytes; their
+digests begin with the algorithm's name, so they never equal a BLAKE3 digest.
 
-One pool of threads serves the whole process. Nothing that runs in it ever waits for it: work is
-split into chunks, and the chunk that finishes last combines them, so no number of callers can
-deadlock it.
+One thread pool serves the whole process. Work in it never waits for other work in it: it is split
+into chunks, and the chunk that finishes last combines the results, so it cannot deadlock, however
+many callers there are.
 """
 
 import hashlib
@@ -43,10 +43,10 @@ _INLINE_BYTES = 128 << 10
 
 
 def digest(data: "Buffer", algorithm: str = "blake3") -> str:
-    """Return the digest of all of `data`, in text form; large data is hashed on the pool.
+    """Return the digest of all of `data` as text; large data is hashed on the thread pool.
 
-    `data` is any C-contiguous buffer that nobody writes to meanwhile. Safe from any thread, those
-    of the pool included.
+    `data` is any C-contiguous buffer that is not written to during the call. Any thread may call
+    this, including threads of the pool.
 
     Raises:
         ConfigError: the algorithm is unknown.
@@ -65,20 +65,21 @@ def submit(
     fill: Fill | None = None,
     leaves: list[bytes] | None = None,
 ) -> "Future[str]":
-    """Start digest(data, algorithm) on the pool; the result is its text form.
+    """Start hashing `data` on the thread pool; the future's result is `digest(data, algorithm)`.
 
-    `fill(piece, offset)` writes the bytes from `offset` of the whole into `piece` just before they
-    are hashed, so that they are still in a cache. It is called leaf by leaf, from several threads
-    at once, in any order, once for each leaf. Its errors are raised by this call or by the future.
-    For blake3 it may return the 32-byte digest of a leaf that it has compared the bytes with; that
-    leaf is not hashed again. `leaves` gets the leaf digests, in order, before the result is set:
-    with blake3, of more than one leaf, and not of what threads of the pool request.
+    `fill(piece, offset)`, if given, writes the bytes at `offset` of `data` into `piece` just before
+    they are hashed, so that they are still in a CPU cache. It is called once for each leaf, from
+    several threads at once and in any order. An error that it raises is raised by this call or by
+    the future. With blake3 it may return the 32-byte digest of a leaf whose bytes it has compared;
+    that leaf is then not hashed again. `leaves`, if given, receives the leaf digests, in order,
+    before the result is set; it stays empty with other algorithms, for data of a single leaf, and
+    for calls from threads of the pool.
 
     The buffer is referenced until the work is done and released before the result is set, so an
-    mmap may be closed as soon as result() has returned. Small buffers, and all requests from
-    threads of the pool, are hashed before this returns, so waiting inside the pool is safe. The
-    future cannot be cancelled. A forked child has a pool of its own; the futures of its parent
-    never complete there.
+    mmap may be closed as soon as result() has returned. Small buffers, and all calls from threads
+    of the pool, are hashed before this function returns, so waiting for the result inside the pool
+    is safe. The future cannot be cancelled. A forked child has a pool of its own; futures of its
+    parent never complete there.
     """
     _check(algorithm)
     if _in_pool() or memoryview(data).nbytes <= _INLINE_BYTES:
@@ -87,7 +88,11 @@ def submit(
 
 
 def hand(pool: ThreadPoolExecutor, work: Callable[[], _Out]) -> "Future[_Out]":
-    """Have a pool do something, or do it here while the interpreter ends."""
+    """Run `work` on `pool` and return its future.
+
+    If the pool takes no work, because the interpreter is exiting or no thread can be started,
+    `work` runs in the calling thread.
+    """
     done: Future[_Out] = Future()
     turn = threading.Lock()
 
@@ -112,11 +117,11 @@ def hand(pool: ThreadPoolExecutor, work: Callable[[], _Out]) -> "Future[_Out]":
 def stream(nbytes: int, fill: Fill, leaves: list[bytes] | None = None) -> "Future[str]":
     """Start the BLAKE3 digest of `nbytes` bytes that are never in memory as a whole.
 
-    The result is that of `submit`, and so is what `leaves` gets. `fill(piece, offset)` writes the
-    bytes from `offset` on into `piece`, a buffer of the pool that is reused for another leaf as
-    soon as this one is hashed: it must also copy them to their destination. As in `submit`, it is
-    called from several threads, may return a digest that it has compared with, and may raise. Do
-    not wait for the result inside the pool.
+    The future's result and `leaves` are as for `submit`. `fill(piece, offset)` writes the bytes at
+    `offset` into `piece`, a buffer of the pool that is reused once its leaf is hashed, so `fill`
+    must also copy the bytes to their destination. As for `submit`, it is called from several
+    threads, may return the digest of a leaf that it has compared, and may raise. Do not wait for
+    the result inside the pool.
     """
     return _Job(_Passing(nbytes), "blake3", _POOL.executor(), fill, leaves).future
 
@@ -128,7 +133,10 @@ def leaf_digests(data: "Buffer") -> list[bytes]:
 
 
 def submit_leaves(data: "Buffer") -> "Future[list[bytes]]":
-    """Start leaf_digests(data) on the pool, as one piece of work; a thread of the pool does it."""
+    """Start `leaf_digests(data)` on the thread pool, as one task in one thread.
+
+    Called from a thread of the pool, it computes them before it returns.
+    """
     if _in_pool():
         future: Future[list[bytes]] = Future()
         future.set_result(leaf_digests(data))
@@ -137,7 +145,7 @@ def submit_leaves(data: "Buffer") -> "Future[list[bytes]]":
 
 
 def combine(nbytes: int, leaves: Sequence[bytes]) -> str:
-    """Return the digest of `nbytes` bytes that have these leaf digests.
+    """Return the digest of `nbytes` bytes, computed from their leaf digests.
 
     Raises:
         IntegrityError: the number of leaves does not match `nbytes`, or a leaf is not 32 bytes
@@ -157,9 +165,9 @@ def combine(nbytes: int, leaves: Sequence[bytes]) -> str:
 
 
 def leaf_places(start: int, nbytes: int) -> list[tuple[int, int]]:
-    """Return where the leaves of `nbytes` bytes at `start` are, and their sizes.
+    """Return the offset and size of each leaf of the `nbytes` bytes at offset `start`.
 
-    One leaf alone is no leaf of anything: for up to LEAF_BYTES the result is empty.
+    Up to LEAF_BYTES the result is empty, because a single leaf is the whole range.
     """
     if nbytes <= LEAF_BYTES:
         return []
@@ -169,10 +177,11 @@ def leaf_places(start: int, nbytes: int) -> list[tuple[int, int]]:
 def digests_by_place(
     start: int, nbytes: int, leaves: Sequence[bytes]
 ) -> dict[tuple[int, int], str]:
-    """Return the digest of `nbytes` bytes at `start` and, of more than one leaf, of each of these.
+    """Return the digests of a range of bytes and of its leaves, by (offset, size).
 
-    A leaf's is the digest that its bytes have by themselves: who remembers the digests of ranges
-    remembers leaves as any other range.
+    The range is the `nbytes` bytes at offset `start`, whose leaf digests are `leaves`. Each leaf
+    has the digest that its bytes have as a range of their own; a range of a single leaf has one
+    entry.
 
     Raises:
         IntegrityError: as `combine`.
@@ -184,7 +193,7 @@ def digests_by_place(
 
 
 class StreamDigest:
-    """The digest of bytes that arrive in pieces of any size. One thread at a time.
+    """The digest of bytes that arrive in pieces of any size. For one thread at a time.
 
     `nbytes` is the total size: optional for blake3, required by the other algorithms, which hash
     the size first.
@@ -203,7 +212,7 @@ class StreamDigest:
         self._flat = None if algorithm == "blake3" else _flat(algorithm, nbytes)
 
     def update(self, data: "Buffer") -> None:
-        """Add the next bytes: any C-contiguous buffer, which is not kept."""
+        """Add the next bytes. `data` is any C-contiguous buffer, and no reference to it is kept."""
         with _bytes_of(data) as view:
             if self._flat is not None:
                 self._flat.update(view)
@@ -224,7 +233,7 @@ class StreamDigest:
                 self._leaf = blake3()
 
     def hexdigest(self) -> str:
-        """Return the text form of the digest of all bytes so far; more may follow.
+        """Return the digest of all bytes so far as text; more bytes may be added afterwards.
 
         Raises:
             IntegrityError: `nbytes` was given, and another number of bytes was added.
@@ -240,7 +249,7 @@ class StreamDigest:
         return combine(self._seen, self.leaves())
 
     def leaves(self) -> list[bytes]:
-        """Return the leaf digests of all bytes so far, with blake3; more may follow."""
+        """Return the leaf digests of all bytes so far; for blake3 only."""
         return self._leaves + ([self._leaf.digest()] if self._seen % LEAF_BYTES else [])
 
 

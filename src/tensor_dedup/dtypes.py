@@ -1,7 +1,8 @@
-"""Element types: their names in this package, their sizes, and torch's names. No framework.
+"""Element types: their names in this package, their sizes in bits, and torch's names for them.
 
-The names are safetensors' where it has one. Each format accepts a set of its own, on purpose: the
-reader of pickles lists what it trusts, and safetensors has no complex type but C64.
+The names are those of safetensors where it has one. Each file format accepts its own subset: the
+reader of pickles lists the types that it trusts, and safetensors has no complex type but C64. This
+module does not import torch.
 """
 
 from collections.abc import Mapping

@@ -4,19 +4,19 @@ TensorDedupError
   - ConfigError                 a setting is wrong, unknown, or cannot be combined with another
   - CheckpointError             a checkpoint is not usable
       - CheckpointNotFoundError   no weights at that path
-          - NoSuchPathError         there is nothing at all
-      - FormatError               the file lies about itself (one subclass a format)
+          - NoSuchPathError         no file and no folder at that path
+      - FormatError               the file is malformed (one subclass for each format)
       - ChangedFileError          the file changed while it was being read
-      - UnreadableFileError       the system fails to read a file that is there
+      - UnreadableFileError       an existing file cannot be read
       - IncompleteCheckpointError weights that the model needs are not in it
-  - IntegrityError              bytes are not what their digest or their record says
+  - IntegrityError              bytes do not match their digest or their record
       - AuditError                a shared layer differs from the one rebuilt from its checkpoint
-  - StoreError                  the store cannot do what was asked, or is not what it says it is
+  - StoreError                  the store cannot do what was asked, or is damaged, or is no store
   - UnsupportedError            this engine, version or device cannot do what was asked
       - NotInstalledError         because the package of an extra is not installed
 
-All are picklable, for worker processes, carry their facts as attributes, and end in the next step
-to take.
+All are picklable, for worker processes, and have the values of their message as attributes. Each
+message ends with what the user can do.
 """
 
 from typing import Any, ClassVar, Final
@@ -27,11 +27,11 @@ NOBODY_THERE: Final = 3
 
 
 class TensorDedupError(Exception):
-    """Base of all errors of this package. `facts` has the values in the message.
+    """Base of all errors of this package. `facts` has the values in the message, by name.
 
-    `exit_status` is that of a command that ends with the error: `WRONG_DATA`, `WRONG_USE` for what
-    the caller can put right by asking for something else or by installing it, `NOBODY_THERE` for a
-    manager or a remote that does not answer.
+    `exit_status` is the exit status of a command that ends with the error: `WRONG_DATA` for bad
+    data, `WRONG_USE` if another command line or an installation would help, `NOBODY_THERE` if a
+    memory manager or remote does not answer.
     """
 
     exit_status: ClassVar[int] = WRONG_DATA
@@ -67,7 +67,7 @@ class CheckpointNotFoundError(CheckpointError):
 
 
 class NoSuchPathError(CheckpointNotFoundError):
-    """The path that was given leads to no file and no folder."""
+    """There is no file and no folder at the given path."""
 
     exit_status = WRONG_USE
 
@@ -89,7 +89,7 @@ class IncompleteCheckpointError(CheckpointError):
 
     @classmethod
     def of(cls, path: str, lacking: list[tuple[str, int]]) -> "IncompleteCheckpointError":
-        """Return the error about `lacking`: parameters, each with its count of unfilled bytes."""
+        """Return the error for `path`; `lacking` has parameters with their unfilled bytes."""
         shown = ", ".join(f"{name} ({nbytes} bytes)" for name, nbytes in lacking[:4])
         more = f" and {len(lacking) - 4} more" if len(lacking) > 4 else ""
         return cls(
@@ -101,7 +101,7 @@ class IncompleteCheckpointError(CheckpointError):
 
 
 class IntegrityError(TensorDedupError):
-    """Bytes are not what their digest or their record says."""
+    """Bytes do not match their digest or their record."""
 
 
 class AuditError(IntegrityError):
@@ -109,7 +109,7 @@ class AuditError(IntegrityError):
 
 
 class StoreError(TensorDedupError):
-    """The store cannot do what was asked, or is not what it says it is."""
+    """The store cannot do what was asked, or its files are damaged or not those of a store."""
 
 
 class UnsupportedError(TensorDedupError):

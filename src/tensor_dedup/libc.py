@@ -1,6 +1,6 @@
-"""Memory and file calls of libc that Python lacks, or has with a catch.
+"""Memory and file calls of libc that Python lacks, or whose Python versions are unsuitable here.
 
-Python's mmap duplicates the descriptor, and its close() unmaps memory under live tensors.
+Python's mmap duplicates the descriptor, and its close() unmaps memory that tensors still use.
 """
 
 import ctypes
@@ -45,9 +45,9 @@ if _sync_range is not None:
 
 
 class MappingLine(NamedTuple):
-    """The range of a mapping, and the kernel's text about it.
+    """A memory mapping of this process: its address range, and the kernel's text about it.
 
-    The text has the permissions, offset, device, inode and path.
+    The text has the permissions, offset, device, inode and path, as in /proc/self/maps.
     """
 
     start: int
@@ -65,7 +65,7 @@ class _Pages(ctypes.Structure):
 
 
 def mmap(at: int, nbytes: int, protection: int, flags: int, fd: int = -1, offset: int = 0) -> int:
-    """Map memory and return its address, anywhere if `at` is 0.
+    """Map memory and return its address; with `at` 0, the kernel chooses the address.
 
     Raises:
         OSError: the kernel refuses.
@@ -77,27 +77,30 @@ def mmap(at: int, nbytes: int, protection: int, flags: int, fd: int = -1, offset
 
 
 def munmap(address: int, nbytes: int) -> None:
-    """Unmap a range. Its addresses must not be used any more."""
+    """Unmap a range of memory, whose addresses must not be used afterwards."""
     _libc.munmap(address, nbytes)
 
 
 def madvise(address: int, nbytes: int, advice: int) -> None:
-    """Advise the kernel on the use of a range."""
+    """Advise the kernel on the use of a range of memory; `advice` is one of the MADV constants."""
     _libc.madvise(address, nbytes, advice)
 
 
 def mprotect(address: int, nbytes: int, protection: int) -> None:
-    """Set the protection of a range."""
+    """Set the access protection of a range of memory; `protection` has the PROT bits."""
     _libc.mprotect(address, nbytes, protection)
 
 
 def equal(first: int, second: int, nbytes: int) -> bool:
-    """Return whether two ranges of memory hold equal bytes; other threads run meanwhile."""
+    """Return whether two ranges of memory hold equal bytes. Other threads run meanwhile."""
     return not _libc.memcmp(first, second, nbytes)
 
 
 def punch(fd: int, offset: int, nbytes: int) -> None:
-    """Free a range of a file on its file system if possible; it reads as zeros afterwards."""
+    """Free the disk space of a range of a file, which reads as zeros afterwards.
+
+    File systems that cannot do this leave the file unchanged.
+    """
     _libc.fallocate(fd, _PUNCH_HOLE, offset, nbytes)
 
 
@@ -108,28 +111,28 @@ def is_ext4(fd: int) -> bool:
 
 
 def grow(fd: int, size: int) -> None:
-    """Give a file at least so many bytes, which take room on the disk, if its file system can."""
+    """Extend a file to at least `size` bytes and reserve disk space for them, if possible."""
     _libc.fallocate(fd, 0, 0, size)
 
 
 def begin_writing(fd: int, start: int, nbytes: int) -> None:
-    """Start writing a range of a file to disk, if the kernel can, without waiting."""
+    """Start writing a range of a file to disk without waiting, if the kernel supports it."""
     if _sync_range is not None:
         _sync_range(fd, start, nbytes, _SYNC_RANGE_WRITE)
 
 
 def cached_bytes(fd: int, start: int, nbytes: int) -> int | None:
-    """Return how much of a range of a file is in the page cache, or None if unknown."""
+    """Return how many bytes of a range of a file are in the page cache, or None if unknown."""
     pages, wanted = _Pages(), _Range(start, nbytes)
     failed = _libc.syscall(_CACHESTAT, fd, ctypes.byref(wanted), ctypes.byref(pages), 0)
     return None if failed else min(nbytes, int(pages.cached) * _mmap.PAGESIZE)
 
 
 def mappings() -> Iterator[MappingLine]:
-    """Yield all mappings of this process, by address.
+    """Yield all memory mappings of this process, in order of address.
 
     Raises:
-        OSError: the kernel does not provide them.
+        OSError: the kernel does not list them.
     """
     lines = MAPS.read_text(errors="surrogateescape").splitlines()
     return map(_mapping, lines)
@@ -142,7 +145,7 @@ def _mapping(line: str) -> MappingLine:
 
 
 def count_mappings() -> int:
-    """Return how many mappings this process has, 0 if the kernel does not tell."""
+    """Return the number of memory mappings of this process, or 0 if the kernel does not tell."""
     try:
         return MAPS.read_bytes().count(b"\n")
     except OSError:
@@ -150,7 +153,7 @@ def count_mappings() -> int:
 
 
 def max_mappings() -> int:
-    """Return how many mappings a process may have, the kernel's default if it does not tell."""
+    """Return how many mappings a process may have, or the usual limit if it cannot be read."""
     try:
         return int(_MAX_MAPPINGS.read_text())
     except (OSError, ValueError):
@@ -158,7 +161,9 @@ def max_mappings() -> int:
 
 
 def own_memory(nbytes: int, at: int = 0) -> int:
-    """Return the address of zeroed private memory, mapped at `at` if given, which must be free.
+    """Map `nbytes` of zeroed private memory and return its address.
+
+    It is mapped at `at` if given, where nothing may be mapped yet.
 
     Raises:
         OSError: the kernel refuses.
@@ -171,10 +176,11 @@ def own_memory(nbytes: int, at: int = 0) -> int:
 
 
 def move_over(source: int, target: int, nbytes: int, name: str) -> None:
-    """Move the mapping at `source` over one at `target`, of a file with that name, in one step.
+    """Move the mapping at `source` over the mapping at `target`, atomically for readers.
 
-    Readers of `target` see one or the other. If the kernel has left nothing mapped at `target`, a
-    copy is put there, and a reader in between gets SIGSEGV; if that fails too, the process ends.
+    Readers of `target` see the old or the new contents. `name` is the name of the file that is
+    mapped at `target`. If the kernel fails and leaves nothing mapped there, a copy is mapped
+    instead, and a read in between gets SIGSEGV; if the copy fails too, the process ends.
 
     Raises:
         OSError: the move failed, and both mappings are unchanged.

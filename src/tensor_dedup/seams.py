@@ -1,8 +1,9 @@
-"""Names of a framework that this package replaces or relies on, compared with the installed ones.
+"""Functions and classes of a framework that this package replaces or relies on, called seams.
 
-A signature is compared by the names, kinds and defaults of its parameters; annotations may change.
-The user of a seam decides what follows from a difference: `usable` and `Replacements` leave one
-function alone, vLLM's table (`tensor_dedup.patches.vllm.seams`) gives up a whole part.
+Each seam is recorded with the signature it had, and compared with the installed framework. A
+signature is compared by the names, kinds and defaults of its parameters; annotations may change.
+The caller decides what follows from a difference: `usable` and `Replacements` leave a single
+function alone, and vLLM's table (`tensor_dedup.patches.vllm.seams`) turns off a whole part.
 """
 
 import functools
@@ -18,14 +19,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """One name of a framework, "module:qualified name", as it was recorded.
+    """A name of a framework that this package depends on, as it was recorded.
 
-    `part` says what a load does without it, in a sentence, or names a part of a table that has one
-    for each. `reason` says why the name matters. Recorded is one of these: the whole `signature`;
-    the parameters it `needs`, of a generated `__init__` whose hundreds of parameters grow with
-    every release; what a class or an object `has`, fields included; or only that it is there.
-    `earlier` signatures of older versions serve as well. An `optional` name may be missing.
-    `versions` are those in which it was seen, oldest first.
+    `target` is "module:qualified name". `part` says in a sentence what a load does without it, or
+    names a part in a table of those sentences. `reason` says why the name matters. What is compared
+    is one of: the whole `signature`; the parameters in `needs`, for a generated `__init__` with
+    hundreds of parameters; the attributes in `has`, annotated fields included; or only that the
+    name exists. Signatures in `earlier`, of older versions, are accepted too. A name that is
+    `optional` may be missing. `versions` are the framework versions in which it was seen, oldest
+    first.
     """
 
     framework: ClassVar[str] = ""  # what stands before a version in a message
@@ -42,13 +44,13 @@ class Seam:
 
     @property
     def version(self) -> str:
-        """The framework and its newest version in which the name was seen."""
+        """The framework's name and the newest version in which the seam was seen, for messages."""
         return f"{self.framework}{self.versions[-1]}"
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A seam that differs from what was recorded; `found` describes what is installed."""
+    """A seam that differs from its record; `found` describes what is installed."""
 
     seam: Seam
     found: str
@@ -62,7 +64,7 @@ class Mismatch:
 
 
 def compare(seam: Seam) -> Mismatch | None:
-    """Return how a seam differs from what is installed, or None. Imports what it compares."""
+    """Return how a seam differs from the installed framework, or None. Imports its module."""
     try:
         found = resolve(seam.target)
     except (ImportError, AttributeError) as error:
@@ -97,13 +99,17 @@ def _plain(signature: inspect.Signature) -> str:
 
 
 def resolve(target: str) -> Callable[..., Any]:
-    """Return the object of this name. Raises `ImportError` or `AttributeError` if it is gone."""
+    """Return the object that `target`, "module:qualified name", names.
+
+    Raises:
+        ImportError, AttributeError: there is no such object.
+    """
     holder, name = holder_of(target)
     return cast("Callable[..., Any]", getattr(holder, name))
 
 
 def holder_of(target: str) -> tuple[Any, str]:
-    """Return the module or class that has a name as an attribute, and the attribute's name."""
+    """Return the module or class that has `target` as an attribute, and the attribute's name."""
     module, _, qualified = target.partition(":")
     *path, name = qualified.split(".")
     found: Any = importlib.import_module(module)
@@ -114,7 +120,7 @@ def holder_of(target: str) -> tuple[Any, str]:
 
 @functools.cache
 def usable(seam: Seam) -> bool:
-    """Return whether a function is as recorded; if not, log it once in this process."""
+    """Return whether a function matches its record; log a difference once in this process."""
     mismatch = compare(seam)
     if mismatch is not None:
         _log.warning(
@@ -125,7 +131,10 @@ def usable(seam: Seam) -> bool:
 
 
 class Replacements:
-    """A context manager that replaces functions. One thread."""
+    """A context manager that replaces framework functions. For one thread.
+
+    Functions that do not match their record are left as they are.
+    """
 
     def __init__(self, wanted: Iterable[tuple[Seam, Callable[[Callable[..., Any]], Any]]]) -> None:
         """Take seams, each with a function that makes the replacement from the original."""

@@ -1,12 +1,12 @@
 """The configuration file `tensor-dedup.toml`: this user's store, remote, socket and budget.
 
-    store = "/data/store"         # a path from the file's folder, or with ~
+    store = "/data/store"         # a path, relative to the file's folder, or with ~
     remote = "s3://bucket/models" # where `store://NAME` is pulled from; a URL
     socket = "/run/user/1000/tensor-dedup/manager.sock"
     budget = "32GiB"              # of `tensor-dedup serve`
 
-The file in the working folder counts before the one in the user's configuration folder, key by key.
-The option of a verb and the environment count before both.
+For each key, the file in the working folder takes precedence over the one in the user's
+configuration folder. Command-line options and environment variables take precedence over both.
 """
 
 import os
@@ -35,10 +35,10 @@ _POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def files() -> list[Path]:
-    """Return the configuration files that are there, the one that counts first before the other.
+    """Return the configuration files that exist, in order of precedence.
 
     Raises:
-        ConfigError: the environment names a file that is not there.
+        ConfigError: TENSOR_DEDUP_CONFIG names a file that does not exist.
     """
     named = os.environ.get(ENVIRONMENT)
     if named and not Path(named).exists():
@@ -55,7 +55,7 @@ def files() -> list[Path]:
 
 
 def configured_path(key: str) -> Path | None:
-    """Return the path that a file gives for `store` or `socket`, or None.
+    """Return the path that the configuration files set for `key`, "store" or "socket", or None.
 
     Raises:
         ConfigError: a file cannot be read, or has an unknown key or a wrong value.
@@ -69,7 +69,7 @@ def configured_path(key: str) -> Path | None:
 
 
 def configured_budget() -> int | None:
-    """Return the bytes that a file gives for `budget`, or None.
+    """Return the `budget` that the configuration files set, in bytes, or None.
 
     Raises:
         ConfigError: a file cannot be read, or has an unknown key or a wrong value.
@@ -79,10 +79,10 @@ def configured_budget() -> int | None:
 
 
 def remote_url(given: str | PathLike[str] | None = None) -> str | None:
-    """Return the remote to pull from: what is given, else what the environment names.
+    """Return the URL of the remote to pull from, or None if none is set.
 
-    The environment variable is TENSOR_DEDUP_REMOTE; after it counts `remote` of a configuration
-    file. None if there is none of these.
+    The first of these counts: `given`, the environment variable TENSOR_DEDUP_REMOTE, and `remote`
+    in a configuration file.
 
     Raises:
         ConfigError: a file cannot be read, or has an unknown key or a wrong value.
@@ -94,9 +94,9 @@ def remote_url(given: str | PathLike[str] | None = None) -> str | None:
 
 
 def parse_size(text: str) -> int | None:
-    """Return the bytes that a size stands for, or None if it is no size.
+    """Return the number of bytes that a text such as `64G` means, or None if it is not a size.
 
-    `64G`, `64Gi` and `64GiB` are powers of 1024, `64GB` is one of 1000.
+    `64G`, `64Gi` and `64GiB` count in powers of 1024, `64GB` in powers of 1000.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):

@@ -1,4 +1,8 @@
-"""The common behaviour of our SQLite files: atomic transactions, and forks that cannot hang."""
+"""SQLite connections for all databases of this package, with atomic transactions.
+
+A lock is held during every call into SQLite and while the process forks, so that a forked child
+never inherits a locked SQLite mutex.
+"""
 
 import collections
 import contextlib
@@ -108,10 +112,10 @@ class _Connection(sqlite3.Connection):
 
 
 def connect(path: str | os.PathLike[str] | Path, *, timeout_s: float) -> sqlite3.Connection:
-    """Open a connection in autocommit mode. Threads may fork while others use it.
+    """Open a connection in autocommit mode. Other threads may fork while it is in use.
 
-    A forked child must not use it. `timeout_s` is how long to wait for another process's write, and
-    how long a fork may be delayed then.
+    A forked child must not use it. `timeout_s` is how long to wait for a write of another process;
+    a fork may be delayed as long.
     """
     with _inside():
         # Who keeps a connection uses it from one thread at a time, not always from the same one.
@@ -125,7 +129,10 @@ def connect(path: str | os.PathLike[str] | Path, *, timeout_s: float) -> sqlite3
 
 
 def marks(db: sqlite3.Connection) -> tuple[int, int]:
-    """Return what a database says it is: an application's id, and a version; zeros when new."""
+    """Return the `application_id` and `user_version` of a database, both zero if it is new.
+
+    Both are read in one transaction.
+    """
     if db.in_transaction:
         return _marks(db)
     # Both of one moment: between two reads another process may make the file what it is.
@@ -146,7 +153,10 @@ def _marks(db: sqlite3.Connection) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """Run the block as one transaction, all or nothing, on a connection of `connect`."""
+    """Run the block as one transaction: commit at its end, roll back if it raises.
+
+    `db` is a connection that `connect` opened.
+    """
     # From the first statement to the last: a thread that waited for this transaction's end would
     # hold what its next statement needs.
     with _inside():

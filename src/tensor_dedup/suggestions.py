@@ -1,24 +1,27 @@
-"""Suggestions for misspelt names, and for what is not installed."""
+"""Suggestions in error messages: similar names, and how to install an optional package."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 def perhaps(name: str, names: Iterable[str]) -> str:
-    """Return the end of a sentence: `, perhaps 'a' or 'b'`, or "" if no name is similar."""
+    """Return the end of a sentence with similar names, `, perhaps 'a' or 'b'`, or "" if none is."""
     near = nearest(name, names)
     return f", perhaps {' or '.join(map(repr, near))}" if near else ""
 
 
 def install_hint(extra: str) -> str:
-    """Return what to run for an extra of this package.
+    """Return the sentence that says how to install an optional extra of this package.
 
-    The name of the package is not published: whoever registers it could run code of theirs on the
-    machine of everybody who follows a hint that names it.
+    It installs from a clone, because the package's name is not published: anyone who registered it
+    could run code on the machines of users who follow a hint with that name.
     """
     return f"in your clone of tensor-dedup, run `pip install '.[{extra}]'`"
 
 
 def nearest(name: str, names: Iterable[str], *, most: int = 3, alike: float = 0.6) -> list[str]:
-    """Return the most similar names first; `alike` is the least similarity, of 0.0 to 1.0."""
+    """Return up to `most` of the `names` that are similar to `name`, the most similar first.
+
+    `alike` is the least similarity, from 0.0 to 1.0.
+    """
     return get_close_matches(name, list(names), most, alike)

@@ -1,4 +1,4 @@
-"""A report as a text table."""
+"""Plain-text tables of load reports, and sizes as text."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ _REASONS_SHOWN: Final = 10
 
 
 def human(nbytes: int) -> str:
-    """Return a size with a unit of 1024: `512 B`, `1.5 KiB`, `3.0 GiB`."""
+    """Return a size in bytes as text, in units of 1024: `512 B`, `1.5 KiB`, `3.0 GiB`."""
     if nbytes < 1024:
         return f"{nbytes} B"
     size = float(nbytes)
@@ -45,7 +45,7 @@ def human(nbytes: int) -> str:
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """Return the table of a report (its `to_dict()`) and its totals, as plain text."""
+    """Return a load report, as its `to_dict()` gives it, as a plain-text table with totals."""
     models: list[Mapping[str, Any]] = report["models"]
     devices = [f"{name}: {reason}" for name, reason in report.get("devices", {}).items()]
     if not models:

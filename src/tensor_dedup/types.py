@@ -1,4 +1,4 @@
-"""Value types and the scheme of stored checkpoints, which every layer uses. No torch here."""
+"""Value types that the whole package uses, and the URL scheme of stored checkpoints. No torch."""
 
 from dataclasses import dataclass
 from os import PathLike
@@ -12,10 +12,10 @@ STORE_SCHEME: Final = "store://"
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor in a file of a checkpoint.
+    """The name, dtype, shape and place of a tensor in a checkpoint file.
 
-    `dtype` is a safetensors name (`BF16`, `F8_E4M3`) or `gguf:Q4_K` and so on; `start` is the
-    offset of its first byte from the beginning of the file; `nbytes` its size in the file.
+    `dtype` is a safetensors name (`BF16`, `F8_E4M3`) or a GGUF type (`gguf:Q4_K`). `start` is the
+    offset of its first byte from the beginning of the file, `nbytes` its size in the file.
     """
 
     name: str
@@ -27,7 +27,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """The properties that two source tensors share if their bytes are equal."""
+    """Identity of a tensor in a file: tensors of equal shape, dtype and bytes have equal ones."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -36,7 +36,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class ResidentKey:
-    """Identity of a tensor in memory: its dtype, geometry (in elements) and storage digest."""
+    """Identity of a tensor in memory: dtype, shape and stride in elements, digest of its bytes."""
 
     dtype: str
     shape: tuple[int, ...]

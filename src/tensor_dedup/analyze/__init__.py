@@ -1,4 +1,4 @@
-"""What checkpoints have in common, found before anything is loaded."""
+"""Finds out what checkpoints have in common, without loading them into an engine."""
 
 from tensor_dedup.analyze.analysis import Analysis, analyze
 from tensor_dedup.store.hashing import ProgressListener

@@ -1,4 +1,4 @@
-"""The numbers of `tensor-dedup analyze`."""
+"""The analysis of `tensor-dedup analyze`: what checkpoints share, and what sharing saves."""
 
 import os
 from collections import Counter, defaultdict
@@ -37,7 +37,10 @@ SCHEMA = 3
 
 @dataclass(frozen=True, slots=True)
 class PairOverlap:
-    """The overlap of two checkpoints; names are counted by multiset intersection."""
+    """The tensors that checkpoints `a` and `b` have in common; sizes in bytes.
+
+    A tensor that occurs several times in both counts as often as in the one with fewer of it.
+    """
 
     a: str
     b: str
@@ -47,7 +50,7 @@ class PairOverlap:
 
 @dataclass(frozen=True, slots=True)
 class SharedTensor:
-    """A tensor that appears more than once; `places` are (path, name)."""
+    """A tensor that occurs more than once; `places` are pairs of checkpoint path and name."""
 
     fingerprint: Fingerprint
     nbytes: int
@@ -56,12 +59,11 @@ class SharedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """What checkpoints have in common. Sizes in bytes; tensors below the minimum are left out.
+    """What checkpoints have in common. Sizes in bytes; tensors below the minimum size are left out.
 
-    `unique_bytes` counts each digest once. `contributions` and `reasons` are those of the
-    checkpoints when they are loaded in this order. `markers` are what checkpoints say they have of
-    others, checked. `bytes_hashed` is 0 when all digests were
-    remembered.
+    `unique_bytes` counts equal tensors once. `contributions` and `reasons` say what each checkpoint
+    adds when they are loaded in this order, and why. `markers` are the checked claims of
+    checkpoints to have tensors of another. `bytes_hashed` is 0 if all digests were already known.
     """
 
     checkpoints: tuple[Measured, ...]
@@ -86,16 +88,19 @@ class Analysis:
 
     @property
     def leaf_shared_bytes(self) -> int:
-        """What sharing leaves (2 MiB) saves beyond `shared_bytes`, as far as they are known."""
+        """The bytes that sharing single leaves (2 MiB) of tensors saves beyond `shared_bytes`.
+
+        Only leaves whose digests are known are counted.
+        """
         return sum(each.leaf_shared_bytes for each in self.contributions)
 
     @property
     def saving(self) -> float:
-        """The share of all bytes that loading all these checkpoints together saves, 0.0 to 1.0."""
+        """The fraction of `total_bytes` that loading all checkpoints saves, from 0.0 to 1.0."""
         return self.shared_bytes / self.total_bytes if self.total_bytes else 0.0
 
     def to_dict(self, top: int = 10) -> dict[str, Any]:
-        """Return the analysis as a JSON object; `top` limits `largest_shared`.
+        """Return the analysis as a JSON object, with at most `top` entries in `largest_shared`.
 
         docs/analyze.schema.json describes it.
         """
@@ -158,12 +163,13 @@ def analyze(
 ) -> Analysis:
     """Hash each tensor of these checkpoints once, and return what they have in common.
 
-    A path is one checkpoint: a file, a directory with its sub-folders, a name in the Hugging Face
-    cache (`ORG/NAME`, `ORG/NAME@REVISION`), or `store://NAME` or a step RUN@STEP of the store in
-    the folder `store` (by default the environment's, or the user's own), whose digests are known.
-    Tensors smaller than `min_tensor_bytes` are left out of every number. With `hints`, files whose
-    digests are remembered are not read. Symbolic links are followed within a directory, and to the
-    blobs of its own repository in a hub cache; with `follow_links`, anywhere. Safe from any thread.
+    Each path is a checkpoint: a file, a folder with its sub-folders, a name in the Hugging Face
+    cache (`ORG/NAME`, `ORG/NAME@REVISION`), or `store://NAME` or a training step `RUN@STEP` of a
+    store. `store` is the folder of that store, by default the user's own. Tensors smaller than
+    `min_tensor_bytes` are left out of every number. Files whose digests `hints` remembers, and
+    checkpoints in the store, are not read. Symbolic links are followed within a folder, and to the
+    blobs of its own repository in a Hugging Face cache; with `follow_links`, anywhere. Safe from
+    any thread.
 
     Raises:
         ConfigError: a setting is invalid.
@@ -193,9 +199,9 @@ def measure(
     progress: ProgressListener | None = None,
     follow_links: bool = False,
 ) -> tuple[list[Measured], Digests]:
-    """Return the tensors of each checkpoint with their digests, and what it took to know them.
+    """Return the tensors of each checkpoint with their digests, and how much was read and hashed.
 
-    Arguments and errors are those of `analyze`, which compares what this returns.
+    Arguments and errors are those of `analyze`, which calls this first.
     """
     _check(min_tensor_bytes, hash_algorithm)
     given = [os.fspath(path) for path in paths]
@@ -234,7 +240,10 @@ def measure(
 def compare(
     checkpoints: Sequence[Measured], bytes_read: int = 0, bytes_hashed: int = 0
 ) -> Analysis:
-    """Return the analysis of checkpoints whose digests are known. No I/O."""
+    """Return the analysis of checkpoints whose digests are known. No I/O.
+
+    `bytes_read` and `bytes_hashed` are passed on to the result.
+    """
     sizes = {t.fingerprint.digest: t.nbytes for c in checkpoints for t in c.tensors}
     added, fused = contributions(checkpoints), survives(checkpoints)
     return Analysis(

@@ -1,4 +1,4 @@
-"""Why a checkpoint needs memory of its own: what changed in it, in words."""
+"""Describes in words how a checkpoint differs from the most similar one before it."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,10 +21,11 @@ _WHOLE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Reasons:
-    """What a checkpoint has of its own, in words, beside `nearest` (None for the first one).
+    """Why a checkpoint adds bytes: `changes` in words, compared with the checkpoint `nearest`.
 
-    `full` tells that every tensor changed and none was added or resized. If that is because of a
-    full fine-tune, there may be little between the two on disk.
+    `nearest` is a position among the checkpoints, or None for the first one. `full` says that every
+    tensor changed and none was added or resized. That is a full fine-tune or an unrelated model;
+    the differences that a store keeps of a fine-tune may still be small.
     """
 
     nearest: int | None
@@ -37,7 +38,10 @@ def reasons(
     added: Sequence[Contribution],
     lost: Sequence[Sequence[LostPart]],
 ) -> list[Reasons]:
-    """Return for each checkpoint what changed compared with the nearest of those before it."""
+    """Return, for each checkpoint, how it differs from the most similar checkpoint before it.
+
+    `added` and `lost` are what `contributions` and `survives` found for each checkpoint.
+    """
     found = [Reasons(None, ())] if checkpoints else []
     for number in range(1, len(checkpoints)):
         nearest = _nearest(checkpoints[number], checkpoints[:number])
@@ -126,7 +130,7 @@ def _by_leaf(added: Contribution, there: Mapping[str, AnalyzedTensor]) -> str:
 
 
 def name_shown(path: str) -> str:
-    """Return the last part of a path, which is what a sentence calls a checkpoint."""
+    """Return the name of a checkpoint for a sentence: the last part of a path, or a whole URL."""
     return path if "://" in path else PurePath(path).name or path
 
 

@@ -16,9 +16,9 @@ _Leaf: TypeAlias = tuple[str, tuple[int, ...], int, str]
 
 @dataclass(frozen=True, slots=True)
 class LayerShare:
-    """A layer of a checkpoint: its size in bytes, and how much of it is there already.
+    """A layer of a checkpoint: its size in bytes, and how many of them are not new.
 
-    That is content of the checkpoints before, or of an earlier tensor of the same one.
+    Bytes are not new if a checkpoint before, or an earlier tensor of the same one, has them.
     """
 
     name: str
@@ -30,11 +30,11 @@ class LayerShare:
 class Contribution:
     """What a checkpoint adds to those before it.
 
-    `own` are the tensors whose bytes none of those have, each content once; `adds_bytes` is their
-    size, so that all checkpoints together add the distinct bytes. `layers` are in natural order.
-    `leaf_shared_bytes` are the leaves (2 MiB) of `own` that a load shares, so far as leaves are
-    known: of tensors of 8 MiB and more, those that one with such rows has at the same offset in a
-    checkpoint before. A store shares those of smaller ones, too.
+    `own` are the tensors with new bytes, equal ones once, and `adds_bytes` is their size. `layers`
+    are in natural order. `leaf_shared_bytes` is the size of the leaves (2 MiB) in `own` that a load
+    shares with a checkpoint before: those of tensors of 8 MiB and more, at the same offset of a
+    tensor with equal dtype and row shape. Leaves whose digests are not known are not counted. A
+    store shares leaves of smaller tensors, too.
     """
 
     own: tuple[AnalyzedTensor, ...]
@@ -47,7 +47,7 @@ class Contribution:
 
 
 def contributions(checkpoints: Sequence[Measured]) -> list[Contribution]:
-    """Return what each checkpoint adds, in this order."""
+    """Return what each checkpoint adds when they are loaded in this order."""
     held: set[str] = set()
     leaves: set[_Leaf] = set()
     found = []

@@ -30,10 +30,10 @@ ReadRange = Callable[[str, int, int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class TensorChange:
-    """A tensor that both have, with other content; `name` is the second one's name.
+    """A tensor that two checkpoints have with different bytes; `name` is that in the second one.
 
-    `numbers` is how many numbers it has and `differing` how many of them differ; both are None
-    where shape or dtype differ, or nobody has counted.
+    `numbers` is its number of elements, and `differing` how many of them differ. Both are None if
+    shape or dtype differ, or if elements were not compared.
     """
 
     name: str
@@ -51,9 +51,8 @@ class TensorChange:
 class CheckpointDiff:
     """How checkpoint `b` differs from `a`. Tensors of equal bytes are unchanged or renamed.
 
-    `renamed` are pairs of an old and a new name; `added` and `removed` have names and sizes.
-    `state_differs` tells that two training steps differ in plain values or structure, which are no
-    tensors and not counted.
+    `renamed` are pairs of an old and a new name; `added` and `removed` have names and sizes in
+    bytes. `state_differs` says that two training steps also differ in plain values or in structure.
     """
 
     a: str
@@ -103,9 +102,9 @@ def diff(
 ) -> CheckpointDiff:
     """Compare two checkpoints, each given as for `analyze`.
 
-    Tensors are equal by their bytes, dtype and shape. With `count`, those that changed and kept
-    their form are read and their numbers compared, 8 MiB of each at a time; else nothing is read
-    whose digest is known. Raises the errors of `analyze`.
+    Tensors are equal if their bytes, dtype and shape are. With `count`, changed tensors of the same
+    shape and dtype are read and compared element by element, 8 MiB at a time; otherwise no tensor
+    whose digest is known is read. Raises the errors of `analyze`.
     """
     found = analyze([a, b], hints=hints, store=store, progress=progress, follow_links=follow_links)
     one, two = found.checkpoints
@@ -186,7 +185,7 @@ def _sorted(tensors: Iterable[AnalyzedTensor]) -> _Tensors:
 
 
 def prefixes_of(old: str, new: str) -> tuple[str, str]:
-    """Return what two names begin with before the longest ending that they have in common."""
+    """Return both names without their longest common ending."""
     common = 0
     for one, two in zip(reversed(old), reversed(new), strict=False):
         if one != two:
@@ -252,7 +251,10 @@ def _counted(change: TensorChange, read_a: ReadRange, read_b: ReadRange) -> Tens
 def reading(
     path: StrPath, store: StrPath | None = None, follow_links: bool = False
 ) -> Iterator[ReadRange]:
-    """What reads a range of a tensor of this checkpoint, by its name."""
+    """Open a checkpoint and yield a function that reads a range of bytes of one of its tensors.
+
+    The function takes the tensor's name, and the start and end of the range in bytes.
+    """
     found = find(path, store)
     with ExitStack() as stack:
         if not isinstance(found, Path):

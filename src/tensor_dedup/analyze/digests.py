@@ -1,7 +1,7 @@
 """Digests of the tensors of many files: each byte is read once, through buffers of fixed size.
 
-A file that several checkpoints name (links, a path given twice) is read once. Files whose digests
-are remembered are not read at all.
+A file that several checkpoints use, by links or by equal paths, is read once. A file whose digests
+are remembered is not read at all.
 """
 
 import os
@@ -35,10 +35,10 @@ Place = tuple[int, int]  # where a tensor begins in its file, and its size, in b
 
 @dataclass
 class Digests:
-    """The digest of every requested tensor, by file and place, and the bytes read and hashed.
+    """The digests of all requested tensors by file and byte range, and the bytes read and hashed.
 
-    Of a tensor of several leaves (2 MiB) those of its leaves are there too, by their places, unless
-    only the digest of the whole was remembered.
+    For a tensor of several leaves (2 MiB) it also has the digest of each leaf's range, unless only
+    the digest of the whole tensor was remembered.
     """
 
     by_file: dict[Path, dict[Place, str]] = field(default_factory=dict)
@@ -53,15 +53,15 @@ def read_digests(
     progress: ProgressListener,
     links: Mapping[Path, LinkBoundary] = MappingProxyType({}),
 ) -> Digests:
-    """Hash the given tensors of each file, on all threads this process may use.
+    """Hash the given tensors of each file, on all CPUs that this process may use.
 
-    New digests are remembered in `hints`, and files with known digests are not read. `links` is
-    where links on the way to a file may lead. It takes 4 MiB of memory for each thread.
+    New digests are remembered in `hints`, and files whose digests it has are not read. `links` has,
+    for a file, where symbolic links to it may lead. Each thread takes 4 MiB of memory.
 
     Raises:
         ChangedFileError: a file changed meanwhile.
         CheckpointFilesError: a link now leads out of a checkpoint.
-        CheckpointNotFoundError: a file is gone.
+        CheckpointNotFoundError: a file no longer exists.
     """
     digests = Digests()
     read: dict[tuple[int, int], Path] = {}
@@ -212,10 +212,10 @@ class _File:
 
 
 def runs(specs: Sequence[TensorSpec]) -> Iterator[list[TensorSpec]]:
-    """Yield runs of neighbouring tensors that fit into one buffer; a larger tensor is alone.
+    """Yield groups of neighbouring tensors, each of which fits into one read buffer.
 
-    `specs` are in the order of their start. Small tensors are read many at a time, so a checkpoint
-    of ten thousand needs only some hundred system calls.
+    A tensor that is larger than the buffer is a group of its own. `specs` are ordered by offset.
+    Reading small tensors together saves system calls.
     """
     run: list[TensorSpec] = []
     for spec in specs:

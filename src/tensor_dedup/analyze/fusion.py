@@ -1,8 +1,8 @@
-"""How much of the sharing survives in vLLM, which fuses several tensors into one parameter.
+"""How much sharing is left in vLLM, which fuses several tensors into one parameter.
 
-A fused parameter is shared when all its parts are equal, so a changed q makes k and v private too.
-The groups are recognised by the names in checkpoints, without vLLM, so this is an estimate.
-`tensor_dedup.report()` has what a load really shared.
+A fused parameter is shared only if all its parts are equal, so a changed q_proj also makes k_proj
+and v_proj private. Which tensors vLLM fuses is guessed from their names, without vLLM, so this is
+an estimate. `tensor_dedup.report()` says what a load really shared.
 """
 
 import re
@@ -44,9 +44,10 @@ _MODULE = re.compile(r"^(.*\.)?(\w+)\.(\w+)$")
 
 @dataclass(frozen=True, slots=True)
 class Final:
-    """A parameter as vLLM holds it. `suffix` is the fused module, or "" for a single tensor.
+    """A parameter as vLLM holds it; `suffix` is the fused module, or "" for a single tensor.
 
-    `complete` tells whether every part is large enough to be shared.
+    `parts` are the tensors of the checkpoint that it consists of. `complete` says that all of them
+    are large enough to be shared.
     """
 
     name: str
@@ -64,16 +65,18 @@ class Final:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """What those have in common whose equal parts lie at equal offsets."""
+        """A key that is equal for parameters whose parts lie at equal offsets."""
         return self.suffix, *((part.shape, part.dtype) for part in self.parts)
 
 
 @dataclass(slots=True)
 class FusedGroup:
-    """All fused parameters of one kind: their count, the shared ones, and the lost shared parts.
+    """Counts for all fused parameters of one kind, such as `qkv_proj`, in all checkpoints.
 
-    `followers` counts those of all checkpoints but the first that has any: only they could find
-    another one in memory, so of two equal checkpoints all followers are shared.
+    `fused` is their number and `shared` how many are shared. `followers` leaves out those of the
+    first checkpoint that has any, because they cannot be shared with an earlier one. `broken` are
+    private parameters with parts that an unfused load would share; `lost_bytes` is the size of
+    those parts.
     """
 
     suffix: str
@@ -86,9 +89,10 @@ class FusedGroup:
 
 @dataclass(frozen=True, slots=True)
 class LostPart:
-    """A tensor that is in memory, but within another fused parameter; `suffix` is its own one.
+    """A tensor that is in memory already, but cannot be shared because its fused parameter differs.
 
-    `by_leaf`: vLLM has it in common with that one all the same, where its weights are plain.
+    `suffix` is the kind of that parameter, "" for none. `by_leaf` says that vLLM shares it in
+    leaves nevertheless, if its weights are plain.
     """
 
     tensor: AnalyzedTensor
@@ -98,12 +102,12 @@ class LostPart:
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """The sharing in vLLM when these checkpoints are loaded in this order.
+    """What vLLM shares when these checkpoints are loaded in this order.
 
-    `shared_bytes` counts final tensors that were in memory already; `lost_bytes` sources that
-    were, but whose fused parameter is another one, and `lost` has them for each checkpoint;
-    `broken` is how many such parameters. `leaf_shared_bytes` is what of `lost_bytes` plain weights
-    share by leaf.
+    `tensors` counts parameters after fusing; `shared_tensors` and `shared_bytes` those that are in
+    memory already. `lost` has, for each checkpoint, the tensors whose sharing is lost by fusing,
+    `lost_bytes` is their size, and `broken` the number of parameters concerned. `leaf_shared_bytes`
+    is the part of `lost_bytes` that is shared in leaves if weights are plain.
     """
 
     tensors: int
@@ -126,7 +130,7 @@ class Fused:
 
 
 def fuse(checkpoint: Measured) -> list[Final]:
-    """Return the final parameters of one checkpoint."""
+    """Return the parameters that vLLM makes of a checkpoint's tensors, as guessed from names."""
     members: defaultdict[tuple[str, str], list[AnalyzedTensor]] = defaultdict(list)
     for tensor in checkpoint.tensors:
         members[_target(tensor.name)].append(tensor)
@@ -147,7 +151,7 @@ def fuse(checkpoint: Measured) -> list[Final]:
 
 
 def survives(checkpoints: Sequence[Measured]) -> Fused:
-    """Return how much of the sharing between these checkpoints is left after fusing."""
+    """Return what vLLM shares when these checkpoints are loaded in this order."""
     finals_held, sources_held = Residents(), Residents()
     groups: dict[str, FusedGroup] = {}
     total = shared_tensors = shared_bytes = 0

@@ -1,4 +1,7 @@
-"""What checkpoints say they have of each other, checked; and the markers that say it."""
+"""Checks the markers of checkpoints, and writes markers.
+
+In a marker a checkpoint claims that some of its tensors are those of another, its base.
+"""
 
 import os
 import shutil
@@ -17,10 +20,11 @@ from tensor_dedup.types import STORE_SCHEME
 
 @dataclass(frozen=True, slots=True)
 class CheckedMarker:
-    """A marker of the checkpoint `path`: of its `tensors`, `wrong` are not the base's.
+    """The result of checking a marker of the checkpoint `path`.
 
-    `found` is the checkpoint, among those compared, whose content is the base's, or None: then
-    nothing was checked and `wrong` is empty.
+    `tensors` is the number of tensors that the marker names, and `wrong` are the names of those
+    that differ from the base's. `found` is the path of the base among the compared checkpoints, or
+    None; then nothing was checked and `wrong` is empty.
     """
 
     path: str
@@ -31,7 +35,7 @@ class CheckedMarker:
     wrong: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
+        """Return the fields as a JSON object."""
         return {
             "path": self.path,
             "base": self.base,
@@ -43,7 +47,7 @@ class CheckedMarker:
 
 
 def check_markers(checkpoints: Sequence[Measured]) -> list[CheckedMarker]:
-    """Compare what the markers of these checkpoints say with digests. No I/O."""
+    """Compare the claims in the markers of these checkpoints with digests. No I/O."""
     if not any(checkpoint.markers for checkpoint in checkpoints):
         return []
     held = {_content(checkpoint): checkpoint for checkpoint in reversed(checkpoints)}
@@ -76,15 +80,15 @@ def _content(checkpoint: Measured) -> str:
 
 
 def write_markers(checkpoints: Sequence[Measured], target: Path) -> list[Path]:
-    """Write, for each checkpoint but the first, what it has of the first one.
+    """Write markers that say which tensors the later checkpoints have of the first one, their base.
 
-    The new folder `target` gets a folder for each of them, in order (`1-NAME`, …), with the sidecar
-    `shared_from.json` and a section for the model card, `README.md`. No checkpoint is touched.
-    Returns the folders; one that has nothing of the base gets none.
+    In the new folder `target`, each checkpoint that shares tensors with the base gets a folder
+    (`1-NAME`, ...) with a file `shared_from.json` and a section for its model card, `README.md`.
+    The checkpoints themselves are not changed. Returns the folders of the checkpoints.
 
     Raises:
         ConfigError: there is only one checkpoint, some tensors were left out of the analysis, or
-            the folder is there already.
+            the folder exists already.
     """
     base, *others = checkpoints
     if not others:

@@ -1,4 +1,4 @@
-"""The picture of an analysis: one row a checkpoint, one cell a layer, from private to shared."""
+"""A chart of an analysis: rows for checkpoints, cells for layers, from private to shared."""
 
 import re
 from collections import Counter
@@ -15,9 +15,9 @@ _HEAD = re.compile(r"head|output|score|classif|logits")
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Layers of one checkpoint that are drawn as one: their tensors, and which of them it shares.
+    """A cell of the chart: one or more layers of a checkpoint, and which tensors it shares.
 
-    A checkpoint shares with those before it, the first one with those after it.
+    A checkpoint shares with those before it; the first one shares with those after it.
     """
 
     tensors: tuple[AnalyzedTensor, ...]
@@ -34,19 +34,19 @@ class Cell:
 
     @property
     def percent(self) -> int:
-        """The share in percent; 0 and 100 only where nothing and everything is shared."""
+        """How much is shared, in percent; 0 only if nothing is, 100 only if everything is."""
         return percent(self.shared_bytes, self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Neighbouring columns under one title; each column is the layers that one cell stands for."""
+    """Neighbouring columns of the chart under one title; each column is a tuple of layer names."""
 
     title: str
     columns: tuple[tuple[str, ...], ...]
 
     def grouped(self, size: int) -> "Section":
-        """Return the section with `size` neighbouring columns in each."""
+        """Return the section with each `size` neighbouring columns joined into one."""
         flat = range(0, len(self.columns), size)
         joined = (sum(self.columns[start : start + size], ()) for start in flat)
         return replace(self, columns=tuple(joined))
@@ -54,21 +54,24 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """Sections from left to right, and for each checkpoint a cell for each of their columns."""
+    """The chart: its sections from left to right, and `rows[checkpoint][section][column]` cells."""
 
     sections: tuple[Section, ...]
     rows: tuple[tuple[tuple[Cell, ...], ...], ...]
 
 
 def percent(part: int, whole: int) -> int:
-    """Return a share in percent, 0 and 100 only where it is nothing and everything."""
+    """Return a share in percent: 0 only if `part` is 0, 100 only if it is the whole."""
     if not whole or part == whole:
         return 100 if part else 0
     return min(99, max(1, round(100 * part / whole))) if part else 0
 
 
 def sections(checkpoints: Sequence[Measured]) -> list[Section]:
-    """Return the columns for the layers of these checkpoints, one a layer."""
+    """Return the columns of the chart for these checkpoints, grouped into titled sections.
+
+    Each numbered block has a column. Embeddings share one, as do layers outside of blocks.
+    """
     names = dict.fromkeys(_column(t.name) for c in checkpoints for t in c.tensors)
     components = dict.fromkeys(name.rpartition("/")[0] for name in names)
     if len(components) > 1:  # of a pipeline
@@ -98,7 +101,7 @@ def sections(checkpoints: Sequence[Measured]) -> list[Section]:
 
 
 def draw(checkpoints: Sequence[Measured], columns: Sequence[Section]) -> Picture:
-    """Return the cells of these checkpoints in these columns."""
+    """Return the chart of these checkpoints, with the given columns."""
     later = {t.fingerprint.digest for c in checkpoints[1:] for t in c.tensors}
     before: set[str] = set()
     rows = []

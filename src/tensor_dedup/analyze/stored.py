@@ -1,4 +1,4 @@
-"""Checkpoints of a store: their digests are in the manifests, so nothing is read or hashed."""
+"""Finds checkpoints and measures those in a store, whose manifests have all digests."""
 
 import os
 import re
@@ -25,14 +25,14 @@ _LONG = re.compile(r".+@[0-9a-f]{40}")
 
 
 def find(path: StrPath, store: StrPath | None = None) -> Path | str:
-    """Return where a checkpoint is: a path, or `store://NAME`.
+    """Return the path of a checkpoint, or `store://NAME` if it is in a store.
 
-    What is given is `store://NAME`; a file or folder; a name in the Hugging Face cache (`locate`);
-    or the name of a checkpoint or a training step RUN@STEP of the store in the folder `store`. The
-    first of these that is there counts, and a path is returned where nothing is.
+    `path` may be `store://NAME`, a file or folder, a name in the Hugging Face cache, or the name of
+    a checkpoint or of a training step `RUN@STEP` in the store in the folder `store`. They are tried
+    in this order. If nothing is found, `path` is returned unchanged.
 
     Raises:
-        NoSuchPathError: the cache has other revisions of that name.
+        NoSuchPathError: the cache has the repository, but not this revision.
     """
     given = os.fspath(path)
     if given.startswith(STORE_SCHEME):
@@ -49,10 +49,10 @@ def find(path: StrPath, store: StrPath | None = None) -> Path | str:
 
 
 def full_name(store: LocalStore, given: str) -> str:
-    """Return the name of the stored checkpoint `NAME` or `store://NAME`.
+    """Return the name in the store that `NAME` or `store://NAME` means.
 
-    Of ORG/NAME@REVISION the beginning of the revision is enough, where it is that of one only; a
-    name that the store does not have is returned as it is.
+    The revision in ORG/NAME@REVISION may be shortened if it is unambiguous. A name that the store
+    does not have is returned without the scheme.
     """
     name = given.removeprefix(STORE_SCHEME)
     if _SHORT.fullmatch(name) is None:
@@ -64,10 +64,10 @@ def full_name(store: LocalStore, given: str) -> str:
 
 @contextmanager
 def pull_suggested(name: str) -> Iterator[None]:
-    """Let an error about `NAME` or `store://NAME`, which is not here, say how to pull it.
+    """Add the command that pulls the checkpoint `name` to an error that the store does not have it.
 
-    For what looks at checkpoints and loads none: it pulls nothing, and asks no remote. Where no
-    remote is configured the error stays as it is.
+    For commands that look at checkpoints without pulling them. No remote is contacted; if none is
+    configured, the error is unchanged.
     """
     try:
         yield
@@ -92,7 +92,7 @@ def pull_suggested(name: str) -> Iterator[None]:
 
 
 def looks_like_step(path: str) -> bool:
-    """Return whether a checkpoint is called as a step of a training: RUN@STEP."""
+    """Return whether a name has the form of a training step, RUN@STEP."""
     return _STEP.fullmatch(path.removeprefix(STORE_SCHEME)) is not None
 
 
@@ -105,7 +105,9 @@ def _is_stored(name: str, store: StrPath | None) -> bool:
 
 
 def measure_stored(path: str, shown: str, store: LocalStore, min_tensor_bytes: int) -> Measured:
-    """Return the checkpoint `store://NAME`, from its manifest; `shown` is what it was called.
+    """Return the tensors and digests of a checkpoint in the store, from its manifest.
+
+    `path` is its name, with or without `store://`; the result is called `shown`.
 
     Raises:
         StoreError: the checkpoint is missing or damaged.
@@ -133,10 +135,11 @@ def _leaves(checkpoint: StoredCheckpoint, tensor: StoredTensor) -> tuple[str, ..
 
 
 def open_store(store: StrPath | None, algorithm: str) -> LocalStore:
-    """Open the store that `store://` refers to.
+    """Open an existing store to read digests, by default the user's own.
 
     Raises:
-        ConfigError: digests of an algorithm other than the store's are requested.
+        ConfigError: `algorithm` is not "blake3", the only one in a store.
+        StoreError: there is no store.
     """
     if algorithm != "blake3":
         raise ConfigError(

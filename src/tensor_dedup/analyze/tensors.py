@@ -1,4 +1,4 @@
-"""The vocabulary of this package: a tensor of a checkpoint with its identity, and sets of them."""
+"""The data that this package works on: checkpoints, and their tensors with digests."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -13,9 +13,10 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True, slots=True)
 class AnalyzedTensor:
-    """One named tensor of a checkpoint; `nbytes` is its size in the file.
+    """A tensor of a checkpoint with its fingerprint; `nbytes` is its size in the file.
 
-    `leaves` has the digests of its leaves (2 MiB) where it has several and they are known.
+    `leaves` are the digests of its leaves (2 MiB each), or empty if it has only one or they are not
+    known.
     """
 
     name: str
@@ -34,9 +35,10 @@ class AnalyzedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One checkpoint: `tensors` are those large enough to count, `small` the others.
+    """A checkpoint whose digests are known.
 
-    `markers` are what it says it has of others.
+    `tensors` are those of the minimum size or more, `small` the names of smaller ones. `markers`
+    are its claims to have tensors of another checkpoint.
     """
 
     path: str
@@ -50,16 +52,17 @@ class Measured:
 
 
 class Residents:
-    """The tensors in memory after loading in order, where a model never shares with itself.
+    """Counts the tensors in memory while checkpoints are loaded one after another.
 
-    Equal tensors of one model stay separate: the n-th one shares with the n-th of another model.
+    Equal tensors of one model stay separate in memory; the n-th of them is shared with the n-th of
+    another model.
     """
 
     def __init__(self) -> None:
         self._held: Counter[object] = Counter()
 
     def take(self, wanted: Iterable[Key]) -> Counter[Key]:
-        """Return how many of each key are in memory already; then add all of `wanted`."""
+        """Add a model's tensors, and return how many of each key were in memory before."""
         counts = Counter(wanted)
         found = Counter({key: min(n, self._held[key]) for key, n in counts.items()})
         for key, n in counts.items():

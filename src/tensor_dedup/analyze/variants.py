@@ -1,4 +1,4 @@
-"""What N variants of a model cost in memory: as they are, quantised, on a frozen base, shared.
+"""The memory that N variants of a model take: as they are, quantised, on a frozen base, shared.
 
 The table is that of "Tensor Deduplication for Multi-Model Inference" (section Frozen Base
 Substitution), with the user's own checkpoints in place of a model of 7B.
@@ -27,10 +27,10 @@ _NUMBERS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to keep the variants in memory, and how many bytes of weights it takes.
+    """A row of the table: a way to keep the variants in memory, and its bytes of weights.
 
-    `measured` tells whether that follows from the bytes of these checkpoints; otherwise it follows
-    from shapes, or from the article's assumption. `answers` says what becomes of the outputs.
+    `measured` says that the size follows from the bytes of these checkpoints; otherwise it follows
+    from their shapes, or from the article's assumption. `answers` says how the outputs change.
     """
 
     approach: str
@@ -39,7 +39,7 @@ class Variant:
     answers: str
 
     def to_dict(self) -> dict[str, object]:
-        """Return it as a JSON object."""
+        """Return the row as a JSON object."""
         return {
             "approach": self.approach,
             "bytes": self.nbytes,
@@ -49,12 +49,12 @@ class Variant:
 
 
 def variants(checkpoints: Sequence[Measured], count: int) -> list[Variant]:
-    """Return the rows for `count` variants of which these checkpoints are examples. No I/O.
+    """Return the rows of the table for `count` variants, with these checkpoints as examples.
 
-    The first checkpoint is the base, the others are variants, whose average stands for each of the
-    `count`; a base alone stands for its variants, too, and nothing is known of what they share.
-    Quantised sizes count every matrix of numbers, FP8 and int8 and embeddings included, and are
-    therefore the least that such formats take. What is packed already counts as it is.
+    The first checkpoint is the base, and the average of the others stands for each of the variants.
+    If there is only a base, it stands for its variants, and the row about sharing is left out.
+    Quantised sizes are lower bounds, because all matrices are counted as quantised, embeddings
+    included. Packed weights count at their present size. No I/O.
 
     Raises:
         ConfigError: `count` is below 1.

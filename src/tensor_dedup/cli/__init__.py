@@ -1,11 +1,11 @@
 """The command line `tensor-dedup VERB [OPTIONS]`.
 
-The module of a verb is imported only when the verb is called, so that `--help` stays quick and no
-verb pays for another's libraries.
+A verb's module is imported only when the verb is called, so that `--help` is quick and no verb
+loads libraries that only others need.
 
-A failure leaves one line on stderr and an exit status, and nothing on stdout, so a reader of the
-document of `--json` never takes an error for a result. Verbs that look for damage print what they
-found, with status 1 where there is some.
+A failure prints one line on stderr, sets the exit status, and prints nothing on stdout, so that a
+program which reads the output of `--json` never takes an error for a result. Verbs that look for
+damage print what they found, with status 1 if there is damage.
 """
 
 import importlib
@@ -116,25 +116,28 @@ _COMMANDS: Mapping[str, str] = {
 
 
 class Failure(click.ClickException):
-    """Something is wrong with the data: click prints one line on stderr and exits with status 1."""
+    """Data, such as a file or a store, is wrong or damaged: one line on stderr, exit status 1."""
 
     exit_code = WRONG_DATA
 
 
 class WrongUse(Failure):
-    """Another command line would do: exit status 2."""
+    """The command line is wrong, or another one is needed: exit status 2."""
 
     exit_code = WRONG_USE
 
 
 def check_suffix(path: Path | None, *suffixes: str) -> None:
-    """Raise WrongUse if a file that is to be written is not called so: it may be an input."""
+    """Raise WrongUse unless the name of an output file ends in one of `suffixes`.
+
+    This protects input files that are named by mistake. None is accepted.
+    """
     if path is not None and path.suffix not in suffixes:
         raise WrongUse(f"{path} does not end in {suffixes[0]}; name a file that does")
 
 
 class NobodyThere(Failure):
-    """There is no manager or remote to talk to: exit status 3."""
+    """No memory manager or remote answers: exit status 3."""
 
     exit_code = NOBODY_THERE
 
@@ -150,7 +153,7 @@ _FAILURES: Final = {each.exit_code: each for each in (Failure, WrongUse, NobodyT
 
 @contextmanager
 def data_errors() -> Iterator[None]:
-    """Turn a verb's errors about data, settings or files into an exit status."""
+    """Turn errors of this package and of the file system into a Failure with its exit status."""
     try:
         yield
     except TensorDedupError as error:
@@ -169,22 +172,26 @@ def data_errors() -> Iterator[None]:
 
 
 def remember_given(context: click.Context, parameter: click.Parameter, value: _Value) -> _Value:
-    """The `callback` of `--store` and of URL: hints repeat what was given."""
+    """Remember the value of `--store` or URL, so that hints in messages can repeat it.
+
+    This is a click `callback`; it returns `value` unchanged.
+    """
     context.meta[f"{_GIVEN}{parameter.name}"] = value
     return value
 
 
 def given(name: str) -> str | None:
-    """Return the `store` or the `url` of the command line, or None."""
+    """Return the value of `name`, "store" or "url", that the command line gave, or None."""
     context = click.get_current_context(silent=True)
     found = None if context is None else context.meta.get(_GIVEN + name)
     return found if isinstance(found, str) else None
 
 
 def repeating_given(text: str, path: object = None) -> str:
-    """Return a text whose commands in backquotes have the store and the URL of this command line.
+    """Add the store and the URL of this command line to the commands in backquotes in `text`.
 
-    `path` is what the text is about: what is outside the store may be in that which has the URL.
+    If `path` is outside the given store, `text` is taken to be about the URL, and the store is not
+    added.
     """
     store, url = given("store"), given("url")
     if store and url and path is not None and not PurePath(str(path)).is_relative_to(store):
@@ -206,14 +213,14 @@ def _one_line(error: Exception) -> str:
 
 
 def visible(name: str) -> str:
-    """Return the text with what is invisible (escapes, controls, direction marks) escaped."""
+    """Return the text with unprintable characters escaped: controls, escapes, direction marks."""
     if name.isprintable():
         return name
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
 
 
 def printable(name: str) -> str:
-    """Return `visible` text for stdout: what that has no characters for is escaped, too."""
+    """Return the text with characters escaped that are unprintable or not in stdout's encoding."""
     name = visible(name)
     if name.isascii():
         return name
@@ -245,12 +252,15 @@ class _Context(click.Context):
 
 
 class Verbs(click.Group):
-    """A group that lists each verb with a whole sentence, and suggests similar verbs."""
+    """A click group whose help has a whole sentence for each verb.
+
+    For an unknown verb it suggests a similar one.
+    """
 
     context_class = _Context
 
     def sentence(self, ctx: click.Context, verb: str) -> str:
-        """Return the help's sentence about a verb."""
+        """Return the sentence about a verb in the help of the group."""
         command = self.get_command(ctx, verb)
         return command.get_short_help_str(_WHOLE) if command is not None else ""
 
@@ -286,7 +296,7 @@ def _use_what_streams_can_show() -> None:
 
 
 class Program(Verbs):
-    """A group that turns errors, and Ctrl-C, into one line and an exit status."""
+    """A click group that ends with one line and an exit status on errors and on Ctrl-C."""
 
     def invoke(self, ctx: click.Context) -> object:
         _use_what_streams_can_show()
@@ -310,7 +320,7 @@ class Program(Verbs):
 
 
 class VerbGroup(Program):
-    """A group with a line for each verb, which imports the module of the one that is called."""
+    """The group of all verbs, which imports the module of a verb only when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(VERBS)
@@ -323,7 +333,7 @@ class VerbGroup(Program):
         return command if isinstance(command, click.Command) else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the verbs in groups."""
+        """Write the verbs to the help text, in groups with titles."""
         *_, last = GROUPS
         grouped = {verb for group in GROUPS.values() for verb in group}
         for title, group in GROUPS.items():

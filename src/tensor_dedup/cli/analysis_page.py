@@ -1,8 +1,8 @@
-"""An analysis as a page: one file of HTML that loads nothing and runs no script.
+"""An analysis as an HTML page: one file that needs no network and runs no script.
 
-Colours follow the reader's light or dark scheme; each of them also has its number, so that none is
-needed to understand the page. The tensors of a layer are in popovers, which a browser opens and
-closes by keyboard as by mouse.
+Colours follow the reader's light or dark scheme. Each cell also shows its number, so the page can
+be read without colours. The tensors of a layer are in popovers, which open and close by keyboard as
+by mouse.
 """
 
 import re
@@ -100,7 +100,7 @@ _BODY = """\
 
 
 def write_page(path: Path, analysis: Analysis, labels: Sequence[str]) -> None:
-    """Write the page; `labels` are what it calls the checkpoints.
+    """Write the page to `path`; `labels` are the names of the checkpoints on it.
 
     Raises:
         OSError: it cannot be written.
@@ -109,7 +109,7 @@ def write_page(path: Path, analysis: Analysis, labels: Sequence[str]) -> None:
 
 
 def page(analysis: Analysis, labels: Sequence[str]) -> str:
-    """Return the page as text."""
+    """Return the page as HTML; `labels` are the names of the checkpoints on it."""
     columns = sections(analysis.checkpoints)
     count = sum(len(section.columns) for section in columns)
     columns = [section.grouped(-(-count // _COLUMNS)) for section in columns]

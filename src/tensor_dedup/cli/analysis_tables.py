@@ -1,4 +1,4 @@
-"""The tables of an analysis: what `analyze --details` says beside the summary."""
+"""The detailed tables of an analysis, which `analyze --details` prints below the summary."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,10 @@ _BLOCK = re.compile(r"(.*\.)?(\d+)")
 
 
 def show_tables(analysis: Analysis, labels: Sequence[str], console: Console, top: int) -> None:
-    """Print tables of the checkpoints, pairs, tensors and layers, the largest `top` of them."""
+    """Print tables of checkpoints, pairs, tensors and layers; tensors and layers up to `top`.
+
+    `labels` are the names of the checkpoints in them.
+    """
     labels = [f"{number} {label}" for number, label in enumerate(labels, 1)]
     tables = [_checkpoint_table(analysis, labels)]
     if len(labels) > 1:

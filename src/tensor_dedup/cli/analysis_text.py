@@ -1,4 +1,4 @@
-"""An analysis for people: one screen, one row a checkpoint, in the order of loading."""
+"""The summary of an analysis: one screen of text, with a row for each checkpoint."""
 
 import re
 from collections.abc import Sequence
@@ -46,9 +46,10 @@ class _Row:
 def show_summary(
     analysis: Analysis, labels: Sequence[str], console: Console, *, whole: bool = False
 ) -> None:
-    """Print what checkpoints cost together, what each adds and why, and what to do next.
+    """Print what the checkpoints take together, what each adds and why, and what to do next.
 
-    It takes the width of the console, and no more than one screen of it unless `whole`.
+    `labels` are the names of the checkpoints. The text fits the console's width, and one screen
+    unless `whole` is True.
     """
     endless = console.width >= _ENDLESS
     labels = [printable(label) for label in labels]

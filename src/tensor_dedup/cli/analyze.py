@@ -137,7 +137,10 @@ def command(
 def show_analysis(
     analysis: Analysis, console: Console, top: int = 10, *, details: bool = False
 ) -> None:
-    """Print an analysis for people: one screen, and with `details` all tables below it."""
+    """Print an analysis as text: one screen, and all tables if `details` is True.
+
+    `top` limits the rows of a table.
+    """
     analysis, left_out = _of_tensors(analysis)
     labels = _labels([checkpoint.path for checkpoint in analysis.checkpoints])
     show_summary(analysis, labels, console, whole=details)

@@ -1,4 +1,4 @@
-"""`tensor-dedup completion`: what makes a shell complete verbs, options and names."""
+"""`tensor-dedup completion`: scripts with which shells complete verbs, options and names."""
 
 import click
 from click.shell_completion import get_completion_class

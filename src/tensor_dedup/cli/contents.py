@@ -50,10 +50,10 @@ def du(
 ) -> None:
     """Show the disk space of each checkpoint and each run, and what deleting it frees.
 
-    NAME selects one of them, or a step RUN@STEP. `alone` is the space that nothing else needs, and
-    `shared` what others need too: that counts in each of their rows, and once in the sums.
-    `gives back` is what deleting it frees: whole files, so small tensors stay while others in the
-    same container are needed. The exit status is 1 if any of it cannot be read.
+    NAME selects one of them, or a step RUN@STEP. `alone` is the space that nothing else needs.
+    `shared` is the space that others need too; it counts in each of their rows, and once in the
+    sums. `gives back` is what deleting it frees: whole files, so small tensors stay while others in
+    the same container are needed. The exit status is 1 if any of it cannot be read.
 
     NAME can also be a file, a folder or a name in your Hugging Face cache. Then `shared` is what
     the store already holds of it, and `new` what importing it would add.
@@ -198,7 +198,7 @@ def _by_holder(found: Sequence[TensorPlace]) -> list[tuple[str, TensorPlace]]:
 
 
 def is_terminal() -> bool:
-    """Whether a person would be shown what is written to stdout."""
+    """Return whether stdout is a terminal."""
     return sys.stdout.isatty()
 
 

@@ -61,7 +61,11 @@ print("\\n" + json.dumps({"seams": len(seams), "mismatches": found}))
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found: `ok`; a `note`; `no`, where something is not shared; `damaged`, the store."""
+    """A result of a check about the subject `about`; `what` describes it.
+
+    `verdict` is "ok", "note" for information, "no" if something cannot be shared, or "damaged" for
+    the store.
+    """
 
     about: str
     verdict: Verdict

@@ -1,4 +1,4 @@
-"""The verbs of a memory manager that runs: status, top, pin, unpin, evict, stop."""
+"""The verbs that talk to a running memory manager: status, top, pin, unpin, evict, stop."""
 
 import errno
 import os
@@ -42,12 +42,15 @@ _Verb = TypeVar("_Verb", bound=Callable[..., Any])
 
 
 def socket_option(verb: _Verb) -> _Verb:
-    """`--socket PATH`, as `socket`; None means the environment's or the user's own."""
+    """Add the option `--socket PATH` to a verb, which gets it as `socket`; None by default."""
     return _socket_option(verb, None)
 
 
 def place_options(verb: _Verb) -> _Verb:
-    """`--socket PATH` and `--device UUID`: as `socket`, the one of that GPU's manager."""
+    """Add `--socket PATH` and `--device UUID` to a verb, which gets a `socket` from them.
+
+    With `--device`, it is the socket of the manager for that GPU.
+    """
     device = click.option(
         "--device",
         metavar="UUID",
@@ -84,17 +87,20 @@ def _beside(context: click.Context, _parameter: click.Parameter, value: str | No
 
 
 def on_device(admin: Admin) -> DeviceUse | NotAvailable | None:
-    """What NVML says of the GPU whose memory a manager lends; None for the machine's memory."""
+    """Return what NVML reports about the GPU whose memory a manager lends; None for host memory."""
     return use_of(admin.device) if admin.device else None
 
 
 def document(overview: Overview, use: DeviceUse | NotAvailable | None) -> dict[str, Any]:
-    """All of it as JSON can hold it; `device` for a GPU's manager only."""
+    """Return an overview of a manager as a JSON object, with `device` for a GPU's manager only."""
     return overview.to_dict() | ({} if use is None else {"device": use.to_dict()})
 
 
 def numbers(overview: Overview, use: DeviceUse | NotAvailable | None = None) -> Table:
-    """The totals, one a line."""
+    """Return a table with the manager's totals, one in each row.
+
+    `use` is what NVML reports about its GPU, None for a manager of host memory.
+    """
     t = overview.totals
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
@@ -149,9 +155,10 @@ def _processes(overview: Overview) -> str:
 def clients(
     out: Console, overview: Overview, use: DeviceUse | NotAvailable | None = None
 ) -> tuple[Table, str]:
-    """Which process holds what; with NVML, what each has of the GPU in all.
+    """Return a table of client processes and their leases, and a line about left-out columns.
 
-    What several connections of a process lease counts for each of them.
+    The leases of all connections of a process are added up. With NVML, a column shows each
+    process's use of the GPU.
     """
     of_pid: dict[int, list[ClientRow]] = {}
     for row in overview.clients:
@@ -184,7 +191,10 @@ def _of_process(use: DeviceUse, pid: int) -> str:
 
 
 def checkpoints(out: Console, overview: Overview) -> tuple[Table, str]:
-    """Bytes by checkpoint; a tensor that several share counts for each."""
+    """Return a table of the bytes of each checkpoint, and a line about left-out columns.
+
+    A tensor that several checkpoints share counts for each of them.
+    """
     rows = overview.checkpoints
     columns = {
         "tensors": [str(row.residents) for row in rows],
@@ -196,7 +206,10 @@ def checkpoints(out: Console, overview: Overview) -> tuple[Table, str]:
 
 
 def builds(out: Console, overview: Overview) -> tuple[Table, str]:
-    """Puts under way."""
+    """Return a table of the puts in progress, and a line about left-out columns.
+
+    In a put, a client adds tensors to the manager.
+    """
     rows = overview.builds
     columns = {
         "pid": [str(row.pid) for row in rows],
@@ -220,21 +233,25 @@ _SHOWN: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class HeldName:
-    """What a name means to a manager: is anything of it in memory, and is it pinned?"""
+    """Whether a manager holds anything of a name (`here`), and whether the name is pinned."""
 
     here: bool
     pinned: bool
 
 
 def name_of(admin: Admin, given: str) -> str:
-    """What the manager calls it: this very name, or else that of the path it is from here."""
+    """Return the name under which the manager knows a checkpoint or digest.
+
+    It is `given` if the manager holds or has pinned that name, otherwise the name of the path
+    `given`.
+    """
     name = printed(given)
     held = look_up(admin, name)
     return name if held.here or held.pinned else checkpoint_name(given)
 
 
 def look_up(admin: Admin, name: str) -> HeldName:
-    """What the manager has of a checkpoint's name or of a digest."""
+    """Return what a manager holds of the checkpoint or digest `name`, and whether it is pinned."""
     pinned = name in admin.totals().pins
     if _DIGEST_NAME.fullmatch(name):
         here = any(row.digest == name for row in admin.overview().residents)
@@ -244,7 +261,10 @@ def look_up(admin: Admin, name: str) -> HeldName:
 
 
 def not_held_error(admin: Admin, name: str, advice: str = "") -> WrongUse:
-    """Nothing of that name is here: what is, the nearest names first."""
+    """Return the error that the manager holds nothing of `name`, with the most similar names.
+
+    `advice` ends its message.
+    """
     offer = _offer(admin, name)
     more = f"{' ' if offer.endswith('?') else '; '}{advice}" if advice else ""
     return WrongUse(f"nothing of {name!r} is in the memory manager; {offer}{more}")

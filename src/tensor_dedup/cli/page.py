@@ -1,4 +1,4 @@
-"""What verbs that write a page of HTML have in common: their option, and the head of the page."""
+"""The option `--html`, and the head of HTML pages, which several verbs use."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,10 @@ HEAD: Final = """<!doctype html>
 
 
 def html_option(what: str) -> Callable[[_Verb], _Verb]:
-    """`--html FILE`, as `page`; `what` is what the page shows."""
+    """Return a decorator that adds the option `--html FILE` to a verb, which gets it as `page`.
+
+    `what` says in the help text what the page shows.
+    """
     return click.option(
         "--html",
         "page",

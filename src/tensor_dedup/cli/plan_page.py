@@ -1,4 +1,4 @@
-"""A plan as a page: one file of HTML that loads nothing and runs no script."""
+"""A placement plan as an HTML page: one file that needs no network and runs no script."""
 
 from html import escape
 from pathlib import Path
@@ -50,7 +50,7 @@ there already. Hatched: room of its engine.</p>
 
 
 def write_page(path: Path, found: FleetPlan) -> None:
-    """Write the page.
+    """Write the page about a plan to `path`.
 
     Raises:
         OSError: it cannot be written.
@@ -59,7 +59,7 @@ def write_page(path: Path, found: FleetPlan) -> None:
 
 
 def page(found: FleetPlan) -> str:
-    """Return the page as text."""
+    """Return the page about a plan as HTML."""
     busy = [node for node in found.nodes if node.models]
     replicas = sum(len(node.models) for node in busy)
     headline = (

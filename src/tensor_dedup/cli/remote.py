@@ -1,4 +1,4 @@
-"""`tensor-dedup push`, `pull` and `remote`: checkpoints in object storage and in other folders."""
+"""`tensor-dedup push`, `pull` and `remote`: checkpoints in object storage or in other stores."""
 
 import math
 import os
@@ -207,7 +207,7 @@ def _opened(url: str) -> Remote:
 def list_(ctx: click.Context, url: str, as_json: bool) -> None:
     """List the checkpoints of a remote, and each training run with its number of steps.
 
-    One that cannot be read, or was found damaged or lost, makes the exit status 1.
+    The exit status is 1 if a checkpoint cannot be read, or was found damaged or lost.
     """
     remote = _opened(url)
     found = remote.checkpoints()
@@ -339,7 +339,7 @@ def _show_run(remote: Remote, name: str, steps: Sequence[str], as_json: bool) ->
 def du(ctx: click.Context, url: str, as_json: bool) -> None:
     """Show the space that a remote takes, and what each checkpoint or run alone needs.
 
-    One that cannot be read, or was found damaged or lost, makes the exit status 1.
+    The exit status is 1 if a checkpoint cannot be read, or was found damaged or lost.
     """
     remote = _opened(url)
     found = remote.usage()
@@ -407,10 +407,9 @@ def gc(url: str, lease: float, dry_run: bool, yes: bool, as_json: bool) -> None:
     """Condemn objects that no checkpoint uses, and delete those condemned for the lease.
 
     Only objects older than the lease are condemned. So space is freed by the second of two runs
-    that are a lease apart or, for objects that are younger at the first run, by a third, after
-    another lease. With a lease of 0, while nobody pushes, one run deletes
-    almost all: the catalog it replaces goes by the next one. If anything cannot be read, nothing is
-    deleted.
+    that are a lease apart; objects that are younger at the first run need a third run, after
+    another lease. With a lease of 0, while nobody pushes, one run deletes almost all; the catalog
+    that it replaces is deleted by the next run. If anything cannot be read, nothing is deleted.
     """
     remote = _opened(url)
     plan = remote.gc(lease, dry_run=True)

@@ -1,8 +1,7 @@
-"""The page that `runs plot` writes: HTML with its charts inside, which needs nothing else.
+"""The HTML page of `runs plot`: one file with charts that needs no network and runs no script.
 
-No script and no network: a page can be mailed, and opened from a folder. Colours follow the
-reader's light or dark scheme; charts widen with the window and lie beside each other where there is
-room. What a chart shows is in a table below it, too, for those who do not see it.
+Colours follow the reader's light or dark scheme. Charts widen with the window, and stand side by
+side if there is room. Tables below the charts have the same numbers.
 """
 
 import html
@@ -56,7 +55,10 @@ th{color:var(--muted);font-weight:600}td.text,th.text{text-align:left}
 
 @dataclass(frozen=True, slots=True)
 class PlottedRun:
-    """A run to draw: its steps, what each added (of the same length), and the latest step."""
+    """A run to plot: its steps, the space that each added, and the step saved last.
+
+    `growth` has an entry for each step.
+    """
 
     run: str
     steps: Sequence[Step]
@@ -65,22 +67,22 @@ class PlottedRun:
 
     @property
     def metrics(self) -> list[str]:
-        """The names of all metrics of the run."""
+        """The names of all metrics of the run, sorted."""
         return sorted({name for step in self.steps for name in step.metrics})
 
     def goal(self, metric: str) -> Mode | None:
-        """Which value of a metric is best, if that is known."""
+        """Return whether the least or greatest value of a metric is best, or None if not known."""
         return goal(metric, [step.goals for step in reversed(self.steps)])
 
     def best(self, metric: str) -> int | None:
-        """The step with the best value; None where nothing says which is best."""
+        """Return the step with the best value of a metric, or None if no step or goal is known."""
         mode = self.goal(metric)
         found = ranked({s.step: s.metrics for s in self.steps}, metric, mode) if mode else []
         return found[0] if found else None
 
 
 def page(runs: Sequence[PlottedRun]) -> str:
-    """Return the page about some runs, at least one."""
+    """Return the page about one or more runs as HTML."""
     title = ", ".join(each.run for each in runs)
     parts = [_run(each) for each in runs]
     metrics = sorted({name for each in runs for name in each.metrics})
@@ -222,7 +224,7 @@ _SHAPES: Final[Mapping[str, Callable[[float, float, str], str]]] = {
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Return round numbers at equal distances that reach from `low` to `high`, or beyond both."""
+    """Return axis ticks: evenly spaced round numbers that cover the range from `low` to `high`."""
     rough = (high - low) / _TICKS
     size = 10.0 ** math.floor(math.log10(rough))
     step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough * 0.999999)
@@ -231,7 +233,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def labels(values: Sequence[float]) -> list[str]:
-    """Return numbers as texts, with the digits in which they differ and no more."""
+    """Return axis labels for numbers, with only as many digits as it takes to tell them apart."""
     for digits in range(1, 17):
         found = [f"{value:,.0f}" if _is_plain(value) else f"{value:.{digits}g}" for value in values]
         if len(set(found)) == len(values) and all(

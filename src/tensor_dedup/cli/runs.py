@@ -69,12 +69,12 @@ def _step_names(context: click.Context, _parameter: click.Parameter, incomplete:
 
 
 def run_argument(verb: _Verb) -> _Verb:
-    """`RUN`, as `run`."""
+    """Add the argument `RUN` to a verb, which gets it as `run`."""
     return click.argument("run", shell_complete=_run_names)(verb)
 
 
 def runs_argument(verb: _Verb) -> _Verb:
-    """`RUN...`, as `runs`."""
+    """Add the argument `RUN...` to a verb, which gets all of them as `runs`."""
     return click.argument(
         "runs", metavar="RUN...", nargs=-1, required=True, shell_complete=_run_names
     )(verb)
@@ -124,7 +124,11 @@ def _print_runs(opened: Store, runs: Mapping[str, Sequence[Step]]) -> None:
 
 
 def steps_of(store: Store, run: str) -> list[Step]:
-    """The steps of a run. WrongUse: there is no such run."""
+    """Return the steps of a run.
+
+    Raises:
+        WrongUse: the store has no run of this name.
+    """
     found = store.steps(run)
     if not found:
         runs, there = store.runs(), f"--store {shlex.quote(str(store.path))}"
@@ -149,7 +153,7 @@ def _latest(store: Store, run: str, steps: Sequence[Step]) -> Step:
 
 
 def when(seconds: int) -> str:
-    """A moment, for people."""
+    """Return a Unix time in seconds as a date and time of day."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
@@ -394,7 +398,13 @@ def delete(
 
 
 def delete_steps(store: Store, run: str, steps: list[int], yes: bool) -> None:
-    """Ask, and delete; nothing is asked or deleted unless all of them can be."""
+    """Ask for confirmation, unless `yes` is True, and delete these steps of a run.
+
+    Raises:
+        PinnedStepError: a step is protected by `runs keep`; no step was deleted.
+        Declined: the user does not agree.
+        WrongUse: the store has no run of this name, or there is no terminal to ask on.
+    """
     steps_of(store, run)
     handle = CheckpointStore(store, run)
     kept = handle.pinned()

@@ -54,7 +54,7 @@ _Verb = TypeVar("_Verb", bound=Callable[..., Any])
 
 
 def store_option(verb: _Verb) -> _Verb:
-    """`--store DIR`, as `store`; None means the environment's or the user's own."""
+    """Add the option `--store DIR` to a verb, which gets it as `store`; None by default."""
     return click.option(
         "--store",
         type=click.Path(file_okay=False),
@@ -66,7 +66,10 @@ def store_option(verb: _Verb) -> _Verb:
 
 
 def stored_names(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """For a shell: the names in the store that begin so, of runs too where they go."""
+    """Return, for shell completion, the names in the store that begin with `incomplete`.
+
+    They include the names of runs if the verb takes them.
+    """
     with suppress(TensorDedupError, OSError):
         opened = existing(context.params.get("store"))
         runs = opened.runs() if context.info_name == "du" else []
@@ -75,12 +78,12 @@ def stored_names(context: click.Context, _parameter: click.Parameter, incomplete
 
 
 def name_argument(verb: _Verb) -> _Verb:
-    """`NAME`, of a checkpoint in the store, as `name`."""
+    """Add the argument `NAME`, a checkpoint in the store, to a verb, which gets it as `name`."""
     return click.argument("name", shell_complete=stored_names)(verb)
 
 
 def follow_links_option(verb: _Verb) -> _Verb:
-    """`--follow-links`, as `follow_links`."""
+    """Add the flag `--follow-links` to a verb, which gets it as `follow_links`."""
     return click.option(
         "--follow-links",
         is_flag=True,
@@ -89,7 +92,7 @@ def follow_links_option(verb: _Verb) -> _Verb:
 
 
 def grace_option(verb: _Verb) -> _Verb:
-    """`--grace HOURS`, as `grace`."""
+    """Add the option `--grace HOURS` to a verb, which gets it as `grace`."""
     return click.option(
         "--grace",
         type=click.FloatRange(min=0),
@@ -101,16 +104,20 @@ def grace_option(verb: _Verb) -> _Verb:
 
 
 def existing(store: str | None) -> Store:
-    """The store that is there; NotAStoreError rather than a new one."""
+    """Open an existing store, by default the user's own.
+
+    Raises:
+        NotAStoreError: there is no store; none is created.
+    """
     return Store.open(store, create=False)
 
 
 def existing_or_said(
     store: str | None, as_json: bool, document: Mapping[str, object]
 ) -> Store | None:
-    """The store that is there; None once it is said that there is none yet, or `document` is.
+    """Open an existing store; if there is none, print that, or `document`, and return None.
 
-    Where the document has a `store`, that is the path.
+    `document` is printed with `as_json`; its `store`, if it has one, is set to the path.
     """
     try:
         return existing(store)
@@ -126,7 +133,7 @@ def existing_or_said(
 
 
 def empty(store: Store, what: str) -> str:
-    """That there is nothing, where that was, and how to look elsewhere."""
+    """Return the message that the store holds `what`, and how to name another store."""
     return f"{store.path} holds {what}; --store DIR or {ENVIRONMENT} names another store"
 
 
@@ -137,7 +144,10 @@ def print_fitted(
     columns: Mapping[str, Sequence[str]],
     least: Sequence[str],
 ) -> None:
-    """A table of what a store has, as `fitted` makes it, under the store's path."""
+    """Print a table that is fitted to the terminal, below the store's path.
+
+    The arguments from `heading` on are those of `fitted`.
+    """
     out = console()
     table, left_out = fitted(out, heading, names, columns, least)
     print_table(store, table)
@@ -146,7 +156,7 @@ def print_fitted(
 
 
 def print_table(store: Store, table: Table) -> None:
-    """A table of what a store has, under the store's path."""
+    """Print the store's path and a table."""
     say_lines(f"store {store.path}")
     console().print(table)
 
@@ -274,9 +284,13 @@ def _import_lines(result: ImportResult) -> list[str]:
 
 
 def import_cache(store: str | None, replace: bool, follow_links: bool, as_json: bool) -> None:
-    """Index all snapshots in the store of this path; say which could not be, and go on.
+    """Index all snapshots of the Hugging Face cache in the store, without copying their weights.
 
-    WrongUse: there are none. Failure, after all others were done: something is wrong with one.
+    A snapshot that fails is reported, and the import goes on.
+
+    Raises:
+        WrongUse: the cache holds no snapshots.
+        Failure: a snapshot could not be imported; raised after all others were tried.
     """
     found = list(snapshots(cache_path()))
     if not found:
@@ -395,7 +409,7 @@ def list_(ctx: click.Context, store: str | None, as_json: bool) -> None:
 
 
 def damage_lines(damaged: Sequence[Listed | Usage]) -> list[str]:
-    """What is wrong with each of these, for people."""
+    """Return lines that say which checkpoints or runs cannot be read, and why."""
     return [f"{each.name} cannot be read: {each.damage}" for each in damaged]
 
 
@@ -418,7 +432,7 @@ def _listing(found: Sequence[Usage]) -> tuple[str, list[str], dict[str, list[str
 
 
 def known(nbytes: int | None) -> str:
-    """A size, or that it is not known."""
+    """Return a size as text, or "-" if it is None, which means not known."""
     return "-" if nbytes is None else human(nbytes)
 
 
@@ -575,7 +589,10 @@ def gc(grace: float, dry_run: bool, yes: bool, store: str | None, as_json: bool)
 
 
 def gc_lines(plan: GcPlan, grace: float) -> list[str]:
-    """What gc does or did with a grace of so many hours, for people."""
+    """Return lines that say what a garbage collection did, or would do in a dry run.
+
+    `grace` is the time in hours for which the trash is kept.
+    """
     trash = f"To the trash: {counted(len(plan.trash), 'file')}, {human(_trashed(plan))}"
     if plan.trash:
         trash += f", which a gc {_later(grace)} deletes" if grace else ", and deleted at once"
@@ -597,7 +614,7 @@ def _later(grace: float) -> str:
 
 
 def space_after(store: Store) -> tuple[dict[str, object], str]:
-    """What gc could give back now that something was deleted: for JSON, and for people."""
+    """Return what `gc` could free after a deletion: fields for JSON, and a sentence."""
     try:
         plan = store.gc(dry_run=True, wait_s=0.0)
     except StoreError as error:

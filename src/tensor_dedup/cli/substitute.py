@@ -56,8 +56,8 @@ def command(
     """Write a copy of TUNE in which chosen layers are those of BASE, byte for byte, to share them.
 
     This changes what the model computes: measure its quality before you use it. TUNE and BASE stay
-    as they are. With --budget, the layers are replaced first whose values moved least for their
-    size; with --samples as well, those that change the outputs least. The metadata of the new files
+    as they are. With --budget, layers whose values moved least for their size are replaced first;
+    with --samples as well, layers that change the outputs least. The metadata of the new files
     names the tensors that come from BASE.
     """
     with ByteBar("hashing") as progress:

@@ -1,6 +1,7 @@
-"""Text and tables fitted to the width of a terminal: what wraps, what is shortened or left out.
+"""Text and tables that fit the width of a terminal, by wrapping, shortening or leaving out.
 
-Names come from files, and are anybody's text, also a terminal's commands: none is printed as it is.
+Names come from untrusted files and may contain terminal commands, so they are escaped before they
+are printed.
 """
 
 import re
@@ -39,12 +40,12 @@ _LABEL: Final = re.compile(r" *(?:\S+ )*?\S+ {2,}| *")
 
 
 def cell(name: str) -> Text:
-    """Return a table cell with exactly this name, whatever brackets it has."""
+    """Return a table cell that shows `name` literally, without rich's markup."""
     return Text(printable(name))
 
 
 class Dotted:
-    """A table cell with a name, which wraps after a dot or a slash, and inside no word."""
+    """A table cell for a name, which is wrapped after dots and slashes only."""
 
     def __init__(self, name: str) -> None:
         self._name = printable(name)
@@ -79,11 +80,11 @@ def _divided(parts: list[str], width: int) -> list[str]:
 
 
 def wrapped(text: str, width: int, indent: int | None = None) -> list[str]:
-    """Return a text in lines that end between words, each but the first one indented.
+    """Split a text into lines of at most `width` characters; lines after the first are indented.
 
-    By default they are so by the text's label, which two spaces end, or its own indent. A word that
-    is longer than a line ends after a dot or a slash; numbers stay with their units, and commands
-    in one line, where that is wide enough.
+    The default `indent` is the length of a label at the beginning, which two spaces end, or of its
+    leading spaces. Words that are longer than a line are split after a dot or slash. A number and
+    its unit stay together, and a command stays on one line if it fits.
     """
     if len(text) <= width:
         return [text]
@@ -111,7 +112,7 @@ def _pieces(found: str, room: int) -> list[tuple[str, bool]]:
 
 
 def shortened(name: str) -> str:
-    """Return a name or a path with the first twelve digits of revisions and digests in it."""
+    """Return a name or path with the digests and revisions in it cut to twelve digits."""
     return _DIGEST.sub(r"\1", name)
 
 
@@ -121,7 +122,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def listing(name: str, *others: str) -> Table:
-    """Return a table of names, which may wrap, and of columns that may not."""
+    """Return an empty table with a column of names, which may wrap, and columns that may not."""
     table = Table(name)
     for each in others:
         table.add_column(each, no_wrap=True, justify="left" if each in _WORDS else "right")
@@ -135,10 +136,10 @@ def fitted(
     columns: Mapping[str, Sequence[str]],
     least: Sequence[str],
 ) -> tuple[Table, str]:
-    """Return a table of names and columns, and a line about those for which there is no room.
+    """Return a table that fits the console, and a line that names the columns left out, or "".
 
-    Where a terminal is narrow, revisions in names are shortened, and then the columns in `least`
-    go, one by one, so that names are readable.
+    If it is too wide, revisions in names are shortened first. Then columns in `least` are left out,
+    one by one in this order, until there is room for the names.
     """
     names = [printable(name) for name in names]
     widths = {c: max(map(len, [c, *cells]), default=0) for c, cells in columns.items()}

@@ -1,4 +1,4 @@
-"""`tensorcas`: the verbs and flags of tensorcas, on a store of ours, and `--json`."""
+"""The command `tensorcas`: the verbs and options of tensorcas, and `--json`, on a store."""
 
 from pathlib import Path
 

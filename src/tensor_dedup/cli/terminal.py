@@ -1,4 +1,4 @@
-"""What the verbs print and ask: lines and documents, progress, questions; options in common."""
+"""Output and questions of the verbs: lines, JSON documents, progress bars; common options."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ _WIDE: Final = 10_000
 
 
 def short(path: Path) -> str:
-    """Return a path with `~` for the user's home."""
+    """Return a path with the user's home folder written as `~`."""
     try:
         home = Path.home()
     except RuntimeError:  # a user without one
@@ -37,13 +37,16 @@ def short(path: Path) -> str:
 
 
 def console() -> Console:
-    """Return the console for tables. When piped, a line is neither wrapped nor cut."""
+    """Return a console for tables. If stdout is not a terminal, lines are not wrapped."""
     found = Console()
     return found if found.is_terminal else Console(width=_WIDE)
 
 
 def error_lines(message: str) -> str:
-    """Return an error's message as a terminal shows it after `Error: `; elsewhere as it is."""
+    """Wrap an error message, which click prints after `Error: `, to the width of the terminal.
+
+    If stderr is not a terminal, it is returned unchanged.
+    """
     err = Console(stderr=True)
     if not err.is_terminal:
         return message
@@ -55,14 +58,14 @@ _Verb = TypeVar("_Verb", bound=Callable[..., Any])
 
 
 def json_option(verb: _Verb) -> _Verb:
-    """`--json`, as `as_json`."""
+    """Add the flag `--json` to a verb, which gets it as `as_json`."""
     return click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")(
         verb
     )
 
 
 def byte_size(least: int = 0) -> Callable[[str | int], int]:
-    """The `type` of an option that is a number of bytes, with a unit or without one."""
+    """Return a click option type for sizes of `least` bytes or more, with or without a unit."""
 
     def converted(value: str | int) -> int:
         nbytes = value if isinstance(value, int) else parse_size(value)
@@ -76,12 +79,12 @@ def byte_size(least: int = 0) -> Callable[[str | int], int]:
 
 
 def yes_option(verb: _Verb) -> _Verb:
-    """`--yes`, as `yes`."""
+    """Add the flag `--yes` to a verb, which gets it as `yes`."""
     return click.option("--yes", is_flag=True, help="Do not ask.")(verb)
 
 
 def say(document: Mapping[str, object], as_json: bool, *lines: str) -> None:
-    """Print one JSON document, or lines of text, on stdout."""
+    """Print `document` as JSON if `as_json` is True, otherwise `lines` of text."""
     if as_json:
         click.echo(json.dumps(document, indent=2))
     else:
@@ -89,7 +92,7 @@ def say(document: Mapping[str, object], as_json: bool, *lines: str) -> None:
 
 
 def say_lines(*lines: str, indent: int | None = None) -> None:
-    """Print lines on stdout; at a terminal, each in as many as it needs, as `wrapped` does."""
+    """Print lines on stdout, wrapped to the width of the terminal as by `wrapped`."""
     width = console().width
     for line in lines:
         for part in wrapped(printable(repeating_given(line)), width, indent):
@@ -97,7 +100,12 @@ def say_lines(*lines: str, indent: int | None = None) -> None:
 
 
 def ask(question: str, yes: bool) -> None:
-    """Go on only when the user agrees; otherwise fail. WrongUse when there is nobody to ask."""
+    """Ask the user to confirm, unless `yes` is True; return if the user agrees.
+
+    Raises:
+        Declined: the user does not agree.
+        WrongUse: stdin is not a terminal.
+    """
     if yes:
         return
     if not sys.stdin.isatty():
@@ -125,7 +133,7 @@ _BAR: Final = 12
 
 
 class ByteBar:
-    """A bar on stderr with bytes, rate and time left; nothing where stderr is no terminal."""
+    """A progress bar on stderr with bytes, rate and time left; only if stderr is a terminal."""
 
     def __init__(self, label: str) -> None:
         console = Console(stderr=True)
@@ -157,13 +165,13 @@ class ByteBar:
         self.bar.stop()
 
     def start(self, total_bytes: int) -> None:
-        """`total_bytes` will be handled."""
+        """Set the number of bytes at which the bar is full."""
         self.bar.update(self._task, total=total_bytes)
 
     def describe(self, label: str) -> None:
-        """Put another text in front of the bar."""
+        """Replace the text in front of the bar."""
         self.bar.update(self._task, description=label)
 
     def advance(self, nbytes: int) -> None:
-        """So many more bytes are done."""
+        """Move the bar by `nbytes` bytes that are done."""
         self.bar.advance(self._task, nbytes)

@@ -1,18 +1,19 @@
-"""A checkpoint: one file, or a folder with its sub-folders, as named tensors.
+"""A checkpoint, which is one file or a folder with its sub-folders, as named tensors.
 
-Files may be safetensors, those of torch.save (`.bin`, `.pt`, `.pth`, `.ckpt`) or GGUF. In each
-folder safetensors come first, then files of torch.save that are called as libraries call weights,
-then the data files of a tensor_index.json. Others of torch.save, and then GGUF, count where a tree,
-or a component of a pipeline, has none of these. Tensors of a sub-folder carry its path:
-"unet/conv_in.weight". In a Diffusers pipeline (a folder with a model_index.json) the weights are
-those of the components it names; single-file versions of the whole pipeline beside them are left
-out. `tensor_dedup.formats.weight_choice` chooses among several copies in one folder. A sub-folder
-`original`, beside weights, is the publisher's own layout of them and left out; so are hidden
-folders.
+Files may be safetensors, files of torch.save (`.bin`, `.pt`, `.pth`, `.ckpt`) or GGUF. In each
+folder the first of these that exists is read: safetensors files, files of torch.save with the names
+that libraries give to weights, the data files of a `tensor_index.json`. If a folder tree, or a
+component of a pipeline, has none of these, other files of torch.save are read, and if there are
+none either, GGUF files. Where a folder has several copies of the same weights,
+`tensor_dedup.formats.weight_choice` chooses one.
 
-An index may name shards in folders below its own. They keep the names that it gives them, and no
-other file of those folders counts, as in the index's own folder. No file is given twice, however
-many times or ways indexes name it.
+A tensor in a sub-folder has its path in front of its name: "unet/conv_in.weight". In a Diffusers
+pipeline (a folder with a `model_index.json`) only the components that this file names are read, not
+single-file versions of the whole pipeline. A sub-folder `original` beside weights is the
+publisher's own layout of them and left out, as are hidden folders.
+
+An index may name shards in sub-folders. Their tensors keep the names in the index, and no other
+file of those folders is read. Each file is read once, however many indexes name it.
 """
 
 import os
@@ -59,7 +60,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFile:
-    """One file of weights; `prefix` is its sub-folder ("unet/") or "" at the top."""
+    """A weight file of a checkpoint; `prefix` is its sub-folder ("unet/"), or "" at the top."""
 
     path: Path
     prefix: str
@@ -68,9 +69,10 @@ class CheckpointFile:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The checked headers of a checkpoint. Files are ordered by folder, then by name.
+    """The checked headers of all files of a checkpoint, ordered by folder and then by name.
 
-    `links` is where its links may lead: whoever opens one of its files again checks that again.
+    `links` says where symbolic links in it may lead. Code that opens one of its files again must
+    check the file against `links` again.
     """
 
     path: Path
@@ -88,7 +90,7 @@ class Checkpoint:
         return sum(len(file.header.tensors) for file in self.files)
 
     def tensors(self) -> Iterator[tuple[str, CheckpointFile, TensorSpec]]:
-        """Yield every tensor with its full name, file by file, in the order of the file."""
+        """Yield each tensor's full name, file and spec, file by file, in the order of each file."""
         for file in self.files:
             for spec in file.header.tensors:
                 yield file.prefix + spec.name, file, spec
@@ -210,10 +212,10 @@ class _OpenFiles:
 
 
 def check_text(name: str, path: Path) -> None:
-    """Check that a name, which the file at `path` has by its place, is a text.
+    """Check that `name`, part of the path `path` of a file, is valid UTF-8.
 
-    On Linux any bytes can be the name of a file. Those that are not UTF-8 fit neither into JSON nor
-    into a store, and other programs would show other names.
+    On Linux a file name can be any bytes. Names that are not UTF-8 cannot be stored or written as
+    JSON.
 
     Raises:
         CheckpointFilesError: it is not UTF-8.

@@ -8,8 +8,8 @@ LocatedError                the file that is wrong, and perhaps the tensor in it
   - PytorchError              a file of torch.save
   - TensorIndexError          a folder of `tensor.data_N` files
 
-Each carries the path, the tensor's name where there is one, and the numbers, in its message and in
-`facts`. Names are cut to MAX_NAME characters there: a hostile name can be 100 MB long.
+Each has the path, the tensor's name if there is one, and the numbers, in its message and in
+`facts`. Names are cut to MAX_NAME characters, because a name in a hostile file can be 100 MB long.
 """
 
 from enum import Enum, unique
@@ -21,7 +21,7 @@ MAX_NAME: Final = 200
 
 
 class FormatFault(Enum):
-    """A way in which a file can be malformed. Its value is the sentence that says so."""
+    """A way in which a file can be malformed. Each value is a sentence that describes it."""
 
     advice: str  # the next step, where it is not that of the format
 
@@ -36,7 +36,7 @@ _Kind = TypeVar("_Kind", bound=FormatFault)
 
 
 class LocatedError(FormatError, Generic[_Kind]):
-    """A file is malformed, perhaps in one tensor; `kind` says in which way."""
+    """A file, or a tensor in it, is malformed; `kind` says in which way."""
 
     advice: ClassVar[str] = "download or save this file again"
 
@@ -49,7 +49,10 @@ class LocatedError(FormatError, Generic[_Kind]):
     def at(
         cls, kind: _Kind, path: str, what: str, tensor: str | None = None, /, **facts: object
     ) -> Self:
-        """Return the error for `path` (and `tensor`); its message ends in the next step."""
+        """Return the error about the file `path`, or about one `tensor` in it.
+
+        `what` says what is wrong; the message appends what the user can do about it.
+        """
         where = path
         if tensor is not None:
             facts["tensor"] = shown = shorten(tensor)
@@ -68,7 +71,7 @@ def _rebuild(
 
 
 def shorten(text: str) -> str:
-    """Return `text`, cut if it is too long for a message."""
+    """Return `text`, cut to MAX_NAME characters if it is too long for a message."""
     return text if len(text) <= MAX_NAME else text[:MAX_NAME] + "..."
 
 
@@ -119,7 +122,7 @@ class JsonFault(FormatFault):
 
 
 class JsonTextError(LocatedError[JsonFault]):
-    """The JSON of a header or an index is malformed, or made to exhaust the reader."""
+    """The JSON of a header or an index is malformed, or would exhaust the reader's memory."""
 
 
 @unique

@@ -1,4 +1,4 @@
-"""Reading ranges of open files that may be hostile, or shrink meanwhile."""
+"""Reading ranges of files that may be hostile, or may be truncated by another process meanwhile."""
 
 import os
 import stat
@@ -12,9 +12,9 @@ from tensor_dedup.formats.errors import CheckpointFault, CheckpointFilesError
 
 
 class ReadableFile(Protocol):
-    """A file whose ranges can be read: one that is open, or one that is put together from pieces.
+    """A file whose ranges can be read: an open file, or one that is assembled from stored pieces.
 
-    `path` is only named in errors; `size` is in bytes.
+    `path` is used in error messages only; `size` is in bytes.
     """
 
     @property
@@ -23,21 +23,22 @@ class ReadableFile(Protocol):
     def size(self) -> int: ...
 
     def read(self, start: int, nbytes: int) -> bytes:
-        """Return exactly these bytes, which lie inside the file."""
+        """Return exactly `nbytes` bytes from offset `start`; the range lies inside the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenFile:
-    """An open regular file, and its size when it was opened."""
+    """A regular file that is open, with its size in bytes at the time of opening."""
 
     path: str
     fd: int
     size: int
 
     def read(self, start: int, nbytes: int) -> bytes:
-        """Return exactly these bytes.
+        """Return exactly `nbytes` bytes from offset `start`.
 
-        The caller has checked the range against `size`, so nothing larger is ever allocated.
+        The caller must have checked the range against `size`, so that a hostile length allocates
+        nothing.
 
         Raises:
             ChangedFileError: The file has become shorter.
@@ -61,7 +62,9 @@ class OpenFile:
 
 @contextmanager
 def opened(path: str | os.PathLike[str], fd: int | None = None) -> Iterator[OpenFile]:
-    """Open a regular file for a moment, or use `fd`, without moving its position or closing it.
+    """Open a regular file for the block; with `fd`, use that descriptor of it.
+
+    A given `fd` keeps its position and stays open.
 
     Raises:
         CheckpointNotFoundError: The file cannot be opened.

@@ -10,8 +10,8 @@ bytes are the same, so equal tensors of both formats are found to be equal. All 
 `gguf:Q4_K` and so on.
 
 Stricter than common readers: tensors and padding must cover the data exactly, in any order; a key
-or a name may appear once; a truth value is 0 or 1; lists nest at most MAX_NESTING deep. Nothing is
-allocated from a number that has not been compared with the file's size first.
+or a name may appear once; a boolean is 0 or 1; lists nest at most MAX_NESTING deep. Every number is
+compared with the file's size before memory is allocated for it.
 """
 
 import os
@@ -50,7 +50,7 @@ Fetch = Callable[[int, int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """The layout of a tensor type: `block_elements` neighbours take `block_bytes` together."""
+    """The layout of a tensor type: `block_elements` adjacent elements take `block_bytes` bytes."""
 
     dtype: str
     block_elements: int
@@ -116,8 +116,8 @@ REMOVED: Mapping[int, str] = MappingProxyType(
 class GgufHeader:
     """The checked header of a GGUF file.
 
-    `header_bytes` is the offset of the data. `metadata` has the entries that are one number or one
-    text, no lists. `tensors` are ordered by where they start; between them is nothing but padding.
+    `header_bytes` is the offset of the data. `metadata` has the entries whose value is a number or
+    a string, without lists. `tensors` are ordered by offset, with only padding between them.
     """
 
     path: str
@@ -130,24 +130,25 @@ class GgufHeader:
 
 
 def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> GgufHeader:
-    """Read and check the header of a file; no tensor data is parsed.
+    """Read and check the header of a GGUF file without reading tensor data.
 
-    With `fd`, an open descriptor of that file is used, its position left alone; `path` is then only
-    named in errors.
+    With `fd`, an open descriptor of that file is read, and its position stays unchanged; `path` is
+    then used in error messages only.
 
     Raises:
         CheckpointNotFoundError: The file cannot be opened.
         FormatError: The file is malformed.
-        ChangedFileError: It shrank meanwhile.
+        ChangedFileError: The file became shorter meanwhile.
     """
     with opened(path, fd) as file:
         return _parse(file.read, file.size, file.path)
 
 
 def parse_header(blob: bytes, file_size: int, path: str) -> GgufHeader:
-    """Check a header in memory; `blob` is the beginning of the file, or all of it. No I/O.
+    """Parse and check a header in memory, without I/O.
 
-    `file_size` in bytes is that of the whole file; `path` is only named in errors.
+    `blob` is the beginning of the file, or all of it. `file_size` is the size of the whole file in
+    bytes; `path` is used in error messages only.
 
     Raises:
         FormatError: The file is malformed. No other error is raised if `blob` holds the whole
@@ -157,7 +158,10 @@ def parse_header(blob: bytes, file_size: int, path: str) -> GgufHeader:
 
 
 class Cursor:
-    """A cursor in the header that fetches a chunk at a time, within the file and the limit."""
+    """A read position in a GGUF header, which is fetched in chunks as it advances.
+
+    It never reads beyond the end of the file or MAX_HEADER_BYTES; methods raise GgufError instead.
+    """
 
     def __init__(self, fetch: Fetch, file_size: int, path: str) -> None:
         self._fetch = fetch
@@ -167,12 +171,12 @@ class Cursor:
         self.at = 0
 
     def take(self, nbytes: int) -> bytes:
-        """Return the next bytes."""
+        """Return the next `nbytes` bytes and advance past them."""
         start = self.skip(nbytes)
         return self._blob[start : self.at]
 
     def skip(self, nbytes: int) -> int:
-        """Skip the next bytes, which are then in memory, and return where they began."""
+        """Advance past the next `nbytes` bytes, after fetching them, and return their offset."""
         start, end = self.at, self.at + nbytes
         if end > len(self._blob):
             self._load(end)
@@ -201,7 +205,10 @@ class Cursor:
         self._blob += self._fetch(have, wanted - have)
 
     def check_count(self, count: int, least: int, what: str) -> None:
-        """Check that the rest of the file can hold `count` entries of at least `least` bytes."""
+        """Check that the rest of the file can hold `count` entries of at least `least` bytes.
+
+        `what` names the entries in the error.
+        """
         if count * least > self.size - self.at:
             raise GgufError.at(
                 GgufFault.COUNT,
@@ -212,12 +219,15 @@ class Cursor:
             )
 
     def number(self, code: str) -> int:
-        """Return the next number; `code` is struct's letter for its type."""
+        """Read a little-endian number; `code` is the `struct` format character of its type."""
         found: int = struct.unpack(f"<{code}", self.take(struct.calcsize(code)))[0]
         return found
 
     def length(self, what: str) -> int:
-        """Return the next u64, checked as the length of a text that fits the file."""
+        """Read a u64 string length, and check that the file has that many bytes left.
+
+        `what` names the string in the error.
+        """
         found = self.number("Q")
         if found > self.size - self.at:
             raise self._too_long(what, found)
@@ -233,7 +243,7 @@ class Cursor:
         )
 
     def text(self, what: str) -> str:
-        """Return the next string: a length and UTF-8."""
+        """Read a string: its length and UTF-8 bytes. `what` names it in errors."""
         start = self.at
         raw = self.take(self.length(what))
         try:
@@ -244,7 +254,7 @@ class Cursor:
             ) from error
 
     def skip_texts(self, count: int) -> None:
-        """Skip strings, which may be hundreds of thousands (vocabularies) and need not be UTF-8."""
+        """Advance past `count` strings, which need not be UTF-8, such as those of a vocabulary."""
         for _ in range(count):
             if self.at + 8 > len(self._blob):
                 self._load(self.at + 8)

@@ -1,4 +1,4 @@
-"""The Hugging Face cache: where it is, and what lies in it under which name."""
+"""The local Hugging Face cache: where it is, and which snapshot of a repository a name means."""
 
 import os
 import re
@@ -19,7 +19,10 @@ _SHOWN_REVISION = 12
 
 
 def cache_path() -> Path:
-    """Return the Hub's cache: HF_HUB_CACHE, or HF_HOME/hub, or one in the user's cache folder."""
+    """Return the folder of the Hugging Face cache, which need not exist.
+
+    It is HF_HUB_CACHE, else HF_HOME/hub, else `huggingface/hub` in the user's cache folder.
+    """
     if named := os.environ.get("HF_HUB_CACHE"):
         return Path(named)
     if home := os.environ.get("HF_HOME"):
@@ -29,14 +32,14 @@ def cache_path() -> Path:
 
 
 def locate(path: str | os.PathLike[str]) -> Path:
-    """Return where a checkpoint is: the path itself, or the snapshot in the Hub's cache it names.
+    """Return the path of a checkpoint: `path` itself, or the snapshot in the Hugging Face cache.
 
-    Where there is no such file or folder, `ORG/NAME` is the cached snapshot of the branch "main",
-    or the only one there is, and `ORG/NAME@REVISION` that of a branch, a tag or the beginning of a
-    commit. A path that names nothing in the cache is returned as it is.
+    If there is no file or folder `path`, `ORG/NAME` is the cached snapshot of the branch "main", or
+    the only snapshot in the cache, and `ORG/NAME@REVISION` the snapshot of a branch, a tag or the
+    beginning of a commit hash. A name that is not in the cache is returned unchanged.
 
     Raises:
-        NoSuchPathError: the repository is cached, and the revision is not or is ambiguous.
+        NoSuchPathError: the repository is cached, but the revision is not, or it is ambiguous.
     """
     named = _REPOSITORY.fullmatch(os.fspath(path))
     if named is None or os.path.lexists(path):
@@ -64,7 +67,7 @@ def locate(path: str | os.PathLike[str]) -> Path:
 
 
 def may_name(path: str | os.PathLike[str]) -> bool:
-    """Whether this may be `ORG/NAME` of the Hub, with a revision or without one, and no path."""
+    """Return whether `path` looks like a Hugging Face name, `ORG/NAME` or `ORG/NAME@REVISION`."""
     named = _REPOSITORY.fullmatch(os.fspath(path))
     return named is not None and "/" in named["name"]
 

@@ -24,14 +24,14 @@ _ESCAPE = re.compile(
 
 
 def decode_object(blob: bytes, path: str) -> dict[str, Any]:
-    """Return the JSON object in `blob`.
+    """Return the JSON object in `blob`; `path` is used in error messages only.
 
-    What Python's decoder accepts beyond the standard is refused: NaN, other encodings, lone
-    surrogates, numbers out of range; so are duplicate keys in one object. Integers that do not fit
-    into 64 bits are returned as floats.
+    It is stricter than Python's decoder: NaN, encodings other than UTF-8, lone surrogates, numbers
+    out of range and duplicate keys in one object are refused. Integers that do not fit into 64 bits
+    are returned as floats.
 
     Raises:
-        JsonTextError: It is not such an object; the error names `path`.
+        JsonTextError: The bytes are not a valid JSON object.
     """
     try:
         text = blob.decode("utf-8")
@@ -128,7 +128,7 @@ def _constant(path: str, text: str) -> float:
 
 
 def depth_of(values: Iterable[object]) -> int:
-    """Return the nesting depth of objects and lists in these decoded values."""
+    """Return how deeply objects and lists are nested in decoded JSON values."""
     depth, level = 0, list(values)
     while level := [value for value in level if isinstance(value, dict | list)]:
         depth += 1

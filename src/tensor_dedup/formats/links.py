@@ -1,10 +1,10 @@
 """Where symbolic links in a checkpoint's folder may lead.
 
-A downloaded folder is somebody else's: a link in it to a private key, followed, would put the key
-into a store and into everything that is exported from it. Links are followed within the folder
-and, in a snapshot of a hub cache, to the blobs of the same repository; where else they lead to is
-refused unless the caller allows it. The folder itself, or a file that is named alone, may be
-reached by any links: that path is the user's own.
+A downloaded folder may be hostile: if a link in it to a private key were followed, the key would be
+copied into a store and into everything that is exported from it. Links are followed within the
+folder and, in a snapshot of a Hugging Face cache, to the blobs of the same repository. Other links
+are refused unless the caller allows them. The path that the user gives, of a folder or a file, may
+itself contain any links.
 """
 
 import os
@@ -21,34 +21,40 @@ _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 
 @dataclass(frozen=True, slots=True)
 class LinkBoundary:
-    """The folders that links of the checkpoint in `folder` may lead into; None: anywhere."""
+    """The folders in which the targets of a checkpoint's symbolic links must lie.
+
+    `folder` is the checkpoint's folder, `inside` the allowed folders; None allows every target.
+    """
 
     folder: Path
     inside: tuple[Path, ...] | None
 
     @classmethod
     def around(cls, folder: Path) -> Self:
-        """Return the boundary of the checkpoint in `folder`."""
+        """Return the default boundary of the checkpoint in `folder`.
+
+        It allows the folder and, in a Hugging Face cache, the blobs of its repository.
+        """
         real = Path(os.path.realpath(folder))
         return cls(folder, (real, *_blobs_of(real)))
 
     def check(self, path: Path) -> None:
-        """Check where a path below the folder leads, by its links, before it is opened.
+        """Check, before a path below the folder is opened, that its target is allowed.
 
         Raises:
-            CheckpointFilesError: it leads out of the checkpoint.
+            CheckpointFilesError: the target lies outside the allowed folders.
         """
         real = Path(os.path.realpath(path))
         if not self._holds(real):
             self._refuse(path, real)
 
     def check_open(self, path: Path, fd: int) -> None:
-        """Check which file a path below the folder has led to, now that it is open as `fd`.
+        """Check that the file `fd`, which was opened as `path`, lies in the allowed folders.
 
-        This is about the very file whose bytes are read, whatever happens to the links meanwhile.
+        It checks the file that is open, so links that change meanwhile make no difference.
 
         Raises:
-            CheckpointFilesError: it lies outside the checkpoint.
+            CheckpointFilesError: the file lies outside the allowed folders.
         """
         try:
             real = Path(f"/proc/self/fd/{fd}").readlink()

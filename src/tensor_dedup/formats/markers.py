@@ -1,11 +1,10 @@
-"""Markers: a checkpoint says which of its tensors come from which base.
+"""Markers: metadata in which a checkpoint says which of its tensors come from which base.
 
-In the metadata of a safetensors file, under the key `shared_from`, or in a file `shared_from.json`
-beside the weights: JSON with `version` 1, `base` (what the base is called, and `digest`, which
-identifies its tensors whatever it is called) and `tensors`, from the names in this checkpoint to
-those in the base where they are called otherwise, else to null. docs/reference/markers.md is the
-convention. A marker is a hint: nobody takes its word for what bytes are, and one that cannot be
-read counts as none.
+A marker is JSON in the metadata of a safetensors file, under the key `shared_from`, or in a file
+`shared_from.json` beside the weights. It has `version` 1, `base` (the base's name, and a `digest`
+of its tensors) and `tensors`, which maps each name in this checkpoint to the name in the base, or
+to null if they are equal. docs/reference/markers.md specifies it. A marker is only a hint: its
+claims are checked by digest before they are used, and an unreadable marker is ignored.
 """
 
 import json
@@ -40,14 +39,14 @@ class _Document(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """What one marker says: `tensors` are names in the checkpoint, with those in the base."""
+    """A marker: the base's name and digest, and `tensors`, from names here to names in the base."""
 
     base: str
     digest: str
     tensors: Mapping[str, str]
 
     def text(self) -> str:
-        """Return the JSON text of it, which is the same for equal markers."""
+        """Return the marker as JSON; equal markers give equal text."""
         names = {name: old if old != name else None for name, old in sorted(self.tensors.items())}
         document: dict[str, Any] = {
             "version": VERSION,
@@ -58,7 +57,7 @@ class Marker:
 
     @classmethod
     def parse(cls, text: str | bytes) -> "Marker | None":
-        """Return the marker that a text is, or None if it is none of a known version."""
+        """Return the marker in a JSON text, or None if it is malformed or of another version."""
         try:
             found = msgspec.json.decode(text, type=_Document)
         except (msgspec.MsgspecError, UnicodeError, RecursionError):
@@ -68,24 +67,24 @@ class Marker:
 
 
 def content_digest(tensors: Iterable[tuple[str, str]]) -> str:
-    """Return what identifies a checkpoint's content, from its tensors' names and digests.
+    """Return a digest of a whole checkpoint, from the (name, digest) pairs of its tensors.
 
-    It is the digest, made as a tensor's, of a text with a line "DIGEST NAME" for each tensor, in
-    the order of their names.
+    It is the digest, computed as for a tensor, of a text with a line "DIGEST NAME" for each tensor
+    in the order of names.
     """
     return digest("".join(f"{found} {name}\n" for name, found in sorted(tensors)).encode())
 
 
 def in_header(header: object) -> Marker | None:
-    """Return the marker in the metadata of a file's header, or None."""
+    """Return the marker in the metadata of a safetensors header, or None."""
     text = header.metadata.get(KEY) if isinstance(header, SafetensorsHeader) else None
     return None if text is None else Marker.parse(text)
 
 
 def in_files(paths: Iterable[Path]) -> list[Marker]:
-    """Return the markers in these files: safetensors files, and files called `shared_from.json`.
+    """Return the markers in safetensors files and in files called `shared_from.json`.
 
-    Files of other kinds, and those that cannot be read, have none.
+    Other files, and those that cannot be read, are skipped.
     """
     found: list[Marker | None] = []
     for path in paths:

@@ -4,16 +4,15 @@ File := u64le(n), n bytes of UTF-8 JSON that begin with `{`, data. The JSON maps
 to its dtype, shape and data_offsets (begin, end: from the start of the data); `__metadata__` maps
 text to text. Sorted by offsets the tensors cover the data without gap or overlap.
 
-What the safetensors library (0.8) accepts is accepted, what it rejects is rejected, but for these,
-which are rejected on purpose, because two readers may see two different checkpoints in them, or
-none at all:
+This module accepts what the safetensors library (0.8) accepts, except for the following. They are
+refused because two readers may see two different checkpoints in them, or none at all:
 
 - a key that appears twice in any object (the library takes the last one);
 - anything before the `{` (the format forbids it, the library skips white space);
 - a tensor's entry written as a list, a dtype written as {"F32": null} (a quirk of its JSON reader);
 - a header with more braces, brackets or commas than a million tensors need.
 
-Nothing is allocated from a number that has not been compared with the file's size first.
+Every number is compared with the file's size before memory is allocated for it.
 """
 
 import os
@@ -46,8 +45,8 @@ _ENTRY_DEPTH = 2
 class SafetensorsHeader:
     """The checked header of a safetensors file.
 
-    `header_bytes` counts the 8 bytes of the length too: it is the offset of the data. `tensors` are
-    ordered by where they start and cover the file from there to its end.
+    `header_bytes` includes the 8 bytes of the length, so it is the offset of the data. `tensors`
+    are ordered by offset and cover the data without gaps.
     """
 
     path: str
@@ -58,15 +57,15 @@ class SafetensorsHeader:
 
 
 def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> SafetensorsHeader:
-    """Read and check the header of a file: two reads, at most MAX_HEADER_BYTES + 8 bytes.
+    """Read and check the header of a safetensors file, of at most MAX_HEADER_BYTES, in two reads.
 
-    With `fd`, an open descriptor of that file is used, its position left alone; `path` is then
-    only named in errors.
+    With `fd`, an open descriptor of that file is read, and its position stays unchanged; `path` is
+    then used in error messages only.
 
     Raises:
         CheckpointNotFoundError: The file cannot be opened.
         FormatError: The file is malformed.
-        ChangedFileError: It shrank meanwhile.
+        ChangedFileError: The file became shorter meanwhile.
     """
     with opened(path, fd) as file:
         prefix = file.read(0, _LENGTH_BYTES) if file.size >= _LENGTH_BYTES else b""
@@ -75,9 +74,9 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Safet
 
 
 def parse_header(prefix_and_json: bytes, file_size: int, path: str) -> SafetensorsHeader:
-    """Check a header in memory: the 8 bytes of its length and the JSON. No I/O.
+    """Parse and check a header in memory: the 8 bytes of its length, and the JSON. No I/O.
 
-    `file_size` in bytes is that of the whole file; `path` is only named in errors.
+    `file_size` is the size of the whole file in bytes; `path` is used in error messages only.
 
     Raises:
         FormatError: The file is malformed. No other error is raised.

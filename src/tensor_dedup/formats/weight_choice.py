@@ -1,22 +1,22 @@
 """The choice of a folder's weight files by their names alone. No I/O.
 
-A folder often holds the same weights several times. One copy is chosen, the one that the libraries
-load when they are not asked for another:
+A folder often holds several copies of the same weights. One copy is chosen, the one that libraries
+load by default:
 
-- an index (`model.safetensors.index.json`) before everything else: its shards are the weights, and
-  no other file of the folder is;
+- an index (`model.safetensors.index.json`) before everything else: the shards that it lists are the
+  weights, and no other file of the folder is read;
 - without an index, `model.safetensors` before `model-00001-of-00002.safetensors` and so on;
-- the plain file before its variants (`model.fp16.safetensors`), a variant only where there is no
-  plain file, and then the first by alphabet;
-- `consolidated*` (a publisher's own layout of the same weights) only where there is nothing else.
+- the plain file before its variants (`model.fp16.safetensors`); if there is no plain file, the
+  first variant by alphabet;
+- `consolidated*` (a publisher's own layout of the same weights) only if there is nothing else.
 
-Files whose names have nothing to do with each other all belong to the checkpoint.
+Files with unrelated names all belong to the checkpoint.
 
 The same holds for files of torch.save (`pytorch_model.bin`, `pytorch_model.bin.index.json`), and
-for GGUF, where a dot begins no variant: `model.Q4_K_M.gguf` and `model.Q8_0.gguf` are two models in
-one folder, of which nobody can say which is meant. Of files of torch.save in a folder, those with
-the names that libraries give to weights come first; what a training run writes beside its weights
-(`optimizer.pt`, `training_args.bin`) is none.
+for GGUF, except that a dot does not begin a variant there: `model.Q4_K_M.gguf` and
+`model.Q8_0.gguf` are two models in one folder, and names do not say which is meant. Among files of
+torch.save, those with the names that libraries give to weights come first; files that a training
+run writes beside its weights (`optimizer.pt`, `training_args.bin`) are left out.
 """
 
 import re
@@ -67,9 +67,9 @@ _FILES = {suffix: _files_of(suffix) for suffix in (SAFETENSORS, PYTORCH, GGUF)}
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The names to read: shards that `indexes` list, or else `files`.
+    """The file names to read in a folder: either `indexes`, whose shards are read, or `files`.
 
-    `missing` names the first shard that is not there, of a set that has no index.
+    `missing` is the first shard that is missing from a set without an index, or None.
     """
 
     indexes: tuple[str, ...] = ()
@@ -91,19 +91,25 @@ class _Copy:
 
 
 def is_index(name: str) -> bool:
-    """Return whether a file of this name is an index of shards."""
+    """Return whether `name` is that of a shard index, such as `model.safetensors.index.json`."""
     return _INDEX.fullmatch(name) is not None
 
 
 def is_generic(name: str) -> bool:
-    """Return whether libraries give a file of weights, or an index, this name in every folder."""
+    """Return whether `name` is a usual name of weights, such as `model.safetensors`.
+
+    It says nothing about the model then, because libraries use it in every folder.
+    """
     patterns = (_INDEX, *_FILES.values())
     found = next((match for each in patterns if (match := each.fullmatch(name))), None)
     return found is not None and found["stem"] in _GENERIC
 
 
 def choose(names: Iterable[str], suffix: str = SAFETENSORS) -> WeightFiles:
-    """Return one copy of the weights of one format among the files of a folder."""
+    """Return the files of one copy of the weights among the file names of a folder.
+
+    `suffix` is SAFETENSORS, PYTORCH or GGUF: only files of this format are considered.
+    """
     stems: dict[str, dict[str, _Copy]] = {}
     for name in sorted(names):
         _sort_in(name, suffix, stems)
@@ -123,12 +129,12 @@ def _is_second(stem: str) -> bool:
 
 
 def called_weights(names: Iterable[str]) -> list[str]:
-    """Return the files of torch.save, and their indexes, that libraries load as weights."""
+    """Return those of `names` that libraries give to torch.save weights and their indexes."""
     return [name for name in names if _WEIGHTS.fullmatch(name)]
 
 
 def perhaps_weights(names: Iterable[str]) -> list[str]:
-    """Return all names except those that training runs give to files that are not weights."""
+    """Return `names` without those that training runs give to files other than weights."""
     return [name for name in names if not _NO_WEIGHTS.fullmatch(name)]
 
 

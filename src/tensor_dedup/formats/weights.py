@@ -1,4 +1,4 @@
-"""The header of a weight file of any format."""
+"""Reads the header of a weight file of any supported format."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ _HEAD = 9
 
 
 class Header(Protocol):
-    """The header of a weight file of any format: sizes in bytes, tensors ordered by start.
+    """The header of a weight file of any format: sizes in bytes, tensors ordered by offset.
 
     `header_bytes` counts the bytes that belong to no tensor. Tensors do not overlap and lie inside
     the file; there may be unused bytes between them.
@@ -54,14 +54,15 @@ _READERS: Mapping[str, _Read] = MappingProxyType(
 def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Header:
     """Read and check the header of a safetensors, GGUF, torch.save or `tensor.data_N` file.
 
-    The format is that of the suffix; of a file without a known one (a blob of a hub cache), and of
-    `.bin`, which several programs use, that of its first bytes. With `fd`, an open descriptor of
-    that file is used, its position left alone; `path` is then only named in errors.
+    The suffix says which format it is. The first bytes decide for `.bin`, which several programs
+    use, and for files without a known suffix, such as blobs of a Hugging Face cache. With `fd`, an
+    open descriptor of that file is read, and its position stays unchanged; `path` is then used for
+    its name only.
 
     Raises:
         CheckpointNotFoundError: The file cannot be opened.
         FormatError: The file is malformed.
-        ChangedFileError: It shrank meanwhile.
+        ChangedFileError: The file became shorter meanwhile.
     """
     if data_files.DATA_FILE.fullmatch(PurePath(path).name):
         return data_files.read_header(path, fd=fd)
@@ -74,9 +75,9 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Heade
 
 
 def parse_pickled(file: ReadableFile) -> pytorch.PytorchHeader | None:
-    """Return the header of a file of torch.save, read by `file.read`; None for other formats.
+    """Return the header of a file of torch.save, or None if `file` has another format.
 
-    The format is found as `read_header` finds it, by the name and the first bytes.
+    The format is recognised as by `read_header`, by name and first bytes.
 
     Raises:
         FormatError: The file is malformed.
@@ -91,7 +92,10 @@ def parse_pickled(file: ReadableFile) -> pytorch.PytorchHeader | None:
 
 
 def aliases_in(header: Header) -> tuple[tuple[str, str], ...]:
-    """Return second names of tensors, each with the first name: tied weights of torch.save."""
+    """Return pairs (alias, name) of tensors that a torch.save file has under several names.
+
+    These are tied weights; other formats have none.
+    """
     if not isinstance(header, pytorch.PytorchHeader):
         return ()
     specs = {spec.name: spec for spec in header.tensors}
@@ -105,12 +109,16 @@ def aliases_in(header: Header) -> tuple[tuple[str, str], ...]:
 
 
 def names_in(header: Header) -> set[str]:
-    """Return every name that a tensor of the file has; torch.save may give one tensor several."""
+    """Return all tensor names in the file, aliases in torch.save files included."""
     return {spec.name for spec in header.tensors} | members_in(header).keys()
 
 
 def members_in(header: Header) -> Mapping[str, PickledTensor]:
-    """Return the tensors of a file of torch.save by name, and which of the header's they lie in."""
+    """Return the tensors of a torch.save file by name; empty for other formats.
+
+    Unlike `header.tensors`, they include aliases and overlapping views; `held_by` names the tensor
+    of the header whose bytes they lie in.
+    """
     members = header.members if isinstance(header, pytorch.PytorchHeader) else ()
     return {member.name: member for member in members}
 

@@ -1,4 +1,7 @@
-"""The layers of a model by the names of its tensors, and how a user says which ones."""
+"""The layers of a model, found by tensor names, and the syntax in which users select layers.
+
+A layer is a numbered block (`model.layers.7`) or, outside of blocks, a module (`lm_head`).
+"""
 
 import re
 from collections import defaultdict
@@ -22,14 +25,15 @@ Names = Mapping[str, Sequence[str]]
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """Return the key that sorts a name in natural order: layer 10 comes after layer 9."""
+    """Return a sort key for `name` in natural order: layer 10 comes after layer 9."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in _DIGITS.split(name)]
 
 
 def split(name: str) -> tuple[str, str]:
-    """Return a tensor's layer and its name within: `model.layers.7` and `mlp.up_proj.weight`.
+    """Split a tensor's name into its layer and the name within the layer.
 
-    Outside numbered blocks a layer is a module: `lm_head` and `weight`.
+    In a numbered block: `model.layers.7` and `mlp.up_proj.weight`. Elsewhere the layer is the
+    tensor's module: `lm_head` and `weight`.
     """
     block = _WITHIN.match(name)
     if block:
@@ -39,13 +43,13 @@ def split(name: str) -> tuple[str, str]:
 
 
 def unwrapped(name: str) -> str:
-    """Return a tensor's name without the names of modules that only wrap the model."""
+    """Return a tensor's name without leading wrapper modules such as `model.` and `module.`."""
     component, slash, rest = name.rpartition("/")
     return component + slash + _WRAPPER.sub("", rest)
 
 
 def by_layer(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the names of tensors by their layers."""
+    """Group the names of tensors by layer."""
     found = defaultdict[str, list[str]](list)
     for name in names:
         found[split(name)[0]].append(name)
@@ -53,14 +57,15 @@ def by_layer(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def meant(layers: Names, spec: str) -> dict[str, set[str]]:
-    """Return the tensors that `spec` means, by their layers.
+    """Return the names of the tensors that `spec` selects, by layer.
 
-    `spec` is a list with commas of numbers and ranges of blocks (`0-7,12`, `encoder.layers.0-3`)
-    and of patterns of names (`*embed*`, `*.mlp.*`). A pattern that fits a layer's name takes the
-    whole layer, else the tensors whose names it fits. Nothing means nothing.
+    `spec` is a comma-separated list of block numbers and ranges (`0-7,12`, `encoder.layers.0-3`)
+    and of name patterns (`*embed*`, `*.mlp.*`). A pattern that matches a layer's name selects the
+    whole layer, otherwise the tensors whose names it matches. An empty `spec` selects nothing.
 
     Raises:
-        ConfigError: a part of it fits nothing, or could mean several stacks of blocks.
+        ConfigError: a part of `spec` matches nothing, or a number could mean blocks of several
+            stacks, such as an encoder and a decoder.
     """
     found = defaultdict[str, set[str]](set)
     for part in (each.strip() for each in spec.split(",")):

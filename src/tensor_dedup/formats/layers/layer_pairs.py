@@ -1,4 +1,7 @@
-"""The layers of a fine-tune beside those of its base, and which of them the base's can replace."""
+"""The layers of a fine-tune paired with those of its base model, tensor by tensor.
+
+A pair says whether the base's tensors can replace those of the fine-tune.
+"""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +23,7 @@ _SHOWN: Final = 4
 
 
 class NamedTensor(CodedTensor, Protocol):
-    """A tensor of a checkpoint by its name, type and shape; `nbytes` is its size in the file."""
+    """A tensor of a checkpoint with its name, dtype, shape and size in the file, `nbytes`."""
 
     @property
     def nbytes(self) -> int: ...
@@ -31,12 +34,12 @@ _T = TypeVar("_T", bound=NamedTensor)
 
 @dataclass(frozen=True, slots=True)
 class Layer(Generic[_T]):
-    """A layer of a fine-tune, or some of its tensors, and what stands for them in the base.
+    """A layer of a fine-tune, or some of its tensors, with the matching tensors of the base.
 
-    `found` are tensors of the fine-tune, each with its counterpart in the base or None; `left` are
-    the names of those in the base's layer for which the fine-tune has nothing. `unclear` are
-    tensors of the base between which nothing decides. `quantised_otherwise` says how the settings
-    of the two models differ, if they do.
+    `found` has each tensor of the fine-tune with its counterpart in the base, or None. `left` are
+    names in the base's layer that have no counterpart in the fine-tune. `unclear` are names in the
+    base that could each be the counterpart of the same tensor. `quantised_otherwise` describes how
+    the quantisation settings of the two models differ, "" if they do not.
     """
 
     name: str
@@ -55,7 +58,7 @@ class Layer(Generic[_T]):
 
     @property
     def obstacle(self) -> str | None:
-        """Why the base's tensors cannot stand here, or None."""
+        """Why the base's tensors cannot replace those of the fine-tune, or None if they can."""
         alone = [tensor.name for tensor, old in self.found if old is None]
         if alone and self.unclear:
             could = " or ".join(self.unclear)
@@ -75,7 +78,7 @@ class Layer(Generic[_T]):
         return None
 
     def part(self, names: Collection[str]) -> "Layer[_T]":
-        """Return only these tensors of it; of all of them, the layer itself."""
+        """Return a layer with only those of the fine-tune's tensors that are in `names`."""
         kept = tuple(pair for pair in self.found if pair[0].name in names)
         if len(kept) == len(self.found):
             return self
@@ -87,13 +90,13 @@ class Layer(Generic[_T]):
 def layers_of(
     tune: Sequence[_T], base: Sequence[_T], quantised_otherwise: str = ""
 ) -> dict[str, Layer[_T]]:
-    """Return the layers of a fine-tune by name, in natural order.
+    """Return the layers of a fine-tune by name, in natural order, paired with those of its base.
 
-    `quantised_otherwise` is what `quantisation.difference` says of the two models.
+    `quantised_otherwise` is what `quantisation.difference` returns for the two models.
 
-    Tensors belong together by name. Where the whole of one model stands in a module that the other
-    does not have, or calls otherwise (`module.`, `bert.`), so do those whose names differ in that.
-    No tensor of the base is the counterpart of two.
+    Tensors with equal names are counterparts. If one model is wrapped in a module that the other
+    lacks or names otherwise (`module.`, `bert.`), so are tensors whose names differ only in that
+    module. No tensor of the base is the counterpart of two tensors.
     """
     there = {tensor.name: tensor for tensor in base}
     names, unclear = _counterparts([tensor.name for tensor in tune], list(there))
@@ -213,13 +216,13 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def chosen(layers: Mapping[str, Layer[_T]], spec: str) -> list[Layer[_T]]:
-    """Return the layers that `spec` means, in the order of `layers`.
+    """Return the layers that `spec` selects, in the order of `layers`.
 
-    `tensor_dedup.formats.layers.layer_names.meant` has the grammar.
+    `tensor_dedup.formats.layers.layer_names.meant` describes the syntax of `spec`.
 
     Raises:
-        ConfigError: a part of it means nothing here, or could mean several stacks of blocks.
-        UnsupportedError: a chosen layer cannot be taken from the base; the message says why.
+        ConfigError: a part of `spec` matches nothing, or could mean blocks of several stacks.
+        UnsupportedError: a selected layer cannot be taken from the base; the message says why.
     """
     names = {name: [tensor.name for tensor, _ in layer.found] for name, layer in layers.items()}
     wanted = meant(names, spec)
@@ -236,10 +239,13 @@ def chosen(layers: Mapping[str, Layer[_T]], spec: str) -> list[Layer[_T]]:
 
 
 def check_whole(layers: Mapping[str, Layer[_T]], taken: Iterable[Layer[_T]]) -> None:
-    """Check that what is taken has the scales of its quantised weights with it.
+    """Check that quantised weights in `taken` come with their scales, and the other way round.
+
+    `layers` are all layers of the fine-tune, `taken` those that the base's tensors replace.
 
     Raises:
-        UnsupportedError: it has only a part of what is quantised together; the message names it.
+        UnsupportedError: only some of the tensors that are quantised together are in `taken`; the
+            message names them.
     """
     names = {tensor.name for layer in taken for tensor, _ in layer.found}
     for group in groups(tensor for layer in layers.values() for tensor, _ in layer.found):

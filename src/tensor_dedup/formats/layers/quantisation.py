@@ -1,4 +1,7 @@
-"""Which tensors of a checkpoint mean something only together, because their numbers are coded."""
+"""Quantised weights: which tensors belong together, and how two models' settings differ.
+
+The codes of a quantised weight have a meaning only together with its scales and zero points.
+"""
 
 import json
 from collections import defaultdict
@@ -16,7 +19,7 @@ FILES: Final = (_CONFIG, *_OTHERS)
 
 
 class CodedTensor(Protocol):
-    """A tensor by its name, type and shape."""
+    """A tensor with its name, dtype and shape, which may hold quantised codes."""
 
     @property
     def name(self) -> str: ...
@@ -27,7 +30,11 @@ class CodedTensor(Protocol):
 
 
 def is_quantised(tensor: CodedTensor) -> bool:
-    """Return whether a tensor holds codes of weights: by its type, of two dimensions and more."""
+    """Return whether a tensor holds quantised weights, judged by its dtype, shape and name.
+
+    It has two dimensions or more, is not a bias, and has a dtype of quantised weights (I8, U8, F4,
+    F6, F8), or is an I32 tensor named as a weight.
+    """
     leaf = tensor.name.rpartition(".")[2]
     if len(tensor.shape) < 2 or _is_bias(tensor.name):  # old GPT-2 files call a mask `bias`
         return False
@@ -36,12 +43,15 @@ def is_quantised(tensor: CodedTensor) -> bool:
 
 
 def module_of(name: str) -> str:
-    """Return what precedes the names of all that decodes a tensor, with a point at its end."""
+    """Return the module of a tensor with a trailing dot: `lm_head.` of `lm_head.weight`."""
     return name[: name.rfind(".") + 1]
 
 
 def decodes(name: str, module: str) -> bool:
-    """Return whether a tensor of this name may be needed to decode those of a module."""
+    """Return whether the tensor `name` may be needed to decode the quantised weights of `module`.
+
+    `module` ends in a dot, as `module_of` returns it. Scales and zero points are, a bias is not.
+    """
     return bool(module) and name.startswith(module) and not _is_bias(name)
 
 
@@ -50,7 +60,7 @@ def _is_bias(name: str) -> bool:
 
 
 def groups(tensors: Iterable[CodedTensor]) -> list[frozenset[str]]:
-    """Return the names of the codes of each quantised module with their scales and the like."""
+    """Return, for each quantised module, the names of its weights and of what decodes them."""
     held = list(tensors)
     modules = {module_of(tensor.name) for tensor in held if is_quantised(tensor)} - {""}
     found = defaultdict[str, set[str]](set)
@@ -64,9 +74,10 @@ def groups(tensors: Iterable[CodedTensor]) -> list[frozenset[str]]:
 
 
 def settings_in(folder: Path) -> dict[str, Any] | None:
-    """Return how the weights in a folder were quantised, as its configuration says; {} if not.
+    """Return the quantisation settings in the configuration files of a model's folder.
 
-    None if there is no configuration, or none that can be read.
+    The result is {} if the weights are not quantised, and None if there is no configuration or none
+    that can be read.
     """
     texts = {}
     for name in FILES:
@@ -78,7 +89,10 @@ def settings_in(folder: Path) -> dict[str, Any] | None:
 
 
 def settings(texts: Mapping[str, bytes]) -> dict[str, Any] | None:
-    """Return the same from the texts of `FILES`, by their names."""
+    """Return what `settings_in` does, from the contents of the configuration files.
+
+    `texts` has the contents of those of `FILES` that exist, by file name.
+    """
     try:
         read = {name: json.loads(text) for name, text in texts.items()}
     except (ValueError, RecursionError):
@@ -94,7 +108,10 @@ def settings(texts: Mapping[str, bytes]) -> dict[str, Any] | None:
 
 
 def difference(base: Mapping[str, Any] | None, tune: Mapping[str, Any] | None) -> str:
-    """Return in words how two models were quantised differently; "" if not, or not known."""
+    """Describe how the quantisation settings of two models differ; "" if equal or not known.
+
+    The settings are as `settings_in` returns them.
+    """
     if base is None or tune is None:
         return ""
     keys = sorted(key for key in {*base, *tune} if base.get(key) != tune.get(key))

@@ -1,7 +1,7 @@
-"""Checkpoints of torch.save (`.pt`, `.pth`, `.bin`), read without torch and without running them.
+"""Checkpoints of torch.save (`.pt`, `.pth`, `.bin`), read without torch and without running code.
 
-A file is a zip of a pickle and one entry for each storage. `archive` finds the entries, `opcodes`
-cuts the pickle into instructions, `machine` evaluates them to the inert `values` and says which
-globals they may name, `naming` gives the tensors their names, `geometry` finds their bytes, and
-`reader` puts it all together.
+A file is a zip archive of a pickle and one entry for each storage. `archive` finds the entries,
+`opcodes` cuts the pickle into instructions, and `machine` evaluates them to `values`, which are
+plain data, and says which globals the pickle may name. `naming` gives the tensors their names,
+`geometry` finds their bytes, and `reader` combines all of it.
 """

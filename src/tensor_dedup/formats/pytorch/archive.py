@@ -1,8 +1,9 @@
 """The zip archive that torch.save writes, read from an untrusted file.
 
-The directory at the end names the entries, and each has a header of its own before its data. Both
-must agree, entries must be stored as they are, and together they must cover the file from its first
-byte to the directory: two readers of such a file can see only one content.
+The directory at the end of the file names the entries, and each entry has a header of its own
+before its data. Directory and headers must agree, entries must be uncompressed, and together they
+must cover the file from its first byte to the directory, so that no two readers see different
+content in it.
 """
 
 import struct
@@ -36,7 +37,7 @@ _FOLDER = 0x10  # among the attributes of a file in DOS
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The data of one entry: `nbytes` at `start` of the file."""
+    """The place of an archive entry's data: `nbytes` bytes from offset `start` of the file."""
 
     name: str
     start: int
@@ -60,11 +61,11 @@ class _Listed:
 
 
 def read_archive(file: ReadableFile) -> Mapping[str, Entry]:
-    """Return all entries by name, in the order of their data.
+    """Return all entries of the archive by name, in the order of their data.
 
     Raises:
-        PytorchError: It is not an archive of torch.save, or is malformed.
-        ChangedFileError: It shrank meanwhile.
+        PytorchError: The file is not an archive of torch.save, or is malformed.
+        ChangedFileError: The file became shorter meanwhile.
     """
     start, nbytes, count = _directory_place(file)
     listed = _directory(file, start, nbytes, count)

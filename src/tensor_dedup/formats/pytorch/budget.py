@@ -1,8 +1,8 @@
-"""How much memory and work a pickle may ask for, in proportion to its size.
+"""A limit on the memory and work that a pickle may take, in proportion to its size.
 
 A pickle can name the same value again and again, so that a few bytes stand for a tree of any size,
-and one byte can make an object of a hundred. Limits on counts alone do not bound that: what is
-right for a checkpoint of 10 GB lets a file of 10 KB take a gigabyte.
+and one byte can make an object of a hundred bytes. Limits on counts alone do not bound that: a
+limit that allows a checkpoint of 10 GB would let a file of 10 KB take a gigabyte.
 """
 
 from tensor_dedup.formats.errors import PytorchError, PytorchFault
@@ -13,7 +13,7 @@ _BASE = 32 << 20
 
 
 class Budget:
-    """What is left of the memory, in bytes, that evaluating and naming a pickle may take."""
+    """The memory, in bytes, that evaluating a pickle and naming its tensors may still take."""
 
     def __init__(self, nbytes: int, path: str) -> None:
         """Begin with what a pickle of `nbytes`, its archive's headers included, may take."""
@@ -21,10 +21,10 @@ class Budget:
         self.limit = self.left = _BASE + _FACTOR * nbytes
 
     def charge(self, nbytes: int) -> None:
-        """Take `nbytes` off: memory that is needed, or work that is as much.
+        """Deduct `nbytes` for memory that is needed, or for the equivalent of work.
 
         Raises:
-            PytorchError: Nothing is left.
+            PytorchError: The budget is used up.
         """
         self.left -= nbytes
         if self.left < 0:

@@ -1,9 +1,9 @@
-"""The bytes of each tensor in a file of torch.save.
+"""The byte range of each tensor in a file of torch.save.
 
-A tensor whose elements lie in its storage in order and without gaps is a range of bytes, and ranges
-that overlap no other are tensors in their own right; several names of one range are aliases. Where
-tensors of a storage lie across one another, or in another order (a transposed view), the storage is
-described whole, once: as one dimension, under the name of its first tensor.
+Each tensor of the pickle is a view of a storage. If its elements lie there in order and without
+gaps, it is a range of bytes. If the ranges of a storage do not overlap, each is listed as a tensor;
+several names of one range are aliases. Otherwise, as with overlapping or transposed views, the
+whole storage is listed once, with one dimension, under the name of its first tensor.
 """
 
 import math
@@ -22,11 +22,12 @@ _LIMIT = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class PickledTensor:
-    """A tensor as the pickle describes it, in elements of `dtype`.
+    """A tensor as the pickle describes it; shape and stride are in elements of `dtype`.
 
-    `nbytes` is what its elements take; the first is at `start` of the file. `plain`: they lie there
-    in order and without gaps, as they are. `held_by` names the spec among whose bytes they are.
-    `conjugated`, `negated`: what is to be done to them when they are read.
+    Its first element is at offset `start` of the file, and its elements take `nbytes` bytes.
+    `plain` says that they lie there in order, without gaps and unconverted. `held_by` is the name
+    of the listed tensor whose range contains them. With `conjugated` or `negated` the stored
+    elements are to be conjugated or negated when read.
     """
 
     name: str
@@ -42,12 +43,15 @@ class PickledTensor:
 
     @property
     def lazy(self) -> bool:
-        """Whether the elements differ from those of the storage."""
+        """Whether the stored elements have to be conjugated or negated to give the tensor's."""
         return self.conjugated or self.negated
 
     @property
     def torch_shape(self) -> tuple[int, ...]:
-        """The shape in torch's elements, to which `stride` belongs."""
+        """The shape as torch counts elements, to which `stride` belongs.
+
+        It differs from `shape` for F4 only, of which torch packs two numbers into one element.
+        """
         if self.dtype != "F4":
             return self.shape
         return (*self.shape[:-1], self.shape[-1] // 2) if self.stride else ()
@@ -59,10 +63,13 @@ def place(
     root: str,
     path: str,
 ) -> tuple[list[TensorSpec], list[PickledTensor]]:
-    """Return the ranges of bytes that the tensors consist of, in order, and all tensors.
+    """Return the byte ranges of the file's tensors, by offset, and every tensor of the pickle.
+
+    `tensors` are the named views in the pickle, `entries` the archive's entries, in the folder
+    `root` of the archive. `path` is used in error messages only.
 
     Raises:
-        PytorchError: A tensor does not fit its storage, or a storage the archive.
+        PytorchError: A tensor exceeds its storage, or a storage has no entry of its size.
     """
     members: dict[str, list[tuple[str, PickledTensorView, Entry]]] = {}
     for name, tensor in tensors:

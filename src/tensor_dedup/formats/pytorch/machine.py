@@ -1,16 +1,17 @@
-"""Evaluating a pickle to inert values: no class is looked up, no function called.
+"""Evaluates a pickle of torch.save to plain data, without importing or calling anything it names.
 
-A stack of values, marks on it, and a memo, as in Python's pickle; containers are lists, tuples and
-`PlainDict`s, tensors `PickledTensorView`s, and everything else that is allowed becomes `Inert`.
+The evaluation has a stack of values with marks, and a memo, as Python's pickle. Containers become
+lists, tuples and `PlainDict`s, tensors become `PickledTensorView`s, and everything else that is
+allowed becomes an `Inert` value.
 
-`ALLOWED` lists the globals that a pickle may name: what torch.save writes for tensors and plain
-containers, which is what torch.load(weights_only=True) takes, less quantised, nested and wrapped
-tensors. Each stands for an inert value; the functions at the end of this module say what a call of
-one of them would make of its arguments.
+`ALLOWED` lists the globals that a pickle may name: those that torch.save writes for tensors and
+plain containers. torch.load(weights_only=True) accepts these, too, and also quantised, nested and
+wrapped tensors, which are refused here. A call of an allowed function gives the value that the
+functions at the end of this module make of its arguments.
 
-A call is taken with the arguments that torch.save gives it, and no others. Where torch would take
-more, it may also make something else of it: a BUILD moves a finished tensor to another storage, an
-attribute called `data` replaces its bytes, and a flag is set by its key, whatever its value says.
+Arguments that torch.save does not write are refused even if torch would accept them, because torch
+may give them another meaning: a BUILD can move a finished tensor to another storage, an attribute
+called `data` replaces its bytes, and a flag is set if its key exists, whatever its value.
 """
 
 from collections import OrderedDict
@@ -108,16 +109,16 @@ ALLOWED: Mapping[str, object] = MappingProxyType(
 
 
 def find(module: str, name: str) -> object | None:
-    """Return what a global stands for, or None if it is not allowed. Nothing is imported."""
+    """Return the value that stands for a global, or None if it is not allowed. Imports nothing."""
     # A dot in the name would reach through an object: `find("torch", "storage.UntypedStorage")`.
     return None if "." in name else ALLOWED.get(f"{_OLD.get(module, module)}.{name}")
 
 
 def evaluate(blob: bytes, path: str, budget: Budget | None = None) -> object:
-    """Return the value that a pickle describes, without running any code of it.
+    """Return the value that a pickle describes, without running code from it.
 
-    What it takes of memory is charged to `budget`, by default one of the pickle's own size; at most
-    MAX_INSTRUCTIONS are accepted.
+    The memory that this takes is charged to `budget`, by default one for the pickle's size. At most
+    MAX_INSTRUCTIONS are accepted. `path` is used in error messages only.
 
     Raises:
         PytorchError: The pickle is malformed, exceeds a limit, or names a forbidden global. No
@@ -475,14 +476,14 @@ Arguments = tuple[Any, ...]
 
 
 class Misuse(Exception):
-    """Arguments that torch.save never writes; the caller turns it into a FORBIDDEN_CALL."""
+    """A call has arguments that torch.save never writes; reported as a FORBIDDEN_CALL."""
 
 
 def call(name: str, arguments: Arguments) -> object:
-    """Return the value of a call of the allowed function `name`.
+    """Return the value that a call of the allowed function `name` would give, without calling it.
 
     Raises:
-        Misuse: The function does not take these arguments.
+        Misuse: torch.save does not write a call with these arguments.
     """
     made = _CALLS[name](arguments) if name in _CALLS else _inert(name, arguments)
     if made is None:
@@ -605,9 +606,10 @@ _DICT_ATTRIBUTES = frozenset(dir(OrderedDict))
 
 
 def wrong_attribute(state: object, taken: frozenset[str]) -> str | None:
-    """Return what is wrong with the attributes of a dict or a tensor, or None.
+    """Return what is wrong with the attributes that a pickle sets on a dict or tensor, or None.
 
-    They are a plain dict with texts as keys, or None; names in `taken` mean something already.
+    `state` must be None or a plain dict with strings as keys. Names in `taken`, which have a
+    meaning to the dict or tensor, are refused.
     """
     if state is None:
         return None

@@ -1,8 +1,8 @@
-"""The names of the tensors in a pickled value: their keys, joined by dots.
+"""The names of the tensors in a pickled value: the keys that lead to them, joined by dots.
 
 `{"model": {"w": tensor}, "optimizer": {"state": {0: {"m": tensor}}}}` holds `model.w` and
-`optimizer.state.0.m`; lists and tuples number their items; a tensor alone is called `tensor`. What
-a value's attributes hold has no name and is not found.
+`optimizer.state.0.m`; lists and tuples number their items; a value that is a single tensor is
+called `tensor`. Tensors in the attributes of an object get no name and are left out.
 """
 
 from collections.abc import Iterator
@@ -31,10 +31,10 @@ Item = tuple[str, object]
 
 @dataclass(frozen=True, slots=True)
 class NamedTensors:
-    """The tensors of a value by name, in the order of the pickle.
+    """The tensors of a pickled value with their names, in the order of the pickle.
 
-    The parts of a sparse tensor are tensors of their own, called NAME.0 and NAME.1; `sparse` maps
-    them to NAME.
+    The indices and values of a sparse tensor NAME are tensors of their own, called NAME.0 and
+    NAME.1; `sparse` maps these names to NAME.
     """
 
     tensors: list[tuple[str, PickledTensorView]]
@@ -42,10 +42,13 @@ class NamedTensors:
 
 
 def named_tensors(value: object, path: str, budget: Budget) -> NamedTensors:
-    """Return every tensor with its name; what that takes is charged to `budget`.
+    """Return every tensor in a pickled value with its name.
+
+    The memory that this takes is charged to `budget`; `path` is used in error messages only.
 
     Raises:
-        PytorchError: Two tensors have the same name, or a key cannot be part of a name.
+        PytorchError: Two tensors have the same name, a key cannot be part of a name, or a limit is
+            exceeded.
     """
     found: dict[str, PickledTensorView] = {}
     sparse: dict[str, str] = {}

@@ -1,8 +1,8 @@
 """The instructions of a pickle that torch.save writes, in sequence. Nothing is evaluated.
 
-Of the instructions of Python's pickle those are known that its protocols 2 to 5 write for plain
-values, tensors and dicts. The textual ones of protocol 0, PERSID, INST, OBJ, extensions and buffers
-outside the pickle are not. No length is believed before it has been compared with the pickle's.
+Known are the instructions that pickle protocols 2 to 5 use for plain values, tensors and dicts. The
+text instructions of protocol 0, PERSID, INST, OBJ, extensions and out-of-band buffers are refused.
+Every length is compared with the pickle's size before it is used.
 """
 
 import struct
@@ -22,12 +22,13 @@ _Reader = Callable[[bytes, int, str], object]
 
 
 def instructions(blob: bytes, path: str) -> Iterator[Instruction]:
-    """Yield each instruction's name, argument and offset, up to and including STOP.
+    """Yield the name, argument and offset of each instruction, up to and including STOP.
 
-    Texts are str, bytes and old byte strings bytes, globals (module, name); others int or float.
+    An argument is a str for text, bytes for bytes and Python 2 strings, (module, name) for a
+    global, and otherwise an int or float. `path` is used in error messages only.
 
     Raises:
-        PytorchError: The pickle is broken, or has instructions that torch.save does not write.
+        PytorchError: The pickle is malformed, or has instructions that torch.save does not write.
     """
     at = 0
     while at < len(blob):

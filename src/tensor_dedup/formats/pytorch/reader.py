@@ -1,4 +1,4 @@
-"""The content of a file of torch.save: named tensors and their bytes' places. Nothing is run."""
+"""Reads a file of torch.save: the names of its tensors and where their bytes are. Runs no code."""
 
 import os
 from collections.abc import Mapping
@@ -27,13 +27,13 @@ _TAR_AT, _TAR = 257, b"ustar"
 
 @dataclass(frozen=True, slots=True)
 class PytorchHeader:
-    """The checked content of a file of torch.save, apart from its storages.
+    """The checked content of a file of torch.save, without the tensor data.
 
-    `tensors` are ranges of bytes that do not overlap, ordered by where they start; `members` all
-    tensors by all their names, storage by storage, each held by one of those ranges.
-    `header_bytes` counts everything that is no tensor's. `flat`: the value is one dict whose keys
-    are texts and whose values are tensors, as loaders of models want it. `sparse` maps the
-    parts of sparse tensors, which are tensors of their own here, to the names of those.
+    `tensors` are byte ranges that do not overlap, ordered by offset. `members` are all tensors
+    under all their names; each lies in one of the ranges. `header_bytes` is the size of all bytes
+    that belong to no tensor. `flat` says that the pickled value is one dict from strings to
+    tensors, as model loaders expect. `sparse` maps the names of the parts of a sparse tensor, which
+    are listed as tensors, to its own name.
     """
 
     path: str
@@ -46,25 +46,27 @@ class PytorchHeader:
 
 
 def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> PytorchHeader:
-    """Read and check all of a file except its storages. No pickled code runs; torch is not needed.
+    """Read and check all of a file except its tensor data. Runs no pickled code, needs no torch.
 
-    With `fd`, an open descriptor of that file is used, its position left alone; `path` is then only
-    named in errors.
+    With `fd`, an open descriptor of that file is read, and its position stays unchanged; `path` is
+    then used in error messages only.
 
     Raises:
         CheckpointNotFoundError: The file cannot be opened.
-        PytorchError: It lies about itself, is of PyTorch before 1.6 (`PytorchFault.LEGACY_PYTORCH`)
-            or names more than tensors (`PytorchFault.FORBIDDEN_GLOBAL`).
-        ChangedFileError: It shrank meanwhile.
+        PytorchError: The file is malformed, was written by PyTorch before 1.6
+            (`PytorchFault.LEGACY_PYTORCH`) or holds more than tensors and plain values
+            (`PytorchFault.FORBIDDEN_GLOBAL`).
+        ChangedFileError: The file became shorter meanwhile.
     """
     with opened(path, fd) as file:
         return parse_file(file)
 
 
 def parse_file(file: ReadableFile) -> PytorchHeader:
-    """Read and check what `read_header` does, of a file that is open, or is put together.
+    """Read and check a file as `read_header` does, from any ReadableFile.
 
-    Raises the same errors, but for that of opening.
+    Raises:
+        PytorchError, ChangedFileError: as `read_header`.
     """
     _check_kind(file)
     entries = read_archive(file)

@@ -1,11 +1,11 @@
-"""The inert values that a pickle evaluates to: they hold data and have no behaviour."""
+"""The values to which a pickle is evaluated: plain data without behaviour."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """An element type, by its name in this package, and its size in bits."""
+    """An element type: its name in this package, and its size in bits."""
 
     name: str
     bits: int
@@ -13,35 +13,35 @@ class Dtype:
 
 @dataclass(frozen=True, slots=True)
 class StorageType:
-    """A class of storages; without a dtype, its elements are plain bytes."""
+    """A storage class of torch, such as FloatStorage. `dtype` is None for an untyped storage."""
 
     dtype: Dtype | None
 
     @property
     def called(self) -> str:
-        """Its elements, for messages."""
+        """The element type's name for error messages; "bytes" if there is none."""
         return "bytes" if self.dtype is None else self.dtype.name
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that the pickle may call, by its full name. It is never looked up."""
+    """A function that the pickle may call, by its full name. It is never imported."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Inert:
-    """A value without tensors, of which only the origin is known."""
+    """A value that holds no tensors; only the name of its class or function is kept."""
 
     name: str
 
 
 @dataclass(slots=True, eq=False)
 class PlainDict:
-    """A dict as the list of its insertions, so that hostile hashes cannot slow it down.
+    """A pickled dict as a list of insertions, so that keys with colliding hashes cost no time.
 
-    `items` are key, value, key, value: a pair of its own for each would take thrice the memory.
+    `items` alternates keys and values; a pair for each would take three times the memory.
     """
 
     items: list[object] = field(default_factory=list)
@@ -50,7 +50,7 @@ class PlainDict:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """The bytes of one entry of the archive: `count` elements."""
+    """A storage: `count` elements in the archive entry `key`."""
 
     key: str
     type: StorageType
@@ -59,10 +59,10 @@ class Storage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PickledTensorView:
-    """A view of a storage. `stride` and `offset` in elements of `dtype`.
+    """A tensor as a view of a storage. `offset` and `stride` are in elements of `dtype`.
 
-    With `conjugated` or `negated`, its elements are those of the storage, conjugated or negated
-    when they are read.
+    With `conjugated` or `negated`, the elements of the storage have to be conjugated or negated to
+    give those of the tensor.
     """
 
     storage: Storage
@@ -76,6 +76,6 @@ class PickledTensorView:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseParts:
-    """The parts of a sparse tensor: indices, values and size."""
+    """The parts of a sparse tensor as torch.save writes them: indices, values and size."""
 
     parts: tuple[object, ...]

@@ -1,6 +1,7 @@
-"""Folders as ServerlessLLM writes them: `tensor.data_0`, ... and what describes them. No torch.
+"""Checkpoint folders of ServerlessLLM and tensorcast: files `tensor.data_N` and their index.
 
-`tensor_index` is the index of the tensors, in JSON or CBOR; `storage_graph` rebuilds one from an
-artifact's storages and aliases; `artifact` holds the descriptor and the verification files beside
-it; `data_files` reads a folder's data files as other formats' files of weights are read.
+`tensor_index` reads and writes the index of the tensors, in JSON or CBOR. `storage_graph` computes
+an index from the storages of a state dict and the tensors in them. `artifact` reads and writes
+tensorcast's descriptor and verification files. `data_files` gives each data file a header as other
+weight files have it. No module here imports torch.
 """

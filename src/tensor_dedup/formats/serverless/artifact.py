@@ -1,10 +1,10 @@
-"""The files beside a `tensor_index`: descriptor and verification files. No I/O, no torch.
+"""Tensorcast's descriptor and verification files, which lie beside a `tensor_index`. No I/O.
 
-Names and numbers as tensorcast has them: `mi2:INDEX:DATA`, where both are SHA-256 multihashes in
-base32; DATA is the root of a binary tree over pieces of 4 MiB. A verification file holds xxHash64
-of eight segments and of all bytes, chained over pieces of 256 KiB, and some numbers from the data.
-Its `byte_space_id` says of which bytes: "" all of them, else a view (a selection of tensors, laid
-out as if they were all).
+An artifact is named `mi2:INDEX:DATA`, where both parts are SHA-256 multihashes in base32: INDEX of
+the index file, DATA of the root of a binary hash tree over leaves of 4 MiB of the data. A
+verification file has xxHash64 sums of eight segments of the data and of all of it, each chained
+over chunks of 256 KiB, and some sampled values. Its `byte_space_id` says which bytes it covers: ""
+all of them, otherwise a view, which is a selection of tensors laid out as data of their own.
 """
 
 import base64
@@ -32,18 +32,19 @@ _SHA256_PREFIX = b"\x12\x20"
 
 
 def multihash(digest: bytes) -> str:
-    """Return a SHA-256 digest as multibase text: 56 characters."""
+    """Return a 32-byte SHA-256 digest as a base32 multihash text of 56 characters."""
     return "b" + base64.b32encode(_SHA256_PREFIX + digest).decode().lower().rstrip("=")
 
 
 def index_multihash(blob: bytes) -> str:
-    """Return the name of an index: the multihash of the bytes of its `tensor_index.json`."""
+    """Return the multihash of an index, given the bytes of its `tensor_index.json`."""
     return multihash(hashlib.sha256(blob).digest())
 
 
 def tree_root(leaves: Sequence[bytes]) -> bytes:
-    """Return the SHA-256 root of a binary tree over leaf digests; an odd leaf moves up a level.
-    Without leaves it is all zeros.
+    """Return the SHA-256 root of a binary tree over leaf digests; 32 zero bytes without leaves.
+
+    An odd digest at the end of a level moves up unchanged.
     """
     level = list(leaves) or [bytes(32)]
     while len(level) > 1:
@@ -53,10 +54,10 @@ def tree_root(leaves: Sequence[bytes]) -> bytes:
 
 
 class TreeHash:
-    """The data multihash of bytes: of whole leaves in any order, or of any pieces in order.
+    """Computes the data multihash of an artifact.
 
-    `leaf` is for any thread, `update` for one. Leaves before a piece must have been hashed by
-    `update`, too, unless it begins with a leaf.
+    `update` takes the data in order from its beginning, from one thread. `leaf` takes single leaves
+    in any order, from any thread, in place of `update` or after the bytes that `update` got.
     """
 
     def __init__(self) -> None:
@@ -65,11 +66,11 @@ class TreeHash:
         self._at = 0
 
     def leaf(self, number: int, data: memoryview) -> None:
-        """Hash a leaf: HASH_LEAF_BYTES from `number` times as many, or the short rest."""
+        """Hash leaf `number`, whose `data` is HASH_LEAF_BYTES long, or less for the last leaf."""
         self._leaves[number] = hashlib.sha256(data).digest()
 
     def update(self, data: memoryview) -> None:
-        """Add the next bytes."""
+        """Hash the next bytes of the data."""
         at = 0
         while at < data.nbytes:
             with data[at : at + HASH_LEAF_BYTES - self._at % HASH_LEAF_BYTES] as part:
@@ -84,7 +85,7 @@ class TreeHash:
         self._open = hashlib.sha256()
 
     def multihash(self) -> str:
-        """Return the multihash of all bytes; none may be added afterwards."""
+        """Return the multihash of all bytes. Nothing may be added afterwards."""
         if self._at % HASH_LEAF_BYTES:
             self._close_leaf()
         return multihash(tree_root([self._leaves[number] for number in sorted(self._leaves)]))
@@ -92,7 +93,7 @@ class TreeHash:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactDescriptor:
-    """`artifact_descriptor.json`, checked."""
+    """The checked content of `artifact_descriptor.json`; sizes in bytes."""
 
     artifact_id: str
     index_multihash: str
@@ -104,7 +105,10 @@ class ArtifactDescriptor:
 
 
 def describe(index_name: str, data_name: str, total_size: int) -> dict[str, Any]:
-    """Return the content of an artifact's descriptor as a JSON object."""
+    """Return the content of `artifact_descriptor.json` as a JSON object.
+
+    `index_name` and `data_name` are the multihashes of index and data, `total_size` is in bytes.
+    """
     return {
         "artifact_id": f"mi2:{index_name}:{data_name}",
         "data_multihash": data_name,
@@ -117,7 +121,9 @@ def describe(index_name: str, data_name: str, total_size: int) -> dict[str, Any]
 
 
 def parse_descriptor(blob: bytes, path: str) -> ArtifactDescriptor:
-    """Return the descriptor in a file.
+    """Parse and check the content of `artifact_descriptor.json`.
+
+    `path` is used in error messages only.
 
     Raises:
         JsonTextError: The file is not JSON.
@@ -159,7 +165,10 @@ def _leaf_bytes(parameters: object, path: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ArtifactVerification:
-    """A verification file, checked."""
+    """The checked content of a verification file.
+
+    The sums are 64-bit integers, the values 64-bit words of the data.
+    """
 
     byte_space_id: str
     artifact_size: int
@@ -169,7 +178,7 @@ class ArtifactVerification:
     key_values: tuple[int, ...]
 
     def encode(self) -> bytes:
-        """Return the bytes of the file."""
+        """Return the verification file as bytes of JSON."""
         fields = {
             "artifact_size": self.artifact_size,
             "byte_space_id": self.byte_space_id,
@@ -185,9 +194,9 @@ class ArtifactVerification:
 def parse_verification(
     blob: bytes, path: str, byte_space_id: str = CANONICAL
 ) -> ArtifactVerification:
-    """Return the verification file of one byte space.
+    """Parse and check a verification file, which must be about the bytes of `byte_space_id`.
 
-    A file of another byte space is refused; one without an id is about all bytes.
+    A file without an id is about all bytes. `path` is used in error messages only.
 
     Raises:
         JsonTextError: The file is not JSON.
@@ -218,14 +227,14 @@ def _numbers(value: object, count: int, path: str) -> tuple[int, ...]:
 
 
 def verification_name(byte_space_id: str) -> str:
-    """Return the name of the verification file of a byte space."""
+    """Return the file name of the verification file for a `byte_space_id`."""
     if byte_space_id == CANONICAL:
         return "verification.json"
     return f"verification.view_{_UNSAFE.sub('_', byte_space_id)}.json"
 
 
 class Verifier:
-    """Computes a verification file for bytes that arrive in order. One thread."""
+    """Computes the verification file for `total_size` bytes that come in order. For one thread."""
 
     def __init__(self, total_size: int, byte_space_id: str = CANONICAL) -> None:
         self._total = total_size
@@ -239,7 +248,7 @@ class Verifier:
         self._values = {place: bytearray() for place in {*_samples(total_size), *_keys(total_size)}}
 
     def update(self, data: memoryview) -> None:
-        """Add the next bytes."""
+        """Add the next bytes of the data."""
         self._note_values(data)
         at = 0
         while at < data.nbytes and self._left:
@@ -267,7 +276,7 @@ class Verifier:
                 value += data[start:stop]
 
     def result(self) -> ArtifactVerification:
-        """Return the verification of all bytes that were added."""
+        """Return the content of the verification file, once all `total_size` bytes were added."""
 
         def values(places: Sequence[int]) -> tuple[int, ...]:
             return tuple(int.from_bytes(self._values[place], "little") for place in places)

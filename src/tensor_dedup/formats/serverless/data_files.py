@@ -1,10 +1,9 @@
-"""Data files of ServerlessLLM and tensorcast (`tensor.data_N`), each as a file with tensors in it.
+"""The data files of ServerlessLLM and tensorcast (`tensor.data_N`), each as a file with tensors.
 
-What is in them says the `tensor_index.json` beside them. A tensor is listed where its elements lie
-one behind the other in one file, and no larger or earlier one holds its bytes: a second name of a
-storage, a view of part of one, and a tensor that begins in one file and ends in the next have no
-entry of their own; their bytes are there all the same. So are those of dtypes that safetensors does
-not name.
+The `tensor_index.json` beside them says which tensors they hold. A tensor is listed if its elements
+lie contiguously in one file and no listed tensor overlaps them. A second name of a storage, a view
+of a part of one, a tensor that extends into the next file, and a tensor whose dtype safetensors
+cannot name are not listed; their bytes count as `header_bytes` if no listed tensor holds them.
 """
 
 import os
@@ -33,7 +32,7 @@ DATA_FILE: Final = re.compile(r"tensor\.data_(0|[1-9][0-9]{0,5})")
 
 @dataclass(frozen=True, slots=True)
 class DataFileHeader:
-    """One data file: its tensors ordered by start; `header_bytes` counts what is no tensor's."""
+    """The tensors of a data file, ordered by offset; `header_bytes` counts all other bytes."""
 
     path: str
     file_size: int
@@ -42,7 +41,7 @@ class DataFileHeader:
 
 
 def data_files(names: Iterable[str]) -> WeightFiles:
-    """Return the data files of a folder that has an index, and none without an index."""
+    """Return the data files among the file names of a folder; none unless it has an index, too."""
     known = set(names)
     numbers = sorted(int(match[1]) for match in map(DATA_FILE.fullmatch, known) if match)
     if INDEX_NAME not in known or not numbers:
@@ -53,11 +52,13 @@ def data_files(names: Iterable[str]) -> WeightFiles:
 
 
 def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> DataFileHeader:
-    """Return what the index beside a data file says of it. With `fd`, that is the data file, open.
+    """Return the tensors of a data file, as the `tensor_index.json` beside it lists them.
+
+    `path` is the data file; with `fd`, its size is that of this open descriptor.
 
     Raises:
-        CheckpointNotFoundError: One of the files is not there.
-        FormatError: They are malformed, or contradict each other.
+        CheckpointNotFoundError: The data file, the index or an earlier data file is missing.
+        FormatError: The index is malformed, or does not fit the data files.
     """
     where = Path(path)
     match = DATA_FILE.fullmatch(where.name)

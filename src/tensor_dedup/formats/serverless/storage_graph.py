@@ -1,7 +1,7 @@
-"""The storages of a state dict, and the tensors that are views of them. No I/O, no torch.
+"""The storages of a state dict, and its tensors as views of them. No I/O, no torch.
 
-From this alone the index follows, byte for byte: names in order, each storage where its first
-tensor comes, at the next multiple of 8 bytes.
+The graph determines the bytes of the index: tensors are ordered by name, and each storage is laid
+out where its first tensor comes, at the next multiple of 8 bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from tensor_dedup.formats.serverless.tensor_index import (
 
 @dataclass(frozen=True, slots=True)
 class StorageEntry:
-    """A storage: the id its tensors refer to, the device it was on, and its size in bytes."""
+    """A storage of a state dict: its id, the device it was on, and its size in bytes."""
 
     storage_id: str
     device: str
@@ -30,9 +30,9 @@ class StorageEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorAlias:
-    """A tensor as a view of a storage. `storage_offset`, shape and stride are in elements.
+    """A tensor as a view of a storage. `storage_offset`, `shape` and `stride` are in elements.
 
-    `logical_length` is the bytes of its elements.
+    `logical_length` is the size of its elements in bytes.
     """
 
     name: str
@@ -46,13 +46,13 @@ class TensorAlias:
 
 @dataclass(frozen=True, slots=True)
 class StorageGraph:
-    """The storages of a state dict, each once, and its tensors. An artifact is laid out by it."""
+    """The storages of a state dict, each once, and the tensors that are views of them."""
 
     storage_entries: tuple[StorageEntry, ...]
     tensor_aliases: tuple[TensorAlias, ...]
 
     def offsets(self) -> dict[str, int]:
-        """Return the offset of each storage in the data, in ascending order."""
+        """Return the byte offset of each storage in the data, by storage id, in ascending order."""
         sizes = {entry.storage_id: entry.nbytes for entry in self.storage_entries}
         found: dict[str, int] = {}
         end = 0
@@ -63,7 +63,10 @@ class StorageGraph:
         return found
 
     def index_entries(self) -> list[IndexEntry]:
-        """Return the entries of the index. An empty storage may share its offset with the next."""
+        """Return the index entries of all tensors.
+
+        An empty storage may have the same offset as the next one.
+        """
         offsets = self.offsets()
         sizes: dict[int, int] = {}
         for entry in self.storage_entries:
@@ -84,10 +87,10 @@ class StorageGraph:
         ]
 
     def normal(self) -> "tuple[StorageGraph, dict[str, str]]":
-        """Return the one graph of this index, and the new id of each storage that is left.
+        """Return an equivalent graph with storages numbered by offset, and the new ids by old id.
 
-        A storage without bytes becomes part of the one that follows it: they begin at one offset,
-        so who reads the index cannot tell them apart. The others are numbered as they lie.
+        An empty storage is merged into the storage that follows it. They have the same offset, so
+        the index does not distinguish them.
         """
         offsets = self.offsets()
         real = {offsets[e.storage_id]: e.storage_id for e in self.storage_entries if e.nbytes}
@@ -101,7 +104,7 @@ class StorageGraph:
         return StorageGraph(entries, aliases), ids
 
     def select(self, names: Sequence[str]) -> "StorageGraph":
-        """Return the graph of some of its tensors, with the storages they need."""
+        """Return the graph of the tensors in `names`, with the storages they need."""
         wanted = set(names)
         aliases = tuple(alias for alias in self.tensor_aliases if alias.name in wanted)
         used = {alias.storage_id for alias in aliases}
@@ -109,7 +112,7 @@ class StorageGraph:
         return StorageGraph(tuple(entries), aliases)
 
     def to_json(self) -> dict[str, list[dict[str, object]]]:
-        """Return the graph as a descriptor holds it."""
+        """Return the graph as a descriptor holds it: `storage_entries` and `tensor_aliases`."""
         return {
             "storage_entries": [_fields(entry) for entry in self.storage_entries],
             "tensor_aliases": [_fields(alias) for alias in self.tensor_aliases],
@@ -123,7 +126,9 @@ def rebuild_index(
     fields: Fields = 6,
     path: str = "artifact_descriptor.json",
 ) -> bytes:
-    """Return `tensor_index.json`, byte for byte, from what a descriptor holds.
+    """Return the bytes of `tensor_index.json` from the graph that a descriptor holds.
+
+    `fields` is the number of fields in each entry, 5 or 6. `path` is used in error messages only.
 
     Raises:
         TensorIndexError: The entries do not form a valid graph.
@@ -133,7 +138,7 @@ def rebuild_index(
 
 
 def graph_of(index: TensorIndex) -> StorageGraph:
-    """Return the graph of an index. An index names no devices, so they are all "cpu"."""
+    """Return the storage graph of an index. Every device is "cpu", because an index names none."""
     ids = {storage.offset: f"s{number}" for number, storage in enumerate(index.storages)}
     entries = (StorageEntry(ids[s.offset], "cpu", s.nbytes) for s in index.storages)
     aliases = (
@@ -152,7 +157,9 @@ def graph_of(index: TensorIndex) -> StorageGraph:
 
 
 def parse_graph(storage_entries: object, tensor_aliases: object, path: str) -> StorageGraph:
-    """Return the graph in a descriptor, checked as an index is.
+    """Return the storage graph in a descriptor, after the same checks as for an index.
+
+    `path` is used in error messages only.
 
     Raises:
         TensorIndexError: It is not a valid graph.

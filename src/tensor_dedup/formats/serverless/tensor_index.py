@@ -1,10 +1,11 @@
-"""The index of a folder of `tensor.data_N` files, as ServerlessLLM and tensorcast write them.
+"""The index of a folder of `tensor.data_N` files, as ServerlessLLM and tensorcast write it.
 
-A tensor is `[offset, size, shape, stride, dtype]` and, in tensorcast's, `storage_offset`: a view,
-in elements, of the storage of `size` bytes that begins at `offset` of all data files, one behind
-the other. Tensors of one storage have one offset. Nothing is trusted: numbers are bounded, views
-stay inside their storages, storages do not overlap, and all of them lie in the data that is there.
-The encoders give the bytes that tensorcast writes. No I/O and no torch here.
+An entry is `[offset, size, shape, stride, dtype]` and, in tensorcast's, `storage_offset`. It
+describes a tensor as a view of a storage: the storage has `size` bytes and begins at byte `offset`
+of all data files put together; the view begins `storage_offset` elements into it. Tensors of one
+storage have equal offsets. The index is not trusted: numbers are bounded, views must lie inside
+their storages, storages must not overlap, and all of them must lie in the data. The encoders write
+the same bytes as tensorcast. No I/O and no torch here.
 """
 
 import json
@@ -43,9 +44,9 @@ _FEW_LISTS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """An entry of the index; `shape`, `stride` and `storage_offset` are in elements.
+    """A tensor in the index; `shape`, `stride` and `storage_offset` are in elements.
 
-    The storage begins at byte `offset` of the data and has `size` bytes.
+    Its storage begins at byte `offset` of the data and has `size` bytes.
     """
 
     name: str
@@ -71,12 +72,12 @@ class IndexEntry:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes of the elements, each counted once."""
+        """The size of its elements in bytes, without gaps between them."""
         return self.elements * self.itemsize
 
     @property
     def start(self) -> int:
-        """The offset of its first element in the data."""
+        """The byte offset of its first element in the data."""
         return self.offset + self.storage_offset * self.itemsize
 
     @property
@@ -94,20 +95,23 @@ class IndexEntry:
 
 @dataclass(frozen=True, slots=True)
 class StorageExtent:
-    """The bytes of one storage in the data, at the largest size any of its tensors gives it."""
+    """The byte range of a storage in the data; the largest, if its tensors give different sizes."""
 
     offset: int
     nbytes: int
 
     @property
     def end(self) -> int:
-        """The offset of its end in the data."""
+        """The byte offset of its end in the data."""
         return self.offset + self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class TensorIndex:
-    """The checked content of an index. `entries` are by name, `storages` by offset."""
+    """The checked content of an index: `entries` sorted by name, `storages` by offset.
+
+    `fields` is the number of fields in each entry, 5 or 6.
+    """
 
     path: str
     fields: Fields
@@ -116,12 +120,12 @@ class TensorIndex:
 
     @property
     def total_size(self) -> int:
-        """The size in bytes from the beginning of the data to the end of the last storage."""
+        """The size of the data in bytes, to the end of the last storage."""
         return max((storage.end for storage in self.storages), default=0)
 
 
 def parse_index(blob: bytes, path: str) -> TensorIndex:
-    """Return the index in `tensor_index.json`.
+    """Parse and check the content of `tensor_index.json`; `path` is used in error messages only.
 
     Raises:
         JsonTextError: The file is not JSON.
@@ -131,10 +135,10 @@ def parse_index(blob: bytes, path: str) -> TensorIndex:
 
 
 def parse_index_cbor(blob: bytes, path: str) -> TensorIndex:
-    """Return the index in `tensor_index.cbor`.
+    """Parse and check the content of `tensor_index.cbor`; `path` is used in error messages only.
 
     Raises:
-        JsonTextError: The file does not hold a map, or is made to exhaust the reader.
+        JsonTextError: The file does not hold a CBOR map, or would exhaust the reader's memory.
         TensorIndexError: It is not a valid index.
     """
     found = len(blob) - len(blob.translate(None, _SHORT_LISTS))
@@ -171,7 +175,7 @@ def parse_index_cbor(blob: bytes, path: str) -> TensorIndex:
 
 
 def check_same(index: TensorIndex, other: TensorIndex) -> None:
-    """Check that two indexes are equal.
+    """Check that two indexes are equal, such as those in JSON and in CBOR.
 
     Raises:
         TensorIndexError: They differ.
@@ -184,11 +188,11 @@ def check_same(index: TensorIndex, other: TensorIndex) -> None:
 
 
 def check_data(index: TensorIndex, data_bytes: int, path: str) -> None:
-    """Check an index against the size of the data files.
+    """Check that an index fits data files of `data_bytes` bytes in all.
 
     Raises:
-        TensorIndexError: A storage ends beyond their end, or more bytes follow than alignment
-            requires.
+        TensorIndexError: A storage ends beyond the data, or more bytes follow the last one than
+            alignment requires.
     """
     total = index.total_size
     if total > data_bytes:
@@ -209,13 +213,13 @@ def check_data(index: TensorIndex, data_bytes: int, path: str) -> None:
 
 
 def encode_index(entries: Iterable[IndexEntry], fields: Fields = 6) -> bytes:
-    """Return the bytes of `tensor_index.json`, with sorted names."""
+    """Return the bytes of `tensor_index.json`, sorted by name, with 5 or 6 `fields` in an entry."""
     rows = _rows(entries, fields)
     return json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def encode_index_cbor(entries: Iterable[IndexEntry], fields: Fields = 6) -> bytes:
-    """Return the bytes of `tensor_index.cbor`, with sorted names."""
+    """Return the bytes of `tensor_index.cbor`, sorted by name, with 5 or 6 `fields` in an entry."""
     return cbor2.dumps(_rows(entries, fields))
 
 

@@ -1,4 +1,4 @@
-"""Where models go when a node holds each tensor once, whoever uses it."""
+"""Plans which model goes to which machine, so that models with equal tensors share memory."""
 
 from tensor_dedup.planning.placement.fleet_file import Wanted, read_fleet, wanted
 from tensor_dedup.planning.placement.plan import DoesNotFitError, FleetPlan, plan

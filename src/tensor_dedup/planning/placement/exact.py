@@ -1,4 +1,4 @@
-"""The least memory that any placement takes, by OR-tools' CP-SAT solver (extra `plan`)."""
+"""Searches for the placement that takes the least memory, with OR-tools' CP-SAT (extra `plan`)."""
 
 import importlib
 import math
@@ -18,9 +18,10 @@ _POLL_S: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """What a solver found within its time.
+    """The best placement that the solver found in its time, or None.
 
-    Any placement takes at least `bound` bytes; it `is_proven` that none takes less than this one.
+    Every placement takes at least `bound` bytes. `is_proven` says that none takes less than this
+    one.
     """
 
     placement: Placement | None
@@ -29,9 +30,9 @@ class Optimum:
 
 
 def solve(problem: PackingProblem, seconds: float, hint: Placement | None = None) -> Optimum:
-    """Look for the placement that takes the fewest bytes, beginning with `hint`.
+    """Search for the placement that takes the fewest bytes, for at most `seconds`, from `hint` on.
 
-    Ctrl-C ends the search early, with what was found until then; another one is raised as ever.
+    Ctrl-C ends the search early with the best placement so far; a second one interrupts as usual.
 
     Raises:
         NotInstalledError: OR-tools is not installed.

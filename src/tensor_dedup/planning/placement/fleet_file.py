@@ -1,4 +1,4 @@
-"""The file that says which models are to be served: `models.toml`.
+"""The file that lists the models to serve, `models.toml`.
 
 room = "4GiB"                 # of every engine beside its weights, unless a model says otherwise
 
@@ -28,7 +28,11 @@ _FIELDS: Final = ("path", *_DEFAULTS)
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A model as the file names it; sizes in bytes."""
+    """A model in the file: its name, where its weights are, and what it needs; sizes in bytes.
+
+    `room` is an engine's memory beside the weights. `host` is its memory on the machine, if the
+    weights are on a device.
+    """
 
     name: str
     path: str
@@ -38,10 +42,10 @@ class Wanted:
 
 
 def read_fleet(path: Path) -> list[Wanted]:
-    """Read the file; the models are in its order.
+    """Return the models that the file lists, in its order.
 
     Raises:
-        ConfigError: it cannot be read, or says something that is not understood.
+        ConfigError: the file cannot be read, or has an unknown field or a wrong value.
     """
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -70,10 +74,12 @@ def _from_file(path: Path, name: str, table: object, defaults: Mapping[str, Any]
 
 
 def wanted(where: str, name: str, given: Mapping[str, Any]) -> Wanted:
-    """Return a model from its fields, of which `path` is a text; `where` begins what is wrong.
+    """Return the model `name` with the fields in `given`, of which `path` is required.
+
+    `where` says in errors where the fields come from.
 
     Raises:
-        ConfigError: a field has a wrong value, or is none.
+        ConfigError: a field is unknown or has a wrong value.
     """
     _check_fields(where, given, _FIELDS)
     replicas = given.get("replicas", 1)

@@ -1,11 +1,11 @@
-"""Placing models where the fewest bytes are added.
+"""Heuristics that place models on nodes where they add the fewest bytes.
 
 Bin packing with items that share memory (Sindelar, Sitaraman and Shenoy, "Sharing-aware algorithms
 for virtual machine colocation", SPAA 2011) has no good approximation in general; here families of
-models make it easy most of the time. A family goes, largest first, to the fullest node that takes
-all of it; a family that no node takes is split, model by model, to where each adds least. Then
-replicas and groups of a family move or change places for as long as that saves bytes. The result
-is compared with best-fit by size, improved in the same way, and the better one is returned.
+models make it easy most of the time. A family is placed, largest first, on the fullest node that
+has room for all of it. A family that fits on no node is split, model by model, to where each adds
+least. Then replicas and groups of a family are moved or swapped as long as that saves bytes. The
+result is compared with best-fit by size, improved in the same way, and the better one is returned.
 """
 
 import random
@@ -33,9 +33,9 @@ _EVICTIONS: Final = 64  # nodes on which room is looked for in this way
 
 
 def place(problem: PackingProblem, start: Placement | None = None) -> Placement:
-    """Return a placement of all replicas, or of as many as were found room for.
+    """Return a placement of all replicas, or of as many as the heuristics find room for.
 
-    With `start`, its replicas stay where they are. Deterministic.
+    The replicas in `start` stay where they are. The same arguments give the same placement.
     """
     families = kin(problem)
     if start is not None:
@@ -51,7 +51,7 @@ def place(problem: PackingProblem, start: Placement | None = None) -> Placement:
 
 
 def best_fit(problem: PackingProblem) -> Placement:
-    """Place models by size alone, largest first, each on the fullest node that has room."""
+    """Place models by size alone, largest first, each on the fullest node that has room for it."""
     placed = Placement(problem)
     missing = placed.missing()
     for model in sorted(missing, key=lambda each: (-problem.needs[each], each)):
@@ -63,7 +63,7 @@ def best_fit(problem: PackingProblem) -> Placement:
 
 
 def first_fit(problem: PackingProblem) -> Placement:
-    """Place models in their order, each on the first node that has room."""
+    """Place models in the order of the problem, each on the first node that has room for it."""
     placed = Placement(problem)
     for model, count in placed.missing().items():
         for _ in range(count):
@@ -74,9 +74,10 @@ def first_fit(problem: PackingProblem) -> Placement:
 
 
 def kin(problem: PackingProblem) -> list[list[int]]:
-    """Return the models by family: each has a good part in common with another of its own.
+    """Group the models into families, as sorted lists of model numbers.
 
-    Source of the method: single-linkage clustering, each model with its nearest relative.
+    Each model is joined with the model that it has most in common with, if that is a large part of
+    either (single-linkage clustering). A model without relatives is a family of its own.
     """
     holders: defaultdict[int, list[int]] = defaultdict(list)
     for model, parts in enumerate(problem.parts):
@@ -143,7 +144,7 @@ def _recreated(best: Placement, families: Sequence[Sequence[int]]) -> Placement:
 
 
 def improve(placed: Placement, families: Sequence[Sequence[int]]) -> None:
-    """Move replicas, and groups of a family, for as long as fewer bytes are taken."""
+    """Move and swap replicas, and groups of a family, as long as that saves bytes."""
     relatives = {model: family for family in families for model in family}
     for _ in range(_ROUNDS):
         before = (sum(placed.missing().values()), placed.total)

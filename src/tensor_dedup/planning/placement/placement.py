@@ -1,4 +1,4 @@
-"""Which model is on which node, what that takes, and what a change would."""
+"""A placement of models on nodes, and the memory that it takes."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,9 +10,10 @@ from tensor_dedup.planning.placement.problem import Bytes, PackingProblem
 
 
 class Placement:
-    """Replicas of models on nodes, and the memory that they take. One thread.
+    """Which models have a replica on which nodes, and the bytes used there. For one thread.
 
-    A replica is a pair of numbers: its model's and its node's.
+    Models and nodes are numbers, their positions in the problem. A node has at most one replica of
+    a model. Arrays of bytes have one entry for each node.
     """
 
     def __init__(self, problem: PackingProblem) -> None:
@@ -25,7 +26,7 @@ class Placement:
         self._host: Bytes = np.zeros(nodes, np.int64)
 
     def copy(self) -> "Placement":
-        """Return another placement with the same replicas."""
+        """Return an independent placement with the same replicas."""
         other = Placement.__new__(Placement)
         other.problem = self.problem
         other._holders, other._on = self._holders.copy(), self._on.copy()
@@ -34,35 +35,35 @@ class Placement:
 
     @property
     def total(self) -> int:
-        """The bytes taken on all nodes."""
+        """The bytes used on all nodes together."""
         return int(self.used.sum())
 
     @property
     def busy(self) -> int:
-        """The number of nodes that have a model."""
+        """The number of nodes that hold at least one model."""
         return int(self._on.any(axis=0).sum())
 
     def replicas(self) -> Iterator[tuple[int, int]]:
-        """Yield each replica, by model and node."""
+        """Yield each replica as its model and its node."""
         for model, node in np.argwhere(self._on):
             yield int(model), int(node)
 
     def models_on(self, node: int) -> list[int]:
-        """Return the models of a node, by number."""
+        """Return the models on a node, in ascending order."""
         return [int(model) for model in np.flatnonzero(self._on[:, node])]
 
     def nodes_of(self, model: int) -> list[int]:
-        """Return the nodes of a model, by number."""
+        """Return the nodes that hold a model, in ascending order."""
         return [int(node) for node in np.flatnonzero(self._on[model])]
 
     def missing(self) -> Counter[int]:
-        """Return how many replicas of each model have no node."""
+        """Return the number of unplaced replicas of each model that has any."""
         held = self._on.sum(axis=1)
         wanted = enumerate(self.problem.models)
         return Counter({n: int(m.replicas - held[n]) for n, m in wanted if m.replicas > held[n]})
 
     def marginal(self, model: int) -> Bytes:
-        """Return what a replica of the model would add to each node, in bytes."""
+        """Return, for each node, the bytes that a replica of the model would add there."""
         problem = self.problem
         parts = problem.parts[model]
         if not len(parts):
@@ -71,33 +72,36 @@ class Placement:
         return added
 
     def freed(self, model: int, node: int) -> int:
-        """Return what a node would give back with this replica, in bytes."""
+        """Return the bytes that removing the model's replica would free on the node."""
         parts = self.problem.parts[model]
         alone = self._holders[parts, node] == 1
         return int(self.problem.own[model] + self.problem.sizes[parts] @ alone)
 
     def shared(self, model: int, node: int) -> int:
-        """Return the bytes that a replica has in common with others on its node."""
+        """Return the bytes that the model's replica shares with other models on the node."""
         parts = self.problem.parts[model]
         return int(self.problem.sizes[parts] @ (self._holders[parts, node] > 1))
 
     def free(self) -> Bytes:
-        """Return what is left on each node, in bytes."""
+        """Return the free bytes of each node; negative where a node is overfull."""
         return self.problem.capacity - self.used
 
     def free_host(self) -> Bytes:
-        """Return what is left of each node's host memory, in bytes."""
+        """Return the free bytes of each node's host memory."""
         return self.problem.host_capacity - self._host
 
     def admits(self, model: int, marginal: Bytes) -> NDArray[np.bool_]:
-        """Return the nodes that have room for a replica of the model and none of it yet."""
+        """Return, for each node, whether it has room for a replica and none of the model yet.
+
+        `marginal` is what `marginal(model)` returned.
+        """
         problem = self.problem
         host = problem.host[model] <= self.free_host()
         admitted: NDArray[np.bool_] = (marginal <= self.free()) & host & ~self._on[model]
         return admitted
 
     def add(self, model: int, node: int) -> None:
-        """Place a replica on a node that has none of the model, whether there is room or not."""
+        """Place a replica on a node that has none of the model, even if there is no room."""
         assert not self._on[model, node]
         self.used[node] += self.marginal_on(model, node)
         self._holders[self.problem.parts[model], node] += 1
@@ -105,13 +109,13 @@ class Placement:
         self._on[model, node] = True
 
     def marginal_on(self, model: int, node: int) -> int:
-        """Return what a replica of the model would add to one node, in bytes."""
+        """Return the bytes that a replica of the model would add to one node."""
         parts = self.problem.parts[model]
         absent = self._holders[parts, node] == 0
         return int(self.problem.own[model] + self.problem.sizes[parts] @ absent)
 
     def remove(self, model: int, node: int) -> None:
-        """Take a replica from its node."""
+        """Remove the model's replica from a node."""
         assert self._on[model, node]
         self.used[node] -= self.freed(model, node)
         self._holders[self.problem.parts[model], node] -= 1
@@ -119,7 +123,7 @@ class Placement:
         self._on[model, node] = False
 
     def fits(self, model: int, node: int) -> bool:
-        """Return whether a node has room for a replica of the model and none of it yet."""
+        """Return whether a node has room for a replica of the model, and none of it yet."""
         problem = self.problem
         if self._on[model, node]:
             return False
@@ -128,9 +132,9 @@ class Placement:
         return bool(self.marginal_on(model, node) <= problem.capacity[node] - self.used[node])
 
     def together(self, models: Sequence[int]) -> tuple[Bytes, NDArray[np.bool_]]:
-        """Return what several models would add to each node, in bytes, and which has room for all.
+        """Return, for each node, the bytes that these models would add, and whether all fit.
 
-        A node that has one of them already has none.
+        A node that holds one of them already counts as having no room.
         """
         problem = self.problem
         parts = np.unique(np.concatenate([problem.parts[model] for model in models]))
@@ -139,7 +143,7 @@ class Placement:
         return added, (added <= self.free()) & host & ~self._on[models].any(axis=0)
 
     def is_sound(self) -> bool:
-        """Return whether no node holds more than it may."""
+        """Return whether no node holds more than its memory and host memory allow."""
         problem = self.problem
         return bool((self.used <= problem.capacity).all()) and bool(
             (self._host <= problem.host_capacity).all()

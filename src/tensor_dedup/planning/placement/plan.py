@@ -1,4 +1,4 @@
-"""A plan: which model goes to which node, why, and what changes."""
+"""A plan: which model goes to which node, why, and which replicas have to move."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -18,18 +18,18 @@ SCHEMA: Final = 1
 
 
 class DoesNotFitError(TensorDedupError):
-    """Models do not fit the nodes; `facts` has their names and the numbers."""
+    """The models do not fit on the nodes; `facts` has their names and the numbers."""
 
     exit_status = WRONG_USE
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A replica on a node. Sizes in bytes.
+    """A replica on a node, and why it is there. Sizes in bytes.
 
-    Of its weights `shared_bytes` are there already when the replicas before it on the node are,
-    most of them because of the model `shares_with`; `adds_bytes` are the rest. Its engine takes
-    `room_bytes` beside them.
+    Of its weights, `shared_bytes` are on the node already because of replicas listed before it, and
+    `adds_bytes` are new. `shares_with` is the model that it shares most with, or None. Its engine
+    takes `room_bytes` beside the weights, and `host_bytes` of the machine's memory.
     """
 
     model: str
@@ -43,7 +43,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class PlannedNode:
-    """A node with its replicas; each is explained by those before it."""
+    """A node with its replicas; each shares tensors with those listed before it. Sizes in bytes."""
 
     name: str
     memory_bytes: int
@@ -53,10 +53,10 @@ class PlannedNode:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A replica that is not where it was.
+    """A replica that the plan moves, starts or stops.
 
-    `source` is None for a new one, `target` for one that is dropped. `loads_bytes` is what the
-    target has to load: tensors that are not there yet.
+    `source` is None for one that is started, `target` for one that is stopped. `loads_bytes` is the
+    size of the tensors that the target does not have yet.
     """
 
     model: str
@@ -69,10 +69,10 @@ class Move:
 class FleetPlan:
     """Where each model goes. Sizes in bytes.
 
-    `used_bytes` counts each tensor once a node, and the engines' room; `alone_bytes` is what the
-    same replicas take where nothing is shared. `moves` are those from the placement before.
-    `saved_bytes` is what a rebalancing takes less than leaving everything where it is. No plan
-    takes less than `least_bytes`, if a solver was asked.
+    `used_bytes` counts each tensor once on each node, and the engines' room; `alone_bytes` is what
+    the same replicas take without sharing. `moves` lists the changes from the current placement,
+    and `saved_bytes` is what rebalancing saves compared with moving nothing. `least_bytes` is a
+    lower bound for every plan, or None if no solver was used.
     """
 
     nodes: Sequence[PlannedNode]
@@ -84,12 +84,12 @@ class FleetPlan:
     schema: int = field(default=SCHEMA)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the document of `plan --json`, which `--from` takes again."""
+        """Return the JSON document of `plan --json`, which `plan --from` reads."""
         found = asdict(self)
         return {"schema": found.pop("schema"), **found}
 
     def placement(self) -> dict[str, list[str]]:
-        """Return the nodes of each model."""
+        """Return the names of the nodes of each model, by model name."""
         found: dict[str, list[str]] = {}
         for node in self.nodes:
             for each in node.models:
@@ -107,12 +107,12 @@ def plan(
 ) -> FleetPlan:
     """Choose a node for each replica so that all nodes together hold the fewest bytes.
 
-    What is `current` (the nodes of each model) stays where it is unless `rebalance` is on. The same
-    arguments give the same plan. With `exact_s`, and nothing that has to stay, a solver is given
-    so many seconds to find a better one, and the plan says what the least is.
+    `current` has the nodes of each model that runs already; these replicas stay there unless
+    `rebalance` is True. The same arguments give the same plan. Without `current`, `exact_s` lets a
+    solver search that many seconds for a better plan and a lower bound.
 
     Raises:
-        DoesNotFitError: some replica has no room.
+        DoesNotFitError: there is no room for a replica.
         NotInstalledError: the solver is not installed.
     """
     problem = PackingProblem(models, nodes)

@@ -1,4 +1,4 @@
-"""A plan for Kubernetes: where the Pods of engines may run, as patches for Kustomize."""
+"""A plan for Kubernetes: Kustomize patches that pin the Pods of engines to nodes."""
 
 import json
 import re
@@ -27,13 +27,13 @@ spec:
 
 
 def patches(found: FleetPlan) -> str:
-    """Return one patch a replica, as documents of YAML.
+    """Return YAML documents with one patch for each replica.
 
-    The Pods are called MODEL-1, MODEL-2 and so on, in the order of the plan's nodes, whose names
-    are those of the cluster.
+    The Pods of a model are called MODEL-1, MODEL-2 and so on, in the order of the plan's nodes. The
+    plan's node names must be the host names of the cluster's nodes.
 
     Raises:
-        ConfigError: a model's name cannot be that of a Pod.
+        ConfigError: a model's name is not valid in the name of a Pod.
     """
     documents = []
     for model, nodes in sorted(found.placement().items()):

@@ -1,7 +1,8 @@
-"""Models, nodes, and what a set of models needs on a node: each tensor once.
+"""The placement problem: models, nodes, and the memory that a set of models needs on a node.
 
-Tensors that the same models have are one part, found by an index of digests and never by comparing
-models in pairs. So a base and its fine-tunes make a few parts, however many tensors they have.
+Each tensor counts once on a node. All tensors that exactly the same models have form a part. Parts
+are found by an index of digests, without comparing models in pairs; a base and its fine-tunes have
+only a few, however many tensors they have.
 """
 
 from collections import Counter
@@ -18,9 +19,9 @@ Bytes = NDArray[np.int64]
 class Model:
     """A model to place. Sizes in bytes.
 
-    `tensors` are the sizes of its tensors by digest. Its engines take `room` beside the weights,
-    for the KV cache and for activations, and `host` of the machine's memory where `room` is a
-    device's. `replicas` are on different nodes.
+    `tensors` has the size of each tensor by digest. Each engine takes `room` beside the weights,
+    for the KV cache and activations, and `host` of the machine's memory if `room` is on a device.
+    Each of the `replicas` goes to another node.
     """
 
     name: str
@@ -31,15 +32,15 @@ class Model:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its weights, each tensor once."""
+        """The size of its weights in bytes, equal tensors counted once."""
         return sum(self.tensors.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine, or a device of one: `memory` bytes for weights and engines.
+    """A machine, or a device of it, with `memory` bytes for weights and engines.
 
-    `host` are those of the machine's own memory, if they are to be counted too.
+    `host` is the machine's own memory in bytes, or None if it is not limited.
     """
 
     name: str
@@ -48,11 +49,12 @@ class Node:
 
 
 class PackingProblem:
-    """Models and nodes in the form in which placements are computed. Immutable; any thread.
+    """Models and nodes as arrays from which placements are computed. Immutable; for any thread.
 
-    `own[m]` are the bytes that each replica of model m needs whoever else is there, `parts[m]` the
-    numbers of the parts that it has in common with other models, and `sizes` their bytes. On a node
-    where nothing else is a replica takes `needs[m]`.
+    Sizes are in bytes. `own[m]` is what each replica of model m adds wherever it is: its room, and
+    the tensors that no other model has. `parts[m]` are the numbers of the parts that it has in
+    common with other models, and `sizes` the sizes of all parts. `needs[m]` is what a replica takes
+    on an empty node.
     """
 
     def __init__(self, models: Sequence[Model], nodes: Sequence[Node]) -> None:
@@ -81,9 +83,9 @@ class PackingProblem:
         self.host_capacity: Bytes = np.array(hosts, np.int64)
 
     def least(self) -> int:
-        """Return a number of bytes below which no placement of everything is, on any nodes.
+        """Return a lower bound for the bytes that a placement of all replicas takes on all nodes.
 
-        Each part is on as many nodes as a model that has it.
+        It assumes that each part is on as few nodes as the replicas of its models allow.
         """
         replicas = np.array([model.replicas for model in self.models], np.int64)
         most = np.zeros(len(self.sizes), np.int64)
@@ -92,7 +94,7 @@ class PackingProblem:
         return int(self.own @ replicas + self.sizes @ most)
 
     def used(self, models: Iterable[int]) -> int:
-        """What these models take on one node together."""
+        """Return the bytes that these models take together on one node."""
         chosen = sorted(set(models))
         held = [self.parts[model] for model in chosen]
         union = np.unique(np.concatenate(held)) if held else np.array([], np.int64)

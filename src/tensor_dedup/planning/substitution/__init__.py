@@ -1,7 +1,7 @@
 """Frozen-base substitution: chosen layers of a fine-tune are taken from its base, byte for byte.
 
-Unlike everything else in this package it changes what a model computes, so it happens only where it
-is asked for, and into a new checkpoint that says so (`tensor_dedup.formats.markers`).
+Unlike the rest of this package, it changes what a model computes. So it runs only on request, and
+its result is a new checkpoint whose metadata names the layers (`tensor_dedup.formats.markers`).
 """
 
 from tensor_dedup.errors import NotInstalledError

@@ -1,4 +1,4 @@
-"""How far the numbers of two tensors are apart."""
+"""How much the values of a layer's tensors differ between a fine-tune and its base."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,14 +26,14 @@ _BLOCK: Final = 128
 def distance(pairs: Iterable[Pair], read_tune: ReadRange, read_base: ReadRange) -> float:
     """Return the relative distance of a layer from the base's: |tune - base| / |base|.
 
-    The norm is Frobenius' over all tensors of the layer, in float64. Weights of FP8 are compared
-    with their scales applied. A counter of steps does not count. Where the base is all zeros
-    and the fine-tune is not, or some number is none, the distance is infinite. Reads both, 8 MiB at
-    a time.
+    The norm is the Frobenius norm over all tensors of the layer, in float64. FP8 weights are
+    compared with their scales applied. Step counters are ignored. The result is infinite if the
+    base is all zeros and the fine-tune is not, or if a value is NaN or infinite. Both are read, 8
+    MiB at a time.
 
     Raises:
-        UnsupportedError: a tensor's numbers cannot be compared one by one (packed, or quantised in
-            a way that is not known).
+        UnsupportedError: a tensor is packed or quantised in a way that does not let values be
+            compared one by one.
     """
     held = {tensor.name: (tensor, old) for tensor, old in pairs}
     if all(tensor.fingerprint == old.fingerprint for tensor, old in held.values()):

@@ -1,4 +1,4 @@
-"""The new checkpoint: the fine-tune's files, in which some tensors have the base's bytes."""
+"""Writes the new checkpoint: the fine-tune's files, with some tensors replaced by the base's."""
 
 import json
 import os
@@ -34,14 +34,15 @@ def write_files(
     taken: Mapping[str, Taken],
     metadata: Callable[[Sequence[str]], Mapping[str, str]],
 ) -> list[str]:
-    """Write a checkpoint's files below `target`, with the bytes of `taken` in place of its own.
+    """Write a checkpoint's files below `target`, with the tensors in `taken` replaced.
 
-    `taken` is by the full names of tensors; `metadata` gives what is added to the metadata of a
-    file with such tensors, by their names. Files that are no weights are copied. Returns the files
-    that were left out: weights in other forms, and their indexes.
+    `taken` has, by full tensor name, a function that yields the new bytes. `metadata` returns
+    entries to add to the metadata of a file, given the names of the tensors replaced in it. Files
+    without weights are copied. Returns the files that were left out: weights in other formats, and
+    their indexes.
 
     Raises:
-        UnsupportedError: a file of weights is no safetensors file.
+        UnsupportedError: a weight file of the checkpoint is not a safetensors file.
         FormatError: a link leads out of the checkpoint.
     """
     root = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent

@@ -1,4 +1,4 @@
-"""How far a model's outputs move on given texts, with other weights in some layers."""
+"""Measures how much a model's outputs on given texts change with other weights in some layers."""
 
 import math
 from collections import defaultdict
@@ -25,12 +25,12 @@ from tensor_dedup.suggestions import install_hint
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """How far outputs have moved from the fine-tune's, over all tokens of all samples.
+    """How much outputs differ from the fine-tune's, over all tokens of all samples.
 
-    `distance` is |new - old| / |old| of the logits, or of the last hidden states of a model without
-    logits; None if that is infinite, or some output has become no number. `agreement` is the share
-    of positions whose largest logit is the same, or None without logits; one that is no number
-    agrees with none.
+    `distance` is |new - old| / |old| of the logits, or of the last hidden states if the model has
+    no logits. It is None if that is infinite, or if an output is NaN. `agreement` is the fraction
+    of positions with the same largest logit, or None without logits; positions with NaN do not
+    agree.
     """
 
     samples: int
@@ -39,15 +39,15 @@ class Movement:
 
 
 class Samples:
-    """A fine-tune's outputs on some texts, computed in float32 on the CPU; for one thread.
+    """A fine-tune and its base on some texts, run in float32 on the CPU. For one thread.
 
-    Holds the fine-tune and the base in memory, as transformers loads them from their folders.
+    Both are loaded by transformers from their folders and kept in memory.
 
     Raises:
-        ConfigError: there is no text, or no tokenizer with the fine-tune.
-        CheckpointNotFoundError: transformers cannot load one of them.
-        NotInstalledError: there is no transformers.
-        UnsupportedError: an output of the fine-tune is no number.
+        ConfigError: there is no text, or the fine-tune has no tokenizer.
+        CheckpointNotFoundError: transformers cannot load one of the models.
+        NotInstalledError: transformers is not installed.
+        UnsupportedError: an output of the fine-tune is NaN or infinite.
     """
 
     def __init__(self, tune: Path, base: Path, texts: Sequence[str]) -> None:
@@ -84,10 +84,10 @@ class Samples:
                 )
 
     def moved(self, layers: Sequence[Layer[AnalyzedTensor]]) -> Movement:
-        """Return how far the outputs move with these layers of the base.
+        """Return how much the outputs change if these layers are taken from the base.
 
         Raises:
-            UnsupportedError: transformers calls a tensor otherwise than the files do.
+            UnsupportedError: transformers uses another name for a tensor than the files do.
         """
         other = dict[str, torch.Tensor]()
         for tensor, its in (pair for layer in layers for pair in layer.pairs):

@@ -1,4 +1,4 @@
-"""Write a fine-tune with chosen layers of its base."""
+"""Writes a copy of a fine-tune in which chosen layers are those of its base."""
 
 import math
 import os
@@ -40,11 +40,11 @@ _Layer = Layer[AnalyzedTensor]
 
 @dataclass(frozen=True, slots=True)
 class SubstitutedLayer:
-    """A layer, or some tensors of it, that the base's bytes stand for.
+    """A layer, or some of its tensors, whose bytes are taken from the base.
 
-    `distance` is |tune - base| / |base| over these tensors; None if that is infinite, or the
-    numbers are packed. `output_distance` is how far the outputs on samples move
-    with this layer alone; None without samples, or if that is infinite.
+    `distance` is |tune - base| / |base| over these tensors; None if it is infinite, or if the
+    values are packed. `output_distance` is the relative change of the outputs on samples if only
+    this layer is replaced; None without samples, or if it is infinite.
     """
 
     name: str
@@ -56,12 +56,12 @@ class SubstitutedLayer:
 
 @dataclass(frozen=True, slots=True)
 class Substitution:
-    """What was written: `output` is `tune` with `layers` of `base`.
+    """The result of a substitution: `output` is `tune` with `layers` taken from `base`.
 
-    `adds_bytes` are the bytes that the output adds beside the base, each distinct tensor once;
-    `tune_adds_bytes` those that the fine-tune added. `left_out` are files of the fine-tune that
-    hold weights in other forms, and were not copied. `outputs` says how far the outputs on samples
-    move, or is None without samples.
+    `adds_bytes` is the size of the output's distinct tensors that the base does not have, and
+    `tune_adds_bytes` the same for the fine-tune. `left_out` are files of the fine-tune that were
+    not copied because they hold weights in other formats. `outputs` says how much the outputs on
+    samples change, or is None without samples.
     """
 
     base: str
@@ -75,7 +75,7 @@ class Substitution:
     outputs: Movement | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
+        """Return the result as a JSON object."""
         document = {"schema": SCHEMA, **asdict(self)}
         for layer in document["layers"]:
             layer["bytes"] = layer.pop("nbytes")
@@ -94,25 +94,26 @@ def substitute(
     store: StrPath | None = None,
     progress: ProgressListener | None = None,
 ) -> Substitution:
-    """Write the checkpoint `tune` to the folder `output`, with layers of `base` byte for byte.
+    """Write a copy of `tune` to the folder `output`, with some layers replaced by those of `base`.
 
-    Either `layers` says which (`choice.chosen` has the grammar), or `budget` says how many bytes
-    the output may add beside the base: then layers are taken, those first whose numbers have moved
-    least for each byte, until it fits. With `samples`, texts, those come first that move the
-    model's outputs least for each byte, each taken alone, and the result says how far outputs move;
-    transformers then loads both checkpoints.
+    Either `layers` selects them (syntax as in `tensor_dedup.formats.layers.layer_names.meant`), or
+    `budget` is the number of bytes that the output may add beside the base. Then layers are
+    replaced until that is reached, first those whose values differ least for their size. With
+    `samples`, which are texts, those come first that change the model's outputs least for their
+    size when replaced alone. transformers loads both checkpoints for this, and the result has the
+    change of the outputs.
 
-    `base` and `tune` are given as for `analyze`; the fine-tune's weights are safetensors. One in
-    the store is written out beside `output` while it is copied, which takes its size on disk once
-    more. Nothing of either is changed, and `output` appears when it is complete and its bytes have
-    been read again and compared.
+    `base` and `tune` are given as for `analyze`; the fine-tune's weights must be safetensors. A
+    checkpoint in the store is first exported beside `output`, which takes its size on disk once
+    more. Neither checkpoint is changed. `output` appears once it is complete and its bytes have
+    been read back and compared.
 
     Raises:
-        ConfigError: neither or both of `layers` and `budget`, a layer that is not there, a budget
-            that cannot be kept, or an output that is there already.
+        ConfigError: both or neither of `layers` and `budget` are given, a layer does not exist, the
+            budget cannot be kept, or the output exists already.
         UnsupportedError: a layer cannot be taken from the base, or the fine-tune is in another
             format; the message says why.
-        CheckpointError, StoreError: those of `analyze`.
+        CheckpointError, StoreError: as `analyze`.
     """
     if (layers is None) == (budget is None):
         raise ConfigError("give either layers or a budget")
