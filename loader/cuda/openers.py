@@ -26,7 +26,7 @@ class MappedExtent(NamedTuple):
 
 
 class Opener(Protocol):
-    """An interface for mapping slabs. Any method may raise BackendError, and then undoes its work."""
+    """An interface for mapping slabs. A method that raises BackendError has undone its work."""
 
     @property
     def whole_only(self) -> str | None:
