@@ -1,6 +1,7 @@
 """Share tensors that vLLM's own processing has computed, by comparing their content.
 
-Tensors of a layer that become resident lie together in *slabs*, pieces of shared memory."""
+Tensors of a layer that become resident lie together in *slabs*, pieces of shared memory.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Look up residents by recipe, before any tensor data of the checkpoint is read.
 
 A resident is a shared tensor in memory. A recipe describes how a tensor is computed from the
-checkpoint's tensors, which it names by digest."""
+checkpoint's tensors, which it names by digest.
+"""
 
 from __future__ import annotations
 
