@@ -1,4 +1,4 @@
-"""The process-wide locks under which weights are loaded and converted."""
+"""The process-wide locks that are held while weights are loaded or converted."""
 
 import os
 import threading

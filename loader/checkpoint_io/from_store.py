@@ -53,7 +53,7 @@ def store_behind(config: TensorDedupConfig) -> LocalStore | None:
 
 
 class OpenCheckpoint(Protocol):
-    """The opened weights files of one checkpoint, for one load. Close it after the last read."""
+    """A checkpoint whose weights files one load opens and reads. Close it after the last read."""
 
     @property
     def bytes_from_store(self) -> int:
@@ -245,13 +245,13 @@ class StoredSource(SourceFile):
         return opened
 
     def check_unchanged(self) -> None:
-        """Do nothing, because containers never change and all reads are verified."""
+        """Do nothing: stored files never change, and all reads are verified."""
 
     def remember(self) -> None:
-        """Do nothing, because the manifest holds the digests."""
+        """Do nothing: the stored checkpoint's manifest has the digests, so no hints are needed."""
 
     def forget(self) -> None:
-        """Do nothing, because there are no hints of this file."""
+        """Do nothing: a stored file has no hints."""
 
 
 class FromDisk:
@@ -312,7 +312,7 @@ class FromStore:
         return sum(file.bytes_read for file in self._files)
 
     def open(self, path: Path) -> SourceFile:
-        """Open the weights file that stands at `path` in the stub folder.
+        """Open the stored weights file whose path in the stub folder is `path`.
 
         Raises:
             FormatError: The checkpoint has no file of this path.

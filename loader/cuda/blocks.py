@@ -1,4 +1,4 @@
-"""Large tensors on a GPU in blocks of 16 MiB, so that tensors that differ in part share the others.
+"""Large tensors on a GPU in blocks of 16 MiB, so that tensors with equal parts can share them.
 
 A *resident* is an immutable tensor in memory that models share. CUDA maps memory by whole handles
 (cuMemMap takes no offset but 0), so tensors can only share whole handles. A tensor of `BLOCKS_FROM`
@@ -6,9 +6,9 @@ bytes and more therefore consists of several handles, which are mapped side by s
 blocks is a resident of plain bytes and is found by its own digest, at whatever position it lies in
 other tensors.
 
-Memory of a GPU is not hashed again, so digests are trusted. The record of a tensor in blocks has
-its leaf digests (one for each 2 MiB), from which the digests of its blocks and of the whole tensor
-follow: blocks that do not belong to the tensor are noticed.
+GPU memory is not hashed again, so digests are trusted. The record of a tensor in blocks has its
+leaf digests (one for each 2 MiB). The digests of the blocks and of the whole tensor are computed
+from these, so blocks of another tensor are noticed.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ class Gpu:
         return made
 
     def mapped(self) -> set[int]:
-        """Return the serials of the slabs that this process has mapped."""
+        """Return the serial numbers of the slabs that this process has mapped."""
         return {
             extent.serial
             for mapping in list(self._alive)

@@ -142,7 +142,7 @@ class VmmOpener:
         self._driver.free(address, total(extents))
 
     def make_private(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """Put private, writable memory with the same bytes at the same address."""
+        """Replace the extents by private, writable memory with the same bytes and address."""
         with Undo() as always, current(self._driver, self._device):
             # The handles of both sides are held to the end: the shared ones for the way back.
             shared = [self._held(always, self._driver.import_(each.fileno)) for each in extents]
@@ -223,7 +223,7 @@ class IpcOpener:
             self._driver.ipc_close(address)
 
     def make_private(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """Refuse: the driver chooses the address.
+        """Raise UnsupportedError: CUDA IPC cannot map memory at a given address.
 
         Raises:
             UnsupportedError: Always.
@@ -234,7 +234,7 @@ class IpcOpener:
         )
 
     def unmap(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """Refuse: the driver chooses the address.
+        """Raise UnsupportedError: CUDA IPC cannot map memory at its old address again.
 
         Raises:
             UnsupportedError: Always.
@@ -244,11 +244,11 @@ class IpcOpener:
         )
 
     def remap(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """Refuse, as `unmap` does."""
+        """Raise UnsupportedError, as `unmap` does."""
         self.unmap(address, extents)
 
     def free(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """Refuse, as `unmap` does."""
+        """Raise UnsupportedError, as `unmap` does."""
         self.unmap(address, extents)
 
 

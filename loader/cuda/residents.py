@@ -42,7 +42,7 @@ class DeviceSlab:
 
     @property
     def extent(self) -> MappedExtent:
-        """The slab as an extent to be mapped."""
+        """The descriptor, size and serial number of the slab, for an opener."""
         return MappedExtent(self.source.fileno, self.nbytes, self.serial)
 
 

@@ -274,7 +274,7 @@ class SharedGpu:
         return known is not None and known.key == key
 
     def known(self, tensor: torch.Tensor) -> ReplicaKey | None:
-        """Return the replica key of the resident that a tensor covers exactly, or None."""
+        """Return the replica key of the resident that `tensor` is a mapping of, or None."""
         resident = self.resident_behind(tensor)
         return None if resident is None else self._known.get(resident)
 
@@ -283,7 +283,7 @@ class SharedGpu:
         return self._known.get(resident)
 
     def resident_behind(self, tensor: torch.Tensor) -> DeviceResident | None:
-        """Return the resident that a tensor covers exactly, or None."""
+        """Return the resident whose memory, shape and stride are those of `tensor`, or None."""
         if not _can_be_asked(tensor) or not has_name(tensor.dtype):
             return None
         places = DEVICE_MAPPINGS.ranges(tensor.data_ptr(), tensor.nbytes)

@@ -3,14 +3,14 @@
 Writes are not expanded: a column slice of a matrix with 150,000 rows is one box, not 150,000
 intervals. Overlapping writes count once.
 
-A box is a run of bytes repeated along strided dimensions. If all boxes are plain runs, their union
-is a sort. Otherwise the largest stride among them is taken as the pitch of a matrix (rows of that
-many bytes); each box is cut into pieces of the form "the same sub-box in rows r to r + n"; the rows
-between two neighbouring ends of such pieces are all alike, so one of them is solved, by the same
-method with smaller strides, and stands for all. A column slice makes one piece, a dense block at
-most three. Strides that do not divide each other make one piece per row; beyond MAX_PIECES pieces
-the boxes are given up and only plain runs count: the answer is then "not covered", which costs
-sharing but never correctness.
+A box is a run of bytes repeated along strided dimensions. If all boxes are plain runs, sorting them
+gives their union. Otherwise the storage is treated as a matrix whose rows have as many bytes as the
+largest stride. Each box is cut into pieces, each of which is the same sub-box in the rows r to
+r + n. All rows between two neighbouring ends of pieces are alike, so only one of them is solved, by
+the same method with smaller strides. A column slice makes one piece, and a dense block at most
+three. Strides that do not divide each other make one piece per row. Beyond MAX_PIECES pieces, only
+plain runs are counted. The answer may then be "not covered" although every byte was written, which
+prevents sharing but never gives wrong weights.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,7 +54,7 @@ class _TooManyPieces(Exception):
 
 
 class Coverage:
-    """The bytes written of a storage of `nbytes` bytes. For one thread at a time."""
+    """The ranges of a storage of `nbytes` bytes that writes have covered. For one thread."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes: Final = nbytes

@@ -94,9 +94,9 @@ class Scratch:
 
 
 class Evaluator:
-    """A computation of deferred tensors' bytes on the CPU, for one load and one thread.
+    """An evaluator that computes the bytes of one load's deferred tensors. For one thread.
 
-    A source tensor that is copied whole, once, is read directly into its destination. A source that
+    It works on the CPU. A source tensor that is copied whole, once, is read directly into its destination. A source that
     is used several times is read once, and kept until `release` was called for every final tensor
     that uses it.
     """

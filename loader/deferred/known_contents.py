@@ -39,10 +39,10 @@ class KnownContents:
 
     @classmethod
     def of(cls, each: DeferredParameter, algorithm: str) -> Self | None:
-        """Return the sources of a final tensor, or None if they are of no use.
+        """Return the sources of a final tensor with their digests.
 
-        That is so if the tensor is small, if a part of it is not a whole source with a known
-        digest, or if `algorithm` is not BLAKE3.
+        Returns None if the tensor is small, if a part of it is neither zeros nor a whole source
+        with a known digest, or if `algorithm` is not BLAKE3.
         """
         if each.nbytes < LEAF_SHARED_FROM or not has_name(each.parameter.dtype):
             return None

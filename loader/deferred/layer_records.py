@@ -141,10 +141,10 @@ def _compare(source: SourceTensor, read: Read) -> tuple[bool, int]:
 
 
 def structure_of(parameters: Sequence[DeferredParameter]) -> tuple[str, tuple[SourceLocation, ...]]:
-    """Return the recipes of parameters, independent of their sources' bytes, and the sources.
+    """Return the structure of parameters' recipes, and the locations of their source tensors.
 
-    In the recipes the sources are numbered and not named by digest, so layers of one architecture
-    have equal ones. The locations of the sources follow in the order of their numbers.
+    In the structure, source tensors are numbered instead of named by digest, so it does not depend
+    on their bytes. The locations are in the order of the numbers.
     """
     sources = distinct_sources(parameters)
     numbers = {id(source): number for number, source in enumerate(sources)}

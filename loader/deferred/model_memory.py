@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ModelMemory:
-    """The installation of one load's final tensors in the model; each is recorded in the ledger.
+    """An installer of one load's final tensors in the model, which records each in the ledger.
 
     `own` has the residents and layer records that this load has made. Another parameter of the same
     model that uses one of them does not count as shared. For one thread.

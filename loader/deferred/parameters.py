@@ -39,7 +39,7 @@ class DeferredParameter:
 
     @property
     def nbytes(self) -> int:
-        """The size of the parameter's elements in bytes."""
+        """The size of the parameter in bytes."""
         return self.parameter.numel() * self.parameter.element_size()
 
     @property

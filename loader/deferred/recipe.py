@@ -43,7 +43,10 @@ COPY = torch.ops.aten.copy_.default
 
 
 def live_writes(storage: VirtualStorage, version: int) -> list[Write]:
-    """Return those of the first `version` writes that no later one overwrites completely."""
+    """Return the writes that determine the bytes of a storage after its first `version` writes.
+
+    They begin with the last write that overwrites the whole storage, if there is one.
+    """
     if version == 0:
         return []
     if storage.starts is None:
@@ -281,7 +284,7 @@ def _views(value: Any) -> Iterator[View]:
 
 
 def initial_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all bytes of the storage under `tensor`, flat, on its device, without a copy."""
+    """Return all bytes of a tensor's storage as a flat uint8 tensor, without a copy."""
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return flat.set_(storage)

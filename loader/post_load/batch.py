@@ -137,7 +137,7 @@ class DedupCandidate:
 
 @dataclass(frozen=True, slots=True)
 class MissingResident:
-    """A parameter without a resident that has its bytes.
+    """A parameter whose bytes no resident has yet.
 
     `replica` is the replica number of the resident to build: equal tensors of one model have
     different numbers. `number` is the parameter's index in the batch.
@@ -150,7 +150,7 @@ class MissingResident:
 
 
 def content_recipe(key: ResidentKey) -> str:
-    """Return a recipe for a tensor of which only the content is known, derived from its key."""
+    """Return the recipe for a tensor that is identified by its content only."""
     return f"content:{key}"
 
 
@@ -247,7 +247,7 @@ class HashBatch:
         return not may_have_parts(data, context.built, candidate.read)
 
     def build(self, missing: Sequence[MissingResident]) -> list[tuple[Resident, bool]]:
-        """Return a resident for each missing one, and whether it was built for this batch.
+        """Build residents for these parameters; return each, and whether this batch built it.
 
         Raises:
             SharedMemoryError: There is no shared memory for them.

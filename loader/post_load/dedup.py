@@ -4,13 +4,13 @@ These libraries cast and merge tensors themselves, so the finished parameters ar
 parameter remains the same object and gets another storage: a mapping of the *resident*, the shared
 tensor in memory, that has its bytes. `ModuleDedup` takes a parameter through these steps:
 
-    note or settle     a loader has set it for good, or the whole model is complete
-    candidates         whether to share it, and the reason if not
-    hash               in batches, while the loader continues where a later write would be seen
-    find               the resident with its bytes, as a replica no other name of the model has
-    install            a mapping of that resident in its place
-    build              a resident where there is none, which is then installed the same way
-    account            what was shared, what was made, and the reasons of the others
+    note or settle     the loader has finished the parameter, or the whole model is complete
+    candidates         decide whether it can be shared, and record the reason if not
+    hash               hash it, in batches, in the background if later changes can be detected
+    find               look up a resident with its bytes that no other parameter of the model has
+    install            replace its memory by a mapping of that resident
+    build              build a resident if there is none, and install it
+    account            record in the ledger what was shared and built, and the reasons for the rest
 """
 
 from __future__ import annotations

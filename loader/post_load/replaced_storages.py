@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplacedView:
-    """The former data of a parameter: a view of bytes `start` to `end` of a storage."""
+    """The memory that a parameter had before it was shared: bytes `start` to `end` of a storage."""
 
     parameter: nn.Parameter
     start: int

@@ -38,9 +38,10 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def is_forgeable(digest: str) -> bool:
-    """Return whether a digest is of an algorithm for which other bytes with it can be forged.
+    """Return whether a digest's algorithm is not collision-resistant.
 
-    For the digest of a cast, this is decided by the tensor that was cast.
+    Other bytes with the same digest could then be made on purpose. For a digest that is derived
+    from a cast, the digest of the tensor that was cast decides.
     """
     return any(f"{algorithm}:" in digest for algorithm in FORGEABLE)
 

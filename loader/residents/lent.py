@@ -70,12 +70,12 @@ class LentResident(Resident):
 
     @property
     def lent(self) -> bool:
-        """Whether the memory is a memory manager's."""
+        """Whether the memory belongs to a memory manager."""
         return True
 
     @property
     def published(self) -> tuple[bytes, list[str]]:
-        """The record that tells of this resident, and the digests that it names."""
+        """The record that describes this resident, and the digests of the leased tensors."""
         return record_of(self.key), [self.key.digest]
 
 
@@ -122,12 +122,12 @@ class LentInParts(Resident):
 
     @property
     def lent(self) -> bool:
-        """Whether the memory is a memory manager's."""
+        """Whether the memory belongs to a memory manager."""
         return True
 
     @property
     def published(self) -> tuple[bytes, list[str]]:
-        """The record that tells of this resident, and the digests that it names."""
+        """The record that describes this resident, and the digests of the leased tensors."""
         return record_of_parts(self.key, self.parts), [lease.digest for lease in self.leases]
 
     def has_its_digest(self) -> bool:
@@ -243,7 +243,7 @@ def leases_of(resident: Resident) -> tuple[Lease, ...]:
 
 
 def is_of(lease: Lease, slab: Slab) -> bool:
-    """Return whether a lease is on a tensor in this slab."""
+    """Return whether a leased tensor lies in this slab."""
     return _slab(lease.slab) is slab
 
 

@@ -34,7 +34,10 @@ def _row_geometry(key: ResidentKey) -> _RowGeometry:
 
 
 class Registry:
-    """Residents by key, and records by layer key or recipe. Safe from any thread and after fork."""
+    """The table of residents by key and replica number, and of records by layer key or recipe.
+
+    Safe from any thread and after fork.
+    """
 
     def __init__(self) -> None:
         self._residents: WeakValueDictionary[tuple[ResidentKey, int], Resident] = (

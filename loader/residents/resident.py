@@ -82,13 +82,14 @@ def dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 def sharable(tensor: torch.Tensor) -> bool:
     """Return whether a tensor can become a resident in host memory.
 
-    It must lie on the CPU, have no gaps, and not be lazily conjugated or negated.
+    It must lie on the CPU, have no gaps and a dtype that safetensors knows, and not be lazily
+    conjugated or negated.
     """
     return tensor.device.type == "cpu" and sharable_anywhere(tensor)
 
 
 def sharable_anywhere(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor could become a resident on its device."""
+    """Return whether a tensor on any device has a layout and dtype that can be shared."""
     return (
         tensor.layout is torch.strided
         and not tensor.is_conj()

@@ -55,7 +55,7 @@ class MappingLimitError(OutOfMemoryError):
 
 
 class SlabUsageError(SharedMemoryError):
-    """A range is outside the slab, or its writer was used after sealing."""
+    """A range lies outside its slab, or a `SlabWriter` was used after sealing."""
 
 
 def _refused(call: str, nbytes: int, code: int) -> OutOfMemoryError:
@@ -171,14 +171,14 @@ class HasFd(Protocol):
 
     @property
     def fileno(self) -> int:
-        """The descriptor."""
+        """The open file descriptor."""
 
 
 class Slab:
-    """A sealed memory file of `nbytes` (a multiple of the page). Its bytes never change.
+    """A sealed memory file of `nbytes` bytes, a multiple of the page size. It never changes.
 
-    Safe from any thread and after fork. Closed when nothing refers to it; every mapping does.
-    `serial` is unique in the process, and a forked child inherits it.
+    It is closed when nothing refers to it; every mapping of it keeps it open. `serial` is unique in
+    the process, and a forked child inherits it. Safe from any thread and after fork.
     """
 
     def __init__(self, descriptor: HasFd, nbytes: int) -> None:

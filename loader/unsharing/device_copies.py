@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCopy:
-    """A registered copy of a resident on a device. It refers to the storage weakly."""
+    """A registered copy of a resident on a device. The entry does not keep the copy alive."""
 
     known: ReplicaKey
     device: torch.device

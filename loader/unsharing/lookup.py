@@ -60,7 +60,7 @@ def is_on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor lies in a copy-on-write mapping of a resident, even if written to."""
+    """Return whether a tensor is a mapping of any resident, even if written to."""
     return _place(tensor) is not None
 
 

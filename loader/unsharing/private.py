@@ -1,8 +1,8 @@
 """Memory that is shared without copy-on-write, and private copies of it for writers.
 
 An ordinary mapping of a resident (shared tensor) needs no private copy, because the kernel copies a
-page when it is written. Three kinds of memory do: residents on a GPU, where a write makes the GPU
-unusable for the process; copies on other devices, where other models would see the write; and
+page when it is written. Three kinds of memory need one: residents on a GPU, where a write makes the
+GPU unusable for the process; copies on other devices, where other models would see the write; and
 mappings made under TENSOR_DEDUP_READ_ONLY=1, where a write ends the process.
 """
 
