@@ -96,9 +96,9 @@ class Scratch:
 class Evaluator:
     """An evaluator that computes the bytes of one load's deferred tensors. For one thread.
 
-    It works on the CPU. A source tensor that is copied whole, once, is read directly into its destination. A source that
-    is used several times is read once, and kept until `release` was called for every final tensor
-    that uses it.
+    It works on the CPU. A source tensor that is copied whole, once, is read directly into its
+    destination. A source that is used several times is read once, and kept until `release` was
+    called for every final tensor that uses it.
     """
 
     def __init__(self, reader: SourceReader, scratch: Scratch) -> None:
