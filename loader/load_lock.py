@@ -1,4 +1,4 @@
-"""The process-wide locks under which weights are loaded and converted."""
+"""The process-wide locks that are held while weights are loaded or converted."""
 
 import os
 import threading
@@ -6,10 +6,10 @@ from typing import Final
 
 
 class LoadLock:
-    """A reentrant lock, used as a context manager, that is free again in a forked child.
+    """A reentrant lock, used as a context manager, that a forked child finds unlocked.
 
-    Loading replaces functions of the frameworks and process-wide settings, and two simultaneous
-    loads of one model would each build what they could share.
+    Loads run one at a time under it, because they replace functions of the frameworks and change
+    process-wide settings. Also, two simultaneous loads of one model would not share its tensors.
     """
 
     def __init__(self) -> None:

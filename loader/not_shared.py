@@ -1,4 +1,7 @@
-"""The account of one load: its final tensors, what was shared of them, and why others were not."""
+"""The ledger of one load: which final tensors were shared, and why the others were not.
+
+A *final tensor* is a weight as the engine uses it; a *source tensor* is one of the checkpoint's.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class LoadedSource(Protocol):
-    """A source tensor of a checkpoint, of which only the size matters here."""
+    """A source tensor of a checkpoint, as far as the ledger uses it."""
 
     @property
     def spec(self) -> TensorSpec:
@@ -21,9 +24,9 @@ class LoadedSource(Protocol):
 
 
 class NotShared(StrEnum):
-    """The reasons not to share a tensor that carry no facts about that tensor.
+    """The fixed reasons not to share a tensor, which name no numbers or sizes.
 
-    The values are the sentences of a report; code compares the members.
+    The values are texts for the report; code compares the members.
     """
 
     BELOW_MIN_BYTES = "it is below min_tensor_bytes"
@@ -50,7 +53,7 @@ class NotShared(StrEnum):
 
 @dataclass(slots=True)
 class FinalTensor:
-    """One parameter as the engine uses it: its bytes in all forms, and how many were shared."""
+    """A final tensor: its size in bytes, packed copies included, and how many were shared."""
 
     nbytes: int = 0
     shared_bytes: int = 0
@@ -58,12 +61,12 @@ class FinalTensor:
 
     @property
     def is_shared(self) -> bool:
-        """Whether every byte of the tensor was resident already."""
+        """Whether every byte of the tensor was in shared memory before the load."""
         return self.nbytes > 0 and self.shared_bytes == self.nbytes
 
 
 class LoadLedger:
-    """The account of one load, tensor by tensor. For one thread."""
+    """The ledger of one load, with an entry for each final tensor. For one thread."""
 
     def __init__(self) -> None:
         self.finals: dict[str, FinalTensor] = {}
@@ -81,11 +84,12 @@ class LoadLedger:
         made: bool | None = None,
         sources: Iterable[LoadedSource] = (),
     ) -> None:
-        """Enter `nbytes` of the final tensor `name`: its only form, or one of several.
+        """Add `nbytes` bytes to the final tensor `name`.
 
-        `shared` means that the tensor was resident before this load began, and `made` that memory
-        was filled for it, which by default is the opposite. Neither holds for the second of two
-        equal tensors of one model.
+        Call it once for each form of the tensor in memory, for example a plain and a packed one.
+        `shared` says that these bytes were in shared memory before this load began, and `made` that
+        new memory was filled for them; `made` defaults to `not shared`. Both are False for the
+        second of two equal tensors of one model. `sources` are the tensor's source tensors.
         """
         final = self.finals.setdefault(name, FinalTensor())
         final.nbytes += nbytes
@@ -96,12 +100,15 @@ class LoadLedger:
         final.sources.update((id(source), source) for source in sources)
 
     def note_leaves(self, nbytes: int) -> None:
-        """Record that `nbytes` of a tensor that was made were resident as leaves of others."""
+        """Record that `nbytes` of a new tensor are mapped from parts of older shared tensors.
+
+        These bytes are subtracted from `bytes_materialised`.
+        """
         self.bytes_materialised -= nbytes
         self.leaf_shared_bytes += nbytes
 
     def skip(self, name: str, reason: str) -> None:
-        """Record why `name` is not shared; the first reason is kept."""
+        """Record why `name` is not shared; only the first reason for a name is kept."""
         self.skipped.setdefault(name, str(reason))
 
     def enter(self, report: ModelReport) -> None:
@@ -121,7 +128,7 @@ class LoadLedger:
         report.source_bytes_shared = sum(source.spec.nbytes for source in shared)
 
     def shared_sources(self) -> list[LoadedSource]:
-        """Return the sources whose final tensors were all shared."""
+        """Return the source tensors all of whose final tensors were shared."""
         used = {key: s for final in self.finals.values() for key, s in final.sources.items()}
         private = {
             key for final in self.finals.values() if not final.is_shared for key in final.sources

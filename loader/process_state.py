@@ -1,8 +1,8 @@
 """Process-wide state that a load suspends, restores or releases.
 
-This is the garbage collector, which would otherwise visit all objects again and again while many
-long-lived ones are created; torch's random generators, because a load that is repeated must not
-have drawn numbers; and memory that the allocator keeps.
+A load suspends full garbage collections, which would visit all objects again and again while many
+long-lived ones are created. A load that fails and is repeated restores torch's random generators.
+Memory that the allocator keeps after a load is released.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ _NEVER: Final = 2**31 - 1  # the greatest threshold Python takes
 class WithoutFullCollections:
     """A context manager that suspends full garbage collections of the process.
 
-    What a load creates is not garbage, but a mixture of experts creates so many objects that full
-    collections, each of which visits every object of the process, follow one another. The younger
-    generations are collected as usual, so the cycles that a layer leaves behind are freed soon, and
-    gc.collect still collects everything.
+    A large model creates so many objects that full collections, each of which visits every object
+    of the process, follow one another. The younger generations are still collected, so reference
+    cycles of a layer are freed soon, and gc.collect works as usual.
 
     Reentrant and usable from any thread: the first thread to enter changes the thresholds of the
-    process, and the last one to leave restores them. Whether the collector is enabled is left to
-    the user, and thresholds that somebody else sets meanwhile are kept.
+    process, and the last one to leave restores them. A disabled collector stays disabled, and
+    thresholds that other code sets meanwhile are kept.
     """
 
     def __init__(self) -> None:
@@ -82,10 +81,10 @@ WITHOUT_FULL_COLLECTIONS: Final = WithoutFullCollections()
 
 @contextmanager
 def rng_restored_on_failure() -> Iterator[None]:
-    """Restore torch's random number generators if the block fails.
+    """Restore the states of torch's random number generators if the block raises.
 
-    This covers the generator of the CPU, and those of all GPUs if this process has begun to use
-    any: a load that is repeated must not have drawn any numbers.
+    A load that is then repeated draws the same numbers. The generators are that of the CPU and, if
+    this process has used a GPU, those of all GPUs.
     """
     module = accelerator()
     here = torch.get_rng_state()
@@ -100,7 +99,7 @@ def rng_restored_on_failure() -> Iterator[None]:
 
 
 def accelerator() -> Any:
-    """Return torch's module of the accelerator in use, such as torch.cuda, or None without one."""
+    """Return torch's module for the accelerator in use, for example torch.cuda, or None."""
     kind = torch.accelerator.current_accelerator()
     module: Any = None if kind is None else torch.get_device_module(kind)
     begun = getattr(module, "is_initialized", lambda: False)
@@ -109,7 +108,7 @@ def accelerator() -> Any:
 
 
 def release_memory() -> None:
-    """Return freed memory that glibc keeps for later allocations to the system.
+    """Release free memory that glibc keeps for later allocations to the system.
 
     This takes milliseconds. With another C library it does nothing.
     """

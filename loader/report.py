@@ -1,10 +1,10 @@
-"""Reports of what every load of this process and of its workers read, shared and kept. No torch.
+"""Reports of all loads of this process and its workers: bytes read, shared and private. No torch.
 
-A worker process passes its reports on as files: with TENSOR_DEDUP_REPORT_DIR set, `add` also writes
-the model's report there, and a process that calls `collect_from` merges them. A process that may
-start workers creates a directory of its own, below the one it inherited, for what it and its
-workers load. Files are used instead of a pipe because engines start workers in ways that this
-package does not control, and a worker may have ended before anyone asks.
+Worker processes pass their reports on as files: with TENSOR_DEDUP_REPORT_DIR set, `add` also writes
+the model's report to that directory, and a process that calls `collect_from` merges them. A process
+that may start workers creates its own directory, below the one it inherited. Files are used and not
+a pipe, because engines start workers in ways that this package does not control, and a worker may
+end before its reports are asked for.
 """
 
 import atexit
@@ -38,18 +38,21 @@ _log = logging.getLogger(__name__)
 class ModelReport:
     """The report of one load of one model by one process. Sizes are in bytes.
 
-    `total_bytes` is the size of the final tensors, packed copies included; `shared_bytes` of these
-    were resident already as whole tensors, and `private_bytes` is the rest. Of the rest,
-    `leaf_shared_bytes` lie in leaves of tensors that were resident already. `bytes_read` is all
-    tensor data fetched, also for hashing; of it, `bytes_from_store` came from a store.
-    `header_bytes` is the size of the headers. `known` tells whether all digests were remembered.
-    `skipped` lists (name, reason) of what could not be shared. `collisions` counts hits that a
-    comparison of bytes refused; `tokens_equal_plain` is set by tests and benchmarks that compare
-    outputs; `stored_as` is the name under which the store holds the checkpoint. `frozen_base` says
-    which layers a base gave in place of the checkpoint's own, as `base`, `layers`, and the number
-    and bytes of their tensors. `marked` has, for each marker of the checkpoint, `base`, `digest`,
-    how many `tensors` it says are the base's, and how many of these were shared; nothing else
-    follows from a marker.
+    - `total_bytes`: the final tensors (weights as the engine uses them), packed copies included.
+      `shared_bytes` of these are whole tensors that were in shared memory before the load, and
+      `private_bytes` the others. `leaf_shared_bytes` of the private bytes lie in parts (leaves of
+      2 MiB) of tensors that were in shared memory before.
+    - `bytes_read`: all tensor data that was read, also for hashing. `bytes_from_store` of it came
+      from a store. `header_bytes` is the size of the headers.
+    - `known`: whether the digests of all source tensors were remembered.
+    - `skipped`: (name, reason) of each tensor that could not be shared.
+    - `collisions`: the number of shared tensors that a comparison of bytes rejected.
+    - `tokens_equal_plain`: set by tests and benchmarks that compare outputs.
+    - `stored_as`: the name of the checkpoint in the store.
+    - `frozen_base`: the `base` and `layers` that replaced layers of the checkpoint, with the number
+      and bytes of their tensors.
+    - `marked`: for each marker of the checkpoint, its `base` and `digest`, the number of `tensors`
+      that it names, and how many of these were `shared`.
     """
 
     name: str = ""
@@ -81,7 +84,7 @@ class ModelReport:
     skipped: list[tuple[str, str]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values only, as JSON would hold them."""
+        """Return the report as a JSON object."""
         return asdict(self) | {"skipped": [list(pair) for pair in self.skipped]}
 
 
@@ -89,9 +92,9 @@ class ModelReport:
 class Report:
     """The reports of all loads in chronological order, and the current memory use in bytes.
 
-    `registry_bytes` and `resident_bytes` include those of workers, as of each worker's last load.
-    `devices` tells why memory of a device is shared less than it could be, as this process observed
-    last.
+    `resident_bytes` is the size of shared tensors, and `registry_bytes` that of the tables about
+    them. Both include workers, as of each worker's last load. `devices` has, by device, the last
+    reason why this process shares less of the device's memory than it could.
     """
 
     models: list[ModelReport]
@@ -100,7 +103,7 @@ class Report:
     devices: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values only: `models`, `registry_bytes`, `resident_bytes` and `devices`."""
+        """Return a JSON object of `models`, `registry_bytes`, `resident_bytes` and `devices`."""
         return {
             "models": [model.to_dict() for model in self.models],
             "registry_bytes": self.registry_bytes,
@@ -149,15 +152,15 @@ os.register_at_fork(after_in_child=_collection.renew_lock)
 
 
 def measure_with(registry_bytes: Callable[[], int], resident_bytes: Callable[[], int]) -> None:
-    """Set the functions that measure this process's table and residents, in bytes.
+    """Set the functions that return `registry_bytes` and `resident_bytes` of this process.
 
-    The registry calls this when it is imported.
+    The registry module calls this when it is imported.
     """
     _collection.gauges = (registry_bytes, resident_bytes)
 
 
 def add(model: ModelReport) -> None:
-    """Enter the report of a finished load. Safe from any thread; never fails the load."""
+    """Add the report of a finished load. Safe from any thread; errors are only logged."""
     registry_bytes, resident_bytes = (gauge() for gauge in _collection.gauges)
     with _collection.lock:
         # A clock that was set back must not put a load before the one that it came after.
@@ -177,7 +180,7 @@ def add(model: ModelReport) -> None:
 
 
 def note(device: str, reason: str) -> None:
-    """Record why memory of a device is shared less than it could be, and log it if it is new.
+    """Record why less of a device's memory is shared than could be; log a new reason.
 
     Safe from any thread.
     """
@@ -201,7 +204,7 @@ def _hand_over(entry: _Entry, directory: Path) -> None:
 
 
 def collect_from(directory: str | os.PathLike[str]) -> None:
-    """Make `report` include what other processes write into this directory or below it."""
+    """Make `report` include the reports that other processes write to or below a directory."""
     path = Path(directory).absolute()
     with _collection.lock:
         if path not in _collection.directories:
@@ -209,11 +212,11 @@ def collect_from(directory: str | os.PathLike[str]) -> None:
 
 
 def share_with_workers() -> Path | None:
-    """Make workers started from now on report to this process, and return the directory.
+    """Make workers that are started from now on report to this process; return the directory used.
 
-    The directory lies in the one that TENSOR_DEDUP_REPORT_DIR names, if it is set, where an outer
-    process or the user finds its contents; otherwise it is a temporary one that is removed when
-    this process ends. Returns None, after a warning, if no directory can be created.
+    It is created below TENSOR_DEDUP_REPORT_DIR if that is set, so that a parent process finds the
+    reports, too. Otherwise it is a temporary directory that is removed when this process ends.
+    Returns None, after a warning, if no directory can be created.
     """
     given = os.environ.get(REPORT_DIR_VARIABLE)
     if given and _collection.own == (os.getpid(), Path(given)) and Path(given).is_dir():
@@ -254,7 +257,10 @@ def _remove(pid: int, path: Path, remove: Callable[[Path], object]) -> None:
 
 
 def report() -> Report:
-    """Return all loads of this process and of those it collects from. Safe from any thread."""
+    """Return the reports of this process's loads and of the processes it collects from.
+
+    Safe from any thread.
+    """
     with _collection.lock:
         entries = {entry.place: entry for entry in _collection.entries}
         directories = list(_collection.directories)

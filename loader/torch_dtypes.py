@@ -1,4 +1,4 @@
-"""Conversion between safetensors' names of element types and torch's dtypes."""
+"""Convert between the dtype names of safetensors ("BF16") and torch's dtypes."""
 
 from collections.abc import Mapping
 
@@ -16,7 +16,7 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype of a safetensors name.
+    """Return the torch dtype of a safetensors dtype name.
 
     Raises:
         UnsupportedError: torch has no such dtype.
@@ -30,7 +30,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the safetensors name of a torch dtype.
+    """Return the safetensors dtype name of a torch dtype.
 
     Raises:
         UnsupportedError: The dtype has no safetensors name.

@@ -1,8 +1,9 @@
-"""Source tensors read from a store, for a checkpoint's own files or for a stored checkpoint.
+"""Read the tensors of a checkpoint from a store.
 
-The store compares everything it returns, leaf by leaf, with the digest that was asked for. Where a
-checkpoint has files of its own, whatever the store cannot return intact is read from them; a stored
-checkpoint has none, and its load fails.
+The checkpoint is either a folder of weights files (`FromDisk`) or a checkpoint that exists in the
+store only (`FromStore`). The store verifies the bytes that it returns against their digest, leaf by
+leaf (2 MiB). If the store cannot return the bytes intact, a folder's own files are read instead. A
+stored checkpoint has no such files, so its load fails.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ _log = logging.getLogger(__name__)
 
 
 def store_behind(config: TensorDedupConfig) -> LocalStore | None:
-    """Return the store that a config names, or None if it cannot be opened.
+    """Open the store that `config` names; return None if it names none or it cannot be opened.
 
-    In that case the reason is logged, and weights are read as without a store.
+    A store that cannot be opened is logged, and the load then reads the checkpoint's files only.
     """
     if config.store is None:
         return None
@@ -52,24 +53,24 @@ def store_behind(config: TensorDedupConfig) -> LocalStore | None:
 
 
 class OpenCheckpoint(Protocol):
-    """The files of the checkpoint that one load reads; close it after the last read."""
+    """A checkpoint whose weights files one load opens and reads. Close it after the last read."""
 
     @property
     def bytes_from_store(self) -> int:
-        """The number of bytes read from a store."""
+        """The number of bytes read from a store so far."""
 
     def open(self, path: Path) -> SourceFile:
-        """Open the file at `path`; raises the same errors as `SourceFile`."""
+        """Open the weights file at `path`, which the caller closes; raise as `SourceFile` does."""
 
     def close(self) -> None:
-        """Close everything that was opened apart from the source files."""
+        """Close the store's files. The files that `open` returned are closed by their owners."""
 
 
 class CheckpointFiles:
-    """The pieces that one load reads from a store by digest. Safe from any thread.
+    """A reader of tensors by digest from a store, for one load. Safe from any thread.
 
-    They are opened at the first read. A store that fails counts as one that does not have the
-    piece; the failure is logged.
+    The store is read from the first `fill` on. If it fails, the failure is logged and the tensor
+    counts as missing from the store.
     """
 
     def __init__(self, store: LocalStore) -> None:
@@ -80,16 +81,16 @@ class CheckpointFiles:
         self.bytes_read = 0
 
     def expect(self, digests: Iterable[str]) -> None:
-        """Announce digests that may be read later."""
+        """Announce the digests of tensors that `fill` may be asked for; `fill` finds no others."""
         with self._lock:
             self._expected.update(digests)
 
     def fill(self, digest: str, nbytes: int, offset: int, piece: memoryview) -> bytes | None:
-        """Fill `piece` with the bytes from `offset` on of the content with this digest.
+        """Fill `piece` with verified bytes, from `offset` on, of the tensor with this digest.
 
-        `nbytes` is the size of the whole content. Returns the digests of the whole leaves that the
-        bytes were compared with, b"" where no whole leaf was read, or None when the store does not
-        have the content and it has to be read elsewhere.
+        `nbytes` is the size of the whole tensor. Returns the concatenated digests of the leaves if
+        the range consists of whole leaves, and b"" if it does not. Returns None if the store does
+        not have the tensor; the caller then reads it from the checkpoint's file.
         """
         name = bytes.fromhex(digest)
         try:
@@ -114,14 +115,14 @@ class CheckpointFiles:
             return list(self._open)
 
     def close(self) -> None:
-        """Close the pieces. No read may be in progress."""
+        """Close the store's files. No `fill` may be in progress."""
         for pieces in self._open:
             pieces.close()
         self._open.clear()
 
 
 class StoreBackedSource(SourceFile):
-    """A checkpoint file whose tensors are read from a store where it has them."""
+    """A weights file on disk whose tensors are read from a store if the store has them."""
 
     def __init__(
         self,
@@ -139,7 +140,10 @@ class StoreBackedSource(SourceFile):
         stored_files.expect(self._known.values())
 
     def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> bytes | None:
-        """Fill `piece` with the tensor's bytes from `offset` on, from the store or the file."""
+        """Fill `piece` with the tensor's bytes from `offset` on, as `SourceFile.read_into` does.
+
+        The store is asked first if the digest was known when the file was opened.
+        """
         digest = self._known.get(spec.name)
         leaves = None
         if digest is not None:
@@ -148,7 +152,10 @@ class StoreBackedSource(SourceFile):
 
 
 class StoredSource(SourceFile):
-    """A weights file of a stored checkpoint, as an export would write it. It owns no descriptor."""
+    """A weights file of a stored checkpoint, read from the store. It has no file descriptor.
+
+    Offsets are those of the file that an export of the checkpoint would write.
+    """
 
     def __init__(
         self,
@@ -197,7 +204,10 @@ class StoredSource(SourceFile):
         )
 
     def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> bytes | None:
-        """Fill `piece` with the tensor's bytes from `offset` on, verified.
+        """Fill `piece` with verified bytes of the tensor, from `offset` on.
+
+        Returns the concatenated digests of the leaves if the range consists of whole leaves, b"" if
+        it does not, and None if `piece` is empty.
 
         Raises:
             StoreError: The store cannot read the bytes, or they are damaged.
@@ -211,14 +221,20 @@ class StoredSource(SourceFile):
         return leaves
 
     def read_range(self, start: int, nbytes: int) -> bytes:
-        """Return up to `nbytes` bytes from file offset `start`, within one tensor, verified."""
+        """Return up to `nbytes` verified bytes from file offset `start`.
+
+        `start` lies in a tensor, and the result ends with that tensor at the latest.
+        """
         spec = next(s for s in self.header.tensors if s.start <= start < s.start + s.nbytes)
         data = bytearray(min(nbytes, spec.start + spec.nbytes - start))
         self.read_into(spec, memoryview(data), start - spec.start)
         return bytes(data)
 
     def reread(self, spec: TensorSpec) -> Reread | None:
-        """Return a reader by digest, which raises StoreError once the store has lost the piece."""
+        """Return a function that opens the tensor in the store again, after `close`, too.
+
+        Reading raises StoreError if the store no longer has the tensor.
+        """
         store, digest, nbytes = self._store, self._digests[spec.start], spec.nbytes
 
         @contextmanager
@@ -229,17 +245,17 @@ class StoredSource(SourceFile):
         return opened
 
     def check_unchanged(self) -> None:
-        """Do nothing, because containers never change and all reads are verified."""
+        """Do nothing: stored files never change, and all reads are verified."""
 
     def remember(self) -> None:
-        """Do nothing, because the manifest holds the digests."""
+        """Do nothing: the stored checkpoint's manifest has the digests, so no hints are needed."""
 
     def forget(self) -> None:
-        """Do nothing, because there are no hints of this file."""
+        """Do nothing: a stored file has no hints."""
 
 
 class FromDisk:
-    """The files of a checkpoint on disk, with or without a store behind them."""
+    """The weights files of a checkpoint on disk; with `store`, that store is read first."""
 
     def __init__(
         self, hints: HintIndex, algorithm: str, *, trust: bool, store: LocalStore | None = None
@@ -253,7 +269,7 @@ class FromDisk:
         return self._stored_files.bytes_read if self._stored_files is not None else 0
 
     def open(self, path: Path) -> SourceFile:
-        """Open the file at `path`; raises the same errors as `SourceFile`."""
+        """Open the weights file at `path`, which the caller closes; raise as `SourceFile` does."""
         if self._stored_files is None:
             return SourceFile(path, self._hints, self._algorithm, trust=self._trust)
         return StoreBackedSource(
@@ -261,13 +277,16 @@ class FromDisk:
         )
 
     def close(self) -> None:
-        """Close the store's containers."""
+        """Close the store's files."""
         if self._stored_files is not None:
             self._stored_files.close()
 
 
 class FromStore:
-    """The files of a stored checkpoint, addressed by the paths they would have in its checkout."""
+    """The weights files of a stored checkpoint, addressed by paths in its stub folder (`Checkout`).
+
+    The stub folder holds no weights; all tensors are read from the store.
+    """
 
     def __init__(self, store: LocalStore, checkout: Checkout, *, trust: bool) -> None:
         """Open the stored checkpoint.
@@ -289,14 +308,15 @@ class FromStore:
 
     @property
     def bytes_from_store(self) -> int:
-        """The number of bytes read, all of them from the store."""
+        """The number of bytes read so far, all of them from the store."""
         return sum(file.bytes_read for file in self._files)
 
     def open(self, path: Path) -> SourceFile:
-        """Open the file that `path` would be in the checkout.
+        """Open the stored weights file whose path in the stub folder is `path`.
 
         Raises:
-            FormatError: The checkpoint has no such file with tensors.
+            FormatError: The checkpoint has no file of this path.
+            StoreError: The store cannot read the file's header.
         """
         name = path.relative_to(self._checkout.folder).as_posix()
         for file in self._checkpoint.files:

@@ -1,9 +1,9 @@
-"""Layers of a checkpoint that are taken from its base while it is loaded.
+"""Frozen layers: layers of a checkpoint that a load takes from the base model instead.
 
-The base's tensors take the place of the checkpoint's own as *sources*: from there on everything
-(recipes, hints, look-ups, reads) follows from the bytes that are really used, so a load with a
-frozen base can never be taken for one without. The checkpoint's own bytes of those layers are not
-read, and nothing is remembered of them.
+The chosen tensors of the base replace those of the checkpoint before anything is read. Digests,
+recipes, look-ups and reads then concern the base's bytes, so a model that was loaded with frozen
+layers is never confused with one that was loaded without. The replaced tensors of the checkpoint
+are neither read nor hashed.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class _Tensor:
 
 
 class FrozenLayers:
-    """The tensors of a base that one load uses in place of the checkpoint's own.
+    """The tensors of a base model that replace tensors of the checkpoint in one load.
 
-    It owns the base's open files until `close`. For the one thread that loads.
+    It keeps the base's files open until `close`. Not thread-safe.
     """
 
     def __init__(self, config: TensorDedupConfig, *, trust: bool) -> None:
-        """Open nothing yet; `config.frozen_base` is set. With `trust`, hints of the base count."""
+        """Open nothing yet. `config.frozen_base` must be set; `trust` allows hints of the base."""
         self.wanted = FrozenBase.from_any(config.frozen_base)
         self.files: list[SourceFile] = []
         self._config, self._trust = config, trust
@@ -69,13 +69,14 @@ class FrozenLayers:
         self._instead: dict[_Place, _Tensor] | None = None
 
     def choose(self, files: Sequence[SourceFile]) -> None:
-        """Determine which tensors of these files the base replaces.
+        """Open the base and determine which tensors of `files` it replaces.
 
-        `files` are those of the checkpoint itself. Further calls of one load do nothing: what a
-        model reads besides its checkpoint has no base.
+        `files` are the weights files of the checkpoint. Only the first call has an effect: files
+        that a model reads later, besides its checkpoint, have no base.
 
         Raises:
-            ConfigError: A layer is not there, or the base has none that fits.
+            ConfigError: A configured layer does not exist in the checkpoint, or the base has no
+                layer that fits it.
             CheckpointError, StoreError: The base is missing or cannot be read.
         """
         if self._instead is not None:
@@ -116,7 +117,10 @@ class FrozenLayers:
     def source(
         self, file: SourceFile, name: str, source: SourceTensor, placed: Placed | None
     ) -> tuple[SourceTensor, Placed | None]:
-        """Return the source of a tensor, and its place in it: the base's, or what was given."""
+        """Return the base's source and placement for tensor `name` of `file`, if it is replaced.
+
+        Otherwise return `source` and `placed` as they were given.
+        """
         old = (self._instead or {}).get((file.path, name))
         return (source, placed) if old is None else (old.source, old.placed)
 
@@ -126,7 +130,10 @@ class FrozenLayers:
         return self._opening.bytes_from_store if self._opening is not None else 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a report says of it: the base, the layers, and how much was taken."""
+        """Return the `frozen_base` entry of a report.
+
+        It has the base, the layers, and the number and total bytes of the replaced tensors.
+        """
         taken = [] if self._instead is None else list(self._instead.values())
         return {
             **self.wanted.to_dict(),
@@ -135,7 +142,7 @@ class FrozenLayers:
         }
 
     def close(self) -> None:
-        """Close the base's files. Idempotent."""
+        """Close the base's files. Closing twice has no effect."""
         for file in self.files:
             file.close()
         if self._opening is not None:
@@ -154,12 +161,16 @@ def _quantised_otherwise(base: Sequence[_Tensor], tune: Sequence[_Tensor]) -> st
 def taken_plainly(
     frozen: FrozenLayers, files: Sequence[Path], opening: OpenCheckpoint
 ) -> Iterator[Callable[[str], SourceTensor | None]]:
-    """Choose among the tensors of `files`; yield what gives a name's source in the base, or None.
+    """Open `files`, choose the layers that the base replaces, and yield a look-up by tensor name.
 
-    For a load that defers nothing. Closes what it opened, `frozen` included.
+    The yielded function returns the base's tensor for a name, or None if the checkpoint's own
+    tensor is to be used. It is for loads that read every tensor at once, without sharing. On exit
+    the files, `opening` and `frozen` are closed.
 
     Raises:
-        UnsupportedError: The base holds a chosen tensor as a view of another.
+        ConfigError, CheckpointError, StoreError: As of `FrozenLayers.choose`.
+        UnsupportedError: From the yielded function, if the base stores the tensor as a view of
+            another one.
     """
     ours = [opening.open(path) for path in files]
     try:

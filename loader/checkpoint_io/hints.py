@@ -1,6 +1,7 @@
-"""An index of the digests of file ranges that this machine has hashed before. Imports no torch.
+"""Hints: remembered digests of ranges of files, in an index on this machine. Imports no torch.
 
-A hint states that a file with a given identity had given digests. It is written only if the stat of
+A hint records which digests the ranges of a file had while the file had a certain identity (device,
+inode, size, mtime, ctime), so that they need not be hashed again. It is written only if the stat of
 the open descriptor was the same before and after hashing, if both its times lay at least 2 s before
 hashing began (so that a later write is certain to change ctime), and if the file system maintains
 these times itself. It is used only if the whole identity matches. Not detected are a write through
@@ -80,7 +81,10 @@ def file_system_of(fd: int) -> int | None:
 
 
 def is_trusted(fd: int) -> bool:
-    """Return whether times and inode number of an open file can stand for its bytes."""
+    """Return whether the file system of an open file maintains inode numbers and times reliably.
+
+    Only then does an unchanged `FileIdentity` mean unchanged bytes.
+    """
     return file_system_of(fd) in TRUSTED
 
 
@@ -90,9 +94,10 @@ class _UnusableIndexError(TensorDedupError):
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """The kernel's description of an open file.
+    """The identity of an open file: device, inode, size, mtime and ctime.
 
-    Equal identities, observed at least 2 s apart, mean equal bytes.
+    On a trusted file system, a file whose identity is the same at two moments at least 2 s apart
+    was not modified between them.
     """
 
     device: int
@@ -116,22 +121,22 @@ class FileIdentity:
     # As text: an inode number may need all of 64 bits, SQLite's integers have 63.
     @property
     def file(self) -> str:
-        """Which file it is, by device and inode."""
+        """Device and inode as `DEVICE:INODE`."""
         return f"{self.device}:{self.inode}"
 
     @property
     def state(self) -> str:
-        """The state of the file, by size and times."""
+        """Size and times as `SIZE:MTIME_NS:CTIME_NS`."""
         return f"{self.size}:{self.mtime_ns}:{self.ctime_ns}"
 
 
 class HintIndex:
-    """The index of remembered digests. Safe for threads, processes and forks; keeps nothing open.
+    """The index of remembered digests, one SQLite file. Usable from any thread and process.
 
-    `path` is the SQLite file, by default the one that the environment variable TENSOR_DEDUP_HINTS
-    names, or else one in the user's cache folder. `trusted` tells whether an open file lies on a
-    file system whose times can be relied on; `busy_s` is how long to wait for another process's
-    write, in seconds.
+    The file is opened for each call only, so a handle survives a fork. `path` defaults to the
+    environment variable TENSOR_DEDUP_HINTS, or else to a file in the user's cache folder.
+    `trusted(fd)` returns whether an open file lies on a file system whose times are reliable.
+    `busy_s` is how long to wait for another process's write, in seconds.
     """
 
     def __init__(
@@ -150,7 +155,8 @@ class HintIndex:
     def lookup(self, fd: int, algorithm: str) -> dict[tuple[int, int], str]:
         """Return the digests known for an open file, by (start, nbytes).
 
-        The caller compares `FileIdentity.of(fd)` again after it has used the bytes.
+        To notice a change of the file, compare `FileIdentity.of(fd)` before and after its bytes are
+        used.
         """
         if not self._trusted(fd):
             return {}
@@ -165,12 +171,12 @@ class HintIndex:
         algorithm: str,
         digests: Mapping[tuple[int, int], str],
     ) -> bool:
-        """Add digests of an open file to those already known for this state of it.
+        """Add digests of ranges of an open file, keyed by (start, nbytes).
 
         `before` is the file's identity before hashing began, and `began_ns` is time.time_ns() at
-        that moment. Returns False, and stores nothing, if the file has changed since, had changed
-        less than 2 s before, lies on a file system that is not trusted, or if the index cannot be
-        written.
+        that moment. Returns True if the digests were stored. Returns False, and stores nothing, if
+        the file has changed since, had changed less than 2 s before, or lies on a file system that
+        is not trusted, or if the index cannot be written.
         """
         quiet_ns = began_ns - max(before.mtime_ns, before.ctime_ns)
         if quiet_ns < QUIET_NS or not self._trusted(fd) or FileIdentity.of(fd) != before:
@@ -262,9 +268,10 @@ class HintIndex:
 
 @dataclass(frozen=True, slots=True)
 class StoreHints:
-    """The hints that an import leaves, so that loading the same files later hashes nothing.
+    """A listener that turns the digests of a store import into hints. Safe from any thread.
 
-    The import itself trusts no hint: everything in the store was read. Safe from any thread.
+    Loading the imported files later then hashes nothing. The import itself reads and hashes every
+    byte and uses no hints.
     """
 
     index: HintIndex = field(default_factory=HintIndex)
@@ -272,14 +279,14 @@ class StoreHints:
     def imported(
         self, fd: int, before: "FileStatus", began_ns: int, digests: Mapping[tuple[int, int], str]
     ) -> None:
-        """Record what an import hashed; the index refuses what cannot be relied on later."""
+        """Record the digests of an imported file; the parameters are as for `HintIndex.record`."""
         identity = FileIdentity(
             before.device, before.inode, before.size, before.mtime_ns, before.ctime_ns
         )
         self.index.record(fd, identity, began_ns, _STORE_ALGORITHM, digests)
 
     def known(self, _: Path, fd: int) -> Mapping[tuple[int, int], str]:
-        """Return the digests remembered for an open file."""
+        """Return the digests remembered for an open file, by (start, nbytes)."""
         return self.index.lookup(fd, _STORE_ALGORITHM)
 
 

@@ -1,4 +1,7 @@
-"""What the markers of a checkpoint say, beside what its load found to be shared."""
+"""The `marked` entries of a load report: tensors that markers name, and how many were shared.
+
+A marker is a list, in a checkpoint or beside it, of tensors that are equal to those of a base.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,11 @@ if TYPE_CHECKING:
 def marked(
     files: Sequence[SourceFile], is_shared: Callable[[SourceTensor], bool]
 ) -> list[dict[str, Any]]:
-    """Return an entry for each marker in these files and beside them, for the report.
+    """Return a report entry for each marker in `files` and beside them.
 
-    A load hashes what it does not know, with or without a marker; so a marker that is wrong shows
-    as fewer shared tensors than it names, and has no other effect.
+    An entry has the marker's `base` and `digest`, the number of `tensors` that it names, and how
+    many of these were `shared`, as `is_shared` tells. A marker never decides what is shared: if it
+    is wrong, `shared` is smaller than `tensors`.
     """
     own = {name: tensor for file in files for name, tensor in file.tensors.items()}
     beside = in_files(dict.fromkeys(file.path.parent / SIDECAR for file in files))

@@ -2,9 +2,9 @@
 
     python -m tensor_dedup.loader.checkpoint_io.preload --socket SOCKET --name NAME CHECKPOINT
 
-This runs as a process of its own, because the manager never loads torch. The tensors have the names
-that the files give them, after their folder's where they lie in one ("unet/conv_in.weight"). They
-stay pinned until `tensor-dedup unpin NAME`.
+This runs as a process of its own, because the manager never loads torch. Tensors keep their names
+in the files; the name of a subfolder precedes them ("unet/conv_in.weight"). They stay pinned until
+`tensor-dedup unpin NAME`.
 """
 
 import sys
@@ -24,7 +24,9 @@ from tensor_dedup.types import STORE_SCHEME
 
 
 def publish(checkpoint: str, name: str, socket: str) -> str:
-    """Publish and pin; return what was done, as a line to read.
+    """Publish a checkpoint's tensors as `name` in the memory manager at `socket`, and pin them.
+
+    `checkpoint` is a path or `store://NAME`. Returns a summary of one line for the user.
 
     Raises:
         TensorDedupError: the checkpoint cannot be read, or the manager does not take it.

@@ -1,7 +1,8 @@
-"""Source tensors: the files of a checkpoint, what is known about their bytes, and reading them.
+"""Source tensors: the tensors in a checkpoint's files, their digests, and reading them.
 
-A tensor whose digest a hint gives is read only if something in its layer differs. Everything that
-is read is hashed in the memory from which it is then used, so the bytes cannot change in between.
+A *hint* is a digest that this machine remembers of a file (`hints`). A tensor with a hint is read
+only if no shared tensor in memory can be used instead. Bytes are hashed in the memory from which
+they are then used, so they cannot change in between.
 """
 
 from __future__ import annotations
@@ -58,15 +59,15 @@ Reread: TypeAlias = Callable[[], AbstractContextManager[Read]]
 
 
 class StaleHintError(ChangedFileError):
-    """A hint gave another digest than the bytes that were read; load again without hints."""
+    """The bytes that were read do not have the digest that a hint gave: load without hints."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A tensor inside a source.
+    """The placement of a tensor that is a view of a source's bytes, as in files of torch.save.
 
-    `start` is in bytes from the first byte of the source; shape and stride are in elements of
-    `dtype`. `lazy` tells that the tensor is conjugated or negated when it is read.
+    `start` is in bytes from the first byte of the source; `shape` and `stride` are in elements of
+    `dtype`. If `lazy`, the stored values have yet to be conjugated or negated.
     """
 
     name: str
@@ -78,7 +79,10 @@ class Placed:
 
 
 def placed(member: PickledTensor, spec: TensorSpec) -> Placed | None:
-    """Return how a member lies in its source, or None if it is the whole source in order."""
+    """Return the placement of a torch.save tensor in the source described by `spec`.
+
+    Returns None if the tensor is the whole source, contiguous and of the same dtype and shape.
+    """
     start = member.start - spec.start if member.nbytes else 0
     geometry = (member.dtype, member.shape, member.nbytes)
     if member.plain and not start and geometry == (spec.dtype, spec.shape, spec.nbytes):
@@ -90,9 +94,9 @@ def placed(member: PickledTensor, spec: TensorSpec) -> Placed | None:
 class SourceTensor:
     """One tensor of an open checkpoint file.
 
-    `digest` is None until a hint or a read gives it; `hinted` tells that it came from a hint.
-    `leaves` are the digests that its leaves have by themselves, or empty: they are remembered of
-    tensors of more than one.
+    `digest` is None until a hint or a read gives it; `hinted` is True if a hint gave it. `leaves`
+    has the digest of each leaf (2 MiB), hashed as a tensor of its own. It is empty if these are
+    unknown or the tensor has one leaf only.
     """
 
     file: SourceFile
@@ -107,7 +111,7 @@ class SourceTensor:
         return f"{self.file.path}: {self.spec.name}"
 
     def identity(self) -> tuple[object, ...]:
-        """Return the part of a recipe that stands for this tensor.
+        """Return the digest, dtype and shape, by which recipes name this tensor.
 
         Raises:
             IntegrityError: The digest is not known yet.
@@ -118,9 +122,10 @@ class SourceTensor:
 
 
 class SourceFile:
-    """An open checkpoint file: its header, its identity when it was opened, its digests by range.
+    """An open weights file: its header, its `FileIdentity` when opened, and its `tensors` by name.
 
-    It owns one descriptor until `close`.
+    `hashed` has the digests that were computed since, by (start, nbytes). The object owns one
+    descriptor until `close`.
 
     Raises:
         FormatError: The header is not valid.
@@ -130,7 +135,7 @@ class SourceFile:
     def __init__(
         self, path: Path, hints: HintIndex | None, algorithm: str, *, trust: bool = True
     ) -> None:
-        """Open the file; with `trust`, take digests from the hints, which are always written."""
+        """Open the file; with `trust`, take known digests from `hints`."""
         self.path = path
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._hints = hints
@@ -147,9 +152,10 @@ class SourceFile:
             raise
 
     def named(self) -> Iterator[tuple[str, SourceTensor, Placed | None]]:
-        """Yield every tensor of the file under each of its names, in the order of names.
+        """Yield (name, source, placement) for every tensor name of the file, sorted by name.
 
-        In a file of torch.save several tensors may lie in one source; each then says where.
+        In a file of torch.save several tensors may be views of one source; the placement then says
+        which part of it. It is None for a tensor that is a whole source.
         """
         members = members_in(self.header)
         for name in sorted(self.tensors.keys() | members.keys()):
@@ -168,8 +174,8 @@ class SourceFile:
     def read_into(self, spec: TensorSpec, piece: memoryview, offset: int = 0) -> bytes | None:
         """Fill the writable `piece` with the tensor's bytes from `offset` on. Safe from any thread.
 
-        Returns None; a file backed by a store may return the digests of the whole leaves that the
-        bytes were compared with instead.
+        Returns None. Subclasses that read from a store may return the concatenated digests of the
+        leaves against which the bytes were verified.
 
         Raises:
             FormatError: The file was truncated.
@@ -207,11 +213,14 @@ class SourceFile:
         return os.pread(self._fd, nbytes, start)
 
     def reread(self, _: TensorSpec) -> Reread | None:
-        """Return a way to read a tensor after `close`, or None to read it by path if unchanged."""
+        """Return a function that opens a tensor for reading after `close`, or None.
+
+        None means that the tensor can be read from the file at `path` while that is unchanged.
+        """
         return None
 
     def check_unchanged(self) -> None:
-        """Check that the file is as it was when it was opened.
+        """Check that the file's identity is the same as when it was opened.
 
         Raises:
             ChangedFileError: The file has changed.
@@ -223,7 +232,7 @@ class SourceFile:
             )
 
     def remember(self) -> None:
-        """Record what was hashed as hints, which refuse what cannot be trusted later."""
+        """Record the digests in `hashed` as hints, unless the file's times are not reliable."""
         if self._hints is not None and self.hashed:
             self._hints.record(
                 self._fd, self.identity, self._began_ns, self._algorithm, self.hashed
@@ -235,7 +244,7 @@ class SourceFile:
             self._hints.forget(self._fd)
 
     def close(self) -> None:
-        """Close the descriptor. Idempotent."""
+        """Close the descriptor. Closing twice has no effect."""
         fd, self._fd = self._fd, -1
         if fd != -1:
             os.close(fd)
@@ -243,10 +252,10 @@ class SourceFile:
 
 @dataclass(slots=True)
 class ReadCounters:
-    """The bytes that one load fetched and hashed, and the wall-clock seconds that it waited.
+    """The bytes that one load read and hashed, and the wall-clock seconds that this took.
 
-    `read_seconds` counts source tensors, which are hashed as they arrive; `hash_seconds` counts the
-    digests of what was computed from them.
+    `read_seconds` is the time spent waiting for source tensors, which are hashed as they are read.
+    `hash_seconds` is the time spent hashing tensors that were computed from them.
     """
 
     bytes_read: int = 0
@@ -257,10 +266,10 @@ class ReadCounters:
 
 @dataclass(slots=True)
 class SourceReader:
-    """A reader of source tensors that hashes them in the caller's memory. For one thread.
+    """An asynchronous reader of source tensors that hashes what it reads. For one thread.
 
-    The hash pool also does the reading: each leaf is hashed while it is still in a CPU cache, and
-    several reads are in progress at once.
+    The threads of the hash pool do the reading, several leaves at once, and hash each leaf while it
+    is still in a CPU cache. After `settle`, the digests are set on the source tensors.
     """
 
     algorithm: str
@@ -275,8 +284,8 @@ class SourceReader:
     def fill(self, source: SourceTensor, memory: torch.Tensor, *, hashed: bool) -> None:
         """Start reading `source` into `memory` (a flat uint8 CPU tensor of exactly its size).
 
-        Call `settle` before the bytes or the digest are used and before `memory` is written again.
-        Without `hashed` the tensor is read at once and not hashed.
+        With `hashed`, call `settle` before the bytes or the digest are used and before `memory` is
+        written again. Without it, the tensor is read before this returns, and is not hashed.
         """
         began = time.perf_counter()
         view, spec, file = memory.numpy().data, source.spec, source.file
@@ -294,9 +303,9 @@ class SourceReader:
     def read_pieces(self, source: SourceTensor, write: Callable[[memoryview, int], None]) -> str:
         """Read a tensor in pieces, pass each to `write(piece, offset)`; return its BLAKE3 digest.
 
-        The whole tensor exists only where `write` puts it. Threads of the hash pool call `write`
-        and hash the same piece. Returns when all reads in progress have finished, and raises what
-        `settle` raises.
+        Threads of the hash pool call `write` and hash the same bytes, so no buffer of the tensor's
+        size is needed here. Waits for all other reads in progress, too. Raises the errors of
+        `settle`.
         """
         spec, file = source.spec, source.file
 
@@ -317,7 +326,10 @@ class SourceReader:
     def read_leaves(
         self, source: SourceTensor, numbers: Sequence[int], write: Callable[[memoryview, int], None]
     ) -> None:
-        """Read those leaves of a tensor whose digests are known, as `read_pieces` reads a whole.
+        """Read the leaves with these numbers and pass their pieces to `write(piece, offset)`.
+
+        The offsets are within the tensor, and `source.leaves` must have the leaves' digests. Waits
+        until everything is written.
 
         Raises:
             StaleHintError: A leaf has another digest.
@@ -346,12 +358,13 @@ class SourceReader:
                 raise_stale(source, future.result(), f"leaf {number}", source.leaves[number])
 
     def settle(self, mark: int | None = None) -> None:
-        """Wait for all reads in progress, or for the first `mark` begun, and enter their digests.
+        """Wait for reads in progress and set the digests of their source tensors.
 
-        Errors of reading are raised here.
+        `mark` is a value that `begun` had earlier: only the hashed reads that had been started by
+        then are waited for. Errors of these reads are raised here.
 
         Raises:
-            StaleHintError: A hint gave another digest.
+            StaleHintError: The bytes that were read do not have the digest that a hint gave.
         """
         count = (self.begun if mark is None else mark) - self._settled
         if count <= 0:
@@ -373,11 +386,11 @@ class SourceReader:
             raise failed
 
     def digest(self, data: Buffer) -> str:
-        """Return the digest of bytes that were computed here, and count them."""
+        """Return the digest of bytes in memory, and add their size and the time to the counters."""
         return self._counted(memoryview(data).nbytes, lambda: digest(data, self.algorithm))
 
     def digest_of(self, tensor: torch.Tensor) -> str:
-        """Return the digest of a gap-free tensor that was computed on any device, and count it."""
+        """Return the digest of a gap-free tensor on any device, and add it to the counters."""
         return self._counted(tensor.nbytes, lambda: digest_of(tensor, self.algorithm))
 
     def _counted(self, nbytes: int, hash_: Callable[[], str]) -> str:
@@ -388,7 +401,7 @@ class SourceReader:
         return value
 
     def abandon(self) -> None:
-        """Wait for every read in progress and discard it, so that the memory may be freed."""
+        """Wait for every read in progress and discard its result; the memory may then be freed."""
         while self._pending:
             self._pending.popleft()[1].exception()
         wait(self._leaf_reads)
@@ -417,7 +430,10 @@ def _enter(source: SourceTensor, value: str, leaves: Sequence[bytes]) -> None:
 
 
 def raise_stale(source: SourceTensor, value: str, what: str, remembered: str) -> NoReturn:
-    """Raise StaleHintError: a tensor, or `what` of it, has another digest than was remembered."""
+    """Raise StaleHintError, because bytes of a source tensor differ from what a hint says.
+
+    `what` names the part that differs, `value` is its digest, and `remembered` that of the hint.
+    """
     raise StaleHintError(
         f"{source.place}: {what} hashes to {value}, remembered as {remembered}; "
         "something wrote to the file without changing its times",

@@ -1,10 +1,9 @@
 """The stub folder of a stored checkpoint, which holds everything but the weights.
 
-Engines read configuration and tokenizer from a folder and tensors from the store. Of each weights
-file the folder holds only the header: a reader that asks the header for types gets them, and one
-that reads weights without going through this package finds a truncated file instead of wrong
-weights. The folder is named after the manifest, is restored from the store each time, and may be
-deleted at any time.
+Engines read configuration and tokenizer from this folder, and tensors from the store. Each weights
+file in the folder consists of its header only. Code that reads dtypes from the header works, and
+code that reads weights without this package fails on a truncated file. The folder is named after
+the checkpoint's manifest, is restored from the store by each load, and may be deleted at any time.
 """
 
 import os
@@ -30,9 +29,10 @@ _CONFIG = "config.json"
 
 @dataclass(frozen=True, slots=True)
 class Checkout:
-    """A stored checkpoint that an engine loads, and the folder that stands for it.
+    """A stored checkpoint that an engine loads, with the stub folder that the engine sees.
 
-    `store` is the path of the store; `weights` are the names of the files that hold the tensors.
+    `store` is the path of the store, `folder` that of the stub folder, and `weights` has the paths
+    of the weights files within it.
     """
 
     url: str
@@ -48,7 +48,7 @@ class Checkout:
 
     @classmethod
     def from_any(cls, value: object) -> "Checkout":
-        """Return the checkout that `to_dict` described.
+        """Return the checkout from the result of `to_dict`.
 
         Raises:
             ConfigError: The value is not valid.
@@ -63,10 +63,10 @@ class Checkout:
 
 
 def check_out(store: LocalStore, url: str, *, folders: bool = False) -> Checkout:
-    """Create or restore the folder of a stored checkpoint.
+    """Create or restore the stub folder of the stored checkpoint `store://NAME`.
 
-    With `folders`, weights in its folders count, too, as pipelines have them; otherwise only those
-    at its top, beside a configuration, where engines look for them.
+    With `folders`, weights files in subfolders are accepted, as a pipeline has them. Without it,
+    the weights must lie at the top, beside `config.json`, where engines look for them.
 
     Raises:
         StoreError: The checkpoint does not exist or is damaged.
@@ -88,14 +88,16 @@ def resolve(
     *,
     folders: bool = False,
 ) -> Checkout:
-    """Return the checkout of `store://NAME`, of the store in a folder or the user's own.
+    """Create or restore the stub folder of `store://NAME`; return it as a checkout.
 
-    What the store does not have is pulled first, from `remote` or the one that the environment or
-    a configuration file names.
+    `store` is the path of the store, or None for the user's default one. If the store does not have
+    the checkpoint, it is pulled from `remote`, which defaults to the remote that the environment or
+    a configuration file names. `folders` is as for `check_out`.
 
     Raises:
         RemoteError: The remote cannot be used.
-        StoreError, UnsupportedError: As of `check_out`, and of opening the store.
+        StoreError: The store cannot be opened, or the checkpoint does not exist or is damaged.
+        UnsupportedError: No engine can load the checkpoint.
     """
     there = remote_url(remote)
     opened = LocalStore.open(store, create=there is not None)
@@ -164,7 +166,7 @@ def _root() -> Path:
 
 
 def stored_in(entry: object) -> Checkout | None:
-    """Return the checkout that an entry of a loader's configuration names, or None.
+    """Return the checkout under the key `stored` of a loader's configuration, or None.
 
     Raises:
         ConfigError: The entry is not valid.

@@ -18,11 +18,12 @@ _MARK = 12  # digits of a manifest that tell two checkpoints of one name apart
 
 
 def keep(store: str | None, folder: Path, report: ModelReport, *, trust: bool) -> None:
-    """Write the checkpoint in `folder` to the store and enter its name there into the report.
+    """Import the checkpoint in `folder` into a store and set `report.stored_as` to its name there.
 
-    `store` is a path, or None for the user's default store, which is created if it does not exist.
-    With `trust`, files that hints know are not read again to compare them with what is stored.
-    Failures never reach the caller: they are logged once and entered into the report.
+    `store` is a path, or None for the user's default store; the store is created if it does not
+    exist. With `trust`, remembered digests of the files decide whether the checkpoint is stored
+    already, so unchanged files are not read again. Failures are not raised: they are logged and
+    added to `report.skipped`.
     """
     try:
         report.stored_as = _keep(LocalStore.open(store), folder, trust=trust)

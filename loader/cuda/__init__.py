@@ -1,1 +1,1 @@
-"""Device memory in an engine's process: mapped read-only, seen as tensors, shared by all models."""
+"""GPU memory in an engine's process: mapped read-only as tensors and shared by all models."""

@@ -1,13 +1,14 @@
-"""Large tensors on a GPU in blocks, so that what two tensors have in common is one memory.
+"""Large tensors on a GPU in blocks of 16 MiB, so that tensors with equal parts can share them.
 
-CUDA maps memory by whole handles: cuMemMap takes no offset but 0. So what tensors are to share must
-be a handle. A tensor of `BLOCKS_FROM` bytes and more is therefore several handles side by side,
-each of them a resident of plain bytes, found by its own digest. Of a tensor that differs from
-others in part, the equal blocks are theirs, whichever of their blocks they are.
+A *resident* is an immutable tensor in memory that models share. CUDA maps memory by whole handles
+(cuMemMap takes no offset but 0), so tensors can only share whole handles. A tensor of `BLOCKS_FROM`
+bytes and more therefore consists of several handles, which are mapped side by side. Each of these
+blocks is a resident of plain bytes and is found by its own digest, at whatever position it lies in
+other tensors.
 
-Digests are trusted, as everywhere on a GPU. But the digests of blocks and that of the whole follow
-from the same leaves, which the record of a tensor in blocks has: so blocks that are not this
-tensor's are never taken for it.
+GPU memory is not hashed again, so digests are trusted. The record of a tensor in blocks has its
+leaf digests (one for each 2 MiB). The digests of the blocks and of the whole tensor are computed
+from these, so blocks of another tensor are noticed.
 """
 
 from __future__ import annotations
@@ -51,24 +52,27 @@ _USABLE: Final = 0.75
 
 
 def may_be_in_blocks(key: ResidentKey, nbytes: int) -> bool:
-    """Return whether a tensor of this key and size is put in blocks where the memory allows it."""
+    """Return whether a tensor of this key and size is stored in blocks, if the memory allows it."""
     # Other algorithms have no leaves, and their digests a prefix.
     plain = key.digest != "" and is_of_bytes(key) and ":" not in key.digest
     return plain and blocks_of(nbytes) > 0
 
 
 def blocks_of(nbytes: int) -> int:
-    """Return of how many blocks a tensor of this size may be, or 0 if it is always whole."""
+    """Return the number of blocks for a tensor of `nbytes` bytes; 0 if it is never split."""
     return -(-nbytes // BLOCK_BYTES) if BLOCKS_FROM <= nbytes <= _MOST_LEAVES * LEAF_BYTES else 0
 
 
 def bytes_key(nbytes: int, digest: str) -> ResidentKey:
-    """Return the key of plain bytes, as which a block is resident."""
+    """Return the resident key of a block: `nbytes` elements of uint8 with this digest."""
     return ResidentKey("U8", (nbytes,), (1,), digest)
 
 
 def block_keys(nbytes: int, leaves: Sequence[bytes]) -> list[ResidentKey]:
-    """Return the keys of the blocks of `nbytes` bytes that have these leaf digests, in order."""
+    """Return the keys of the blocks, in order, of a tensor of `nbytes` bytes.
+
+    `leaves` are its leaf digests.
+    """
     keys = []
     for start in range(0, nbytes, BLOCK_BYTES):
         size = min(BLOCK_BYTES, nbytes - start)
@@ -79,7 +83,7 @@ def block_keys(nbytes: int, leaves: Sequence[bytes]) -> list[ResidentKey]:
 
 
 def leaves_of(tensor: torch.Tensor) -> list[bytes]:
-    """Return the leaf digests of a gap-free tensor, copied to the host first if it is elsewhere."""
+    """Return the leaf digests of a gap-free tensor. One on a GPU is copied to the host first."""
     data = tensor_bytes(tensor.cpu())
     leaves: list[bytes] = []
     submit(data, leaves=leaves).result()
@@ -88,10 +92,10 @@ def leaves_of(tensor: torch.Tensor) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class TensorWriter:
-    """A `Write` of a gap-free tensor, which can also write a part of it.
+    """A function that writes a gap-free tensor to a GPU address; it can also write a part of it.
 
-    `writer` returns the `Write` of any gap-free tensor on the device of this one. `known_leaves`
-    are its leaf digests where somebody has computed them already.
+    `writer(tensor)` returns the `Write` function of a gap-free tensor on the same device.
+    `known_leaves` are the tensor's leaf digests if they were computed already.
     """
 
     tensor: torch.Tensor
@@ -99,25 +103,25 @@ class TensorWriter:
     known_leaves: Sequence[bytes] = ()
 
     def __call__(self, address: int) -> str | None:
-        """Write the whole tensor to an address of the GPU."""
+        """Write the whole tensor to a GPU address; return its digest if `writer` computes it."""
         return self.writer(self.tensor)(address)
 
     def part(self, start: int, end: int) -> Write:
-        """Return what writes the bytes from `start` to `end`, in the order of memory."""
+        """Return a function that writes the bytes from `start` to `end`, in memory order."""
         whole, nbytes = self.tensor.detach(), end - start
         flat = torch.empty(0, dtype=torch.uint8, device=whole.device)
         first = whole.storage_offset() * whole.itemsize + start
         return self.writer(flat.set_(whole.untyped_storage(), first, (nbytes,), (1,)))
 
     def leaves(self) -> Sequence[bytes]:
-        """Return the leaf digests of the tensor."""
+        """Return the leaf digests of the tensor, computed if they are not known."""
         return self.known_leaves or leaves_of(self.tensor)
 
 
 class TensorInBlocks(DeviceResident):
-    """A resident of several blocks side by side, each all of a slab, which it holds.
+    """A resident that consists of several blocks side by side; each block is a slab by itself.
 
-    `leaf_shared_bytes` of it were resident before the load that made it.
+    It keeps the blocks alive.
     """
 
     __slots__ = ("_leaf_shared_bytes", "blocks", "leaves")
@@ -157,12 +161,12 @@ class TensorInBlocks(DeviceResident):
 
     @property
     def leaf_shared_bytes(self) -> int:
-        """The bytes of it that were resident before it was made."""
+        """The number of its bytes that were resident before the load that built it."""
         return self._leaf_shared_bytes
 
 
 def is_block(resident: DeviceResident) -> bool:
-    """Return whether a resident is all of a slab that is no larger than a block."""
+    """Return whether a resident has a slab by itself, and the slab is no larger than a block."""
     [slab, *others] = resident.slabs
     return not others and not resident.offset and slab.nbytes <= BLOCK_BYTES
 
@@ -179,7 +183,7 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
 
 
 def record_of_blocks(resident: TensorInBlocks) -> tuple[bytes, list[str]]:
-    """Return the record of a tensor in blocks, and the digests that it is of, each once."""
+    """Return the encoded record of a tensor in blocks, and the digests of its distinct blocks."""
     key = resident.key
     digests = list(dict.fromkeys(each.key.digest for each in resident.blocks))
     number = {digest: n for n, digest in enumerate(digests)}
@@ -195,7 +199,11 @@ def record_of_blocks(resident: TensorInBlocks) -> tuple[bytes, list[str]]:
 
 
 class BlockComposition(NamedTuple):
-    """What a record says of a tensor in blocks: which of the tensors it names each block is."""
+    """The decoded record of a tensor in blocks.
+
+    `blocks` has, for each block in order, its index among the distinct digests that are published
+    with the record. `leaves` are the leaf digests of the whole tensor.
+    """
 
     key: ResidentKey
     leaves: tuple[bytes, ...]
@@ -203,7 +211,7 @@ class BlockComposition(NamedTuple):
 
 
 def blocks_in(record: bytes) -> BlockComposition | None:
-    """Return what a record says of a tensor in blocks, or None if it is of another kind."""
+    """Decode the record of a tensor in blocks; return None for a record of another kind."""
     try:
         found = msgspec.msgpack.decode(record, type=_Record)
     except msgspec.MsgspecError:
@@ -214,14 +222,17 @@ def blocks_in(record: bytes) -> BlockComposition | None:
 
 
 def spare_descriptors(usable: float = _USABLE) -> int:
-    """Return how many descriptors there are until this part of all is used; it may be negative."""
+    """Return how many more files this process may open; the result may be negative.
+
+    `usable` is the share of the limit (RLIMIT_NOFILE), from 0.0 to 1.0, that may be used.
+    """
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     there = sum(1 for _ in Path("/proc/self/fd").iterdir())
     return sys.maxsize if most == resource.RLIM_INFINITY else int(usable * most) - there
 
 
 def too_many(blocks: int) -> str:
-    """Return why so many blocks are more than `spare_descriptors`."""
+    """Return the message that so many blocks need more descriptors than `spare_descriptors`."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         f"{blocks} blocks come too near to the {most} descriptors that this process may have, "
@@ -231,19 +242,22 @@ def too_many(blocks: int) -> str:
 
 @dataclass(slots=True)
 class BlockLog:
-    """What one load has built in blocks, and why it put a tensor whole instead. For one thread."""
+    """The blocks that one load has built, and the reason if it no longer builds any.
+
+    Once `why_whole` is set, large tensors of this load are stored whole. For one thread.
+    """
 
     built: WeakSet[DeviceResident] = field(default_factory=WeakSet)
     why_whole: str | None = None
 
     def admits(self, blocks: int) -> bool:
-        """Return whether this process may have the descriptors of so many blocks."""
+        """Return whether a tensor may be built of so many blocks; each needs a file descriptor."""
         if self.why_whole is None and blocks > spare_descriptors():
             self.refuse(too_many(blocks))
         return self.why_whole is None
 
     def note_larger(self, block: DeviceResident) -> None:
-        """Put large tensors whole from now on if slabs are larger than blocks."""
+        """Stop building blocks if the slab of this full-sized block is larger than the block."""
         slab = block.slabs[0]
         if slab.nbytes > block.nbytes == BLOCK_BYTES:
             self.refuse(
@@ -252,7 +266,7 @@ class BlockLog:
             )
 
     def refuse(self, reason: str) -> None:
-        """Put large tensors of this load whole from now on."""
+        """Stop building blocks in this load, set `why_whole`, and log the first reason."""
         if self.why_whole is None:
             self.why_whole = reason
             _log.warning("large tensors are shared whole on the GPU: %s", reason)

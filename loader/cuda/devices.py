@@ -1,4 +1,4 @@
-"""The devices of torch whose memory can be shared here, and the reasons why others cannot."""
+"""The torch devices whose memory can be shared, and the reasons why that of others cannot."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def _let_go(device: torch.device) -> bool:
 
 
 class Devices:
-    """GPUs by torch's device, each opened when it is first used. Safe from any thread.
+    """The GPUs of this process by torch device, each opened at first use. Safe from any thread.
 
-    A forked child starts with no GPU open: one that its parent has used does not work there.
+    A forked child starts with no GPU open, because CUDA does not work across a fork.
     """
 
     def __init__(self) -> None:
@@ -62,14 +62,14 @@ class Devices:
         os.register_at_fork(after_in_child=self.reset)
 
     def reset(self) -> None:
-        """Forget the devices that were opened and those that could not be."""
+        """Forget the opened GPUs and the reasons why others could not be opened."""
         self._found: dict[torch.device, SharedGpu] = {}
         self._reasons: dict[torch.device, str] = {}
         self._lock = threading.Lock()
 
     @contextmanager
     def replaced(self, kind: str, opener: Open) -> Iterator[None]:
-        """Open devices of this kind with another opener within the block."""
+        """Within the block, open devices of type `kind` ("cuda") with `opener`. For tests."""
         before = self._openers.get(kind)
         self._openers[kind] = opener
         self.reset()
@@ -82,9 +82,10 @@ class Devices:
             self.reset()
 
     def at(self, device: torch.device) -> SharedGpu | None:
-        """Return the GPU of a device, opened now if necessary, or None if it cannot be shared.
+        """Return the GPU of a torch device, opened now if necessary.
 
-        `reasons` then tells why, unless devices of this kind are never shared.
+        Returns None if its memory cannot be shared. `why_not` then tells why, except for device
+        types that are never shared.
         """
         opener = self._openers.get(device.type)
         if opener is None:
@@ -99,11 +100,14 @@ class Devices:
             return self._found.get(device)
 
     def reasons(self) -> dict[str, str]:
-        """Return why memory of devices that were asked for cannot be shared between processes."""
+        """Return, by device name, why the memory of devices asked for with `at` is not shared."""
         return {str(device): reason for device, reason in list(self._reasons.items())}
 
     def why_not(self, device: torch.device) -> str | None:
-        """Return why this device is not shared, or None if it is or nobody asked for it."""
+        """Return why the memory of a device is not shared.
+
+        Returns None if it is shared, or if `at` was never called for the device.
+        """
         return self._reasons.get(_numbered(device))
 
     def opened(self) -> list[SharedGpu]:
@@ -111,13 +115,13 @@ class Devices:
         return list(self._found.values())
 
     def known(self, tensor: torch.Tensor) -> ReplicaKey | None:
-        """Return the key of a tensor in memory shared on a GPU, or None for any other tensor."""
+        """Return the replica key of a tensor that is a shared resident on a GPU, or None."""
         if not len(DEVICE_MAPPINGS):
             return None
         return next((k for gpu in self.opened() if (k := gpu.known(tensor)) is not None), None)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor begins in memory shared on a GPU, which must not be written."""
+        """Return whether a tensor begins in shared GPU memory, which must not be written."""
         return (
             len(DEVICE_MAPPINGS) > 0
             and tensor.layout is torch.strided
@@ -141,9 +145,10 @@ DEVICES: Final = Devices()
 
 
 def with_room(device: torch.device, do: Callable[[], _T]) -> _T:
-    """Call `do`, which allocates memory of a device; if it fails, free unused memory and try again.
+    """Call `do`, which allocates memory of `device` through torch, and return its result.
 
-    torch does not know about mappings whose models are gone but which are not unmapped yet.
+    If `do` raises torch.OutOfMemoryError, unmap the shared memory of models that are gone, and call
+    it once more. torch's allocator does not know of that memory.
     """
     gpu = DEVICES.at(device)
     return do() if gpu is None else gpu.gpu.with_room(do, torch.OutOfMemoryError)

@@ -1,10 +1,11 @@
-"""One GPU of this process, and the lifetime of the mappings of its memory.
+"""One GPU of this process, and the lifetime of the mappings of its shared memory.
 
-A mapping ends in two steps. When nothing refers to it any more it is only retired, because a
-finalizer may run anywhere, even in the middle of the capture of a graph, which recording an event
-would ruin. `reap`, with which every later mapping begins, marks the end of all work of the context
-so far, on any stream, and unmaps what was retired before a mark that has been passed. Until then
-the lease is held, and the manager counts the memory as used.
+A *slab* is a piece of GPU memory that holds shared tensors; a mapping makes slabs visible at an
+address. A mapping ends in two steps. When nothing refers to it any more, its finalizer only marks
+it as retired: a finalizer may run anywhere, even while a CUDA graph is captured, where driver calls
+are not allowed. `Gpu.reap`, which runs before every new mapping, records an event after all work of
+the context, and unmaps retired mappings whose event has passed. Until then their leases are held,
+and the memory manager counts the memory as used.
 """
 
 import logging
@@ -43,11 +44,12 @@ class _PendingUnmap(NamedTuple):
 
 
 class DeviceMapping:
-    """Slabs mapped read-only at an address of this process until the last reference is gone.
+    """Slabs mapped read-only side by side at an address, until this object is garbage-collected.
 
-    `make_private` puts a copy of its own at the same address: tensors and captured graphs continue
-    to use it, writable from then on. `sleep` leaves nothing there, until `wake` maps equal slabs at
-    the same address. Nothing that uses the range may run meanwhile.
+    `make_private` replaces them by a private, writable copy at the same address, so tensors and
+    captured graphs stay valid. `sleep` unmaps them, and `wake` maps slabs with the same bytes at
+    the same address again. No kernel may use the address range during these calls, or while the
+    mapping sleeps.
     """
 
     def __init__(self, gpu: "Gpu", pending: _PendingUnmap) -> None:
@@ -66,26 +68,27 @@ class DeviceMapping:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes."""
+        """The size of the address range in bytes."""
         return total(self.extents)
 
     def hold(self, owner: object) -> None:
-        """Keep an object, such as a lease, alive until the slabs are unmapped here."""
+        """Keep `owner`, for example a lease, alive until the slabs are unmapped."""
         if not self.private:
             self._owners[id(owner)] = owner
 
     def owners(self) -> list[object]:
-        """Return what is kept alive until the slabs are unmapped here."""
+        """Return the objects that are kept alive until the slabs are unmapped."""
         return list(self._owners.values())
 
     def sleep(self) -> None:
-        """Unmap the slabs, keep the address, and let go of the owners. Waits for all kernels.
+        """Unmap the slabs, reserve the address, and release the owners. Waits for all kernels.
 
-        Until `wake`, whoever uses the range ends the process's use of the GPU.
+        Until `wake`, a kernel that accesses the range fails, and with it all later work of this
+        process on the GPU.
 
         Raises:
-            BackendError: The driver refused; `asleep` tells whether before or after.
-            UnsupportedError: The memory is private, or the backend cannot keep the address.
+            BackendError: The driver refused; `asleep` tells whether the slabs were unmapped.
+            UnsupportedError: The memory is private, or the backend cannot reserve the address.
         """
         if self.asleep:
             return
@@ -100,10 +103,13 @@ class DeviceMapping:
             self._become(_PendingUnmap(self.address, self.extents, self._opener, {}, mapped=False))
 
     def wake(self, extents: Sequence[MappedExtent], opener: Opener, owner: object) -> None:
-        """Map slabs with the bytes of those that slept at the same address, read-only.
+        """Map slabs read-only at the reserved address; they must have the bytes that lay there.
+
+        `owner` is kept alive until they are unmapped. Does nothing if the mapping is not asleep.
 
         Raises:
-            BackendError: The driver refused; `asleep` tells whether before or after.
+            BackendError: The sizes differ, or the driver refused; `asleep` tells whether the slabs
+                were mapped.
         """
         if not self.asleep:
             return
@@ -118,11 +124,13 @@ class DeviceMapping:
             self._become(_PendingUnmap(self.address, tuple(extents), opener, {id(owner): owner}))
 
     def make_private(self) -> None:
-        """Put a private, writable copy at the same address; does nothing if it is private already.
+        """Replace the slabs by a private, writable copy of their bytes at the same address.
+
+        Does nothing if the mapping is private already. After an error the mapping is unchanged.
 
         Raises:
-            BackendError: The driver refused; the mapping is as it was.
-            UnsupportedError: The backend cannot keep the address; the mapping is as it was.
+            BackendError: The mapping sleeps, or the driver refused.
+            UnsupportedError: The backend cannot put other memory at this address.
         """
         if self.private:
             return
@@ -178,11 +186,11 @@ class Gpu:
 
     @property
     def waiting(self) -> int:
-        """The number of mappings that nothing refers to and that are not unmapped yet."""
+        """The number of mappings that nothing refers to but that are still mapped."""
         return len(self.retired) + sum(len(batch) for _, batch in self._marked)
 
     def vmm(self) -> Opener:
-        """Return the opener of descriptors of this GPU's memory."""
+        """Return the opener that maps cuMemCreate memory of this GPU."""
         return VmmOpener(self.driver, self.device)
 
     def entered(self) -> AbstractContextManager[None]:
@@ -190,7 +198,7 @@ class Gpu:
         return current(self.driver, self.device.ordinal)
 
     def map(self, extents: Sequence[MappedExtent], opener: Opener, owner: object) -> DeviceMapping:
-        """Map slabs one after the other, read-only; `owner` is held until they are unmapped."""
+        """Map slabs side by side, read-only; `owner` is kept alive until they are unmapped."""
         self._try_to_reap()
         with Undo() as undo:
             # No call of these is documented to need a context. One that does finds it.
@@ -206,7 +214,7 @@ class Gpu:
         return made
 
     def mapped(self) -> set[int]:
-        """Return the serials of the slabs that this process has mapped."""
+        """Return the serial numbers of the slabs that this process has mapped."""
         return {
             extent.serial
             for mapping in list(self._alive)
@@ -215,7 +223,7 @@ class Gpu:
         }
 
     def mapping_at(self, address: int) -> DeviceMapping | None:
-        """Return the mapping that contains an address, even a private one, or None."""
+        """Return the mapping that contains an address, be it shared or private, or None."""
         return next(
             (m for m in list(self._alive) if m.address <= address < m.address + m.nbytes), None
         )
@@ -239,9 +247,9 @@ class Gpu:
             opener.close(address, [extent])
 
     def with_room(self, do: Callable[[], _T], short: type[BaseException] = NoMemoryError) -> _T:
-        """Call `do`, which allocates memory; if it raises `short`, free unused memory and retry.
+        """Call `do`, which allocates memory, and return its result.
 
-        The second attempt begins after all kernels have ended that may use retired mappings.
+        If it raises `short`, free unused memory with `make_room`, and call it once more.
         """
         try:
             return do()
@@ -251,7 +259,10 @@ class Gpu:
         return do()
 
     def make_room(self) -> bool:
-        """Free memory that nothing uses; return False if there was none. Waits for kernels."""
+        """Unmap retired mappings, and have torch release cached memory; return whether any was.
+
+        Waits for all kernels that may use a retired mapping.
+        """
         before = self.waiting
         try:
             self.reap(wait=True)
@@ -267,10 +278,10 @@ class Gpu:
             _log.debug("nothing was unmapped now: %s", str(error))
 
     def reap(self, *, wait: bool = False) -> int:
-        """Unmap retired mappings that no kernel uses; return how many are left to unmap.
+        """Unmap retired mappings that no kernel can use any more; return how many are left.
 
-        `wait` waits for all kernels that might use any of them; not allowed while a graph is
-        captured.
+        With `wait`, first wait for the kernels that may use them. That is not allowed while a CUDA
+        graph is captured.
         """
         with self._lock:
             if not self.waiting:

@@ -1,7 +1,8 @@
-"""Copies of what sleeps, in the memory manager of host memory: one of each tensor for all sleepers.
+"""Copies of sleeping models' GPU tensors in host memory, one of each for all models.
 
-The manager hashes what it got, after which it cannot be written: bytes that are not those of the
-digest are refused, so what comes back is what slept.
+An engine that sleeps unmaps its weights. They are copied to a memory manager of host memory, which
+keeps equal tensors once. The manager seals and hashes each copy, and refuses one that does not have
+its digest, so a model that wakes gets the bytes that it had.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ _CHUNK_BYTES: Final = 8 * LEAF_BYTES
 
 
 class HostBackup:
-    """The copies that a sleeping model has in host memory. For one thread at a time.
+    """The host-memory copies of one sleeping model's tensors. For one thread at a time.
 
-    `copied` counts the bytes that were written there, and not those that another sleeper had
-    written. Buffers are kept from one slab to the next until `free`.
+    `copied` counts the bytes that this object copied to host memory. Tensors that another sleeping
+    model had copied before are not counted. Transfer buffers are reused until `free`.
     """
 
     def __init__(self, gpu: SharedGpu, host: Client, checkpoint: str) -> None:
-        """`host` is the manager of host memory that all sleepers share.
+        """Use the memory manager `host`, which must be one of host memory.
 
         Raises:
-            UnsupportedError: The manager lends other memory than that.
+            UnsupportedError: The manager lends memory of another kind.
         """
         if not host.welcome.hashes_itself or host.welcome.device:
             raise UnsupportedError(
@@ -59,10 +60,13 @@ class HostBackup:
         self._uploader: Uploader | None = None  # of what comes back
 
     def keep(self, slab: SleepingSlab) -> None:
-        """Have the tensors of a slab, which is held on the GPU, in host memory, too.
+        """Copy the tensors of a slab that is still on the GPU to host memory; set `slab.backup`.
+
+        Tensors that the manager has already are leased and not copied.
 
         Raises:
-            MemoryManagerError: The manager has no room, or refuses the bytes, or does not answer.
+            MemoryManagerError: The manager has no room, does not answer, or refuses the bytes
+                because they do not have the tensor's digest.
         """
         sizes = slab.sizes()
         leases = self._host.lease(list(sizes), self._checkpoint)
@@ -114,7 +118,10 @@ class HostBackup:
         return fill
 
     def restore(self, slab: SleepingSlab, extent: MappedExtent, opener: Opener) -> None:
-        """Write the tensors of a slab to their places in new memory of the GPU."""
+        """Copy the tensors of a slab from host memory to their offsets in new GPU memory.
+
+        `extent` is that memory, and `opener` maps it.
+        """
         if self._uploader is None:
             self._uploader = Uploader(self._gpu.gpu.device.ordinal, self._gpu.kind)
         uploader = self._uploader
@@ -128,7 +135,7 @@ class HostBackup:
         self._gpu.gpu.fill(extent, opener, write)
 
     def free(self) -> None:
-        """Free the buffers."""
+        """Free the transfer buffers; later calls allocate them again."""
         self._buffer = None
         uploader, self._uploader = self._uploader, None
         if uploader is not None:

@@ -1,8 +1,9 @@
-"""The memory manager of a GPU as a load uses it: the device half of `residents.manager`.
+"""A load's use of the memory manager of a GPU: the GPU's counterpart of `residents.host_manager`.
 
-A tensor that is put is written by copies on the GPU, which are waited for; the slab is then
-unmapped and sealed, and from then on mapped read-only everywhere, also here. The manager cannot
-read GPU memory, so the digests are those that this process computed.
+The manager lends slabs of GPU memory. To put a tensor there, this process maps a new slab, copies
+the tensor on the GPU, waits for the copy, and unmaps and seals the slab. From then on every process
+maps it read-only. The manager cannot read GPU memory, so it trusts the digests that this process
+computed.
 """
 
 from __future__ import annotations
@@ -48,15 +49,15 @@ DeviceManagerResidents = ManagerResidents[DeviceRequest, DeviceResident]
 
 
 class DeviceMemory:
-    """The memory of one GPU that a manager lends."""
+    """GPU memory as a manager lends it: how slabs are filled, and the residents in them."""
 
     namespace: Final = "device"
 
     def __init__(self, gpu: Gpu, client: Client) -> None:
-        """Check that the manager is one of this GPU.
+        """Check that the manager lends memory of this GPU.
 
         Raises:
-            UnsupportedError: The manager lends memory of something else.
+            UnsupportedError: The manager lends memory of another device.
         """
         welcome = client.welcome
         if welcome.device != gpu.device.uuid:
@@ -70,14 +71,14 @@ class DeviceMemory:
 
     @property
     def whole_only(self) -> str | None:
-        """The reason why no tensor can have leaves of another, or None."""
+        """The reason why tensors of this memory cannot share parts, or None if they can."""
         return self.opener.whole_only
 
     def resident(self, key: ResidentKey, lease: Lease) -> DeviceResident:
-        """Return the resident that a lease is on.
+        """Return the leased tensor as a resident with the geometry of `key`.
 
         Raises:
-            BackendError: The lease is not of a tensor of this geometry.
+            BackendError: The lease is on a tensor of another size.
         """
         place = id(lease.slab), id(self.gpu)
         slab = _slabs.get(place)
@@ -93,10 +94,13 @@ class DeviceMemory:
             ) from error
 
     def data(self, request: DeviceRequest) -> None:
-        """Return None, because `fill` writes the tensor."""
+        """Return None: the client cannot copy the bytes, so `fill` writes the tensor."""
 
     def fill(self, requests: dict[str, DeviceRequest]) -> Fill:
-        """Return the function that writes these layers' tensors into a slab and hashes them."""
+        """Return a function that writes the requested tensors into a slab of the manager.
+
+        `requests` are by layer key. The function returns the tensors' digests.
+        """
 
         def write_all(put: Put, slots: Sequence[TensorSlot]) -> list[str]:
             fd, nbytes, offsets = put.place
@@ -114,9 +118,9 @@ class DeviceMemory:
         return write_all
 
     def with_room(self, ask: Callable[[], None]) -> None:
-        """Call `ask`; if the manager refuses, unmap unused mappings and call it again.
+        """Call `ask`, which requests memory; if it is refused, unmap unused mappings and retry.
 
-        Memory that nothing here refers to any more is leased until it is unmapped.
+        A mapping that nothing refers to any more keeps its lease until it is unmapped.
         """
         self.gpu.with_room(ask, RefusedError)
 
@@ -128,12 +132,12 @@ _slabs: weakref.WeakValueDictionary[tuple[int, int], DeviceSlab] = weakref.WeakV
 class DeviceSession(ManagerSession[DeviceRequest, DeviceResident]):
     """One load's requests to the manager of a GPU, where large tensors consist of blocks.
 
-    Each block is a tensor of the manager with a slab of its own. Which of them a tensor consists of
-    is a record, found by the tensor's digest and by its recipe.
+    Each block of 16 MiB is a tensor of the manager, with a slab of its own. A record, which is
+    found by the tensor's digest and by its recipe, lists the blocks of a tensor.
     """
 
     def by_content(self, keys: Sequence[ResidentKey]) -> list[DeviceResident | None]:
-        """Return the residents with these bytes, also those in blocks."""
+        """Return the residents with these keys, whole or in blocks, in order; None for others."""
         found = super().by_content(keys)
         missing = [
             n
@@ -147,7 +151,10 @@ class DeviceSession(ManagerSession[DeviceRequest, DeviceResident]):
         return found
 
     def by_recipe(self, queries: Sequence[ResidentQuery]) -> list[DeviceResident | None]:
-        """Return the residents that these recipes lead to, but none that needs too many blocks."""
+        """Return the residents of these recipes, in order, or None.
+
+        Tensors in blocks are left out if this process cannot open that many descriptors.
+        """
         if self.memory.whole_only is not None:
             return super().by_recipe(queries)
         admitted = self._admitted([each.key for each in queries])
@@ -172,9 +179,10 @@ class DeviceSession(ManagerSession[DeviceRequest, DeviceResident]):
         return admitted
 
     def publish_parts(self, recipe: str, resident: DeviceResident) -> None:
-        """Have others find a tensor in blocks, if all of these are the manager's.
+        """Publish the record of a tensor in blocks, so that other processes find it.
 
-        They find it by its bytes and, unless that is "", by its recipe.
+        They find it by its digest and, unless `recipe` is "", by its recipe. Does nothing if the
+        manager does not lend all of the blocks.
         """
         assert isinstance(resident, TensorInBlocks)
         if not all(isinstance(block.lease, Lease) for block in resident.blocks):
@@ -219,8 +227,10 @@ def _nbytes(key: ResidentKey) -> int:
 def device_session(client: Client, gpu: Gpu, checkpoint: str) -> DeviceSession:
     """Return a load's session with the manager of one GPU.
 
+    `checkpoint` names the load to the manager.
+
     Raises:
-        UnsupportedError: The client's manager lends memory of something else.
+        UnsupportedError: The client's manager lends memory of another device.
     """
     return DeviceSession(client, checkpoint, DeviceMemory(gpu, client))
 
@@ -228,10 +238,11 @@ def device_session(client: Client, gpu: Gpu, checkpoint: str) -> DeviceSession:
 def device_manager_residents(
     where: str | os.PathLike[str] | None, checkpoint: str, gpu: Gpu
 ) -> DeviceManagerResidents:
-    """Return a load's view of the manager of `gpu` at, or beside, `where`.
+    """Connect a load to the memory manager of `gpu`.
 
-    With `where` None, no manager is used. If the manager does not answer, that is logged and
-    `failed` tells why.
+    `where` is the socket of that manager, or of the manager of host memory beside it. With `where`
+    None, no manager is used. If the manager does not answer, the failure is logged, the result's
+    `failed` has the reason, and the load goes on without it.
     """
     if where is None:
         return ManagerResidents()

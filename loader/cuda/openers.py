@@ -1,7 +1,7 @@
-"""Mapping the device memory behind descriptors into this process, and unmapping it again.
+"""Map GPU memory that was received as file descriptors into this process, and unmap it again.
 
-Only whole handles are mapped, because CUDA cannot map a part of one. Every step is undone when a
-later one fails, so that a process that cannot map the memory loads privately and has lost nothing.
+Only whole handles are mapped, because CUDA cannot map a part of one. If a step fails, the earlier
+ones are undone, so a process that cannot map the memory can still load its weights privately.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from tensor_dedup.memory_manager.errors import NotSealedError
 
 
 class MappedExtent(NamedTuple):
-    """A slab, or one of several behind one address range: all memory of one descriptor.
+    """A slab to map: the descriptor of its GPU memory, and its size in bytes.
 
-    `serial` identifies the memory within this process.
+    `serial` identifies the slab within this process.
     """
 
     fileno: int
@@ -26,51 +26,54 @@ class MappedExtent(NamedTuple):
 
 
 class Opener(Protocol):
-    """A way to open a slab. Every method may raise BackendError, and then leaves nothing behind."""
+    """An interface for mapping slabs. A method that raises BackendError has undone its work."""
 
     @property
     def whole_only(self) -> str | None:
-        """The reason why parts of several slabs can never lie side by side, or None."""
+        """The reason why several slabs cannot be mapped side by side, or None if they can."""
 
     def open(self, extents: Sequence[MappedExtent], access: Access) -> int:
-        """Map all extents one after the other and return the address of the first."""
+        """Map the slabs side by side, in order; return the address of the first."""
 
     def close(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """Undo `open`. Nothing may use the range any more."""
+        """Unmap the slabs that `open` mapped, and free the address range.
+
+        No kernel may use the range any more.
+        """
 
     def make_private(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """Put private, writable memory with the same bytes at the same address.
+        """Replace the slabs by private, writable memory with the same bytes at the same address.
 
-        Waits for all work of the GPU's context; nobody may start any meanwhile. `close` undoes it
-        as it undoes `open`.
+        Waits for all work of the GPU's context; no other may be started meanwhile. `close` frees
+        the private memory.
 
         Raises:
-            UnsupportedError: The address cannot be kept.
+            UnsupportedError: The backend cannot put other memory at this address.
         """
 
     def unmap(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """Unmap what `open` mapped for reading, and keep the addresses; `free` gives them back.
+        """Unmap slabs that `open` mapped read-only, but keep the address range reserved.
 
-        Nothing may use the range any more.
+        No kernel may use the range. `remap` uses the addresses again, and `free` releases them.
 
         Raises:
-            UnsupportedError: The address cannot be kept.
+            UnsupportedError: The backend cannot keep the addresses.
         """
 
     def remap(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """Map extents read-only at addresses that `unmap` has kept, of as many bytes in all."""
+        """Map slabs read-only at an address range that `unmap` kept; the total size is the same."""
 
     def free(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """Give back addresses that `unmap` has kept."""
+        """Release an address range that `unmap` kept."""
 
 
 def total(extents: Sequence[MappedExtent]) -> int:
-    """Return the bytes of all extents."""
+    """Return the total size of the extents in bytes."""
     return sum(extent.nbytes for extent in extents)
 
 
 class VmmOpener:
-    """The opener of descriptors of memory allocated with cuMemCreate."""
+    """The opener of memory that was allocated with cuMemCreate and exported as a descriptor."""
 
     whole_only: Final = None
 
@@ -80,7 +83,7 @@ class VmmOpener:
         self._unit: Final = driver.granularity(device.ordinal)
 
     def open(self, extents: Sequence[MappedExtent], access: Access) -> int:
-        """Map the extents side by side and return their address."""
+        """Map the extents side by side; return the address of the first."""
         with Undo() as undo:
             address = self._reserve(undo, total(extents))
             self._map_all(undo, address, extents, access)
@@ -108,14 +111,14 @@ class VmmOpener:
         undo.add(partial(self._driver.unmap, at, nbytes))
 
     def close(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """Unmap what `open` mapped."""
+        """Unmap the extents, one by one, and free their address range."""
         # One by one, as they were mapped: that several may go at once is written nowhere.
         for at, nbytes in _places(address, extents):
             self._driver.unmap(at, nbytes)
         self._driver.free(address, total(extents))
 
     def unmap(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """Unmap the extents and keep their addresses."""
+        """Unmap the extents and keep their address range reserved."""
         with Undo() as always:
             # Held to the end, for the way back.
             handles = [self._held(always, self._driver.import_(each.fileno)) for each in extents]
@@ -129,17 +132,17 @@ class VmmOpener:
                 back.keep()
 
     def remap(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """Map extents at addresses that `unmap` has kept."""
+        """Map extents read-only at an address range that `unmap` kept."""
         with Undo() as undo:
             self._map_all(undo, address, extents, Access.READ)
             undo.keep()
 
     def free(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """Give back addresses that `unmap` has kept."""
+        """Release an address range that `unmap` kept."""
         self._driver.free(address, total(extents))
 
     def make_private(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """Put private, writable memory with the same bytes at the same address."""
+        """Replace the extents by private, writable memory with the same bytes and address."""
         with Undo() as always, current(self._driver, self._device):
             # The handles of both sides are held to the end: the shared ones for the way back.
             shared = [self._held(always, self._driver.import_(each.fileno)) for each in extents]
@@ -185,7 +188,7 @@ def _places(address: int, extents: Sequence[MappedExtent]) -> list[tuple[int, in
 
 
 class IpcOpener:
-    """The opener of tickets of the backend `ipc`, whose memory is always mapped writable."""
+    """The opener for the backend `ipc` (CUDA IPC), whose memory is always mapped writable."""
 
     whole_only: Final = (
         "with the backend `ipc` the driver chooses addresses, so leaves of others cannot lie "
@@ -197,11 +200,11 @@ class IpcOpener:
         self._device: Final = device.ordinal
 
     def open(self, extents: Sequence[MappedExtent], access: Access) -> int:
-        """Map one extent and return its address.
+        """Map one extent and return its address. Its descriptor is that of an IPC ticket.
 
         Raises:
-            UnsupportedError: There are several extents, which cannot lie side by side because the
-                driver chooses addresses.
+            UnsupportedError: There are several extents: the driver chooses the addresses, so they
+                cannot lie side by side.
             NotSealedError: The ticket is for less memory than the extent.
         """
         if len(extents) != 1:
@@ -215,12 +218,12 @@ class IpcOpener:
             return self._driver.ipc_open(handle)
 
     def close(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """Unmap what `open` mapped."""
+        """Unmap the memory that `open` mapped."""
         with current(self._driver, self._device):
             self._driver.ipc_close(address)
 
     def make_private(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """Refuse: the driver chooses the address.
+        """Raise UnsupportedError: CUDA IPC cannot map memory at a given address.
 
         Raises:
             UnsupportedError: Always.
@@ -231,7 +234,7 @@ class IpcOpener:
         )
 
     def unmap(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """Refuse: the driver chooses the address.
+        """Raise UnsupportedError: CUDA IPC cannot map memory at its old address again.
 
         Raises:
             UnsupportedError: Always.
@@ -241,16 +244,16 @@ class IpcOpener:
         )
 
     def remap(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """Refuse, as `unmap` does."""
+        """Raise UnsupportedError, as `unmap` does."""
         self.unmap(address, extents)
 
     def free(self, address: int, extents: Sequence[MappedExtent]) -> None:
-        """Refuse, as `unmap` does."""
+        """Raise UnsupportedError, as `unmap` does."""
         self.unmap(address, extents)
 
 
 def opener_for(backend: str, driver: Driver, device: GpuInfo) -> Opener:
-    """Return the opener of the memory that a manager with this backend lends.
+    """Return the opener for memory of a manager with the backend `vmm` or `ipc`.
 
     Raises:
         UnsupportedError: The backend lends no GPU memory.

@@ -1,6 +1,7 @@
-"""The final tensors of a vLLM load on a GPU: built in scratch host memory, uploaded, and mapped.
+"""The provider of a vLLM load's shared tensors on a GPU.
 
-None of them stays in host memory, and none is on the GPU twice.
+Final tensors (the weights as vLLM uses them, after fusing and slicing) are computed in temporary
+host memory, uploaded to the GPU, and mapped read-only into the model. Each is on the GPU once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ _WRITTEN: Final = frozenset(
 
 
 class GpuProvider:
-    """The residents of one load on a GPU. For one thread. Close it to free page-locked buffers."""
+    """The `ResidentProvider` of one load on a GPU: it finds, uploads and maps residents.
+
+    A resident is an immutable tensor in memory that models share. For one thread; `close` frees the
+    upload buffers.
+    """
 
     own_slab_bytes: Final = OWN_SLAB_BYTES
     batch_bytes: Final = BATCH_BYTES
@@ -47,23 +52,23 @@ class GpuProvider:
         self._blocks: Final = BlockLog()
 
     def close(self) -> None:
-        """Free the page-locked buffers."""
+        """Free the page-locked upload buffers."""
         if self._uploader is not None:
             self._uploader.close()
             self._uploader = None
 
     @property
     def not_lent(self) -> str | None:
-        """The reason why a requested memory manager does not hold everything, or None."""
+        """The reason why the requested memory manager does not hold all residents, or None."""
         return self._manager.not_lent
 
     @property
     def not_by_leaf(self) -> str | None:
-        """The reason why large tensors are shared whole on this GPU, or None."""
+        """The reason why large tensors are not split into shared blocks on this GPU, or None."""
         return self._blocks.why_whole or self._manager.not_by_leaf
 
     def reason(self, name: str) -> str | None:
-        """Return why a tensor of this name stays private, or None; engines write to some."""
+        """Return why the tensor `name` stays private: engines write to it. None if it is shared."""
         if name.rpartition(".")[2].lstrip("_") in _WRITTEN:
             return "engines write to it, and memory shared on a GPU is read-only"
         return None
@@ -71,7 +76,7 @@ class GpuProvider:
     def find(
         self, queries: Sequence[ResidentQuery], *, ask_manager: bool = True
     ) -> list[DeviceResident | None]:
-        """Look residents up, in order, as `ResidentProvider.find` does."""
+        """Look up residents, in order, as `ResidentProvider.find` specifies."""
         found = [self._in_this_process(each) for each in queries]
         if not ask_manager:
             return found
@@ -96,18 +101,18 @@ class GpuProvider:
         return first
 
     def by_content(self, key: ResidentKey) -> DeviceResident | None:
-        """Return the resident of this process with these bytes, or None."""
+        """Return this process's resident with this key, or None."""
         return self._gpu.lookup(ReplicaKey(key, 0))
 
     def note(self, recipe: str, resident: AnyResident) -> None:
-        """Remember which resident a recipe leads to, while the resident lives."""
+        """Register the resident of a recipe, for as long as the resident lives."""
         assert isinstance(resident, DeviceResident)
         self._gpu.recipes[recipe] = resident
 
     def get_or_build(
         self, requests: Sequence[ResidentRequest]
     ) -> list[tuple[DeviceResident, bool]]:
-        """Return a resident for each request, and whether it was written by this call.
+        """Return a resident for each request, and whether this call wrote it to the GPU.
 
         Raises:
             OutOfMemoryError: The GPU has no room, or its driver refuses.
@@ -134,7 +139,7 @@ class GpuProvider:
         return write
 
     def map(self, resident: AnyResident) -> torch.Tensor:
-        """Return a read-only view of a resident, in this model's own mapping.
+        """Return a resident as a read-only tensor, mapped for this load's model.
 
         Raises:
             OutOfMemoryError: The resident cannot be mapped.
@@ -146,6 +151,6 @@ class GpuProvider:
             raise OutOfMemoryError(str(error)) from error
 
     def private(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a private copy, on the GPU, of a tensor in host memory."""
+        """Return a private copy on the GPU of a tensor in host memory."""
         there = self._gpu.device
         return self._gpu.gpu.with_room(lambda: tensor.to(there), torch.OutOfMemoryError)

@@ -1,8 +1,8 @@
-"""Residents on a GPU: tensors in slabs that every model maps for itself, read-only.
+"""Residents on a GPU: immutable tensors in slabs, which every model maps read-only.
 
-A model has one mapping of each slab it uses, whichever of its tensors lie there, and shares no
-mapping with other models. One model can therefore be made private, at the addresses its graphs have
-captured, while the others continue to share.
+A slab is a piece of GPU memory that holds one or more tensors. Each model has its own mapping of
+every slab it uses. So one model can get private memory, at the addresses that its CUDA graphs have
+captured, while the other models go on sharing.
 """
 
 import itertools
@@ -28,7 +28,10 @@ Write = Callable[[int], str | None]
 
 
 class DeviceSlab:
-    """The memory behind the descriptor of `source`, which is kept open. Safe from any thread."""
+    """A slab of GPU memory, given by the descriptor of `source`, which is kept open.
+
+    `serial` identifies the slab within this process. Safe from any thread.
+    """
 
     def __init__(self, gpu: Gpu, opener: Opener, source: HasFd, nbytes: int) -> None:
         self.gpu: Final = gpu
@@ -39,22 +42,23 @@ class DeviceSlab:
 
     @property
     def extent(self) -> MappedExtent:
-        """The slab as an extent to be mapped."""
+        """The descriptor, size and serial number of the slab, for an opener."""
         return MappedExtent(self.source.fileno, self.nbytes, self.serial)
 
 
 class Lent(Protocol):
-    """A lease on memory, which a resident holds."""
+    """A lease on a tensor in a memory manager, which its resident holds."""
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes."""
+        """The size of the leased tensor in bytes."""
 
 
 class DeviceResident:
-    """An immutable tensor in slabs: `nbytes` from `offset` of the first, continued in the others.
+    """An immutable tensor in one slab, or in several slabs side by side.
 
-    `lease` lives as long as this object, which is held by every mapping through which it is seen.
+    It begins `offset` bytes after the start of the first slab. Each mapping of the tensor keeps
+    this object alive, and with it the memory manager's `lease`, if there is one.
     """
 
     __slots__ = ("__weakref__", "key", "lease", "nbytes", "offset", "slabs")
@@ -62,9 +66,7 @@ class DeviceResident:
     def __init__(
         self, key: ResidentKey, slabs: Sequence[DeviceSlab], offset: int, lease: Lent | None = None
     ) -> None:
-        """Describe a tensor that lies in these slabs.
-
-        Other tensors lie beside it: a tensor larger than its lease would show their bytes.
+        """Describe a tensor with this key that lies in these slabs.
 
         Raises:
             SlabUsageError: The key's geometry has gaps, exceeds the slabs, or is not the lease's.
@@ -94,7 +96,7 @@ class DeviceResident:
 
     @property
     def leaf_shared_bytes(self) -> int:
-        """The bytes of it that were resident before it was made: none of one that is whole."""
+        """The number of its bytes that were resident before it was built: 0 unless in blocks."""
         return 0
 
 
@@ -102,10 +104,10 @@ _Place = tuple[tuple[int, ...], ResidentKey | None]
 
 
 class Views:
-    """The mappings of one model. Safe from any thread.
+    """The mappings of residents of one model. Safe from any thread.
 
-    A mapping ends when the last tensor over it is gone and no kernel can use it any more. `kind` is
-    DLPack's type of the device that torch is to see.
+    A slab is unmapped after its last tensor is gone and no kernel can use it any more. `kind` is
+    the DLPack device type of the tensors.
     """
 
     def __init__(self, kind: int = CUDA) -> None:
@@ -116,12 +118,13 @@ class Views:
         self._lock = threading.Lock()
 
     def tensor(self, resident: DeviceResident) -> torch.Tensor:
-        """Return the resident as this model sees it.
+        """Return the resident as a tensor in this model's mapping, which is made if necessary.
 
-        It is read-only: a write ends the process's use of the GPU.
+        The memory is read-only: after a kernel writes to it, this process can no longer use the
+        GPU.
 
         Raises:
-            BackendError: The resident cannot be mapped; load privately.
+            BackendError: The resident cannot be mapped; load the tensor privately.
         """
         key, first = resident.key, resident.slabs[0]
         dtype = torch_dtype(key.dtype)
@@ -151,17 +154,19 @@ class Views:
             return found
 
     def mappings(self) -> list[DeviceMapping]:
-        """Return the mappings in use."""
+        """Return the model's mappings that are in use."""
         return list(self._mappings.values())
 
     def make_private(self) -> int:
-        """Give this model its own writable bytes at the same addresses; return how many bytes.
+        """Replace the model's shared memory by private, writable copies at the same addresses.
 
-        Waits for all work of the GPU; nobody may start any on this model meanwhile.
+        Returns the number of bytes copied. Waits for all work of the GPU; the model must not run
+        meanwhile. After an error, some mappings may be private, and the others are shared as
+        before.
 
         Raises:
-            BackendError: The driver refused; what was not made private is shared as before.
-            UnsupportedError: The backend cannot keep addresses; the same holds.
+            BackendError: The driver refused.
+            UnsupportedError: The backend cannot put private memory at the same addresses.
         """
         done = 0
         with self._lock:
@@ -176,9 +181,9 @@ class Views:
 class DeviceRequest:
     """A tensor to make resident on a GPU: its recipe, its key, and a function that writes it.
 
-    `write(address)` writes them on any stream of the current context. It returns their digest if
-    that becomes known only then, in which case the key's digest is "", and None otherwise. `copy`
-    is the number of the replica: several residents with this key must not become one.
+    `write(address)` writes the tensor on any stream of the current context. If the key's digest is
+    "", it also returns the tensor's digest, and None otherwise. `copy` is the replica number:
+    residents with equal keys and different numbers have separate memory.
     """
 
     recipe: str
@@ -188,12 +193,15 @@ class DeviceRequest:
     copy: int = 0
 
     def written(self, digest: str | None) -> ResidentKey:
-        """Return the resident's key, given what `write` has returned."""
+        """Return the resident's key, with the digest that `write` returned unless that is None."""
         return replace(self.key, digest=digest) if digest else self.key
 
 
 def copy_of(tensor: torch.Tensor, gpu: Gpu) -> Callable[[int], None]:
-    """Return a function that writes a gap-free tensor's bytes, from host memory or that GPU."""
+    """Return a function that copies a gap-free tensor to an address of `gpu`.
+
+    The tensor lies in host memory or on that GPU.
+    """
     nbytes = tensor.nbytes
 
     def write(address: int) -> None:

@@ -1,7 +1,7 @@
 """Residents that the models of this process share on one GPU: built once, mapped by each model.
 
-A tensor is found by a resident's key and the number of the replica. Tensors of one model that have
-equal bytes are separate replicas there too, each with an address of its own.
+A resident is found by its replica key: dtype, shape, stride and digest, and a number. Equal tensors
+of one model have different numbers, and so separate memory.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ BATCH_BYTES: Final = 64 << 20
 
 
 class SharedGpu:
-    """The residents of one GPU, in weak tables: models hold the residents. Safe from any thread."""
+    """One GPU and the residents on it that models of this process use. Safe from any thread.
+
+    Residents are referenced weakly: one is freed when the last model that uses it is gone.
+    """
 
     def __init__(self, gpu: Gpu, device: torch.device, kind: int) -> None:
         """Wrap a GPU; `device` is torch's device and `kind` DLPack's device type.
@@ -76,13 +79,16 @@ class SharedGpu:
         self._lock = threading.RLock()
 
     def lookup(self, known: ReplicaKey) -> DeviceResident | None:
-        """Return this process's resident with that key and replica number, or None."""
+        """Return this process's resident with this replica key, or None."""
         return self._residents.get(known)
 
     def find(
         self, wanted: Sequence[ReplicaKey], manager: DeviceManagerResidents
     ) -> list[DeviceResident | None]:
-        """Look residents up, in order: here first, then all missing ones in the manager."""
+        """Look up residents, in order: in this process, then the missing ones in the manager.
+
+        The result has None for each that neither has.
+        """
         found = [self._residents.get(each) for each in wanted]
         asked = [
             each
@@ -105,8 +111,9 @@ class SharedGpu:
     ) -> list[tuple[DeviceResident, bool]]:
         """Return a resident for each (key, recipe, writer), and whether this call wrote it.
 
-        A large tensor whose writer is a `TensorWriter` is built in blocks, of which those that are
-        resident are not written. `log` is the load's.
+        Missing residents are put into the manager's memory or, if it does not take them, into
+        memory of this process. A large tensor whose writer is a `TensorWriter` is built in blocks,
+        and only the blocks that are not resident are written. `log` is the load's `BlockLog`.
 
         Raises:
             BackendError: The GPU has no room, or its driver refuses; keep the tensors private.
@@ -239,7 +246,7 @@ class SharedGpu:
         return self._local.put([request])[0] if lent is None else lent[0]
 
     def enter(self, known: ReplicaKey, resident: DeviceResident) -> DeviceResident:
-        """Register a resident and return the one to use: the first registered under its key."""
+        """Register a resident under a key, unless there is one; return the registered one."""
         with self._lock:
             first = self._residents.setdefault(known, resident)
             self._known[first] = known
@@ -250,11 +257,11 @@ class SharedGpu:
             return first
 
     def block(self, digest: str) -> DeviceResident | None:
-        """Return this process's block with that digest, or None."""
+        """Return this process's block of a large tensor by its digest, or None."""
         return self._blocks.get(digest)
 
     def views_of(self, model: nn.Module) -> Views:
-        """Return a model's mappings, which are its own so that it can be made private."""
+        """Return the mappings of a model, which it shares with no other model."""
         with self._lock:
             found = self._views.get(model)
             if found is None:
@@ -262,21 +269,21 @@ class SharedGpu:
             return found
 
     def holds(self, tensor: torch.Tensor, key: ResidentKey) -> bool:
-        """Return whether this tensor is a resident of this GPU with that key already."""
+        """Return whether a tensor is a resident of this GPU with this key."""
         known = self.known(param_data(tensor))
         return known is not None and known.key == key
 
     def known(self, tensor: torch.Tensor) -> ReplicaKey | None:
-        """Return the key of the resident that a tensor covers exactly, or None."""
+        """Return the replica key of the resident that `tensor` is a mapping of, or None."""
         resident = self.resident_behind(tensor)
         return None if resident is None else self._known.get(resident)
 
     def known_as(self, resident: DeviceResident) -> ReplicaKey | None:
-        """Return the key that a resident is registered under, or None."""
+        """Return the replica key under which a resident is registered, or None."""
         return self._known.get(resident)
 
     def resident_behind(self, tensor: torch.Tensor) -> DeviceResident | None:
-        """Return the resident that a tensor covers exactly, or None."""
+        """Return the resident whose memory, shape and stride are those of `tensor`, or None."""
         if not _can_be_asked(tensor) or not has_name(tensor.dtype):
             return None
         places = DEVICE_MAPPINGS.ranges(tensor.data_ptr(), tensor.nbytes)
@@ -286,15 +293,15 @@ class SharedGpu:
         return self._places.get((tuple(each.slab for each in places), places[0].offset, key))
 
     def mapping_behind(self, tensor: torch.Tensor) -> DeviceMapping | None:
-        """Return the mapping that a tensor lies in, even one that has become private, or None."""
+        """Return the mapping in which a tensor lies, be it shared or private, or None."""
         return self.gpu.mapping_at(tensor.data_ptr()) if _can_be_asked(tensor) else None
 
     def alive(self) -> list[tuple[ReplicaKey, DeviceResident]]:
-        """Return every resident that some model uses."""
+        """Return every resident in use, with its replica key."""
         return list(self._residents.items())
 
     def seen(self, resident: DeviceResident) -> torch.Tensor:
-        """Return a resident as a tensor that belongs to no model, for inspection.
+        """Map a resident independently of any model, to inspect its bytes.
 
         Raises:
             BackendError: The resident cannot be mapped.
@@ -302,9 +309,9 @@ class SharedGpu:
         return Views(self.kind).tensor(resident)
 
     def copy_of(self, tensor: torch.Tensor, leaves: Sequence[bytes] = ()) -> TensorWriter:
-        """Return what writes a gap-free tensor on any device to an address here.
+        """Return a writer that copies a gap-free tensor from any device to an address of this GPU.
 
-        `leaves` are its leaf digests, if they are known.
+        `leaves` are the tensor's leaf digests, if they are known.
         """
         return TensorWriter(tensor, self._copy_of, leaves)
 
@@ -357,15 +364,16 @@ def _nbytes(key: ResidentKey) -> int:
 class LocalDevice:
     """Residents that this process builds on one GPU without a memory manager.
 
-    The memory is freed after the last mapping of the last model. It is read-only for its writer,
-    too. Safe from any thread; puts run one at a time. On a BackendError load privately.
+    Once written, they are read-only in this process, too. The memory is freed when the last mapping
+    of it ends. Safe from any thread; calls of `put` run one at a time. After a BackendError, load
+    the tensors privately.
     """
 
     def __init__(self, gpu: Gpu) -> None:
         """Prepare the GPU.
 
         Raises:
-            DeviceError: The GPU has no memory that can be passed on.
+            DeviceError: The driver cannot allocate shareable memory on this GPU.
         """
         self.gpu: Final = gpu
         self._backend = VmmBackend(gpu.driver, gpu.device.uuid)
@@ -376,12 +384,15 @@ class LocalDevice:
         self._lock = threading.Lock()
 
     def by_content(self, key: ResidentKey, copy: int = 0) -> DeviceResident | None:
-        """Return the resident with these bytes, in this geometry, for the caller to hold."""
+        """Return the resident with this key and replica number, or None.
+
+        It is freed unless the caller keeps a reference.
+        """
         found = self._residents.get((key.digest, copy))
         return None if found is None else _as(key, found)
 
     def put(self, wanted: Sequence[DeviceRequest]) -> list[DeviceResident]:
-        """Return a resident for each request, in order; missing ones are written into one slab."""
+        """Return a resident for each request, in order; write missing ones into one new slab."""
         with self._lock:
             found = {
                 index: resident

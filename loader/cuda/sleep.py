@@ -1,16 +1,17 @@
-"""A model's weights while it sleeps: unmapped, and in host memory where nobody awake uses them.
+"""Sleep mode on a GPU: shared weights are unmapped and, if no model uses them, moved to the host.
 
-The tensors of a sleeping model are held by leases all the time, so none is lost, whoever dies:
+The weights lie in slabs, pieces of GPU memory that several models can map. Leases hold the tensors
+at every moment, so none is lost if another process ends:
 
-1. New leases on everything, which say that their holder sleeps (`standby`). The old ones end with
-   the mappings.
-2. A slab that nobody awake uses is copied to a memory manager of host memory (`host_backup`). Then
-   the leases on the GPU's memory end, and the manager evicts it.
-3. Waking takes the slab where it is, or one of the same layout that somebody else has made, or
-   makes it from the host's memory, and maps it at the same address.
+1. `sleep` takes new leases, which tell the memory manager that their holder sleeps (`standby`), and
+   unmaps the slabs. Their addresses stay reserved.
+2. A slab that no model awake uses is copied to a memory manager of host memory (`host_backup`).
+   Then the leases on the GPU's memory end, and the manager evicts it.
+3. `wake` maps the slab at its old address again. If it is no longer on the GPU, a slab with the
+   same layout from another engine is used, or a new one is filled from host memory.
 
-What fails to fall asleep stays as it was and is reported; copying is tried again where that may
-help. What fails to wake sleeps on.
+A slab that cannot be unmapped stays mapped and is reported. A copy that fails is tried again if
+that may help. A slab that cannot be mapped again stays asleep.
 """
 
 from __future__ import annotations
@@ -53,10 +54,11 @@ _FINAL: Final = ("mismatch", "no_room")  # refusals that the next try would meet
 
 @dataclass(slots=True)
 class SleepReport:
-    """What sleeping did, in bytes of slabs: `unmapped` here; of these `copied` to host memory.
+    """The result of `SleepingModel.sleep`, in bytes of slabs.
 
-    The others are on the GPU, because somebody awake uses them, or for one of the `reasons`, which
-    also say why something is still mapped.
+    `unmapped` bytes are no longer mapped here, and `copied` bytes were written to host memory. A
+    slab that is not copied stays on the GPU while a model awake uses it. `reasons` says why slabs
+    could not be copied or unmapped.
     """
 
     unmapped: int = 0
@@ -65,19 +67,19 @@ class SleepReport:
 
 
 class SleepingModel:
-    """The shared weights of one model on one GPU, which sleep and wake. Safe from any thread.
+    """The shared weights of one model on one GPU, which can sleep and wake. Safe from any thread.
 
-    Nobody may use the model from `sleep` until `wake` has returned. Its tensors keep their
-    addresses, so captured graphs stay valid.
+    The model must not run between the start of `sleep` and the return of `wake`. Its tensors keep
+    their addresses, so captured graphs stay valid.
     """
 
     def __init__(
         self, gpu: SharedGpu, host: Client, device: Client | None = None, checkpoint: str = ""
     ) -> None:
-        """`host` is the manager of host memory that all sleepers share, `device` that of the GPU.
+        """Use a memory manager of host memory, `host`, and that of the GPU, `device`, if any.
 
         Raises:
-            UnsupportedError: The managers lend other memory than that.
+            UnsupportedError: A manager lends memory of another kind or device.
         """
         self._gpu: Final = gpu
         self._backup: Final = HostBackup(gpu, host, checkpoint)
@@ -89,17 +91,17 @@ class SleepingModel:
 
     @property
     def asleep(self) -> int:
-        """The bytes of slabs that are unmapped."""
+        """The number of bytes that are unmapped now."""
         with self._lock:
             return sum(each.mapping.nbytes for each in self._mappings)
 
     # Falling asleep.
 
     def sleep(self, tensors: Iterable[torch.Tensor]) -> SleepReport:
-        """Unmap every slab behind these tensors; what nobody awake uses goes to host memory.
+        """Unmap every slab behind these tensors; copy slabs that no model awake uses to the host.
 
-        Waits for all work of the GPU. A tensor that shares nothing is left alone. Whatever fails is
-        not raised: that part stays mapped, or on the GPU, and the report says why.
+        Waits for all work of the GPU. Private tensors are left alone. Failures are not raised: the
+        slab then stays mapped, or unmapped on the GPU, and the report says why.
         """
         report = SleepReport()
         with self._lock:
@@ -153,11 +155,12 @@ class SleepingModel:
         return SleepingMapping(mapping, slabs, (sleepers[0].known, first.leaves))
 
     def settle(self) -> list[str]:
-        """Copy to host memory what nobody awake uses by now; return why something was not copied.
+        """Copy sleeping slabs that no model awake uses any more to host memory.
 
-        `sleep` calls it, and a thread every second, or every 30 s where that fails, while something
-        sleeps on the GPU. What the manager has no room for, or refuses as other bytes than those of
-        the digest, is not tried again before the model has woken.
+        Returns the reasons why slabs could not be copied. While slabs sleep on the GPU, a
+        background thread calls this every second; after failures the pause grows to 30 s at most.
+        A slab that the manager has no room for, or whose bytes do not have their digest, is not
+        tried again until the model has woken.
         """
         reasons = []
         with self._lock:
@@ -231,7 +234,7 @@ class SleepingModel:
             self._watch = None
 
     def still_settling(self) -> bool:
-        """Return whether something may have to go to host memory later; if not, end the thread."""
+        """Return whether slabs may still be copied to host memory; if not, end the thread."""
         with self._lock:
             if not self._waiting():
                 self._watch_off()
@@ -240,13 +243,13 @@ class SleepingModel:
     # Waking up.
 
     def wake(self) -> int:
-        """Map everything at its address again; return the bytes of slabs.
+        """Map every sleeping slab at its address again; return how many bytes were mapped.
+
+        After an error, some slabs are mapped and the others still sleep; call it again.
 
         Raises:
             MemoryManagerError: The GPU has no room, or its driver refuses.
-            SharedMemoryError: The system refuses to map what host memory has kept.
-
-        What is mapped by then stays mapped, the rest sleeps on; call it again.
+            SharedMemoryError: The copies in host memory cannot be mapped.
         """
         done = 0
         with self._lock:

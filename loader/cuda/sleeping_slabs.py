@@ -1,4 +1,8 @@
-"""Slabs of a model that sleeps: what lies where in them, and what holds their bytes meanwhile."""
+"""The layout of a sleeping model's slabs, and the leases that keep their bytes meanwhile.
+
+A slab is a piece of GPU memory that holds shared tensors. While a model sleeps, its slabs are
+unmapped, and their bytes are kept on the GPU or in host memory.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SleepingTensor(NamedTuple):
-    """One tensor of a slab: where it lies, and what it is known as."""
+    """One tensor of a slab: its offset and size in bytes, and its replica key."""
 
     offset: int
     nbytes: int
@@ -29,10 +33,10 @@ class SleepingTensor(NamedTuple):
 
 @dataclass(eq=False)
 class SleepingSlab:
-    """The tensors of one slab of `nbytes` bytes, in the order of their offsets, or a block.
+    """One slab of a sleeping model: its size in bytes, and its tensors in the order of offsets.
 
-    They are on the GPU as long as `held` is not empty, and in host memory where `backup` has a
-    lease for each digest; one of the two holds.
+    While `held` is not empty, its residents keep the tensors on the GPU. Otherwise `backup` has,
+    for each digest, a lease on a copy in host memory.
     """
 
     nbytes: int
@@ -45,24 +49,24 @@ class SleepingSlab:
 
     @property
     def leases(self) -> list[Lease]:
-        """The leases on the GPU's memory: none of what this process has made without a manager."""
+        """The leases on the slab's GPU memory; empty if this process allocated it by itself."""
         return [each.lease for each in self.held if isinstance(each.lease, Lease)]
 
     def sizes(self) -> dict[str, int]:
-        """Return the size of each content in bytes."""
+        """Return the size in bytes of each distinct tensor, by digest."""
         return {each.digest: each.nbytes for each in self.tensors}
 
     def places(self) -> list[tuple[int, str, int]]:
-        """Return offset, digest and size of each content at each place, in order."""
+        """Return (offset, digest, size) of each distinct place of the slab, in order."""
         return sorted({(each.offset, each.digest, each.nbytes) for each in self.tensors})
 
 
 @dataclass(eq=False)
 class SleepingMapping:
-    """One mapping and what is to be mapped there: a slab, or the blocks of one tensor, in order.
+    """A sleeping mapping and the slabs to map there again: one slab, or the blocks of one tensor.
 
-    A block that occurs twice in the tensor is one object twice. `tensor` is what the blocks are,
-    with its leaf digests.
+    A block that occurs twice in the tensor is listed twice, as the same object. `tensor` has, for
+    blocks, the tensor's replica key and leaf digests; it is None for a single slab.
     """
 
     mapping: DeviceMapping
@@ -70,13 +74,16 @@ class SleepingMapping:
     tensor: tuple[ReplicaKey, tuple[bytes, ...]] | None = None
 
     def each_slab(self) -> list[SleepingSlab]:
-        """Return every slab once."""
+        """Return the distinct slabs, in order."""
         return list(dict.fromkeys(self.slabs))
 
     def residents(
         self, found: dict[SleepingSlab, list[DeviceResident]]
     ) -> list[tuple[ReplicaKey, DeviceResident]]:
-        """Return the tensors that are seen through the mapping, of slabs that were found."""
+        """Return the tensors behind the mapping: each replica key with its resident.
+
+        `found` has, for each slab, the residents on the GPU that have its tensors.
+        """
         if self.tensor is None:
             [slab] = self.slabs
             return [
@@ -89,5 +96,5 @@ class SleepingMapping:
 
 
 def key_asleep(digest: str) -> str:
-    """Return the key under which a sleeping model puts a tensor into a memory manager."""
+    """Return the memory manager's layer key for a sleeping model's tensor with this digest."""
     return f"asleep:{digest}"

@@ -1,7 +1,8 @@
-"""Memory of a GPU that a model which sleeps still holds: stand-by leases of the GPU's manager.
+"""The GPU memory that a sleeping model still holds, by stand-by leases of the GPU's memory manager.
 
-A lease keeps its tensor. The manager is told that the holder of these leases sleeps, and answers
-which of the tensors are used awake, too. Without a manager the memory is this process's own.
+A lease keeps its tensor in memory. A stand-by lease tells the manager, in addition, that its holder
+sleeps; the manager then answers which of the tensors are also leased by engines that are awake.
+Without a manager, the memory belongs to this process.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ _log = logging.getLogger(__name__)
 
 
 class StandbyMemory:
-    """What a sleeping model holds of one GPU's memory. For one thread at a time."""
+    """The memory of one GPU that a sleeping model holds. For one thread at a time."""
 
     def __init__(self, gpu: Gpu, device: Client | None, checkpoint: str) -> None:
-        """`device` is the manager of the GPU's memory, if there is one.
+        """Use the memory manager `device` of this GPU, or none.
 
         Raises:
-            UnsupportedError: The manager lends other memory than that.
+            UnsupportedError: The manager lends the memory of another device.
         """
         self._gpu: Final = gpu
         self._device: Final = device
@@ -48,7 +49,14 @@ class StandbyMemory:
         self._checkpoint: Final = checkpoint
 
     def hold(self, residents: dict[SleepingSlab, list[DeviceResident]]) -> None:
-        """Hold the memory of these slabs by leases that say that their holder sleeps."""
+        """Take stand-by leases on the tensors of these slabs, and set `held` of each slab.
+
+        `residents` has the tensors of each slab on the GPU. Slabs that this process allocated
+        without a manager are held by these residents.
+
+        Raises:
+            MemoryManagerError: The manager does not answer, or has a tensor in another slab by now.
+        """
         lent = []
         for slab, each in residents.items():
             if any(isinstance(one.lease, Lease) for one in each):
@@ -87,7 +95,10 @@ class StandbyMemory:
         return residents or None
 
     def used_awake(self, slabs: Sequence[SleepingSlab]) -> set[SleepingSlab]:
-        """Return those of these slabs that somebody awake uses, or may use."""
+        """Return the slabs that a model awake uses, in this process or in another engine.
+
+        If the manager does not answer, all slabs that it lends count as used.
+        """
         mapped = self._gpu.mapped()
         used = {each for each in slabs if each.held[0].slabs[0].serial in mapped}
         asked = [each for each in slabs if each not in used and each.leases]
@@ -104,7 +115,7 @@ class StandbyMemory:
         return used
 
     def let_go(self, slab: SleepingSlab) -> None:
-        """End the leases on the GPU's memory, which is then nobody's, and is evicted."""
+        """End the leases on a slab's GPU memory, and have the manager evict it."""
         leases, slab.held = slab.leases, []
         for lease in leases:
             lease.close()
@@ -115,7 +126,7 @@ class StandbyMemory:
                 _log.debug("%s: not evicted: %s", self._checkpoint, str(error))
 
     def say(self, leases: Sequence[Lease], *, asleep: bool) -> None:
-        """Tell the manager whether the holder of these leases sleeps."""
+        """Tell the manager whether the holder of these leases sleeps; errors are only logged."""
         if not leases or self._device is None:
             return
         try:
@@ -125,9 +136,11 @@ class StandbyMemory:
             _log.debug("%s: the manager was not told: %s", self._checkpoint, str(error))
 
     def find_or_put(self, slab: SleepingSlab, restore: Restore) -> list[DeviceResident] | None:
-        """Return the tensors in a slab of the manager's laid out as theirs was, or None.
+        """Return the tensors of `slab` in a slab of the manager with the same layout, or None.
 
-        It is another engine's, or a new one for all who wake, which `restore` fills.
+        Another engine may have put one there already. Otherwise a new slab is put, which `restore`
+        fills and other engines can use when they wake. Returns None without a manager, or if the
+        manager fails or has no room.
         """
         if self._memory is None:
             return None
@@ -172,7 +185,11 @@ class StandbyMemory:
         return self._as_laid_out(slab, leases)
 
     def publish(self, resident: DeviceResident) -> None:
-        """Have others find a tensor in blocks by its digest: its record went with its memory."""
+        """Publish the record of a tensor in blocks again, after its memory had been evicted.
+
+        Other engines then find the tensor by its digest. Does nothing for a tensor that is not in
+        blocks, or without a manager; errors are only logged.
+        """
         if self._session is None or not isinstance(resident, TensorInBlocks):
             return
         try:

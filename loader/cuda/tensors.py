@@ -1,8 +1,8 @@
-"""Tensors over memory mapped by other code, without a copy, of any dtype and with an owner.
+"""Create torch tensors over memory that other code has mapped, without a copy.
 
-torch accepts an address through DLPack only, together with a deleter to call when the last storage
-over it is gone. DLPack has no names for some of torch's dtypes, so the memory is passed as bytes,
-and its storage is then given the real dtype.
+torch accepts a foreign GPU address only through DLPack, with a deleter that is called when the last
+storage over the memory is gone. DLPack lacks some of torch's dtypes, so the memory is passed as
+bytes and then viewed with the real dtype.
 """
 
 import atexit
@@ -71,11 +71,11 @@ def tensor_at(
 ) -> torch.Tensor:
     """Return a tensor over memory at an address; its storage keeps `owner` alive.
 
-    `geometry` is dtype, shape and stride, without gaps. `device` is DLPack's device type and
-    number.
+    `geometry` is (dtype, shape, stride), where the elements fill the memory without gaps. `device`
+    is DLPack's (device type, ordinal).
 
     Raises:
-        UnsupportedError: This torch has no such device.
+        UnsupportedError: `device` is a CUDA device and this torch sees none.
     """
     if device[0] == CUDA and not torch.cuda.is_available():
         raise UnsupportedError("this torch sees no GPU; install one that is built for CUDA")
@@ -113,5 +113,5 @@ def _stay_silent() -> None:
 
 
 def held() -> int:
-    """Return how many storages made by `tensor_at` are alive."""
+    """Return the number of storages from `tensor_at` that are still alive."""
     return len(_held)

@@ -1,7 +1,8 @@
-"""Uploads to a GPU through a few page-locked buffers, hashed on the way if asked to.
+"""Uploads to a GPU through a few page-locked buffers, with optional hashing.
 
-Page-locked memory is slow to allocate and fast to copy from, so a small amount is allocated once.
-While one buffer is filled, others are copied to the GPU, on a stream of their own, and hashed.
+Page-locked memory is slow to allocate and fast to copy from, so a few buffers are allocated once
+and reused. While one buffer is filled, others are hashed, and copied to the GPU on a stream of
+their own.
 """
 
 import os
@@ -43,7 +44,8 @@ class _Buffer:
 class Uploader:
     """An uploader of file ranges and host tensors to a GPU. A context manager, for one thread.
 
-    `kind` and `ordinal` are DLPack's for the GPU. Leaving the context frees the buffers.
+    `kind` and `ordinal` are the DLPack device type and number of the GPU. Leaving the context frees
+    the buffers.
     """
 
     def __init__(
@@ -60,17 +62,21 @@ class Uploader:
     def writer(
         self, fd: int, start: int, nbytes: int, *, hashed: bool = True
     ) -> Callable[[int], str]:
-        """Return a function that writes a range of a file to an address and returns its digest.
+        """Return a function that uploads a range of a file to a GPU address.
 
-        The GPU may still be copying when that function returns; `Gpu.fill` waits for it. Pass
-        `hashed=False` where the digest is known for certain; the function then returns "". It
-        raises ChangedFileError if the file is too short, and OSError if the file cannot be read.
+        The function returns the digest of the range, or "" with `hashed=False`. The GPU may still
+        be copying when it returns; `Gpu.fill` waits for that. The function raises ChangedFileError
+        if the file is too short, and OSError if it cannot be read.
         """
 
         return self._writer(lambda into, at: _read(fd, start + at, into), nbytes, hashed=hashed)
 
     def sender(self, tensor: torch.Tensor) -> Callable[[int], str]:
-        """Return a function that writes a host tensor, which it keeps alive, to an address."""
+        """Return a function that uploads a host tensor to a GPU address.
+
+        The function keeps the tensor alive, does not hash it, and returns "". The GPU may still be
+        copying when it returns.
+        """
         source = memoryview(bytes_at(tensor.data_ptr(), tensor.nbytes, tensor)).cast("B")
 
         def fill(into: memoryview, at: int) -> None:
@@ -118,7 +124,7 @@ class Uploader:
         self.close()
 
     def close(self) -> None:
-        """Free the buffers, once nothing reads them any more."""
+        """Free the buffers, after the copies and hashes that still read them have ended."""
         for buffer in self._free:
             buffer.wait()
         self._free.clear()

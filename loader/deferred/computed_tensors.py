@@ -1,4 +1,7 @@
-"""Final tensors that vLLM has computed: shared by content, in slabs with their neighbours."""
+"""Share tensors that vLLM's own processing has computed, by comparing their content.
+
+Tensors of a layer that become resident lie together in *slabs*, pieces of shared memory.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ _SMALL_BYTES = 64 << 10
 
 
 def slabs(sizes: Sequence[int]) -> list[list[int]]:
-    """Group the tensors of a layer, given by sizes in bytes, into slabs; return their indices."""
+    """Group the tensors of a layer into slabs; return the indices of the tensors of each slab.
+
+    `sizes` are in bytes. Large tensors have a slab each, and small ones share one.
+    """
     large = [[n] for n, size in enumerate(sizes) if size >= _OWN_SLAB_BYTES]
     middling = [n for n, size in enumerate(sizes) if _SMALL_BYTES <= size < _OWN_SLAB_BYTES]
     small = [n for n, size in enumerate(sizes) if size < _SMALL_BYTES]
@@ -36,10 +42,12 @@ def slabs(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def share_by_content(session: LoadSession, finals: Sequence[Named]) -> list[Found]:
-    """Return the resident with the bytes of each tensor, and whether it was built by this call.
+    """Hash tensors, and return for each a resident with the same bytes.
 
-    Those that are built share a slab. The resident is None, with the reason in the ledger, where
-    another tensor has the same digest or there is no shared memory left.
+    The result has, for each tensor in order, the resident and whether this call built it. Residents
+    built by one call share a slab. The resident is None if there is no shared memory left, or if a
+    comparison shows that it has other bytes under the same digest; the session's ledger then has
+    the reason.
     """
     wanted = []
     for _, tensor in finals:

@@ -1,16 +1,16 @@
-"""Exact coverage of a storage by a set of strided writes. No torch, no I/O.
+"""Compute exactly which bytes of a storage a set of strided writes covers. No torch, no I/O.
 
-Writes stay unexpanded: a column slice of a matrix with 150,000 rows is one box, not 150,000
-intervals. Overlaps count once, because the answer is a union and not a sum.
+Writes are not expanded: a column slice of a matrix with 150,000 rows is one box, not 150,000
+intervals. Overlapping writes count once.
 
-A box is a run of bytes repeated along strided dimensions. If all boxes are plain runs, their union
-is a sort. Otherwise the largest stride among them is taken as the pitch of a matrix (rows of that
-many bytes); each box is cut into pieces of the form "the same sub-box in rows r to r + n"; the rows
-between two neighbouring ends of such pieces are all alike, so one of them is solved, by the same
-method with smaller strides, and stands for all. A column slice makes one piece, a dense block at
-most three. Strides that do not divide each other make one piece per row; beyond MAX_PIECES pieces
-the boxes are given up and only plain runs count: the answer is then "not covered", which costs
-sharing but never correctness.
+A box is a run of bytes repeated along strided dimensions. If all boxes are plain runs, sorting them
+gives their union. Otherwise the storage is treated as a matrix whose rows have as many bytes as the
+largest stride. Each box is cut into pieces, each of which is the same sub-box in the rows r to
+r + n. All rows between two neighbouring ends of pieces are alike, so only one of them is solved, by
+the same method with smaller strides. A column slice makes one piece, and a dense block at most
+three. Strides that do not divide each other make one piece per row. Beyond MAX_PIECES pieces, only
+plain runs are counted. The answer may then be "not covered" although every byte was written, which
+prevents sharing but never gives wrong weights.
 """
 
 from collections.abc import Iterator, Sequence
@@ -54,7 +54,7 @@ class _TooManyPieces(Exception):
 
 
 class Coverage:
-    """The bytes written of a storage of `nbytes` bytes. For one thread at a time."""
+    """The ranges of a storage of `nbytes` bytes that writes have covered. For one thread."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes: Final = nbytes
@@ -63,12 +63,12 @@ class Coverage:
         self._complete = nbytes == 0
 
     def add(self, offset: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> None:
-        """Enter a write of `shape` elements of `itemsize` bytes; offset and strides are in bytes.
+        """Add a write of a strided array of `shape`; offset, strides and itemsize are in bytes.
 
         Stride 0 (broadcast) and overlapping elements are allowed.
 
         Raises:
-            UnsupportedError: The write leaves the storage, or a stride is negative.
+            UnsupportedError: The write exceeds the storage, or a stride is negative.
         """
         if 0 in shape:
             return
@@ -90,7 +90,10 @@ class Coverage:
             self._complete = self._complete or box.run == self._nbytes
 
     def complete(self) -> bool:
-        """Return whether every byte was written; False may be wrong beyond MAX_PIECES."""
+        """Return whether every byte was written.
+
+        True is always right. False may be wrong if the writes need more than MAX_PIECES pieces.
+        """
         if not self._complete:
             self._complete = not self.missing()
         return self._complete
@@ -98,8 +101,8 @@ class Coverage:
     def missing(self) -> list[Interval]:
         """Return the ranges [start, end) that were not written, ascending and disjoint.
 
-        Exact up to MAX_PIECES pieces and, in one band of rows, MAX_GAPS gaps; beyond that, wider
-        ranges.
+        Beyond MAX_PIECES pieces, or MAX_GAPS gaps in one band of rows, the ranges may be wider than
+        what is missing.
         """
         if self._complete:
             return []

@@ -1,7 +1,9 @@
-"""Evaluation of recipes: read the sources that they name and replay the recorded operations.
+"""Evaluate recipes: read the source tensors that they name, and replay the recorded operations.
 
-Bytes pass through scratch memory that is reused layer by layer, because fresh memory costs more
-than reading a cached file. While one layer is processed, the pool reads and hashes the next.
+A recipe describes how the bytes of a *final tensor* (a weight as the engine uses it) follow from
+the checkpoint's tensors. The results are computed in scratch memory that is reused for layer after
+layer, because fresh memory costs more than reading a cached file. While one layer is processed,
+threads read and hash the next.
 """
 
 from __future__ import annotations
@@ -45,10 +47,9 @@ MAX_AHEAD_BYTES = 64 << 20
 
 
 class Scratch:
-    """A pool of flat uint8 CPU tensors, for one load and one thread.
+    """A pool of reusable blocks of memory (flat uint8 CPU tensors), for one load and one thread.
 
-    The memory it keeps never exceeds the most that was lent at one time, which is the largest
-    layer.
+    It never keeps more memory than was in use at one time, about that of the largest layer.
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,7 @@ class Scratch:
         self.peak = 0
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Lend at least `nbytes` undefined bytes; the caller narrows and returns the block."""
+        """Return a block of at least `nbytes` uninitialised bytes; pass it to `give_back` later."""
         fitting = [block for block in self._free if nbytes <= block.numel() <= 2 * nbytes + _SLACK]
         if fitting:
             block = min(fitting, key=torch.Tensor.numel)
@@ -70,16 +71,16 @@ class Scratch:
         return block
 
     def give_back(self, block: torch.Tensor) -> None:
-        """Return a whole block that `take` lent. Nobody may use its memory any more."""
+        """Return a block from `take` to the pool. Its memory must not be used any more."""
         self._lent -= block.numel()
         self._free.append(block)
 
     def forget(self, block: torch.Tensor) -> None:
-        """Leave a lent block to its user; it is never lent again."""
+        """Remove a block from the pool for good, because its memory stays in use."""
         self._lent -= block.numel()
 
     def close(self) -> None:
-        """Drop every block that is not lent."""
+        """Free every block that is not in use."""
         self._free.clear()
 
     def _make_room(self, nbytes: int) -> None:
@@ -93,11 +94,11 @@ class Scratch:
 
 
 class Evaluator:
-    """The computation of deferred tensors' bytes on the CPU, for one load and one thread.
+    """An evaluator that computes the bytes of one load's deferred tensors. For one thread.
 
-    A source that one recipe copies whole is read directly into its destination. One that is used
-    more than once is read once and kept until `release` was called for all final tensors that use
-    it.
+    It works on the CPU. A source tensor that is copied whole, once, is read directly into its
+    destination. A source that is used several times is read once, and kept until `release` was
+    called for every final tensor that uses it.
     """
 
     def __init__(self, reader: SourceReader, scratch: Scratch) -> None:
@@ -110,7 +111,7 @@ class Evaluator:
         self.unhashed: set[int] = set()  # sources nobody will ask the digest of
 
     def expect(self, view: View) -> None:
-        """Announce that the final tensor `view` may be evaluated, until `release`."""
+        """Announce that `view` may be evaluated, so that its sources are kept until `release`."""
         for source in sources_of(view):
             self._users[id(source)] = self._users.get(id(source), 0) + 1
         for mention in references(view):
@@ -119,7 +120,7 @@ class Evaluator:
                     self._uses[id(used)] = self._uses.get(id(used), 0) + 1
 
     def release(self, view: View) -> None:
-        """Finish with `view`, evaluated or not, and free what only it needed."""
+        """Declare that `view` needs no further evaluation; free sources that no other one needs."""
         for source in sources_of(view):
             key = id(source)
             self._users[key] = self._users.get(key, 1) - 1
@@ -128,17 +129,19 @@ class Evaluator:
         self._nodes.clear()
 
     def fill(self, view: View, out: torch.Tensor) -> None:
-        """Compute the whole storage of `view`, at its version, into `out` (flat uint8).
+        """Compute the bytes of the storage of `view`, at the view's version, into `out`.
 
-        Returns when every byte is written and every source read for it has its digest.
+        `out` is a flat uint8 tensor. On return every byte is written, and every source that was
+        read and hashed for it has its digest.
         """
         self._fill(view.storage, view.version, out)
         self._reader.settle()
 
     def begin(self, view: View, out: torch.Tensor) -> bool:
-        """Start a `fill` that only copies whole sources; do nothing and return False for any other.
+        """Start to `fill` asynchronously, if `view` only consists of copies of whole sources.
 
-        Every byte is written once the reader has settled.
+        Returns False, and does nothing, if it does not. All bytes are written after
+        `SourceReader.settle`.
         """
         storage, version = view.storage, view.version
         writes = live_writes(storage, version)
@@ -152,7 +155,7 @@ class Evaluator:
         return True
 
     def alone(self, view: View) -> SourceTensor | None:
-        """Return the source of which `view` is a plain copy and that nothing else uses, or None."""
+        """Return the source tensor that `view` copies whole, if nothing else uses it, or None."""
         storage, version = view.storage, view.version
         writes = live_writes(storage, version)
         if len(writes) != 1 or needs_base(storage, version):
@@ -163,11 +166,14 @@ class Evaluator:
         return source if source.spec.nbytes == storage.nbytes else None
 
     def value(self, view: View) -> torch.Tensor:
-        """Return a real CPU tensor equal to `view`; read-only, valid until the next `release`."""
+        """Return the value of `view` as a CPU tensor.
+
+        It must not be written, and is valid until the next `release`.
+        """
         return as_view(self._flat(view.storage, view.version), view)
 
     def digest_sources(self, view: View) -> None:
-        """Make the digest of every source of `view` known by reading those without one."""
+        """Read and hash every source of `view` whose digest is not known yet."""
         for source in sources_of(view):
             if source.digest is None:
                 self._begin(source)
@@ -295,7 +301,7 @@ def _overlaps(span: tuple[int, int], others: list[tuple[int, int]]) -> bool:
 
 @dataclass(slots=True)
 class Prefetcher:
-    """The reading of one final tensor ahead of its use, into scratch memory. For one thread."""
+    """A prefetcher that reads one final tensor ahead into scratch memory. For one thread."""
 
     reader: SourceReader
     scratch: Scratch
@@ -304,7 +310,7 @@ class Prefetcher:
     _begun: tuple[DeferredParameter, torch.Tensor, int] | None = None
 
     def plan(self, parameters: Iterable[DeferredParameter]) -> None:
-        """Set the order in which final tensors will probably be used."""
+        """Set the order in which final tensors will probably be needed."""
         self._waiting = deque(parameters)
 
     def has(self, each: DeferredParameter) -> bool:
@@ -312,7 +318,10 @@ class Prefetcher:
         return self._begun is not None and self._begun[0] is each
 
     def take(self, each: DeferredParameter) -> torch.Tensor | None:
-        """Return the memory that holds every byte of `each`, or None if it was not begun."""
+        """Wait for the read of `each`, and return its block of scratch memory, for the caller.
+
+        Returns None if `each` is not being read ahead.
+        """
         if self._begun is None or self._begun[0] is not each:
             return None
         (_, block, mark), self._begun = self._begun, None
@@ -320,7 +329,11 @@ class Prefetcher:
         return block
 
     def begin(self, needed: Callable[[DeferredParameter], bool]) -> None:
-        """Start reading the next tensor that is `needed` and only copies sources."""
+        """Start reading the next planned tensor for which `needed` returns True.
+
+        Nothing is started while another tensor is read ahead, or if that tensor is more than copies
+        of source tensors.
+        """
         if self._begun is not None:
             return
         while self._waiting:
@@ -336,6 +349,6 @@ class Prefetcher:
             return
 
     def close(self) -> None:
-        """Forget every parameter; the reader waits for the reads in progress."""
+        """Forget the plan and the read in progress, for which the reader itself must wait."""
         self._waiting.clear()
         self._begun = None

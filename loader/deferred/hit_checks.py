@@ -1,7 +1,9 @@
-"""Comparison of residents with what they stand for, as `verify_bytes` and `audit` ask for it.
+"""Compare residents that a look-up found with the checkpoint (`verify_bytes` and `audit`).
 
-With `verify_bytes` every hit is compared, and one that differs is a collision: the tensor stays
-private. With `audit` a share of the hits is, chosen at random, and a difference ends the load.
+A *hit* is a resident (a shared tensor in memory) that was found for a tensor by its digest or
+recipe. With `verify_bytes`, every hit is compared byte by byte; a hit that differs is a collision,
+and the tensor stays private. With `audit`, a random share of the hits is compared, and a difference
+ends the load.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class HitChecks:
-    """The checks of one load's hits; collisions are counted in its ledger. For one thread."""
+    """The comparisons of one load's hits. Collisions are counted in `ledger`. For one thread."""
 
     config: TensorDedupConfig
     provider: ResidentProvider
@@ -32,11 +34,11 @@ class HitChecks:
     _rng: random.Random = field(default_factory=random.Random)
 
     def sampled(self) -> bool:
-        """Return whether this hit is one of those to audit, chosen at random."""
+        """Decide at random, by the `audit` share, whether the current hit is audited."""
         return self.config.audit > 0 and self._rng.random() < self.config.audit
 
     def asked(self) -> bool:
-        """Return whether this hit is to be compared with what its checkpoint gives."""
+        """Return whether the current hit must be compared, for `verify_bytes` or an audit."""
         return self.config.verifies_bytes or self.sampled()
 
     def is_as_loaded(
@@ -46,23 +48,24 @@ class HitChecks:
         tensor: torch.Tensor,
         shared: str = "the resident",
     ) -> bool:
-        """Compare a resident with the tensor `name` made from its checkpoint, after `asked`.
+        """Return whether a resident has the bytes of `tensor`, computed from the checkpoint.
 
-        False is a collision. `shared` says in an error what the resident is.
+        Call it for hits for which `asked` returned True. False means a collision. `name` is the
+        tensor's name, and `shared` describes the resident in error messages.
 
         Raises:
-            AuditError: An audit found other bytes.
+            AuditError: The bytes differ, and `verify_bytes` is off.
         """
         return self._same(resident, tensor, name, shared, "the tensor made from its checkpoint")
 
     def agrees(self, resident: AnyResident, tensor: torch.Tensor, *, new: bool = False) -> bool:
-        """Compare a hit by content where that is asked for; return whether it may be used.
+        """Return whether a resident that was found by digest may be used for `tensor`.
 
-        `new` tells that the resident was built of this tensor by the call that returned it. Then
-        its bytes are those of the tensor, unless some are those of a digest.
+        The bytes are compared if `asked` returns True. `new` says that the resident has just been
+        built from this tensor; it is then compared only if parts of it were found by digest.
 
         Raises:
-            AuditError: An audit found other bytes.
+            AuditError: The bytes differ, and `verify_bytes` is off.
         """
         if new and not (isinstance(resident, DeviceResident) and resident.leaf_shared_bytes):
             return True

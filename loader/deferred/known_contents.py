@@ -1,6 +1,7 @@
-"""Final tensors whose sources are known by their digests, built from parts that residents have.
+"""Build large final tensors from parts of residents, if the digests of all their sources are known.
 
-Of such a tensor only what no resident has is read.
+A resident is a shared tensor in memory. Parts that a resident already has are mapped from it, and
+only the other parts are read.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class KnownContents:
-    """The sources that a large final tensor consists of, side by side, all with digests.
+    """The source tensors that a large final tensor consists of, in order, with known digests.
 
-    None stands for zeros, which no source has.
+    In `parts`, each source stands beside the byte range that it fills. None in place of a source
+    stands for zeros (padding).
     """
 
     geometry: ResidentKey
@@ -37,7 +39,11 @@ class KnownContents:
 
     @classmethod
     def of(cls, each: DeferredParameter, algorithm: str) -> Self | None:
-        """Return what a tensor consists of, or None if it is small or not all of it is known."""
+        """Return the sources of a final tensor with their digests.
+
+        Returns None if the tensor is small, if a part of it is neither zeros nor a whole source
+        with a known digest, or if `algorithm` is not BLAKE3.
+        """
         if each.nbytes < LEAF_SHARED_FROM or not has_name(each.parameter.dtype):
             return None
         if algorithm != "blake3":
@@ -58,17 +64,18 @@ class KnownContents:
 
     @property
     def contents(self) -> list[Content]:
-        """The bytes of the tensor that each is of, with its digests."""
+        """The byte range of each part in the final tensor, with its digest and leaf digests."""
         return [content for _, content in self.parts]
 
     def build(self, recipe: str, provider: HostProvider, reader: SourceReader) -> Resident | None:
-        """Return a new resident of which others have a part, without reading that; None if none.
+        """Build a resident from parts of other residents, and read only the remaining parts.
 
-        It is entered with `HostProvider.enter_known`; call `end_known` in any case.
+        Returns None if no resident has a part of it. Pass the result to `HostProvider.enter_known`,
+        and call `HostProvider.end_known` in any case.
 
         Raises:
-            StaleHintError: What was read is not what was remembered.
-            SharedMemoryError: There is no memory for the rest.
+            StaleHintError: A part that was read does not have its remembered digest.
+            SharedMemoryError: There is no memory for the remaining parts.
         """
         contents = self.contents
 

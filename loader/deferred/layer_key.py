@@ -1,8 +1,8 @@
-"""Layer keys: digests of everything that a layer's final tensors depend on.
+"""Layer keys: digests of all inputs from which a layer's final tensors are computed.
 
-A key is trusted like the function it stands for, so it includes too much rather than too little: a
-missing input could give wrong weights, while a needless one only costs sharing. What is left out is
-listed with the reason; that includes environment variables.
+Layers with equal keys share their tensors, so a key includes too much rather than too little: a
+missing input could give wrong weights, while a superfluous one only prevents sharing. Inputs that
+are left out, for example some environment variables, are listed here with the reason.
 """
 
 from __future__ import annotations
@@ -116,7 +116,10 @@ _SECRET: Final = re.compile(
 
 
 def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment variables that may affect weights; by default this process's."""
+    """Return those of `variables` that may affect weights, without secrets, sorted by name.
+
+    `variables` defaults to the environment of this process.
+    """
     variables = os.environ if variables is None else variables
     return {
         name: value
@@ -136,7 +139,7 @@ def _versions() -> dict[str, str]:
 
 
 def runtime() -> dict[str, Any]:
-    """Return the settings outside the environment that kernels read when they pack weights."""
+    """Return the settings of torch and the CPU on which packed weights depend."""
     return {
         "threads": torch.get_num_threads(),
         "mkldnn": [torch.backends.mkldnn.enabled, torch.backends.mkldnn.deterministic],
@@ -151,9 +154,10 @@ def runtime() -> dict[str, Any]:
 
 
 def plain(value: Any, depth: int = 6) -> Any:
-    """Reduce `value` to what a key can hold: plain values, and containers and dataclasses of them.
+    """Convert `value` to JSON-compatible data for a layer key.
 
-    Any other object is represented by its class, so that a change of kind still changes the key.
+    Containers and dataclasses are converted down to `depth` levels. Any other object is represented
+    by the name of its class.
     """
     if isinstance(value, enum.Enum):
         return f"{type(value).__qualname__}.{value.name}"
@@ -173,7 +177,10 @@ def plain(value: Any, depth: int = 6) -> Any:
 
 
 def attributes(thing: object, depth: int = 4) -> dict[str, Any]:
-    """Return the plain attributes of an object, except those that name its place in a model."""
+    """Return an object's attributes, converted by `plain`, for a layer key.
+
+    Attributes that give the layer's position in a model, such as its prefix, are left out.
+    """
     return {
         name: plain(value, depth)
         for name, value in sorted(vars(thing).items())
@@ -189,35 +196,39 @@ def class_name(thing: object) -> str:
 
 
 def process_inputs() -> dict[str, Any]:
-    """Return the inputs that the keys of all layers of this process have in common now."""
+    """Return the inputs common to all layers of the process: versions, environment, settings."""
     return {"versions": _versions(), "environment": environment(), "runtime": runtime()}
 
 
 def process_state() -> str:
-    """Return a digest of everything outside a recipe that its arithmetic may depend on.
+    """Return a digest of the process-wide state on which the results of arithmetic may depend.
 
-    The last bits of sums and products change with threads, precision settings and libraries.
+    The last bits of sums and products depend on threads, precision settings and libraries.
     """
     return blake3(process_text().encode(), derive_key_context=_CONTEXT).hexdigest()
 
 
 def process_text() -> str:
-    """Return `process_inputs` as JSON, which is the first part of every preimage."""
+    """Return `process_inputs` as JSON, with which the preimage of every layer key begins."""
     return json.dumps(process_inputs(), sort_keys=True, default=str)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerKey:
-    """A layer key: a digest and its preimage, which never holds a secret."""
+    """A layer key: a digest, and its preimage, the JSON text that was hashed.
+
+    The preimage contains no secrets.
+    """
 
     digest: str
     preimage: str
 
     @classmethod
     def of(cls, process: str | None = None, **inputs: Any) -> LayerKey:
-        """Return the key of these inputs and of what all layers of this process have in common.
+        """Return the key of `inputs` and of the inputs common to all layers of this process.
 
-        `process` is the `process_text` of the beginning of the load, if one is in progress.
+        `process` is the result of `process_text` at the beginning of the load; it defaults to the
+        current one.
         """
         own = json.dumps(inputs, sort_keys=True, default=str)
         common = process_text() if process is None else process

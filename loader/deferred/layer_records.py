@@ -1,6 +1,7 @@
-"""Layer records: what a layer key leads to, and how its sources are compared with others.
+"""Layer records: the processed tensors and attributes of a layer, found by its layer key.
 
-A record is held by the layers that use it; every table of records is weak.
+A record is kept alive by the layers that use it; tables of records are weak. To check that a found
+record fits, its source tensors can be compared byte by byte with those of the new layer.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ _CHUNK = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class SourceLocation:
-    """Where the source tensor behind a record was read: the file, its identity then, a byte range.
+    """The place from which a record's source tensor was read: file, file identity, byte range.
 
-    `reread` reads a tensor that does not lie in a file of its own.
+    `reread` opens a tensor that was read from a store and not from the file at `path`.
     """
 
     path: Path
@@ -50,14 +51,15 @@ class SourceLocation:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class LayerRecord:
-    """The final tensors of one layer, and what its processing set beside them.
+    """The final tensors of one processed layer, and the plain attributes that processing set.
 
-    `residents` maps the name of each parameter to its resident and the parameter's class. `opaque`
-    is a packed handler, which cannot be mapped or written: it is shared as the object it is and
-    referenced weakly, because it holds the record; both end when the last layer drops it, also when
-    a reload packs anew. `opaque_bytes` is the size of the plain weight it was packed from, and
-    `plain_name` that weight's digest just before. `aliases` are records of equal bytes made by
-    other recipes, with origins of their own; they live as long as this one.
+    `residents` maps the name of each parameter to its resident (the shared tensor) and the
+    parameter's class. `opaque` is a packed weight that the kernel library holds in an object of its
+    own. It cannot be mapped, so layers share the object. The reference to it is weak, because the
+    object holds the record; both are freed with the last layer that uses them. `opaque_bytes` and
+    `plain_name` are the size and the digest of the weight that was packed. `origins` are the places
+    of the source tensors. `aliases` are records with equal bytes and other recipes; they live as
+    long as this one.
     """
 
     key: str
@@ -73,16 +75,18 @@ class LayerRecord:
 
 
 class OriginGoneError(TensorDedupError):
-    """The source of a record is gone or has changed, so there is nothing to compare with."""
+    """A record's source file is gone or has changed, so the record cannot be compared."""
 
 
 def same_source_bytes(
     mine: Sequence[SourceTensor], donor: Sequence[SourceLocation]
 ) -> tuple[bool, int]:
-    """Compare sources byte by byte with those of a record; return the result and the bytes read.
+    """Compare source tensors byte by byte with those of a record (`donor`).
+
+    Returns whether all are equal, and the number of bytes read.
 
     Raises:
-        OriginGoneError: A file behind the record is gone or has changed since.
+        OriginGoneError: A source file of the record is gone or has changed.
     """
     if len(mine) != len(donor):
         return False, 0
@@ -137,7 +141,11 @@ def _compare(source: SourceTensor, read: Read) -> tuple[bool, int]:
 
 
 def structure_of(parameters: Sequence[DeferredParameter]) -> tuple[str, tuple[SourceLocation, ...]]:
-    """Return the recipes with sources numbered instead of named, and where the sources lie."""
+    """Return the structure of parameters' recipes, and the locations of their source tensors.
+
+    In the structure, source tensors are numbered instead of named by digest, so it does not depend
+    on their bytes. The locations are in the order of the numbers.
+    """
     sources = distinct_sources(parameters)
     numbers = {id(source): number for number, source in enumerate(sources)}
     book = RecipeBook(lambda source: ("source", numbers[id(source)], source.spec.dtype))
@@ -146,5 +154,5 @@ def structure_of(parameters: Sequence[DeferredParameter]) -> tuple[str, tuple[So
 
 
 def distinct_sources(parameters: Sequence[DeferredParameter]) -> list[SourceTensor]:
-    """Return the source tensors of these parameters in order, without repetitions."""
+    """Return the distinct source tensors of these parameters, in order of first use."""
     return list({id(s): s for each in parameters for s in each.sources}.values())

@@ -1,4 +1,4 @@
-"""The memory that a load gives to its model: of residents, or the model's own; and its account."""
+"""Give each parameter of a loading model its memory, shared or private, and record which it is."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ModelMemory:
-    """The memory of one load's final tensors, each of which is entered in a ledger.
+    """An installer of one load's final tensors in the model, which records each in the ledger.
 
-    What a second tensor of the model shares with the first is not shared with others: `own` has the
-    residents and records that this load has made. For one thread.
+    `own` has the residents and layer records that this load has made. Another parameter of the same
+    model that uses one of them does not count as shared. For one thread.
     """
 
     evaluator: Evaluator
@@ -41,9 +41,10 @@ class ModelMemory:
     def install(
         self, each: DeferredParameter, resident: AnyResident, *, made: bool = False
     ) -> None:
-        """Map a resident into the model, which keeps the tensor private where that fails.
+        """Make a parameter a mapping of a resident, the shared tensor with its bytes.
 
-        `made` tells that this load has built the resident for it.
+        `made` says that this load built the resident for it. If the resident cannot be mapped, the
+        parameter gets private memory, and the ledger has the reason.
         """
         try:
             tensor = self.provider.map(resident)
@@ -58,9 +59,9 @@ class ModelMemory:
     def keep_private(
         self, each: DeferredParameter, reason: str, content: torch.Tensor | None = None
     ) -> None:
-        """Give the parameter memory of its own, with the content plain loading would give it.
+        """Give a parameter private memory with its loaded content; record the reason.
 
-        `content` is that content where it has been computed.
+        `content` is that content if it was computed already.
         """
         view = each.require_view()
         key = id(view.storage)
@@ -84,7 +85,10 @@ class ModelMemory:
         made: bool,
         sources: Iterable[SourceTensor] = (),
     ) -> None:
-        """Account for a final tensor that is, or is part of, `used`, a resident or a record."""
+        """Record in the ledger a final tensor that lies in `used`, a resident or a layer record.
+
+        `made` says that this load built it.
+        """
         shared = not made and used is not None and used not in self.own
         self.ledger.add(name, nbytes, shared=shared, made=made, sources=sources)
         if made and isinstance(used, Resident | DeviceResident):

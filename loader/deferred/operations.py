@@ -1,4 +1,4 @@
-"""Classification of torch's operations by what they mean for a deferred tensor."""
+"""Classify torch's operations by what the tracer must do when one has a deferred tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 
 class Op(enum.Enum):
-    """What the tracer does about an operation on deferred tensors."""
+    """The tracer's reaction to an operation on deferred tensors."""
 
     VIEW = 0  # nothing: the result tells by itself what it is a view of
     COPY = 1  # record `copy_`
@@ -43,7 +43,7 @@ _MASKS = (torch.bool, torch.uint8)
 
 @functools.cache
 def kind_of(func: torch._ops.OpOverload) -> Op:
-    """Return the kind of operation that `func` is, by its schema and tags."""
+    """Classify `func` by its schema and tags."""
     schema = func._schema
     if schema.name in _REFUSED:
         return Op.REFUSED
@@ -63,7 +63,7 @@ def kind_of(func: torch._ops.OpOverload) -> Op:
 
 @functools.cache
 def written(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
-    """Return position and name of every argument that `func` writes."""
+    """Return the position and name of every argument that `func` writes to."""
     arguments = enumerate(func._schema.arguments)
     return tuple(
         (i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write
@@ -77,7 +77,7 @@ def is_random(func: torch._ops.OpOverload) -> bool:
 
 
 def varies(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether repeating an operation on the same bytes may give other bytes."""
+    """Return whether an operation is non-deterministic: the same input may give other bytes."""
     name = func._schema.name
     if name in ("aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
         return bool(args[3] if len(args) > 3 else kwargs.get("accumulate", False))
@@ -85,7 +85,10 @@ def varies(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def needs_data(func: torch._ops.OpOverload, args: tuple[Any, ...]) -> bool:
-    """Return whether a data-dependent operation needs data; indexing does only with a mask."""
+    """Return whether an operation classified as `Op.DATA` needs the tensors' data for this call.
+
+    Indexing needs it only if an index is a mask.
+    """
     if func is not aten.index.Tensor:
         return True
     return any(index is not None and index.dtype in _MASKS for index in args[1])

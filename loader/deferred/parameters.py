@@ -1,4 +1,4 @@
-"""Replacement of a model's parameters by deferred tensors, and of those by real ones."""
+"""Replace a model's parameters by deferred tensors without memory, and later by real ones."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class DeferredParameter:
-    """A parameter of the model: its first name and, after tracing, what its bytes follow from.
+    """A parameter that was deferred: its first name and, after tracing, how its bytes are computed.
 
-    `view` is None if the loading code gave it real memory. `installed` tells that it is real now.
-    `private` is the reason why it must not be shared, whatever it follows from.
+    After tracing, `view` describes the bytes, and `sources` has the checkpoint's tensors that they
+    are computed from. `view` is None if the loading code gave the parameter real memory.
+    `installed` is True once the parameter has real memory. `private` is a reason, if there is one,
+    not to share it.
     """
 
     name: str
@@ -37,32 +39,35 @@ class DeferredParameter:
 
     @property
     def nbytes(self) -> int:
-        """The size of the parameter's elements in bytes."""
+        """The size of the parameter in bytes."""
         return self.parameter.numel() * self.parameter.element_size()
 
     @property
     def geometry(self) -> ResidentKey:
-        """The key of its residents, without the digest. Its dtype must have a name."""
+        """Dtype, shape and stride as a resident key without a digest.
+
+        The dtype must have a safetensors name.
+        """
         shape, stride = tuple(self.parameter.shape), tuple(self.parameter.stride())
         return ResidentKey(dtype_name(self.parameter.dtype), shape, stride, "")
 
     @property
     def known(self) -> bool:
-        """Whether every digest that the recipe needs is known."""
+        """Whether the digests of all its source tensors are known."""
         return all(source.digest is not None for source in self.sources)
 
     def require_view(self) -> View:
-        """Return `view` of a parameter that was deferred."""
+        """Return `view`, which must not be None."""
         assert self.view is not None, f"{self.name} was not deferred"
         return self.view
 
 
 def defer(model: nn.Module, tracer: Tracer) -> dict[int, DeferredParameter]:
-    """Make every parameter of `model` a deferred tensor; return them by id of the parameter.
+    """Make the parameters of `model` deferred tensors; return them by id of the parameter.
 
-    Parameter objects stay the same (vLLM and others hold references to them), and two that share a
-    storage continue to share one. A storage of which a buffer or another tensor of a module is a
-    view stays real; that view would otherwise keep showing what the constructor left.
+    Parameter objects stay the same, because vLLM and others hold references to them. Parameters
+    that share a storage still share one. A parameter stays real if a buffer or another tensor
+    attribute of a module is a view of its storage, because that view would not see later writes.
     """
     viewed = {tensor.untyped_storage()._cdata for tensor in _beside_parameters(model)}
     flat: dict[int, torch.Tensor] = {}
@@ -96,9 +101,9 @@ def _beside_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def conclude(model: nn.Module, deferred: dict[int, DeferredParameter], tracer: Tracer) -> None:
-    """Note for every parameter, after tracing, what it follows from or that it is real already.
+    """Complete the deferred parameters after tracing: set `view`, `sources` and `installed`.
 
-    Parameters that the loading code created are added; those it dropped are removed.
+    Parameters that the loading code created are added, and those that it removed are dropped.
     """
     for name, parameter in model.named_parameters():
         if tracer.find(parameter) is not None:
@@ -115,12 +120,12 @@ def conclude(model: nn.Module, deferred: dict[int, DeferredParameter], tracer: T
 def settle_strays(
     model: nn.Module, tracer: Tracer, evaluate: Callable[[View], torch.Tensor]
 ) -> None:
-    """Give real memory to deferred tensors that ended up outside parameters.
+    """Give real, private memory to deferred tensors that are not parameters.
 
-    Buffers and tensors kept as attributes are computed now and stay private.
+    These are buffers, and tensors that modules have as attributes. `evaluate` computes them.
 
     Raises:
-        UntraceableError: A container holds a deferred tensor, so others may be anywhere.
+        UntraceableError: A container holds a deferred tensor, where it cannot be replaced.
     """
     for name, module in model.named_modules():
         for held, items in (
@@ -160,10 +165,11 @@ def _inside(value: object) -> Iterable[torch.Tensor]:
 
 
 def replace_data(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
-    """Give `parameter` the data of `tensor`; its identity, class and attributes stay.
+    """Give `parameter` the data of `tensor`; it remains the same object with its attributes.
 
     Raises:
-        UntraceableError: torch cannot swap it, because something holds a weak reference to it.
+        UntraceableError: torch cannot swap the data, because a weak reference to the parameter
+            exists.
     """
     data = tensor.detach()
     data.__class__ = parameter.__class__

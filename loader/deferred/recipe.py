@@ -1,13 +1,13 @@
-"""Recipes: how the bytes of a storage follow from source tensors, canonical and hashable.
+"""Recipes: canonical, hashable descriptions of how a tensor is computed from source tensors.
 
-A recipe is derived from the write log after tracing. Equal recipes give equal bytes, because every
-operation in one is deterministic and every source and constant is named by its digest. Two
-different recipes may still give equal bytes, which only a comparison of content shows.
+A recipe is derived from the log of writes after tracing. Equal recipes give equal bytes, because
+the operations are deterministic, and source tensors and constants are named by their digests. Two
+different recipes may still give equal bytes; only a comparison of content shows that.
 
-A fused tensor is filled by adjacent writes, mostly of whole source tensors whose digests are known
-by then. `composite_digest` names its content by those digests, so that its bytes are not hashed
-twice. The parts follow from where the writes lie: equal bytes written in other parts get another
-name and are then not shared by content.
+A fused tensor is filled by adjacent writes, mostly of whole source tensors whose digests are known.
+`composite_digest` names its content by those digests, so that the bytes are not hashed twice. The
+name depends on where each write begins and ends: the same bytes, written in other pieces, get
+another name and are then not shared by content.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ COPY = torch.ops.aten.copy_.default
 
 
 def live_writes(storage: VirtualStorage, version: int) -> list[Write]:
-    """Return the writes among the first `version` that later ones do not hide completely."""
+    """Return the writes that determine the bytes of a storage after its first `version` writes.
+
+    They begin with the last write that overwrites the whole storage, if there is one.
+    """
     if version == 0:
         return []
     if storage.starts is None:
@@ -57,9 +60,10 @@ def live_writes(storage: VirtualStorage, version: int) -> list[Write]:
 
 
 def needs_base(storage: VirtualStorage, version: int) -> bool:
-    """Return whether bytes still depend on what the storage held before the first live write.
+    """Return whether the bytes depend on the storage's initial content.
 
-    Only writes before the first one that reads its target count; coverage is exact.
+    They do unless writes that overwrite their target cover every byte, before any write reads its
+    target.
     """
     if version == 0:
         return storage.nbytes > 0
@@ -83,7 +87,7 @@ def _is_covered(storage: VirtualStorage, version: int) -> bool:
 
 
 def whole_source(view: View) -> SourceTensor | None:
-    """Return the source whose bytes, in the same order, are exactly this view's, or None."""
+    """Return the source tensor whose bytes, in the same order, are those of `view`, or None."""
     storage = view.storage
     if not view.is_whole():
         return None
@@ -101,7 +105,7 @@ def whole_source(view: View) -> SourceTensor | None:
 
 
 class RecipeBook:
-    """The digests of recipes, each computed once. All sources must have their digests by then."""
+    """A cache of recipe digests. All sources must have their digests before a recipe is hashed."""
 
     def __init__(
         self, identity: Callable[[SourceTensor], tuple[object, ...]] = SourceTensor.identity
@@ -111,7 +115,7 @@ class RecipeBook:
         self._known: dict[tuple[int, int], str] = {}
 
     def digest(self, view: View) -> str:
-        """Return a name for the bytes and geometry of `view`, derived from its recipe."""
+        """Return the digest of the recipe of `view`, which identifies its bytes and geometry."""
         return _hash(self._view(view))
 
     def _view(self, view: View) -> tuple[Any, ...]:
@@ -184,12 +188,12 @@ def _hash(description: tuple[Any, ...]) -> str:
 
 
 def sources_of(view: View) -> list[SourceTensor]:
-    """Return every source that the bytes of `view` follow from, once, in the recipe's order."""
+    """Return the distinct source tensors that the bytes of `view` depend on, in recipe order."""
     return [s.source for s, v in _reach(view) if s.source is not None and needs_base(s, v)]
 
 
 def reason_to_keep_private(view: View) -> str | None:
-    """Return why no other model may share these bytes, or None."""
+    """Return why other models must not share the bytes of `view`, or None if they may."""
     for storage, version in _reach(view):
         if storage.private is not None:
             return storage.private
@@ -199,7 +203,7 @@ def reason_to_keep_private(view: View) -> str | None:
 
 
 def references(view: View) -> Sequence[View]:
-    """Return every view that the recipe of `view` mentions, with repetitions but without itself."""
+    """Return all views that the recipe of `view` refers to, except itself, with repetitions."""
     return _reached(view).mentioned
 
 
@@ -280,14 +284,14 @@ def _views(value: Any) -> Iterator[View]:
 
 
 def initial_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all bytes of the storage under `tensor`, flat, on its device, without a copy."""
+    """Return all bytes of a tensor's storage as a flat uint8 tensor, without a copy."""
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return flat.set_(storage)
 
 
 def drop_what_is_overwritten(views: Sequence[View]) -> None:
-    """Release the constructors' content that no recipe needs, because it may be memory in use."""
+    """Free the initial content of parameters that is overwritten and needed by no recipe."""
     mentioned = {id(mention.storage) for view in views for mention in references(view)}
     for view in views:
         storage = view.storage
@@ -296,9 +300,10 @@ def drop_what_is_overwritten(views: Sequence[View]) -> None:
 
 
 class StorageRange(NamedTuple):
-    """Bytes `start` to `stop` of a storage; `source` is set if they are one source tensor's.
+    """Bytes `start` to `stop` of a storage.
 
-    `zeros` tells that they are zeros, as those that vLLM puts behind a vocabulary.
+    `source` is the source tensor whose bytes these are, or None. `zeros` is True if they are zeros,
+    for example the padding of a vocabulary.
     """
 
     start: int
@@ -308,7 +313,10 @@ class StorageRange(NamedTuple):
 
 
 def parts_of(view: View) -> list[StorageRange]:
-    """Return the parts of a view that fills its storage, in order, without gap or overlap."""
+    """Return the ranges that the writes behind `view` fill, in order, without gap or overlap.
+
+    `view` covers its whole storage. If the writes do not tile the storage, the result is one range.
+    """
     storage, version = view.storage, view.version
     whole = [StorageRange(0, storage.nbytes, whole_source(view))]
     writes = live_writes(storage, version)
@@ -348,9 +356,11 @@ def _copied_whole(write: Write) -> SourceTensor | None:
 def composite_digest(
     view: View, data: memoryview, digest: Callable[[memoryview], str], *, trusted: bool = True
 ) -> str:
-    """Return a name for `data`, the bytes of `view`: their digest if there is only one part.
+    """Return a name for the content of `view`, derived from the digests of its parts.
 
-    `digest` hashes what no source's digest covers, or everything if those are not `trusted`.
+    `data` has the bytes of `view`. A part that is a whole source tensor has that tensor's digest;
+    other parts are hashed with `digest`. Without `trusted`, all parts are hashed. If there is only
+    one part, the result is its digest.
     """
     names = []
     for part in parts_of(view):

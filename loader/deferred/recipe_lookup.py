@@ -1,4 +1,8 @@
-"""Residents found by recipes, before a byte of a checkpoint is read."""
+"""Look up residents by recipe, before any tensor data of the checkpoint is read.
+
+A resident is a shared tensor in memory. A recipe describes how a tensor is computed from the
+checkpoint's tensors, which it names by digest.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RecipeLookup:
-    """The residents that the recipes of one load lead to, held until they are taken.
+    """The residents that were found for one load's recipes, kept alive until `take`.
 
     For one thread.
     """
@@ -33,16 +37,16 @@ class RecipeLookup:
     _hits: dict[int, AnyResident] = field(default_factory=dict)  # by id of the parameter
 
     def key(self, each: DeferredParameter) -> str:
-        """Return the name of a final tensor by its recipe. All its digests must be known."""
+        """Return the look-up key of a parameter's recipe. Its sources must have their digests."""
         recipe = self.book.digest(each.require_view())
         return f"recipe:{self.plan.config.hash_algorithm}:{self._state}:{recipe}"
 
     def find(self, parameters: Iterable[DeferredParameter]) -> None:
-        """Look up, in one batch, the residents that the recipes of these parameters lead to.
+        """Look up the residents for these parameters' recipes, in one batch.
 
-        What is found is held until `take` returns it. Parameters whose digests are not known yet,
-        or that stay private, are skipped. Call it with the parameters of a whole plan, so that a
-        memory manager is asked a few times per load and not once per layer.
+        Residents that are found are kept alive until `take` returns them. Parameters that stay
+        private, or whose sources have no digests yet, are skipped. Pass many parameters at once: a
+        memory manager is asked once for each batch.
         """
         wanted = [
             (each, query)
@@ -55,7 +59,10 @@ class RecipeLookup:
                 self._hits[id(each)] = resident
 
     def take(self, each: DeferredParameter) -> AnyResident | None:
-        """Return what was found, or built here for an equal parameter since; None if nothing."""
+        """Return the resident for a parameter, or None.
+
+        It was found by `find`, or built in this process for an equal parameter since.
+        """
         return self._hits.pop(id(each), None) or self._made_meanwhile(each)
 
     def _made_meanwhile(self, each: DeferredParameter) -> AnyResident | None:
@@ -75,9 +82,9 @@ class RecipeLookup:
         return ResidentQuery(self.key(each), replace(each.geometry, digest=content or ""))
 
     def note(self, each: DeferredParameter, resident: AnyResident) -> None:
-        """Remember which resident the recipe leads to, while the resident lives."""
+        """Register a resident under the parameter's recipe, for as long as the resident lives."""
         self.provider.note(self.key(each), resident)
 
     def close(self) -> None:
-        """Release what was found and not taken."""
+        """Release the residents that were found and not taken."""
         self._hits.clear()

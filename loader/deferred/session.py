@@ -1,8 +1,10 @@
-"""A load session: final tensors are looked up, built where they are missing, and installed.
+"""A load session: look up each final tensor, compute it if it is missing, and install it.
 
-`SharingPlan` knows which are shared, `RecipeLookup` which are resident, `HitChecks` what is
-compared before it is used, and `ModelMemory` what the model has got. Tensors that vLLM's own
-processing computed are shared through `computed_tensors.share_by_content`.
+A *final tensor* is a weight as the engine uses it, and a *resident* a final tensor in memory that
+models share. `SharingPlan` decides which tensors are shared, `RecipeLookup` finds residents,
+`HitChecks` compares them if the configuration asks for it, and `ModelMemory` puts them into the
+model. Tensors that vLLM's own processing computes are shared by
+`computed_tensors.share_by_content`.
 """
 
 from __future__ import annotations
@@ -49,9 +51,9 @@ STREAM_BYTES = 512 << 20
 
 @dataclass(slots=True)
 class ScratchTensor:
-    """A final tensor computed in scratch memory, valid until the block is given back.
+    """A final tensor computed in scratch memory, valid until `LoadSession.give_back`.
 
-    `escaped` tells that something keeps using the memory, so that it is never lent again.
+    Set `escaped` if other code keeps using the memory; it is then not reused.
     """
 
     block: torch.Tensor
@@ -61,7 +63,7 @@ class ScratchTensor:
 
 @dataclass(slots=True)
 class LoadSession:
-    """The state of one load, whose parts keep no reference to it.
+    """The state of one load: its configuration, reader, providers and ledger.
 
     For one thread that holds the process-wide load lock.
     """
@@ -87,19 +89,22 @@ class LoadSession:
         self.memory = ModelMemory(self.evaluator, self.provider, self.ledger)
 
     def close(self) -> None:
-        """Wait for reads in progress, and release what was found and not installed."""
+        """Wait for reads in progress, and release residents that were found but not installed."""
         self.reader.abandon()
         self.provider.close()
         self.ahead.close()
         self.lookup.close()
 
     def expect(self, parameters: Sequence[DeferredParameter]) -> None:
-        """Announce the final tensors of the load, before the first is used."""
+        """Announce all final tensors of the load, in order of use, before any other call."""
         self.plan.expect(parameters)
         self.ahead.plan(parameters)
 
     def make(self, each: DeferredParameter) -> ScratchTensor:
-        """Compute a final tensor in scratch memory; afterwards its sources have digests."""
+        """Compute a final tensor in scratch memory; this also hashes its source tensors.
+
+        Pass the result to `give_back`.
+        """
         view = each.require_view()
         block = self.ahead.take(each)
         if block is None:
@@ -109,7 +114,7 @@ class LoadSession:
         return ScratchTensor(block, as_view(block[: view.storage.nbytes], view))
 
     def give_back(self, made: ScratchTensor | None) -> None:
-        """Return the scratch memory of `made`, if any."""
+        """Return the scratch memory of `made` to the pool; do nothing for None."""
         if made is not None and made.escaped:
             self.scratch.forget(made.block)
         elif made is not None:
@@ -118,10 +123,10 @@ class LoadSession:
     def content_digest(
         self, each: DeferredParameter, tensor: torch.Tensor, *, trusted: bool = True
     ) -> str:
-        """Return the composite digest of a parameter's bytes, which are those of `tensor`.
+        """Return the name of a parameter's content, as `composite_digest` computes it.
 
-        With `trusted`, the digests of sources stand for their bytes; without it all bytes are
-        hashed.
+        `tensor` has the parameter's bytes. With `trusted`, parts that are whole source tensors are
+        named by those tensors' digests; without it all bytes are hashed.
         """
         view = each.require_view()
         if trusted and (source := whole_source(view)) is not None and source.digest is not None:
@@ -131,9 +136,10 @@ class LoadSession:
     def share(
         self, parameters: Sequence[DeferredParameter], made: ScratchTensor | None = None
     ) -> None:
-        """Install these parameters in the model, shared where a resident has equal bytes.
+        """Install these parameters in the model, shared if possible and otherwise private.
 
-        `made` may hold the content of the only parameter of the call; it is not given back.
+        If `parameters` has one element, `made` may be its computed content; the caller still gives
+        `made` back.
         """
         if made is None:
             self.lookup.find(parameters)
@@ -280,7 +286,10 @@ class LoadSession:
             provider.note_contents(resident, known.contents)
 
     def is_streamed(self, each: DeferredParameter) -> bool:
-        """Return whether a tensor is read directly into shared memory, without scratch memory."""
+        """Return whether a parameter is so large that it is read directly into shared memory.
+
+        Scratch memory is not used for it.
+        """
         return self._streamed_source(each) is not None
 
     def _streamed_source(self, each: DeferredParameter) -> SourceTensor | None:

@@ -1,4 +1,4 @@
-"""What a load shares: which of its final tensors, and why each of the others stays private."""
+"""Decide which final tensors of a load are shared, and why the others stay private."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class SharingPlan:
-    """The final tensors of one load that are shared. For one thread."""
+    """The decision, for each final tensor of one load, whether it is shared. For one thread."""
 
     config: TensorDedupConfig
     provider: ResidentProvider
@@ -27,7 +27,7 @@ class SharingPlan:
     aliased: set[int] = field(default_factory=set)  # storages that several parameters share
 
     def expect(self, parameters: Sequence[DeferredParameter]) -> None:
-        """Announce the final tensors of the load, before the first is used."""
+        """Announce all final tensors of the load, before any other call."""
         seen: set[int] = set()
         for each in parameters:
             if each.view is not None:
@@ -41,7 +41,7 @@ class SharingPlan:
         self.evaluator.unhashed = every - wanted
 
     def reason(self, each: DeferredParameter) -> str | None:
-        """Return why this final tensor stays private, or None."""
+        """Return why this final tensor stays private, or None if it is shared."""
         view = each.view
         if view is None:
             return NotShared.NOT_DEFERRED
@@ -55,7 +55,10 @@ class SharingPlan:
         return reason_to_keep_private(view) or self.provider.reason(each.name)
 
     def must_be_read(self, each: DeferredParameter) -> bool:
-        """Return whether it is certain that sharing this final tensor takes reading its sources."""
+        """Return whether this final tensor is shared but no digest of its sources is known.
+
+        All its sources then have to be read.
+        """
         if each.installed or not each.sources or self.reason(each) is not None:
             return False
         return all(source.digest is None for source in each.sources)

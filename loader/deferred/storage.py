@@ -1,8 +1,8 @@
-"""Deferred tensors, for which a model's loading code is recorded instead of executed.
+"""Data types for deferred tensors, whose operations are recorded instead of executed.
 
-A deferred tensor is an ordinary meta tensor; its identity is its storage. Views need no record,
-because dtype, shape, stride and offset describe them fully. What is recorded are writes into a
-storage and operations that create a new one.
+A deferred tensor is a meta tensor and is identified by its storage. Writes into a storage are
+recorded, and so are operations that create a new storage. Views are not recorded, because dtype,
+shape, stride and offset describe them fully.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ExpressionKind(enum.Enum):
-    """Where the initial content of a storage comes from."""
+    """The origin of a storage's initial content."""
 
     SOURCE = "source"  # the tensor of a checkpoint, as it is in the file
     PARAMETER = "parameter"  # what the model's constructor left there
@@ -31,15 +31,15 @@ class ExpressionKind(enum.Enum):
 
 
 class Target(enum.Enum):
-    """A placeholder, in a write's arguments, for the tensor that is written."""
+    """The placeholder for the written tensor in the recorded arguments of a write."""
 
     HERE = 0
 
 
 class Const:
-    """A real tensor met while tracing, copied at that moment.
+    """A copy of a real tensor that was an argument of a recorded operation, and its digest.
 
-    The copy lives as long as a recipe mentions it; its digest is its identity.
+    Recipes name the tensor by the digest.
     """
 
     __slots__ = ("digest", "value")
@@ -53,7 +53,7 @@ class Const:
 # makes three for every source tensor. Nobody changes one.
 @dataclass(eq=False, slots=True)
 class View:
-    """A view of a storage at one moment: after its first `version` writes.
+    """A view of a storage as it was after the storage's first `version` writes.
 
     `shape`, `stride` and `offset` are in elements of `dtype`.
     """
@@ -74,12 +74,12 @@ class View:
         return count
 
     def is_whole(self) -> bool:
-        """Return whether the view covers every byte of its storage once, without gaps."""
+        """Return whether the view covers every byte of its storage exactly once."""
         whole = self.numel * self.dtype.itemsize == self.storage.nbytes
         return whole and self.offset == 0 and _is_packed(self.shape, self.stride)
 
     def is_contiguous(self) -> bool:
-        """Return whether the view is row-major without gaps, so that its bytes are one range."""
+        """Return whether the view is contiguous in row-major order."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1:
@@ -91,9 +91,10 @@ class View:
 
 @dataclass(eq=False, slots=True)
 class Write:
-    """One recorded in-place operation.
+    """One recorded in-place operation on `target`.
 
-    `args` and `kwargs` are snapshots, with `Target` in place of the target.
+    In `args` and `kwargs`, `Target.HERE` stands for the target, and a `View` or `Const` for each
+    other tensor.
     """
 
     func: torch._ops.OpOverload
@@ -105,9 +106,9 @@ class Write:
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """The operation whose output number `index` is the initial content of a storage.
+    """A recorded operation whose output number `index` is the initial content of a new storage.
 
-    `layout` tells where in the storage that output lay when it was computed.
+    `layout` is that output as a view of the storage.
     """
 
     func: torch._ops.OpOverload
@@ -121,8 +122,8 @@ class Operation:
 class VirtualStorage:
     """The storage of a deferred tensor: its initial content and the log of writes into it.
 
-    `untyped` keeps the meta storage alive while tracing, so that its address stays its name. A
-    tensor would not do, because the loading code may give it other data.
+    `untyped` is the meta storage. It is kept alive while tracing, because its address identifies
+    the deferred storage.
     """
 
     kind: ExpressionKind
@@ -140,7 +141,7 @@ class VirtualStorage:
     ordered: dict[int, list[Write]] | None = None
 
     def view(self, tensor: torch.Tensor) -> View:
-        """Take a snapshot of `tensor`, a meta tensor over this storage, as it is now."""
+        """Return a view that describes `tensor`, a meta tensor over this storage, as it is now."""
         return View(
             self,
             len(self.writes),
@@ -152,33 +153,37 @@ class VirtualStorage:
 
 
 class Reach(NamedTuple):
-    """What a recipe mentions: storages at their versions, each once, and every view, in order."""
+    """The storages, each with its version, and the views that a recipe refers to, in order.
+
+    Storages occur once, views as often as they are referred to.
+    """
 
     storages: list[tuple[VirtualStorage, int]]
     mentioned: list[View]
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous CPU tensor, flat, without a copy."""
+    """Return the bytes of a contiguous tensor as a flat uint8 tensor, without a copy."""
     # Not reshape(-1): one element is contiguous whatever its stride, and would keep it.
     flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
     return flat.view(torch.uint8)
 
 
 def as_view(flat: torch.Tensor, view: View) -> torch.Tensor:
-    """Return `view` over real memory; `flat` holds the storage's bytes (1-d, uint8)."""
+    """Return a real tensor with the geometry of `view` over `flat`.
+
+    `flat` has the bytes of the view's storage (1-d, uint8).
+    """
     usable = flat.numel() - flat.numel() % view.dtype.itemsize
     typed = flat[:usable].view(view.dtype)
     return torch.as_strided(typed, view.shape, view.stride, typed.storage_offset() + view.offset)
 
 
 def within(source: torch.Tensor, place: Placed) -> torch.Tensor:
-    """Return a view of a deferred source, which is contiguous.
-
-    Nothing is recorded, because a view itself describes which bytes it covers.
+    """Return the tensor at `place` in a deferred, contiguous source, as a view of the source.
 
     Raises:
-        UnsupportedError: The tensor is stored conjugated or negated, so it is no view.
+        UnsupportedError: The tensor is stored conjugated or negated, so it is not a view.
     """
     if place.lazy:
         raise UnsupportedError(
@@ -192,7 +197,7 @@ def within(source: torch.Tensor, place: Placed) -> torch.Tensor:
 
 
 def span_of(view: View) -> tuple[int, int]:
-    """Return the range of bytes that a view lies in, which may include gaps."""
+    """Return the storage's byte range (start, stop) from a view's first to its last element."""
     last = sum((size - 1) * step for size, step in zip(view.shape, view.stride, strict=True))
     itemsize = view.dtype.itemsize
     return view.offset * itemsize, (view.offset + last + 1) * itemsize

@@ -1,7 +1,8 @@
-"""The tracer, which runs a model's own `load_weights` on deferred tensors and logs what it does.
+"""The tracer records what a model's own `load_weights` does with deferred tensors.
 
-One `TorchDispatchMode` sees every operation. Views are left alone; writes and new storages are
-recorded (`storage.py`); operations that depend on data get real data, read for the purpose.
+Deferred tensors are meta tensors, which have a shape and no memory. A `TorchDispatchMode` sees
+every operation. Views need no record; writes and operations that create a storage are recorded
+(`storage.py`); for an operation that depends on data, the data is read and computed.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ aten = torch.ops.aten
 
 
 class UntraceableError(UnsupportedError):
-    """This model's loading code does something that cannot be deferred; load it plainly."""
+    """The model's loading code does something that cannot be traced; load the model plainly."""
 
 
 def _map(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
@@ -64,11 +65,10 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Tracer:
-    """The deferred storages of one load.
+    """The tracer of one load, with all its deferred storages. For one thread.
 
-    `evaluate` turns a view into a real CPU tensor, for operations that depend on data. `device` is
-    where tensors go that the model creates on the device of a deferred parameter. Used by one
-    thread; `recording()` is active in that thread alone.
+    `evaluate` computes a view as a real CPU tensor, for operations that depend on data. `device` is
+    the model's device: new tensors that loading code creates on a parameter's device go there.
     """
 
     def __init__(self, evaluate: Callable[[View], torch.Tensor], device: torch.device) -> None:
@@ -79,42 +79,45 @@ class Tracer:
         self.data_reads: list[str] = []
 
     def source(self, source: SourceTensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return a deferred tensor for `source`, whose bytes are not read."""
+        """Return a new deferred tensor for a source tensor, which is not read."""
         with torch._C._DisableTorchDispatch():  # our own meta tensor, made in the model's code
             meta = torch.empty(source.spec.shape, dtype=dtype, device="meta")
         self._add(ExpressionKind.SOURCE, meta).source = source
         return meta
 
     def parameter(self, initial: torch.Tensor) -> torch.Tensor:
-        """Return a deferred flat byte tensor in place of `initial`, which a constructor left."""
+        """Return a new deferred tensor (flat, uint8) for a parameter's storage.
+
+        `initial` has the bytes that the constructor left in it.
+        """
         meta = torch.empty(initial.numel(), dtype=torch.uint8, device="meta")
         self._add(ExpressionKind.PARAMETER, meta).initial = initial
         return meta
 
     def find(self, tensor: torch.Tensor) -> VirtualStorage | None:
-        """Return the deferred storage under `tensor`, or None for a real tensor."""
+        """Return the deferred storage of a tensor, or None for a real tensor."""
         if not tensor.is_meta:
             return None
         return self._storages.get(tensor.untyped_storage()._cdata)
 
     def view(self, tensor: torch.Tensor) -> View | None:
-        """Return a snapshot of a deferred tensor, or None for a real one."""
+        """Return a view that describes a deferred tensor as it is now, or None for a real one."""
         storage = self.find(tensor)
         return None if storage is None else _plain_view(storage, tensor)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Log operations on deferred tensors in this thread within the block.
+        """Record this thread's operations on deferred tensors within the block.
 
         Raises:
-            UntraceableError: The code starts a thread, whose writes would go unseen.
+            UntraceableError: The code in the block starts a thread, which could not be recorded.
         """
         with _no_new_threads(lambda: self._evaluating), _Mode(self):
             yield
 
     @contextmanager
     def own_work(self) -> Iterator[None]:
-        """Mark code within `recording` as this package's own, so that it may use a pool."""
+        """Allow the code in the block to start threads; for this package's code in `recording`."""
         before, self._evaluating = self._evaluating, True
         try:
             yield
@@ -122,21 +125,21 @@ class Tracer:
             self._evaluating = before
 
     def held(self) -> int:
-        """Return how many deferred storages some tensor still refers to."""
+        """Return the number of deferred storages that tensors still refer to."""
         return sum(
             torch._C._storage_Use_Count(storage.untyped._cdata) > 1
             for storage in self._storages.values()
         )
 
     def close(self) -> None:
-        """Forget what was recorded; storages and views refer to each other and are freed here."""
+        """Forget everything recorded. This frees storages, which refer to each other in cycles."""
         for storage in self._storages.values():
             storage.writes.clear()
             storage.initial = storage.operation = storage.reached = storage.ordered = None
         self._storages.clear()
 
     def on_real_device(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Replace a device "meta", as in `torch.zeros(..., device=...)`, by the model's device."""
+        """Return `kwargs` with `device="meta"` replaced by the model's device, if it is there."""
         device = kwargs.get("device")
         if device is None or torch.device(device).type != "meta":
             return kwargs
@@ -171,7 +174,13 @@ class Tracer:
             self._evaluating = False
 
     def run(self, func: Any, kind: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute, record or answer an operation that has at least one deferred argument."""
+        """Record or execute `func`, which is of this kind and has a deferred argument.
+
+        Returns what the loading code sees as the operation's result.
+
+        Raises:
+            UntraceableError: The operation cannot be deferred.
+        """
         if kind is Op.REFUSED:
             raise UntraceableError(f"{func} replaces the memory of a deferred tensor")
         if kind is Op.DATA and needs_data(func, args):
@@ -184,7 +193,11 @@ class Tracer:
         return self._fresh(func, args, kwargs, kind)
 
     def copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Execute or record a `copy_`, which is nearly everything that loading code does."""
+        """Record or execute a `copy_`, the most frequent operation of loading code.
+
+        Raises:
+            UntraceableError: A tensor is copied over a part of itself.
+        """
         target, value = args[0], args[1]
         storage = self.find(target)
         if storage is None:

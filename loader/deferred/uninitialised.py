@@ -1,7 +1,7 @@
-"""Detection of memory that has not been written since `torch.empty` allocated it.
+"""Detect memory that has not been written to since `torch.empty` allocated it.
 
-A constructor leaves some parameters uninitialised, for the checkpoint to fill, and gives others a
-content; only watching its operations tells them apart.
+A model's constructor leaves some parameters uninitialised, for the checkpoint to fill, and
+initialises others. To tell them apart, its operations are watched.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _EMPTY = {
 
 
 class UninitialisedStorages:
-    """The storages made by `torch.empty` and its variants while `watching`, and not written.
+    """The storages created by `torch.empty` or a variant while `watching` and not written since.
 
-    Holds no storage alive. For one thread: what others create or write is not seen.
+    It keeps no storage alive. Only operations of the watching thread are seen.
     """
 
     def __init__(self) -> None:
@@ -40,21 +40,21 @@ class UninitialisedStorages:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch what this thread creates and writes within the block."""
+        """Watch this thread's torch operations within the block."""
         with _Mode(self):
             yield
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether nothing has been written to the memory of this tensor."""
+        """Return whether the storage of a tensor was created uninitialised and never written to."""
         return number_of(tensor.untyped_storage()) in self._storages
 
     def made(self, tensor: torch.Tensor) -> None:
-        """Record that the storage of a tensor was made without content."""
+        """Record that the storage of a tensor was created uninitialised."""
         storage = tensor.untyped_storage()
         self._storages[number_of(storage)] = WeakStorage(storage)
 
     def touched(self, value: Any) -> None:
-        """Record a write to a tensor, or to those in a list or tuple."""
+        """Record a write to a tensor, or to each tensor in a list or tuple."""
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             self._storages.pop(number_of(value.untyped_storage()), None)
         elif isinstance(value, (list, tuple)):
@@ -63,9 +63,9 @@ class UninitialisedStorages:
 
 
 def surely_unwritten(storage: VirtualStorage) -> int:
-    """Return a lower bound of the bytes of a storage that no recorded write has filled.
+    """Return a lower bound of the number of bytes that no recorded write has filled.
 
-    Overlapping writes count twice, so the bound may be too low but is never too high.
+    Bytes written twice count twice, so the true number may be larger.
     """
     done = sum(write.target.numel * write.target.dtype.itemsize for write in storage.writes)
     return max(0, storage.nbytes - done)

@@ -1,9 +1,10 @@
-"""Hash parameters in batches, and build residents of those whose bytes nobody has.
+"""Hash the parameters of a loaded model in batches, and build residents of new ones.
 
-A tensor that no resident can equal, by its dtype and shape, is hashed on its way into a slab. What
-is hashed is then what the slab holds, so no second hash is needed to detect a file that changed
-between hashing and copying. Files are read instead of accessed through their mappings, where every
-page would have to be faulted in first and each fault waits for the disk.
+A *resident* is an immutable tensor in memory that models share; it lies in a *slab*, a piece of
+shared memory. If no resident has a parameter's dtype and shape, the parameter is copied into a slab
+and hashed in one pass. The hash is then that of the slab's bytes, so no second one is needed to
+detect a file that changed between hashing and copying. Files are read, and not accessed through
+their mappings, where each page fault would wait for the disk.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _MIN_THREADED_BYTES: Final = 128 << 10
 
 
 def reason_of_class(parameter: nn.Parameter) -> str | None:
-    """Return why parameters of this class stay private, or None if they can be shared."""
+    """Return why a parameter stays private because of its class, or None if it can be shared."""
     kind = type(parameter)
     if f"{kind.__module__}.{kind.__qualname__}" in _PLAIN_CLASSES:
         return None
@@ -69,10 +70,10 @@ def slab_batches(
     nbytes: Callable[[_T], int],
     is_alone: Callable[[int], bool] = lambda size: size >= OWN_SLAB_BYTES,
 ) -> Iterator[list[_T]]:
-    """Yield lists of items that fill one slab each, and items that have one by themselves.
+    """Group items into batches, each for one slab, and yield the batches.
 
-    Items are consumed one batch at a time. `nbytes` returns the size of an item, and `is_alone`
-    whether one of that size has a slab by itself.
+    `nbytes` returns the size of an item in bytes, and `is_alone` whether an item of that size gets
+    a slab by itself. Items are consumed as batches are needed.
     """
     batch: list[_T] = []
     size = 0
@@ -95,12 +96,13 @@ def _resident_geometries() -> set[_Geometry]:
 
 @dataclass(slots=True)
 class DedupContext:
-    """What the models of one load have in common. For one thread.
+    """The state that the models of one load share, for example the parts of a pipeline.
 
-    `files` is None where hints are no help, as after a cast. `built` are the residents that this
-    load made, and `accounted` those of them that were counted; `resident_before` are the geometries
-    of those that existed when it began.
-    `remembered` and `unknown` count the tensors whose digest a hint gave, and the others.
+    `files` is None if remembered digests of files are of no use, for example after a cast. `built`
+    are the residents that this load built, and `accounted` those of them that are in a report
+    already. `resident_before` has the dtype, shape and stride of each resident that existed before
+    the load. `remembered` counts the tensors whose digests were remembered, `unknown` the others.
+    For one thread.
     """
 
     config: TensorDedupConfig
@@ -120,7 +122,7 @@ class DedupContext:
 
 @dataclass(frozen=True, slots=True)
 class DedupCandidate:
-    """A parameter to share, the tensor it holds, and the file range that backs it, if any."""
+    """A parameter to share: its tensor, and the file range that backs the tensor, or None."""
 
     name: str
     parameter: nn.Parameter
@@ -129,15 +131,16 @@ class DedupCandidate:
 
     @property
     def read(self) -> ReadInto | None:
-        """A function that reads the bytes from the file that backs them, if any."""
+        """A function that reads the tensor's bytes from its file, or None without a file."""
         return None if self.file_range is None else self.file_range.read
 
 
 @dataclass(frozen=True, slots=True)
 class MissingResident:
-    """A parameter whose bytes are not resident, and the replica of its key that it will be.
+    """A parameter whose bytes no resident has yet.
 
-    `number` is its index in the batch.
+    `replica` is the replica number of the resident to build: equal tensors of one model have
+    different numbers. `number` is the parameter's index in the batch.
     """
 
     candidate: DedupCandidate
@@ -147,14 +150,15 @@ class MissingResident:
 
 
 def content_recipe(key: ResidentKey) -> str:
-    """Return the recipe of a tensor of which only its content is known."""
+    """Return the recipe for a tensor that is identified by its content only."""
     return f"content:{key}"
 
 
 class HashBatch:
-    """Parameters that are hashed together, some of which become residents. For one thread.
+    """A batch of parameters that are hashed together; new ones become residents. For one thread.
 
-    Threads of the hash pool read files between `begin` and `digests`, or `abandon`.
+    Call `begin`, then `digests`, then `build`. Between `begin` and the end of `digests`, or of
+    `abandon`, threads of the hash pool read the parameters' memory and files.
     """
 
     def __init__(
@@ -169,11 +173,11 @@ class HashBatch:
 
     @property
     def is_all_files(self) -> bool:
-        """Whether all candidates are ranges of files, where a later write can be detected."""
+        """Whether all candidates are mapped from files, so that later changes can be detected."""
         return all(each.file_range is not None for each in self.candidates)
 
     def begin(self) -> None:
-        """Start hashing, and copying what cannot be resident yet.
+        """Start to hash all parameters, and to copy into a slab those that cannot be resident yet.
 
         Raises:
             ChangedFileError: A file has become shorter.
@@ -187,7 +191,7 @@ class HashBatch:
         self._context.hash_seconds += time.perf_counter() - began
 
     def digests(self) -> list[str]:
-        """Wait for the digests of all candidates and return them in order."""
+        """Wait for the digests of all candidates; return them in order."""
         began = time.perf_counter()
         self.abandon()  # nobody writes to the slab any more, whatever one of them has met
         try:
@@ -201,11 +205,14 @@ class HashBatch:
         return found
 
     def leaves(self, number: int) -> Sequence[bytes]:
-        """Return the leaf digests of a large candidate once `digests` has returned, or nothing."""
+        """Return the leaf digests of candidate `number`, after `digests` has returned.
+
+        The result is empty unless the candidate is large and mapped from a file.
+        """
         return self._sources[number].leaves or ()
 
     def abandon(self) -> None:
-        """Wait until nothing is being read any more."""
+        """Wait until no thread reads any more."""
         wait(self._begun.values())
 
     def _results(self) -> list[str]:
@@ -240,7 +247,7 @@ class HashBatch:
         return not may_have_parts(data, context.built, candidate.read)
 
     def build(self, missing: Sequence[MissingResident]) -> list[tuple[Resident, bool]]:
-        """Return a resident for each, and whether it was made by this call.
+        """Build residents for these parameters; return each, and whether this batch built it.
 
         Raises:
             SharedMemoryError: There is no shared memory for them.
@@ -287,7 +294,7 @@ def _register(resident: Resident, replica: int) -> tuple[Resident, bool]:
 
 
 class SourceBytes:
-    """The bytes of a tensor: where they lie now, and the file range that backs them, if any."""
+    """The bytes of a tensor in memory, and the file range from which it is mapped, if any."""
 
     def __init__(self, tensor: torch.Tensor, file_range: FileRange | None) -> None:
         self.tensor: Final = tensor
@@ -297,11 +304,11 @@ class SourceBytes:
 
     @property
     def misalignment(self) -> int:
-        """The distance beyond a multiple of 64 bytes, which can change how products are rounded."""
+        """The tensor's address modulo 64 bytes. Kernels may round differently by alignment."""
         return self.tensor.data_ptr() % ALIGNMENT
 
     def digest(self, algorithm: str) -> Future[str]:
-        """Start hashing and return the future digest."""
+        """Start to hash the bytes; return a future of the digest."""
         nbytes, file_range = self.tensor.nbytes, self._file_range
         if file_range is None or algorithm != "blake3" or nbytes < _MIN_THREADED_BYTES:
             return submit(tensor_bytes(self.tensor), algorithm)
@@ -310,7 +317,9 @@ class SourceBytes:
         return stream(nbytes, file_range.read, self.leaves)
 
     def copy_into(self, writer: SlabWriter) -> tuple[int, Future[str]]:
-        """Start copying and hashing with BLAKE3; return the offset in the slab and the digest.
+        """Start to copy the bytes into a slab and hash them with BLAKE3.
+
+        Returns the offset in the slab and a future of the digest.
 
         Raises:
             OutOfMemoryError: There is no memory for the copy.
@@ -335,13 +344,14 @@ class SourceBytes:
 
 
 class SlabFill:
-    """One slab for the tensors of one batch. For one thread; the hash pool does the work.
+    """A slab that is being filled with the tensors of one batch, by threads of the hash pool.
 
-    The memory of tensors that were copied but are not wanted in the end is given back.
+    The memory of tensors that were copied and turn out to be resident already is freed by `seal`.
+    For one thread.
     """
 
     def __init__(self, sources: Sequence[SourceBytes], copied: Collection[int]) -> None:
-        """Reserve a slab; `copied` are the numbers of the sources that are copied at once.
+        """Create a slab; `copied` has the indices of the sources that `begin` copies.
 
         Raises:
             OutOfMemoryError: There is no memory for the slab.
@@ -354,9 +364,9 @@ class SlabFill:
         self._starts: dict[int, int] = {}
 
     def begin(self, begun: dict[int, Future[str]]) -> None:
-        """Start copying and hashing with BLAKE3, and enter the future digests by number.
+        """Start to copy and hash the sources; put futures of the digests into `begun`, by index.
 
-        Do not use this object before all of them are done.
+        Do not use this object until all of these futures are done.
 
         Raises:
             OutOfMemoryError: There is no memory for a copy.
@@ -365,7 +375,9 @@ class SlabFill:
             self._starts[number], begun[number] = self._sources[number].copy_into(self._writer)
 
     def seal(self, digests: dict[int, str]) -> dict[int, Resident]:
-        """Return residents of those that are wanted, by number, copying those not copied yet.
+        """Seal the slab, and return residents for the sources in `digests`, by index.
+
+        Sources that were not copied yet are copied now.
 
         Raises:
             OutOfMemoryError: There is no memory for them.

@@ -1,16 +1,16 @@
-"""Share the parameters of a model that another framework loads, or has loaded.
+"""Share the parameters of a model that Diffusers or Transformers loads, or has loaded.
 
-Only the finished tensors are known here, after casts and merges, so those are hashed. A parameter
-keeps its object and gets another storage: its own mapping of the resident with its bytes.
-`ModuleDedup` takes a parameter through these steps:
+These libraries cast and merge tensors themselves, so the finished parameters are hashed. A
+parameter remains the same object and gets another storage: a mapping of the *resident*, the shared
+tensor in memory, that has its bytes. `ModuleDedup` takes a parameter through these steps:
 
-    note or settle     a loader has set it for good, or the whole model is complete
-    candidates         whether to share it, and the reason if not
-    hash               in batches, while the loader continues where a later write would be seen
-    find               the resident with its bytes, as a replica no other name of the model has
-    install            a mapping of that resident in its place
-    build              a resident where there is none, which is then installed the same way
-    account            what was shared, what was made, and the reasons of the others
+    note or settle     the loader has finished the parameter, or the whole model is complete
+    candidates         decide whether it can be shared, and record the reason if not
+    hash               hash it, in batches, in the background if later changes can be detected
+    find               look up a resident with its bytes that no other parameter of the model has
+    install            replace its memory by a mapping of that resident
+    build              build a resident if there is none, and install it
+    account            record in the ledger what was shared and built, and the reasons for the rest
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class _Found(NamedTuple):
 class ModuleDedup:
     """The deduplication of one model. For one thread that holds the process-wide load lock.
 
-    No two names of the model get one resident, unless the model ties them itself. Parameters passed
-    to `note` are read while the loader continues: end with `settle` or `abandon` before files are
-    closed. Nobody may write to the parameters while one of these methods runs.
+    Two parameters of the model never get the same resident, unless the model ties them. Parameters
+    passed to `note` are read in the background while the loader continues, so call `settle` or
+    `abandon` before files are closed. No thread may write to the parameters while a method runs.
     """
 
     def __init__(self, model: nn.Module, context: DedupContext) -> None:
@@ -106,7 +106,7 @@ class ModuleDedup:
             self._claim(each for each in whole.parameters() if id(each) not in mine)
 
     def note(self, name: str) -> None:
-        """Tell that a loader has set this tensor of the model for good."""
+        """Announce that the loader has finished the tensor `name`, which may now be hashed."""
         parameter = _find_parameter(self.model, name)
         if parameter is None or parameter.device.type != "cpu":
             return
@@ -123,7 +123,7 @@ class ModuleDedup:
             self._begin(list(waiting.values()))
 
     def settle(self) -> None:
-        """Share the rest of a complete model, order the replicas, and account for everything."""
+        """Share all remaining parameters of the complete model, and fill the ledger."""
         self._waiting.clear()
         self._complete()
         self._forget_replaced()
@@ -139,9 +139,9 @@ class ModuleDedup:
         self._end()
 
     def abandon(self) -> None:
-        """Wait until nothing is being read any more; what is not shared yet stays as it was.
+        """Wait until no thread reads any more; parameters that are not shared yet stay private.
 
-        A forked child does not wait, because its parent does the reading.
+        A forked child does not wait, because the threads are its parent's.
         """
         while self._under_way:
             if os.getpid() == self._process:
@@ -151,7 +151,7 @@ class ModuleDedup:
         self._unchecked.clear()
 
     def share_again(self, parameters: Container[int]) -> None:
-        """Share those parameters, given by id, that are private now. The model is complete."""
+        """Share those of these parameters, given by id, that are private. The model is complete."""
         self._claim(each for each in self.model.parameters() if id(each) not in parameters)
         left = (item for item in self._left() if id(item[1]) in parameters)
         for batch in slab_batches(left, _nbytes, _is_alone):

@@ -1,7 +1,8 @@
-"""Assignment of replicas: which of several equal residents each name of a model gets.
+"""Assign replicas: choose which of several equal residents each parameter of a model gets.
 
-A key has several numbered residents if one model has equal tensors, because those must not become
-one memory. Models of one kind share name by name, in whatever order they were loaded.
+A resident is a shared tensor in memory. If one model has equal tensors, these must not become one
+memory, so there are several residents with equal bytes, numbered from 0: replicas. The same
+parameter of two models of one kind gets the same replica, in whatever order they are loaded.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ _roots: Final[WeakKeyDictionary[nn.Module, ref[nn.Module]]] = WeakKeyDictionary(
 
 @dataclass(slots=True)
 class ReplicaShare:
-    """A parameter that is a mapping of a resident now.
+    """A parameter that is now a mapping of a resident, and the resident's replica number.
 
-    `made` tells that the resident was built for it, and `before` that it existed before this load.
+    `made` is True if the resident was built for it, and `before` if it existed before this load.
     """
 
     parameter: nn.Parameter
@@ -49,12 +50,12 @@ class ReplicaShare:
 
 
 def note_first_name(resident: Resident, name: str) -> None:
-    """Record the name for which a resident was built."""
+    """Record the name of the parameter for which a resident was built."""
     _first_names[resident] = name
 
 
 def note_root(root: nn.Module) -> None:
-    """Record the parts of a model, which may itself become a part of another one later."""
+    """Record `root` as the model to which its modules belong, for `root_module`."""
     parts = set(root.modules())
     for part in parts:
         known = _root(part)
@@ -63,10 +64,10 @@ def note_root(root: nn.Module) -> None:
 
 
 def root_module(part: nn.Module) -> nn.Module:
-    """Return the model that a module was last seen in, or the module itself if none is alive.
+    """Return the model that `note_root` recorded last for a module.
 
-    Parts of a model are converted by themselves, and two names of one model must not become one
-    memory whichever part they are in.
+    Returns the module itself if there is none or it is gone. A part of a model may be converted by
+    itself, but must share no memory with another part.
     """
     known = _root(part)
     return part if known is None else known
@@ -78,7 +79,7 @@ def _root(part: nn.Module) -> nn.Module | None:
 
 
 class ReplicaAssigner:
-    """The replicas that the names of one model have taken. For one thread."""
+    """The replica numbers that the parameters of one model have taken. For one thread."""
 
     def __init__(self, taken: Iterable[ReplicaKey] = ()) -> None:
         self._used: dict[ResidentKey, set[int]] = defaultdict(set)
@@ -86,7 +87,7 @@ class ReplicaAssigner:
             self.claim(key, replica)
 
     def claim(self, key: ResidentKey, replica: int) -> bool:
-        """Take this replica; return False if another name of the model has it."""
+        """Take a replica; return False if another parameter of the model has it."""
         used = self._used[key]
         if replica in used:
             return False
@@ -94,15 +95,19 @@ class ReplicaAssigner:
         return True
 
     def release(self, key: ResidentKey, replica: int) -> None:
-        """Return a replica, so that another name can take it."""
+        """Release a replica, so that another parameter can take it."""
         self._used[key].discard(replica)
 
     def claim_first(self, key: ResidentKey) -> int:
-        """Take and return the first replica that no other name has."""
+        """Take the lowest replica number that no other parameter has, and return it."""
         return next(replica for replica in count() if self.claim(key, replica))
 
     def choose(self, key: ResidentKey, name: str) -> int:
-        """Take a replica for this name: a resident one, preferably its own, or else a new one."""
+        """Take a replica for the parameter `name`, and return its number.
+
+        An existing resident that was built for this name is preferred, then any other existing one,
+        then a new number.
+        """
         used = self._used[key]
         there = {
             replica: resident
@@ -119,7 +124,11 @@ class ReplicaAssigner:
     def order(
         self, named: Iterable[tuple[str, nn.Parameter]], shares: Mapping[int, ReplicaShare]
     ) -> None:
-        """Assign replicas to names of equal bytes by first name, then in order of the names."""
+        """Exchange replicas between parameters of equal bytes, so that models agree on them.
+
+        A parameter gets the replica that was built for its name, if there is one. The remaining
+        replicas are assigned in the order of `named`.
+        """
         equals: dict[ResidentKey, list[tuple[str, ReplicaShare]]] = defaultdict(list)
         for name, parameter in named:
             share = shares.get(id(parameter))

@@ -1,6 +1,7 @@
-"""Build a parameter whose leaves are remembered from those of others, and read only the rest.
+"""Build a parameter from equal leaves of other tensors, if its leaf digests are remembered.
 
-This is for what a loader leaves as a range of a file: what it has merged or cast was read by then.
+A leaf is a part of 2 MiB. Only the leaves that no resident (shared tensor) has are read. This works
+for parameters that the loader has mapped from a file; merged or cast ones were read already.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ if TYPE_CHECKING:
 
 
 def build_of_known_leaves(candidate: DedupCandidate, context: DedupContext) -> Resident | None:
-    """Return a new resident of which others have a part, without reading that; None if none has.
+    """Build a resident from leaves of other residents; read only the remaining leaves.
 
-    It is entered with `HostProvider.enter_known`; call `end_known` in any case.
+    Returns None if no resident has a leaf of it, if the parameter is small, or if its leaf digests
+    are not remembered. Pass the result to `HostProvider.enter_known`, and call
+    `HostProvider.end_known` in any case.
 
     Raises:
-        StaleHintError: What was read is not what was remembered.
+        StaleHintError: A leaf that was read does not have its remembered digest.
         ChangedFileError, UnreadableFileError: The file cannot be read any more.
     """
     file_range, files = candidate.file_range, context.files
@@ -66,7 +69,7 @@ def build_of_known_leaves(candidate: DedupCandidate, context: DedupContext) -> R
 
 
 def note_leaves(resident: Resident, candidate: DedupCandidate, context: DedupContext) -> None:
-    """Remember the leaves of a resident that are known from its file, so that others find them."""
+    """Register the leaf digests of a resident, if known from its file, for later look-ups."""
     file_range = candidate.file_range
     if file_range is None or resident.nbytes < LEAF_SHARED_FROM:
         return
@@ -94,10 +97,11 @@ def _read(
 def read_leaves(
     nbytes: int, numbers: Sequence[int] | None, read: Fill, write: Write
 ) -> list[tuple[int, int, str]]:
-    """Read those leaves of a tensor of `nbytes`, or all; return start, size and digest of each.
+    """Read leaves of a tensor of `nbytes` bytes; return (start, size, digest) of each.
 
-    `read(piece, offset)` fills a piece, as the `fill` of `digest.stream`, and `write` gets it. Both
-    are called from threads of the hash pool; all have ended when an error is raised.
+    `numbers` selects the leaves; None means all. `read(piece, offset)` fills a buffer with bytes of
+    the tensor, which is then passed to `write(piece, offset)`. Both are called from threads of the
+    hash pool, and none of them runs any more when this returns or raises.
     """
     places = leaf_places(0, nbytes)
 

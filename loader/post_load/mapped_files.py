@@ -1,9 +1,9 @@
-"""The files that finished tensors are mapped from, and what hints know of their bytes.
+"""The files from which parameters are mapped, and the remembered digests (hints) of their ranges.
 
-A loader that maps a checkpoint without copying leaves parameters that are ranges of a file. Such a
-range is identified by its address, never by a name: the kernel tells which file, by device and
-inode, is mapped there, and from which offset. The digest that a hint gives for the range is
-therefore that of the parameter, which need not be read if its bytes are resident.
+If a loader maps a checkpoint without copying, parameters are ranges of a file. Such a range is
+found by its address: the kernel tells which file, by device and inode, is mapped there, and from
+which offset. A hint for the range is then the digest of the parameter, which need not be read if a
+resident (shared tensor) has the same bytes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _File:
 
 
 class FileRange(NamedTuple):
-    """The range of a file that holds the bytes of a tensor."""
+    """The range of an open file, in bytes, from which a tensor is mapped."""
 
     file: _File
     start: int
@@ -74,7 +74,7 @@ class FileRange(NamedTuple):
 
     @property
     def learned_leaves(self) -> tuple[str, ...]:
-        """The digests that this load computed for the leaves; empty unless there are all."""
+        """The digests that this load computed for the leaves; empty unless all are known."""
         return self._leaves_in(self.file.learned)
 
     def _leaves_in(self, digests: Mapping[tuple[int, int], str]) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ class FileRange(NamedTuple):
         return found if len(found) == len(places) else ()
 
     def read(self, into: memoryview, offset: int) -> None:
-        """Fill a buffer with the bytes from `offset` on. Any thread, until the files are closed.
+        """Fill a buffer with bytes of the range, from `offset` on. Safe from any thread.
 
         Raises:
             ChangedFileError: The file has become shorter.
@@ -112,17 +112,21 @@ class FileRange(NamedTuple):
 
 
 class MappedFiles:
-    """The files that one load finds mapped. One thread; owns their descriptors until `close`."""
+    """The mapped files that one load has found, kept open until `close`. For one thread."""
 
     def __init__(self, algorithm: str, *, trust: bool) -> None:
-        """Take the hash algorithm; without `trust`, hints are written but not believed."""
+        """Open nothing yet. Without `trust`, hints are written but not used."""
         self._algorithm = algorithm
         self._trust = trust
         self._hints = HintIndex()
         self._files: dict[tuple[str, int], _File | None] = {}
 
     def range_of(self, tensor: torch.Tensor, memory: ProcessMappings) -> FileRange | None:
-        """Return the file range that backs a gap-free tensor, or None if it lies in memory."""
+        """Return the file range from which a gap-free tensor is mapped.
+
+        Returns None if the tensor does not lie in a mapped file, or was written to since. `memory`
+        looks up the mappings of this process.
+        """
         mapped = memory.file(tensor)
         if mapped is None:
             return None
@@ -157,10 +161,10 @@ class MappedFiles:
         return _File(fd, mapped.path, identity, time.time_ns(), known)
 
     def prefetch(self, ranges: Iterable[FileRange]) -> None:
-        """Ask the kernel to read what is hashed next, and what follows it in the file.
+        """Have the kernel read these ranges, and some bytes behind them, into the page cache.
 
-        A page fault reads a few pages while its thread waits, so that a cold file would be read in
-        pieces too small for the disk. For a file that is cached the cost is small.
+        Without it, a cold file is read in pieces that are too small for the disk. For a cached file
+        the cost is small.
         """
         for each in sorted(ranges, key=lambda each: (id(each.file), each.start)):
             stop = each.start + each.nbytes
@@ -171,10 +175,10 @@ class MappedFiles:
                     os.posix_fadvise(each.file.fd, at, _ASK_BYTES, os.POSIX_FADV_WILLNEED)
 
     def learn(self, hashed: FileRange, digest: str, leaves: Sequence[bytes] = ()) -> None:
-        """Record the digest of a range, and those of its leaves where they are known.
+        """Record the computed digest of a range, and the digests of its leaves if given.
 
         Raises:
-            StaleHintError: The hint, which is deleted, gave another digest.
+            StaleHintError: A hint gave another digest. The hints of the file are deleted.
         """
         remembered = hashed.remembered
         if remembered is None:
@@ -191,10 +195,10 @@ class MappedFiles:
             hashed.file.learned |= digests_by_place(hashed.start, hashed.nbytes, leaves)
 
     def finish(self) -> None:
-        """Write what was hashed as hints.
+        """Store the recorded digests as hints.
 
         Raises:
-            ChangedFileError: A file has changed.
+            ChangedFileError: A file has changed since it was opened.
         """
         for file in self._files.values():
             if file is None:
@@ -209,7 +213,7 @@ class MappedFiles:
                 )
 
     def close(self) -> None:
-        """Close every descriptor. Idempotent."""
+        """Close all files. Closing twice has no effect."""
         files, self._files = self._files, {}
         with contextlib.ExitStack() as closing:
             for file in files.values():

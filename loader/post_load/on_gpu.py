@@ -1,7 +1,7 @@
 """Share the parameters that a loader has put directly on a GPU, or that were moved there.
 
-They are copied to the host for hashing. What becomes a resident is copied on the GPU, one slab at a
-time, and the private memory returns to torch's allocator.
+They are copied to the host for hashing. New ones are then copied on the GPU into shared memory, one
+slab (shared piece of GPU memory) at a time, and their private memory returns to torch's allocator.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ if TYPE_CHECKING:
 
 
 class GpuShare(NamedTuple):
-    """A parameter that is shared on a GPU now.
+    """The result for a parameter that is now shared on a GPU.
 
-    `made` tells that the resident was built for it, `before` that it existed before this load, and
-    `leaf_shared_bytes` how much of what was built did.
+    `made` is True if its resident (shared tensor) was built for it, and `before` if the resident
+    existed before this load. `leaf_shared_bytes` of a new resident lie in blocks that existed
+    before.
     """
 
     made: bool
@@ -49,7 +50,8 @@ class GpuShare(NamedTuple):
 class GpuModuleDedup:
     """The deduplication of one model's parameters on GPUs. For one thread that holds the load lock.
 
-    `shares` and `reasons` are by id of the parameter. Nobody may write to the parameters meanwhile.
+    `shares` has the shared parameters, and `reasons` why others stay private, both by id of the
+    parameter.
     """
 
     def __init__(self, model: nn.Module, context: DedupContext) -> None:
@@ -61,7 +63,10 @@ class GpuModuleDedup:
         self._blocks = BlockLog()
 
     def share(self, named: Sequence[NamedParameter]) -> None:
-        """Share those of these parameters of the model that are on a GPU."""
+        """Share those of these parameters that are on a GPU.
+
+        No thread may write to the parameters meanwhile.
+        """
         here = [(gpu, item) for item in named if (gpu := DEVICES.at(item[1].device)) is not None]
         here = [(gpu, item) for gpu, item in here if item[1].device.type != "cpu"]
         if not here:

@@ -1,8 +1,8 @@
-"""The memory that parameters had before they were shared.
+"""A record of the memory that parameters had before they were shared.
 
-While a model loads, its parameters are shared as they arrive. A later one may be a view of the
-memory that an earlier one had (files of `torch.save` preserve such ties). Then neither is shared,
-so that both are what plain loading makes of them.
+While a model loads, its parameters are shared one after the other. A later one may turn out to be a
+view of the memory that an earlier one had, as files of `torch.save` allow. The earlier one then
+gets that memory back, and neither is shared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplacedView:
-    """The former data of a parameter: a view of bytes `start` to `end` of a storage."""
+    """The memory that a parameter had before it was shared: bytes `start` to `end` of a storage."""
 
     parameter: nn.Parameter
     start: int
@@ -36,7 +36,7 @@ class ReplacedView:
     stride: tuple[int, ...]
 
     def restore(self, storage: torch.UntypedStorage) -> None:
-        """Make the parameter that view of a storage again."""
+        """Make the parameter this view of `storage`, its former storage, again."""
         dtype = param_data(self.parameter).dtype
         data = torch.empty(0, dtype=dtype, device=storage.device)
         set_param_data(self.parameter, data.set_(storage, self.offset, self.shape, self.stride))
@@ -51,13 +51,16 @@ class _Storage:
 
 
 class ReplacedStorages:
-    """The memory that the shared parameters of one model had before. For one thread."""
+    """The memory that the shared parameters of one model had before. For one thread.
+
+    It does not keep that memory alive.
+    """
 
     def __init__(self) -> None:
         self._storages: dict[int, _Storage] = {}
 
     def enter(self, parameter: nn.Parameter) -> None:
-        """Record the memory of a gap-free parameter, just before it gets other memory."""
+        """Record the memory of a gap-free parameter, just before it is shared."""
         data = param_data(parameter)
         storage = data.untyped_storage()
         found = self._storages.get(number_of(storage))
@@ -75,7 +78,7 @@ class ReplacedStorages:
         found.views.insert(bisect_left(found.views, start, key=_start), view)
 
     def overlapping(self, tensor: torch.Tensor) -> list[ReplacedView]:
-        """Return the former views that overlap the memory this tensor has now."""
+        """Return the former views of parameters that overlap the memory of `tensor`."""
         data = param_data(tensor)
         if data.layout is not torch.strided or data.is_meta or not data.nbytes:
             return []

@@ -1,8 +1,8 @@
-"""The tensors of a stored checkpoint for loaders that read files: resident ones are not read.
+"""Serve the tensors of a stored checkpoint to loaders that read weights files.
 
-A loader that asks for a tensor gets a mapping of the resident with its bytes, found by the digest
-in the manifest. Only what nobody has is read from the store, verified, and becomes a resident; so
-`ModuleDedup` finds parameters that are shared already.
+A loader that asks for a tensor gets a mapping of the *resident*, the shared tensor in memory, that
+has its digest. If there is none, the tensor is read from the store, verified, and becomes a
+resident. So `ModuleDedup` finds that the parameters are shared already.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ if TYPE_CHECKING:
 
 
 class StoredWeights:
-    """The weights of one stored checkpoint during one load. Safe from any thread; close it.
+    """The weights of one stored checkpoint, open for one load until `close`. Safe from any thread.
 
-    `error` is the first error that reading raised: loaders wrap what they catch, or go on. `built`
-    are the residents that this load made.
+    `error` is the first error that `tensor` raised, because loaders may wrap or ignore errors.
+    `built` are the residents that this load built.
     """
 
     def __init__(self, config: TensorDedupConfig, checkout: Checkout, *, trust: bool) -> None:
-        """Open the checkpoint. Without `trust` its manifest is not believed: all is read.
+        """Open the checkpoint. Without `trust`, all tensors are read.
 
         Raises:
             StoreError: The checkpoint cannot be read.
-            ChangedFileError: The name refers to another checkpoint by now.
+            ChangedFileError: The checkpoint was replaced since `checkout` was created.
         """
         self.checkout: Final = checkout
         self.trusted: Final = trust
@@ -76,11 +76,11 @@ class StoredWeights:
 
     @property
     def bytes_read(self) -> int:
-        """The number of bytes read from the store."""
+        """The number of bytes read from the store so far."""
         return self._opening.bytes_from_store
 
     def holds(self, path: str | os.PathLike[str]) -> bool:
-        """Return whether this is a file of weights in the folder that stands for the checkpoint."""
+        """Return whether `path` is a weights file in the checkpoint's stub folder."""
         given, folder = Path(path), Path(self.checkout.folder)
         return (
             given.is_relative_to(folder)
@@ -88,7 +88,7 @@ class StoredWeights:
         )
 
     def file(self, path: str | os.PathLike[str]) -> SourceFile:
-        """Return the file at this path, whose `tensors` are by name.
+        """Open the weights file at a path in the stub folder; it stays open until `close`.
 
         Raises:
             StoreError, FormatError: The file cannot be read.
@@ -103,11 +103,14 @@ class StoredWeights:
         return self._files[path]
 
     def tensor(self, path: str | os.PathLike[str], name: str) -> torch.Tensor:
-        """Return a tensor in host memory, which the caller may write to.
+        """Return tensor `name` of the weights file at `path`, in host memory.
+
+        It is a copy-on-write mapping of a resident, or a private tensor. The caller may write to
+        it.
 
         Raises:
-            StoreError: The store cannot read the bytes, or they are damaged; it names the tensor.
-            UnsupportedError: torch has no such element type.
+            StoreError: The store cannot read the bytes, or they are damaged.
+            UnsupportedError: torch lacks the tensor's dtype.
         """
         try:
             with self._lock:
@@ -118,7 +121,7 @@ class StoredWeights:
             raise
 
     def close(self) -> None:
-        """Close the checkpoint. What was mapped stays."""
+        """Close the checkpoint. Tensors that were returned stay valid."""
         self._held.clear()
         self._opening.close()
 

@@ -1,4 +1,4 @@
-"""Comparisons of residents with what they stand for, and the errors when they differ."""
+"""Compare residents (shared tensors) byte by byte with the tensors that they stand for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def raise_audit(name: str, shared: str, rebuilt: str) -> NoReturn:
-    """Raise AuditError, which stops a load whose audit found a difference."""
+    """Raise AuditError, because an audit found that two tensors differ.
+
+    `name` is the tensor's name; `shared` and `rebuilt` describe the two tensors in the message.
+    """
     raise AuditError(
         f"audit: {name}: {shared} differs from {rebuilt}; this model was not loaded. "
         "Load with tensor_dedup=False and report this with the output of `tensor-dedup --version`",
@@ -28,27 +31,31 @@ def raise_audit(name: str, shared: str, rebuilt: str) -> NoReturn:
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two dense tensors of one geometry are equal bit by bit, including NaNs."""
+    """Return whether two gap-free tensors of equal shape and stride are equal bit by bit."""
     if a.dtype != b.dtype or a.nbytes != b.nbytes:
         return False
     return not a.nbytes or torch.equal(_flat_bytes(a), _flat_bytes(b))
 
 
 def is_forgeable(digest: str) -> bool:
-    """Return whether other bytes could be forged for this digest or the one it was cast from."""
+    """Return whether a digest's algorithm is not collision-resistant.
+
+    Other bytes with the same digest could then be made on purpose. For a digest that is derived
+    from a cast, the digest of the tensor that was cast decides.
+    """
     return any(f"{algorithm}:" in digest for algorithm in FORGEABLE)
 
 
 def require_as_hashed(
     made: Iterable[tuple[torch.Tensor, Resident]], memory: ProcessMappings, algorithm: str
 ) -> None:
-    """Check that copies out of mapped files have the bytes that were hashed there before.
+    """Check that residents copied from mapped files have the bytes that were hashed there before.
 
-    A file may have been written in between without a change of its times. Call this before anyone
-    else can get the copies.
+    `made` has each tensor with its resident. A file may have been written to in between, without a
+    change of its times. Call this before the residents are registered.
 
     Raises:
-        ChangedFileError: A copy has another digest.
+        ChangedFileError: A resident's bytes do not have its digest.
     """
     copied = [(file, each) for tensor, each in made if (file := memory.file(tensor)) is not None]
     views = [tensor_bytes(resident.seen()) for _, resident in copied]

@@ -1,6 +1,7 @@
-"""The memory manager of host memory as a load uses it: tensors that have leaves in common.
+"""A load's use of the memory manager of host memory, where tensors can share leaves.
 
-The other half of `residents.manager` is the GPU's, `tensor_dedup.loader.cuda.manager_residents`.
+A leaf is a part of 2 MiB of a tensor. `tensor_dedup.loader.cuda.manager_residents` is the
+counterpart for the memory manager of a GPU.
 """
 
 from __future__ import annotations
@@ -62,24 +63,24 @@ _log = logging.getLogger(__name__)
 
 
 class HostMemory:
-    """Host memory: the client copies the bytes, and the manager hashes them."""
+    """Host memory as a manager lends it: the client copies the bytes, the manager hashes them."""
 
     namespace: Final = "tensor"
     whole_only: Final = None
 
     def resident(self, key: ResidentKey, lease: Lease) -> Resident:
-        """Return the resident that a lease is on."""
+        """Return the leased tensor as a resident with the geometry of `key`."""
         return LentResident(replace(key, digest=lease.digest), lease)
 
     def data(self, request: ResidentRequest) -> Buffer:
-        """Return the bytes of a tensor in host memory."""
+        """Return the bytes of the requested tensor, which lies in host memory."""
         return tensor_bytes(request.tensor)
 
     def fill(self, requests: dict[str, ResidentRequest]) -> None:
-        """Return None, because the client copies `data`."""
+        """Return None: the client copies the result of `data`."""
 
     def with_room(self, ask: Callable[[], None]) -> None:
-        """Call `ask` once: this process keeps no memory of the manager without using it."""
+        """Call `ask` once. Nothing can be freed here: unused host memory is unmapped at once."""
         ask()
 
 
@@ -102,11 +103,12 @@ class _Admitted(NamedTuple):
 
 
 class HostSession(ManagerSession[ResidentRequest, Resident]):
-    """One load's requests to a manager of host memory, where tensors have leaves in common.
+    """One load's requests to a manager of host memory, where tensors can share leaves.
 
-    Of a tensor that nobody has, what lies in tensors of the manager is leased with those, and only
-    the rest is put. So that others find it, the marks of some leaves (`leaf_marks`) are keys of its
-    record, too. What it consists of is a record of its own, for whoever has found it.
+    If a new tensor has leaves in common with tensors of the manager, these are leased, and only the
+    other leaves are put. The new tensor's record is published under its recipe, its digest and the
+    marks of some leaves (`leaf_marks`), by which other processes find candidates for sharing. A
+    second record lists the contents of the tensor (`Content`), if they are known.
     """
 
     def __init__(self, client: Client, checkpoint: str) -> None:
@@ -117,7 +119,7 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         self._admitted: _Admitted | None = None
 
     def by_content(self, keys: Sequence[ResidentKey]) -> list[Resident | None]:
-        """Return the residents with these bytes, also those that consist of parts."""
+        """Return the residents with these keys, also those in parts, in order; None for others."""
         found = super().by_content(keys)
         missing = [n for n, each in enumerate(found) if each is None and _is_large(keys[n])]
         layers = self.client.get([self._content_key(keys[n]) for n in missing], self.checkpoint)
@@ -128,7 +130,10 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
     def put(
         self, requests: Sequence[ResidentRequest], found: dict[str, tuple[Resident, bool]]
     ) -> None:
-        """Put these tensors, of large ones only what no tensor of the manager has."""
+        """Put these tensors, as `ManagerSession.put` does.
+
+        Of large tensors, only the leaves that no tensor of the manager has are put.
+        """
         large = [each for each in requests if each.nbytes >= LEAF_SHARED_FROM]
         there = self.by_content([each.key for each in large])
         new = []
@@ -167,7 +172,10 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
                     self._remember(resident, new_marks, *resident.published)
 
     def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Resident]:
-        """Return tensors of the manager that have some of these contents, and note theirs."""
+        """Return residents of the manager that may share some of these contents.
+
+        The contents of these residents are registered with `note_contents`.
+        """
         layers = self._look_up([self._keys_of(content_marks(geometry, contents))])
         [donors] = self._donors(layers)
         keys = [self._contents_key(each.key) for each in donors]
@@ -184,7 +192,10 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
     def admit(
         self, recipe: str, geometry: ResidentKey, pieces: Sequence[LeafPiece]
     ) -> Callable[[], None] | None:
-        """Reserve room for what lies in no tensor of the manager of one of these pieces.
+        """Reserve room for the pieces of a new tensor that lie in no tensor of the manager.
+
+        Returns a function to call now and then while these pieces are read, or None if the manager
+        cannot hold the tensor in parts. `put_built` or `end_known` ends the reservation.
 
         Raises:
             RefusedError: There is no room.
@@ -201,7 +212,11 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
         return self._admitted.progress
 
     def put_built(self, resident: Resident) -> tuple[Resident, bool] | None:
-        """Put what lies in no tensor of the manager of one that was built after `admit`."""
+        """Put a resident that was built after `admit` into the manager.
+
+        Returns the manager's resident and whether this call wrote it. Returns None if it cannot be
+        put.
+        """
         admitted, self._admitted = self._admitted, None
         assert admitted is not None, "nothing is built that was not admitted"
         if admitted.put is not None:
@@ -271,14 +286,14 @@ class HostSession(ManagerSession[ResidentRequest, Resident]):
             return None
 
     def end_known(self) -> None:
-        """Give back the room that `admit` has reserved, if it was not filled, and the donors."""
+        """Release the room that `admit` reserved, if it is still unused, and related leases."""
         admitted, self._admitted = self._admitted, None
         self._having = []
         if admitted is not None and admitted.put is not None:
             admitted.put.abandon()
 
     def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
-        """Have others find what this load has put by what it consists of."""
+        """Publish the contents of a resident that this load has put, so that others find it."""
         if resident in self._put and isinstance(resident, LentResident | LentInParts):
             self._publish(resident, self._keys_of(content_marks(resident.key, contents)))
             record = record_of_parts(resident.key, resident.parts, contents)
@@ -450,15 +465,18 @@ HostResidents = ManagerResidents[ResidentRequest, Resident]
 
 
 def host_session(client: Client, checkpoint: str) -> HostSession:
-    """Return a load's session with a manager of host memory."""
+    """Return a load's session with a manager of host memory.
+
+    `checkpoint` names the load to the manager.
+    """
     return HostSession(client, checkpoint)
 
 
 def host_manager_residents(where: str | os.PathLike[str] | None, checkpoint: str) -> HostResidents:
-    """Return a load's view of the manager at `where`.
+    """Connect a load to the memory manager of host memory whose socket is `where`.
 
-    With `where` None, no manager is used. If the manager does not answer, that is logged and
-    `failed` tells why.
+    With `where` None, no manager is used. If the manager does not answer, the failure is logged,
+    the result's `failed` has the reason, and the load goes on without it.
     """
     if where is None:
         return ManagerResidents()

@@ -1,12 +1,12 @@
-"""Leaves in common: a tensor that differs from a resident in part is mapped from it in part.
+"""Build a tensor from leaves of other tensors: equal leaves share memory, the others are copied.
 
-A leaf is a piece of 2 MiB at a multiple of 2 MiB, as in a digest. What a new tensor has in common
-with residents, each leaf at its own offset, is mapped from their slabs; the rest is copied into a
-slab of its own. Every leaf is compared byte by byte with the memory that it will be, so no digest
-is trusted, and `verify_bytes` and audits have nothing left to find.
+A *leaf* is a part of 2 MiB at a multiple of 2 MiB, as in a digest, and a *resident* a shared tensor
+in memory. Leaves of a new tensor that residents have at the same offset are mapped from the
+residents' slabs (pieces of shared memory). The other leaves are copied into a new slab. Each leaf
+is compared byte by byte before it is shared, so no digest is trusted.
 
-Where a tensor consists of contents whose digests are known, one beside the other, what it has in
-common with a resident that does too is known without its bytes, and only the rest is read
+If the digests of a tensor's *contents* are known, for example of the checkpoint's tensors that it
+consists of, common leaves are found by digest, and only the others are read
 (`build_from_contents`). Digests are trusted then, as in every look-up by digest.
 """
 
@@ -72,9 +72,10 @@ _T = TypeVar("_T")
 
 
 class Content(NamedTuple):
-    """Bytes `start` to `end` of a tensor, which are all of something with a digest.
+    """Bytes `start` to `end` of a tensor, with their digest; mostly one tensor of a checkpoint.
 
-    `leaves` are the digests that its leaves have by themselves, or empty if they are not known.
+    `leaves` has the digest of each leaf, hashed as a tensor of its own, or is empty if these are
+    not known.
     """
 
     start: int
@@ -93,7 +94,10 @@ class _Unit(NamedTuple):
 
 
 class LeafPiece(NamedTuple):
-    """Bytes `start` to `end` of the new tensor: where they are already, or None: to be copied."""
+    """Bytes `start` to `end` of a new tensor.
+
+    `there` is the slab extent that already has these bytes, or None if they must be copied.
+    """
 
     start: int
     end: int
@@ -128,15 +132,16 @@ class _Leaves:
 def build_from_leaves(
     tensor: torch.Tensor, digest: str, own: Container[Resident] = (), read: ReadInto | None = None
 ) -> Resident | None:
-    """Return a resident of a sharable tensor, mapped in part from others; None if none has a part.
+    """Build a resident of a tensor in memory that shares leaves with other residents.
 
-    `digest` is that of `tensor_bytes` and is not checked. Residents in `own` are not used: they
-    belong to the model that the tensor is for. `read(into, offset)` fills a buffer with bytes of
-    the tensor from the file that backs it, if any; its errors are passed on.
+    Returns None if no resident has a leaf of it. `digest` is that of the tensor's `tensor_bytes`
+    and is not checked. Residents in `own`, which belong to the same model, are not used. If the
+    tensor is mapped from a file, `read(into, offset)` fills a buffer with its bytes from the file;
+    errors of `read` are passed on.
 
     Raises:
-        MappingLimitError: This process has too many mappings for one that consists of parts.
-        OutOfMemoryError: There is no memory or descriptor for the rest.
+        MappingLimitError: This process has too many mappings already.
+        OutOfMemoryError: There is no memory or descriptor for the leaves that are copied.
     """
     if tensor.nbytes < LEAF_SHARED_FROM:
         return None
@@ -156,13 +161,14 @@ def build_from_leaves(
 def pieces_in_common(
     tensor: torch.Tensor, residents: Sequence[Resident], read: ReadInto | None = None
 ) -> list[LeafPiece] | None:
-    """Return the pieces of a sharable tensor of which these residents have parts; None if none has.
+    """Compare a tensor with these residents; return its pieces, shared or to be copied, in order.
 
-    The residents begin with pages. Every leaf that is there was compared byte by byte, in memory or
-    with `read` as in `build_from_leaves`.
+    Returns None if the tensor has no leaf in common with them. Leaves are compared byte by byte.
+    The residents must begin at a page boundary of their slabs. `read` is as for
+    `build_from_leaves`.
 
     Raises:
-        MappingLimitError: This process has too many mappings for one that consists of parts.
+        MappingLimitError: This process has too many mappings already.
     """
     return _planned(_taken(_Leaves(tensor, read), residents), tensor.nbytes)
 
@@ -176,20 +182,20 @@ def _taken(leaves: _Leaves, residents: Sequence[Resident]) -> list[tuple[int, in
 
 
 def leaf_marks(key: ResidentKey, data: memoryview, read: ReadInto | None = None) -> list[str]:
-    """Return names of some leaves of a tensor: 8 to 15, or one a leaf where it has fewer.
+    """Return the marks of a tensor: look-up keys by which tensors with equal leaves are found.
 
-    Tensors of such rows whose leaves begin with the same page have the same name for that leaf, so
-    every eighth of a tensor that another has leads to it. Reads a page of each marked leaf, with
-    `read` as `build_from_leaves` does.
+    A mark is the hash of a leaf's first page and offset, and of the tensor's dtype and row shape.
+    There are 8 to 15 marks, or one for each leaf if the tensor has fewer leaves. `data` has the
+    tensor's bytes; `read` is as for `build_from_leaves`.
     """
     starts = _marked(range(0, data.nbytes, LEAF_BYTES))
     return [_mark(key, each, copied_part(data, each, _MARK_BYTES, read)) for each in starts]
 
 
 def content_marks(key: ResidentKey, contents: Sequence[Content]) -> list[str]:
-    """Return names of some contents of a tensor, or of leaves of them, by their digests.
+    """Return marks, as `leaf_marks` does, derived from the digests of contents and their leaves.
 
-    They are as many as `leaf_marks` of so many, and serve for tensors that are not in memory.
+    The tensor need not be in memory.
     """
     digests = (
         (unit, contents[unit.content].digest)
@@ -216,9 +222,9 @@ def _mark(key: ResidentKey, start: int, what: bytes | bytearray) -> str:
 def may_have_parts(
     tensor: torch.Tensor, own: Container[Resident] = (), read: ReadInto | None = None
 ) -> bool:
-    """Return whether residents may have leaves of a sharable tensor, by samples of both.
+    """Return whether a tensor may have leaves in common with residents, judging by samples.
 
-    Reads a page of each leaf at most, in memory or with `read` as in `build_from_leaves`.
+    A page of each leaf is read at most. `own` and `read` are as for `build_from_leaves`.
     """
     if tensor.nbytes < LEAF_SHARED_FROM:
         return False
@@ -228,7 +234,10 @@ def may_have_parts(
 
 
 def note_contents(resident: Resident, contents: Sequence[Content]) -> None:
-    """Remember what a resident consists of, as long as it lives; its bytes are as digests say."""
+    """Register the contents of a resident, for `build_from_contents`, as long as it lives.
+
+    The digests are trusted.
+    """
     if resident.nbytes >= LEAF_SHARED_FROM:
         _contents[resident] = tuple(contents)
 
@@ -242,21 +251,26 @@ def build_from_contents(
     residents: Sequence[Resident] | None = None,
     admit: Callable[[Sequence[LeafPiece]], Callable[[], None] | None] | None = None,
 ) -> Resident | None:
-    """Return a resident of which others have a part, without reading that; None if none has one.
+    """Build a resident from parts of other residents, found by digest; read only the other parts.
 
-    `residents` are those to take parts of, whose contents were noted; by default all of this
-    process that are like it. `contents` fill the tensor, in order. `read(n, leaves, write)` reads
-    these leaves of a content, or all of it for None, and calls `write(piece, offset)` for every
-    piece, with the offset in the content, from any threads; its errors are passed on, as those of
-    `check(n, data)`, which is shown each content beside others of which single leaves were taken.
-    The digest of `geometry` is ignored: that of the resident is what `digest_of` returns for its
-    bytes.
+    Returns None if no resident has a part of it, or if `admit` returns None.
 
-    `admit` is asked before anything is read, and returns None if a tensor of these pieces is not
-    wanted, or a function to call now and then while the rest is read, from any threads.
+    - `geometry`: dtype, shape and stride; its digest is ignored.
+    - `contents`: the contents that fill the tensor, in order.
+    - `read(n, leaves, write)` reads leaves of content `n`, given by number, or all of it for None.
+      It calls `write(piece, offset)`, with the offset in the content, from any thread.
+    - `check(n, data)` is called with the bytes of content `n` if single leaves of it were shared,
+      and raises if they do not have its digest.
+    - `digest_of` hashes the finished tensor, which gives the resident's key.
+    - `residents`: the residents to share with, whose contents were registered by `note_contents`.
+      The default is all residents of this process with the same dtype, row shape and stride.
+    - `admit(pieces)` is called before anything is read. It returns None to give up, or a function
+      that is called now and then during reading, from any thread.
+
+    Errors of `read` and `check` are passed on.
 
     Raises:
-        MappingLimitError, OutOfMemoryError: As `build_from_leaves` does.
+        MappingLimitError, OutOfMemoryError: As of `build_from_leaves`.
     """
     nbytes = contents[-1].end
     if residents is None:
@@ -377,10 +391,13 @@ def _copy_seams(rest: _Rest, there: Sequence[tuple[int, int, Resident]]) -> None
 
 
 def relink(resident: Resident, own: Container[Resident] = ()) -> Resident:
-    """Return a resident equal to a new one, which lies in other residents as far as it can.
+    """Return a resident equal to a new one that shares leaves with others as far as possible.
+
+    Returns `resident` itself if it has no leaf in common with others. `own` is as for
+    `build_from_leaves`.
 
     Raises:
-        MappingLimitError, OutOfMemoryError: As `build_from_leaves` does.
+        MappingLimitError, OutOfMemoryError: As of `build_from_leaves`.
     """
     if not registry.alike(resident.key):
         return resident
@@ -461,7 +478,7 @@ def _phase(taken: Sequence[tuple[int, int, Resident]]) -> int:
 
 
 def shared_in(pieces: Sequence[LeafPiece]) -> int:
-    """Return how many bytes of a tensor are there already."""
+    """Return the number of bytes in pieces that are not to be copied."""
     return sum(piece.end - piece.start for piece in pieces if piece.there is not None)
 
 

@@ -1,7 +1,8 @@
-"""Residents in slabs of the memory manager, whole tensors and such that consist of parts of them.
+"""Residents in memory that a memory manager lends: whole tensors, and tensors in several parts.
 
-The record of a layer says what its tensors are: `record` for a whole one, `record_of_parts` for one
-whose parts lie in several. The manager reads the latter for its totals only, and trusts neither.
+A record, which the manager stores with a tensor, tells other processes how to read it:
+`record_of` describes a whole tensor, and `record_of_parts` one that consists of parts of several
+leased tensors. The manager reads the latter for its statistics only, and trusts neither.
 """
 
 from __future__ import annotations
@@ -42,15 +43,18 @@ LeasedPart: TypeAlias = tuple[int, int, int]
 
 
 class LentResident(Resident):
-    """A resident in a slab of the manager, which holds the lease and is held by every mapping."""
+    """A whole tensor in a slab of the memory manager. It holds the tensor's lease.
+
+    Every mapping of the tensor keeps this object, and so the lease, alive.
+    """
 
     __slots__ = ("lease",)
 
     def __init__(self, key: ResidentKey, lease: Lease) -> None:
-        """Describe the tensor that a lease is on.
+        """Describe the leased tensor.
 
         Raises:
-            SlabUsageError: The lease is not of a tensor of these bytes and this geometry.
+            SlabUsageError: The lease is on a tensor with another digest or size.
         """
         if lease.digest != key.digest:
             raise SlabUsageError(
@@ -61,24 +65,25 @@ class LentResident(Resident):
 
     @property
     def parts(self) -> tuple[LeasedPart, ...]:
-        """What it is of its lease: the whole."""
+        """The tensor as parts of its lease: one part, all of it."""
         return ((0, 0, self.nbytes),)
 
     @property
     def lent(self) -> bool:
-        """Whether the memory is a memory manager's."""
+        """Whether the memory belongs to a memory manager."""
         return True
 
     @property
     def published(self) -> tuple[bytes, list[str]]:
-        """The record that tells of this resident, and the digests that it names."""
+        """The record that describes this resident, and the digests of the leased tensors."""
         return record_of(self.key), [self.key.digest]
 
 
 class LentInParts(Resident):
-    """A resident of parts of tensors in slabs of the manager, with a lease on each of those.
+    """A tensor that consists of parts of leased tensors, on each of which it holds a lease.
 
-    `parts` are, in order: which of the leases it is of, the first byte in that, and how many.
+    Each of `parts`, in order, is (index of the lease, first byte in the leased tensor, size in
+    bytes).
     """
 
     __slots__ = ("leases", "parts")
@@ -90,11 +95,11 @@ class LentInParts(Resident):
         parts: Sequence[LeasedPart],
         leaf_shared_bytes: int = 0,
     ) -> None:
-        """Describe a tensor of parts of leased ones.
+        """Describe a tensor that consists of these parts.
 
         Raises:
-            SlabUsageError: A part is of no lease or exceeds it, they do not meet at pages, or are
-                not as large as the key's geometry needs.
+            SlabUsageError: A part exceeds its lease, parts do not meet at page boundaries, or their
+                total size is not that of the key.
         """
         if not parts:
             raise SlabUsageError(f"no parts for a tensor of {key.digest}", digest=key.digest)
@@ -117,22 +122,22 @@ class LentInParts(Resident):
 
     @property
     def lent(self) -> bool:
-        """Whether the memory is a memory manager's."""
+        """Whether the memory belongs to a memory manager."""
         return True
 
     @property
     def published(self) -> tuple[bytes, list[str]]:
-        """The record that tells of this resident, and the digests that it names."""
+        """The record that describes this resident, and the digests of the leased tensors."""
         return record_of_parts(self.key, self.parts), [lease.digest for lease in self.leases]
 
     def has_its_digest(self) -> bool:
-        """Hash all bytes, and return whether they are those of the key.
+        """Hash the whole tensor, and return whether it has the digest of its key.
 
-        The manager has hashed each part, and nobody the whole: that these parts are this tensor is
-        the word of whoever published them.
+        The manager hashes each leased tensor, but not the composition, which another process
+        published.
 
         Raises:
-            SharedMemoryError: It cannot be mapped.
+            SharedMemoryError: The tensor cannot be mapped.
         """
         return digest_of(self.map(writable=False)) == self.key.digest
 
@@ -146,12 +151,12 @@ class _Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
 
 
 def record_of(key: ResidentKey) -> bytes:
-    """Return the record of a whole tensor."""
+    """Return the encoded record of a whole tensor: its dtype, shape and stride."""
     return msgspec.msgpack.encode(_Geometry(key.dtype, tuple(key.shape), tuple(key.stride)))
 
 
 class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The record of a tensor of parts: its key, and the part of a leased tensor that each is."""
+    """The record of a tensor in parts: its key, and its parts, as in `LentInParts`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -168,7 +173,7 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
 
     @property
     def contents(self) -> list[Content]:
-        """What the tensor consists of, or nothing if that is not known."""
+        """The contents of the tensor with their digests; empty if they are not known."""
         return [
             Content(start, end, digest, tuple(_hex_digests(leaves)))
             for start, end, digest, leaves in self.packed
@@ -183,9 +188,9 @@ def _hex_digests(leaves: bytes) -> Iterator[str]:
 def record_of_parts(
     key: ResidentKey, parts: Sequence[LeasedPart], contents: Sequence[Content] = ()
 ) -> bytes:
-    """Return the record of a tensor of parts of the tensors that it names.
+    """Return the encoded record of a tensor that consists of parts of leased tensors.
 
-    `contents` is what it consists of, where that is known.
+    `contents` are the contents of the tensor with their digests, if they are known.
     """
     geometry = key.dtype, tuple(key.shape), tuple(key.stride)
     packed = tuple((*each[:3], bytes.fromhex("".join(each.leaves))) for each in contents)
@@ -193,7 +198,7 @@ def record_of_parts(
 
 
 def composition_in(record: bytes) -> Composition | None:
-    """Return what a record says that a tensor consists of, or None if it is of another kind."""
+    """Decode the record of a tensor in parts; return None for any other or an invalid record."""
     try:
         found = msgspec.msgpack.decode(record, type=Composition)
     except msgspec.MsgspecError:
@@ -202,7 +207,10 @@ def composition_in(record: bytes) -> Composition | None:
 
 
 def key_in(layer: LayerFound) -> ResidentKey | None:
-    """Return the key of the tensor that a layer is, whole or in parts; None if it is no tensor."""
+    """Return the key of the tensor that a layer of the manager holds, whole or in parts.
+
+    Returns None if the layer is not a single tensor.
+    """
     composition = composition_in(layer.record)
     if composition is not None:
         return composition.key
@@ -228,22 +236,23 @@ def _fill(contents: Sequence[Content], nbytes: int) -> bool:
 
 
 def leases_of(resident: Resident) -> tuple[Lease, ...]:
-    """Return the leases that a resident holds, none if its memory is this process's own."""
+    """Return the leases that a resident holds; empty if it lies in memory of this process."""
     if isinstance(resident, LentResident):
         return (resident.lease,)
     return resident.leases if isinstance(resident, LentInParts) else ()
 
 
 def is_of(lease: Lease, slab: Slab) -> bool:
-    """Return whether a lease is on a tensor in this slab."""
+    """Return whether a leased tensor lies in this slab."""
     return _slab(lease.slab) is slab
 
 
 class PartsPlan:
-    """What is put of a tensor of which leased ones have parts.
+    """A plan to put a tensor that has parts in common with leased tensors.
 
-    `tensors` are those of its layer: the leased ones that it needs, and the rest, all of it one
-    beside the other, if there is any. `parts` says what the tensor is of these.
+    `tensors` are the tensors of its layer in the manager: the leased ones that it needs and, if
+    parts are missing, one new tensor with all missing parts side by side. `parts` lists the parts
+    of the tensor as parts of these. `unfit` is the reason if the manager cannot hold it, or None.
     """
 
     def __init__(
@@ -291,15 +300,14 @@ class PartsPlan:
         put: Put,
         missing: Sequence[TensorSlot],
     ) -> Sequence[str]:
-        """Write the rest of `data`, and hash the whole from the very bytes written and leased.
+        """Write the missing parts, and check the digest of the whole tensor.
 
-        What is read may be a mapped file that somebody writes, or cuts, meanwhile: give its `read`
-        (`copied_part`). The manager only hashes the rest, of which nobody has announced a digest.
+        The digest is computed from the bytes that were written and leased. `data` has the tensor's
+        bytes; if it is a mapping of a file, `read` reads them from the file (see `copied_part`).
 
         Raises:
-            RefusedError: A leased tensor is not there any more, as in another manager
-                ("not_resident"), cannot be mapped ("no_memory"), or the whole has another digest
-                than `digest` ("mismatch").
+            RefusedError: A leased tensor is no longer resident (code "not_resident"), a lease
+                cannot be mapped ("no_memory"), or the whole does not have `digest` ("mismatch").
         """
         if [index for _, index in missing] != [len(self.tensors) - 1] or not self.rest_bytes:
             raise RefusedError(
@@ -321,7 +329,10 @@ class PartsPlan:
         whole: StreamDigest | None = None,
         read: ReadInto | None = None,
     ) -> None:
-        """Write the rest into the first tensor of a put; `whole` is given all bytes, in order."""
+        """Write the missing parts of `data` into the first tensor of `put`.
+
+        `whole`, if given, is updated with all bytes of the tensor, in order.
+        """
         at = 0
         for start, end, there in self._pieces:
             if there is not None:

@@ -1,9 +1,10 @@
-"""The memory manager as a load uses it: residents of other processes, and those put there.
+"""A load's use of the memory manager: borrow tensors of other processes, and put new ones there.
 
-A borrowed tensor is a resident like any other, in a slab of the manager; its lease ends with it.
-The same code serves a manager of host memory (`tensor_dedup.loader.residents.host_manager`) and one
-of a GPU (`tensor_dedup.loader.cuda.manager_residents`). A failure of the manager costs sharing and
-never a load: it is logged once, and the tensors stay in this process.
+A borrowed tensor is a resident (shared tensor) in a slab of the manager; its lease ends when the
+resident is freed. The same code serves a manager of host memory
+(`tensor_dedup.loader.residents.host_manager`) and one of a GPU
+(`tensor_dedup.loader.cuda.manager_residents`). If the manager fails, the failure is logged once,
+and the load goes on with memory of this process.
 """
 
 from __future__ import annotations
@@ -57,9 +58,10 @@ _CONTEXT: Final = "tensor-dedup manager key v1"
 
 
 class ResidentQuery(NamedTuple):
-    """A tensor to look for: the recipe it follows from, and its key.
+    """A resident to look up, by its recipe and its key.
 
-    The key's digest is "" if only the recipe is known; its geometry is compared then.
+    The key's digest is "" if only the recipe is known. A resident that is found by recipe must have
+    the key's dtype, shape and stride.
     """
 
     recipe: str
@@ -68,9 +70,9 @@ class ResidentQuery(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ResidentRequest:
-    """A tensor to make resident: its recipe, its bytes and their digest.
+    """A tensor to make resident: its recipe, the tensor and its digest.
 
-    `read` reads the bytes from the file that backs the tensor, if any.
+    If the tensor is mapped from a file, `read` reads its bytes from the file.
     """
 
     recipe: str
@@ -90,7 +92,7 @@ class ResidentRequest:
 
 
 class AnyRequest(Protocol):
-    """The fields that requests for every kind of memory have in common."""
+    """The common fields of requests to make a tensor resident, for every kind of memory."""
 
     @property
     def recipe(self) -> str: ...
@@ -108,39 +110,42 @@ _Held_co = TypeVar("_Held_co", covariant=True)
 
 
 class ManagedMemory(Protocol[Request, _Held_co]):
-    """The memory that one manager lends: how it is filled, and what a resident in it is."""
+    """An interface for a kind of memory that managers lend: how it is filled and described."""
 
     @property
     def namespace(self) -> str:
-        """The prefix of keys, so that managers of different memory never mix them up."""
+        """The prefix of this memory's keys in a manager."""
 
     @property
     def whole_only(self) -> str | None:
-        """The reason why no tensor can have leaves of another, or None."""
+        """The reason why tensors of this memory cannot share parts, or None if they can."""
 
     def resident(self, key: ResidentKey, lease: Lease) -> _Held_co:
-        """Return the resident that a lease is on; the digest of `key` may be "".
+        """Return the leased tensor as a resident with the geometry of `key`.
+
+        The digest of `key` is ignored.
 
         Raises:
-            SlabUsageError: The lease is not on a tensor of this geometry, or not inside its slab.
-            BackendError: The same, of memory whose digests are their writers' word.
+            SlabUsageError: In host memory: the lease is on a tensor of another size, or exceeds its
+                slab.
+            BackendError: The same on a GPU, where digests are not verified.
         """
 
     def data(self, request: Request) -> Buffer | None:
-        """Return the bytes that the client is to copy, or None if `fill` writes them."""
+        """Return the bytes for the client to copy, or None if `fill` writes them."""
 
     def fill(self, requests: dict[str, Request]) -> Fill | None:
-        """Return the function that writes these tensors, or None if the client copies `data`."""
+        """Return a function that writes these tensors, or None if the client copies `data`."""
 
     def with_room(self, ask: Callable[[], None]) -> None:
-        """Call `ask`; if it is refused and unused memory could be freed, call it again."""
+        """Call `ask`, which requests memory. If it is refused, free unused memory and retry."""
 
 
 class ManagerSession(Generic[Request, Held]):
-    """One load's requests to one memory manager. For one thread; the client may serve several.
+    """One load's requests to one memory manager. For one thread; several may share the client.
 
-    Look-ups and puts raise MemoryManagerError; load the rest privately then. A single tensor that
-    is lent as something else is as good as missing: `unusable` tells why the first of them was.
+    Look-ups and puts raise MemoryManagerError; the load then continues without the manager. A
+    leased tensor that does not fit its key counts as missing, and `unusable` has the first reason.
     """
 
     def __init__(
@@ -153,7 +158,7 @@ class ManagerSession(Generic[Request, Held]):
         self.not_by_leaf: str | None = None  # why a large tensor was put whole
 
     def by_content(self, keys: Sequence[ResidentKey]) -> list[Held | None]:
-        """Return the residents with these bytes, in order, or None, looked up in one batch."""
+        """Look up residents by digest, in one batch; return them in order, None for each miss."""
         leases = self.client.lease([key.digest for key in keys], self.checkpoint)
         return [
             None if lease is None else self._resident(key, lease)
@@ -161,9 +166,9 @@ class ManagerSession(Generic[Request, Held]):
         ]
 
     def by_recipe(self, queries: Sequence[ResidentQuery]) -> list[Held | None]:
-        """Return the residents that these recipes lead to, in order, looked up in one batch.
+        """Look up residents by recipe, in one batch; return them in order, or None for each miss.
 
-        A resident with another geometry, or with another digest where the query has one, is not
+        A resident whose geometry, or digest if the query has one, differs from the query's is not
         used.
         """
         layers = self.client.get([self._key(each.recipe) for each in queries], self.checkpoint)
@@ -172,10 +177,10 @@ class ManagerSession(Generic[Request, Held]):
         ]
 
     def put(self, requests: Sequence[Request], found: dict[str, tuple[Held, bool]]) -> None:
-        """Put these tensors into the manager's memory, each written by whichever process is first.
+        """Put tensors into the manager's memory, unless another process has put them.
 
-        The residents, and whether this call wrote them, are entered into `found` by recipe. Tensors
-        that are missing from it, also after an error, stay in this process.
+        Adds to `found`, by recipe, each resident and whether this call wrote it. Tensors that are
+        not in `found` afterwards, or after an error, are not lent.
         """
         by_key = {
             self._key(each.recipe): each
@@ -202,9 +207,9 @@ class ManagerSession(Generic[Request, Held]):
             self._note_unusable(f"another process has been building {first} for {PUT_WAIT_S:.0f} s")
 
     def announce_to_next_manager(self, recipe: str, resident: Resident) -> None:
-        """Publish the recipe again should the manager be replaced, while the resident lives.
+        """Publish the recipe of a resident again if the manager is restarted.
 
-        `resident` must be the registry's own and not an equal one that is dropped at once.
+        This lasts as long as `resident`, which must be the one in the registry.
         """
         if isinstance(resident, LentResident | LentInParts):
             self._remember(resident, [self._key(recipe)], *resident.published)
@@ -221,25 +226,25 @@ class ManagerSession(Generic[Request, Held]):
             weakref.finalize(resident, self.client.forget, new).atexit = False
 
     def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Held]:
-        """Return nothing: only in host memory tensors are known to have parts in common."""
+        """Return an empty list; sessions of host memory return residents with common contents."""
         return []
 
     def admit(
         self, recipe: str, geometry: ResidentKey, pieces: Sequence[LeafPiece]
     ) -> Callable[[], None] | None:
-        """Return None: nothing is put in parts."""
+        """Return None; sessions of host memory reserve room for a tensor in parts."""
 
     def put_built(self, resident: Resident) -> tuple[Held, bool] | None:
-        """Put nothing, and return None."""
+        """Return None; sessions of host memory put a tensor that was built after `admit`."""
 
     def end_known(self) -> None:
-        """Give up nothing."""
+        """Do nothing; sessions of host memory release the room that `admit` reserved."""
 
     def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
-        """Remember nothing."""
+        """Do nothing; sessions of host memory publish the contents of a resident."""
 
     def publish_parts(self, recipe: str, resident: Held) -> None:
-        """Publish nothing: only on a GPU are parts put by themselves, and then what they make."""
+        """Do nothing; sessions of a GPU publish the record of a tensor in blocks."""
 
     def _layer(self, request: Request) -> NewLayer:
         data = self.memory.data(request)
@@ -271,11 +276,11 @@ class ManagerSession(Generic[Request, Held]):
 
 
 class ManagerResidents(Generic[Request, Held]):
-    """One load's use of a memory manager, which may fail at any moment. For one thread.
+    """One load's use of a memory manager that may be absent or fail. For one thread.
 
-    No method raises MemoryManagerError. `failed` tells why no manager is asked, or is asked no
-    more; `refused` why the first tensor for which it had no room stays in this process. No session
-    and no reason mean that no manager was requested.
+    No method raises MemoryManagerError. `failed` is the reason why the manager is not used, or not
+    used any more. `refused` is the reason why it did not take the first tensor that it refused.
+    Without a session and without `failed`, no manager was requested.
     """
 
     def __init__(
@@ -287,25 +292,25 @@ class ManagerResidents(Generic[Request, Held]):
 
     @property
     def in_use(self) -> bool:
-        """Whether there is a manager, or was one when the load began."""
+        """Whether the load began with a connection to a manager."""
         return self.session is not None
 
     @property
     def not_lent(self) -> str | None:
-        """The reason why a requested manager does not hold everything, or None."""
+        """The reason why the requested manager does not hold all residents, or None."""
         unusable = self.session.unusable if self.session is not None else None
         return self.failed or self.refused or unusable
 
     @property
     def not_by_leaf(self) -> str | None:
-        """The reason why a tensor was put whole although others have leaves of it, or None."""
+        """The reason why a large tensor was put whole and shares no parts, or None."""
         return self.session.not_by_leaf if self.session is not None else None
 
     def find(self, queries: Sequence[ResidentQuery]) -> list[Held | None]:
-        """Look residents up, in order: by digest where it is known, else by recipe.
+        """Look up residents, by digest if the query has one and otherwise by recipe.
 
-        All digests go in one look-up and all recipes in another, whatever their number, in messages
-        of 1,024 digests and of 256 recipes.
+        Returns them in order, or None for each miss. All digests are looked up in one batch, and
+        all recipes in another.
         """
         known = list({each.key: None for each in queries if each.key.digest})
         others = list({each: None for each in queries if not each.key.digest})
@@ -322,9 +327,10 @@ class ManagerResidents(Generic[Request, Held]):
         return [by_key.get(q.key) if q.key.digest else by_query.get(q) for q in queries]
 
     def put(self, requests: Sequence[Request]) -> list[tuple[Held, bool] | None]:
-        """Return a resident for each, and whether it was written here; None means keep it private.
+        """Put tensors into the manager; return each resident, and whether this call wrote it.
 
-        If another process is building one of them, this waits for it and uses the result.
+        The result is None for a tensor that the manager does not take. If another process is
+        building a tensor, this waits for it and uses the result.
         """
         found: dict[str, tuple[Held, bool]] = {}
         if requests:
@@ -332,7 +338,7 @@ class ManagerResidents(Generic[Request, Held]):
         return [found.get(each.recipe) for each in requests]
 
     def having(self, geometry: ResidentKey, contents: Sequence[Content]) -> list[Held]:
-        """Return residents of the manager that have some of these contents, which are noted."""
+        """Return residents of the manager that may share some of these contents."""
         found: list[Held] = []
         self._ask(lambda session: found.extend(session.having(geometry, contents)))
         return found
@@ -340,41 +346,47 @@ class ManagerResidents(Generic[Request, Held]):
     def admit(
         self, recipe: str, geometry: ResidentKey, pieces: Sequence[LeafPiece]
     ) -> Callable[[], None] | None:
-        """Reserve room for a tensor of these pieces, of residents from `having`.
+        """Reserve room for a tensor that consists of new pieces and pieces of `having` residents.
 
-        Return None if the manager cannot have it, or a function to call now and then while the rest
-        is read. Then `put_built` puts it, or `end_known` gives the room back.
+        Returns a function to call now and then while new pieces are read, or None if the manager
+        cannot hold the tensor. Then call `put_built`, or `end_known` to release the room.
         """
         found: list[Callable[[], None] | None] = []
         self._ask(lambda session: found.append(session.admit(recipe, geometry, pieces)))
         return found[0] if found else None
 
     def put_built(self, resident: Resident) -> tuple[Held, bool] | None:
-        """Put what was built after `admit`; return what is lent for it, or None."""
+        """Put a resident that was built after `admit` into the manager.
+
+        Returns the manager's resident and whether this call wrote it, or None if it is not taken.
+        """
         found: list[tuple[Held, bool] | None] = []
         self._ask(lambda session: found.append(session.put_built(resident)))
         return found[0] if found else None
 
     def end_known(self) -> None:
-        """Give back the room that `admit` has reserved and `put_built` has not filled."""
+        """Release the room that `admit` reserved, if `put_built` has not used it."""
         if self.session is not None:
             self.session.end_known()
 
     def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
-        """Have others find what this load has put by what it consists of."""
+        """Publish the contents of a resident that this load has put, so that others find it."""
         self._ask(lambda session: session.note_contents(resident, contents))
 
     @property
     def whole_only(self) -> str | None:
-        """The reason why no tensor of this manager can have leaves of another, or None."""
+        """The reason why tensors of this manager cannot share parts, or None."""
         return self.session.memory.whole_only if self.session is not None else None
 
     def publish_parts(self, recipe: str, resident: Held) -> None:
-        """Have others find a tensor, all of whose parts were put, by its bytes and its recipe."""
+        """Publish the record of a tensor in blocks, so that others find it by digest and recipe."""
         self._ask(lambda session: session.publish_parts(recipe, resident))
 
     def announce_to_next_manager(self, recipe: str, resident: Resident) -> None:
-        """Call `ManagerSession.announce_to_next_manager`; without a manager do nothing."""
+        """Publish the recipe of a resident again if the manager is restarted.
+
+        Does nothing without a manager.
+        """
         if self.session is not None:
             self.session.announce_to_next_manager(recipe, resident)
 
@@ -404,12 +416,13 @@ os.register_at_fork(after_in_child=lambda: globals().update(_clients_lock=thread
 
 
 def client_of(where: str, device: str = "") -> Client:
-    """Return this process's connection to a manager of host memory, or of the GPU with this UUID.
+    """Return this process's connection to the memory manager whose socket is `where`.
 
-    It is made when first needed, and again after a fork or after the manager's death.
+    `device` is the UUID of a GPU for its manager, or "" for that of host memory. The connection is
+    opened at the first call, and again after a fork or if the manager has ended.
 
     Raises:
-        MemoryManagerError: The manager does not answer, or is not one of this device.
+        MemoryManagerError: The manager does not answer, or lends memory of another device.
     """
     with _clients_lock:
         key = os.getpid(), where, device

@@ -1,5 +1,6 @@
-"""The addresses of this process that are mappings of slabs, and which of their pages were copied.
+"""The addresses at which this process has mapped slabs, and whether their pages were written to.
 
+A slab is a piece of shared memory. It is mapped copy-on-write, so a write copies the page.
 Imports no torch. Other mappings are looked up in the kernel: `residents.process_mappings`.
 """
 
@@ -31,7 +32,7 @@ _RECOUNT_S: Final = 1.0
 
 
 class SlabRange(NamedTuple):
-    """A range of bytes of a slab."""
+    """A range of bytes of a slab; `slab` is the slab's serial number in this process."""
 
     slab: int
     offset: int
@@ -39,7 +40,7 @@ class SlabRange(NamedTuple):
 
 
 class MappingSpan(NamedTuple):
-    """A range of addresses and what is mapped there, side by side: `pieces` fill `length` bytes."""
+    """A mapping of `length` bytes, and the slab ranges that are mapped there side by side."""
 
     length: int
     pieces: tuple[SlabRange, ...]
@@ -57,11 +58,10 @@ def _cut(pieces: Iterable[SlabRange], start: int, nbytes: int) -> Iterator[SlabR
 
 
 class SlabMappings:
-    """Mappings of slabs by address, except those that have become private.
+    """A table of the mappings of slabs, by address, except those that have become private.
 
-    Takes no lock: finalizers remove entries, and may run inside any allocation of any thread, even
-    one that is in here, and in a forked child whose other threads are gone. Every step is one
-    operation on a dict; the sorted copy is rebuilt if the dict has changed since.
+    Safe from any thread, and without a lock: finalizers remove entries, and may run at any
+    allocation, also in a forked child. Every change is one operation on a dict.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class SlabMappings:
         self._sorted: tuple[object, list[int]] = (self._change, [])
 
     def add(self, address: int, span: MappingSpan) -> None:
-        """Add a mapping."""
+        """Add a mapping that starts at an address."""
         self._spans[address] = span
         self._change = object()
 
@@ -80,14 +80,14 @@ class SlabMappings:
         self._change = object()
 
     def around(self, address: int, nbytes: int) -> tuple[int, MappingSpan] | None:
-        """Return the start of the span that holds all of a range, and the span, or None."""
+        """Return the mapping that contains all of a range, as (start address, span), or None."""
         start, span = self._last_before(address)
         if span is None or address + nbytes > start + span.length:
             return None
         return start, span
 
     def ranges(self, address: int, nbytes: int) -> list[SlabRange]:
-        """Return the slab ranges behind a range of memory, in order, piece by piece.
+        """Return the slab ranges that are mapped in a range of addresses, in order.
 
         The list is empty if any part of the range is not mapped from a slab.
         """
@@ -107,7 +107,7 @@ class SlabMappings:
         return found
 
     def same(self, first: int, second: int, nbytes: int) -> bool:
-        """Return whether two ranges are the same memory of slabs, wherever they are mapped."""
+        """Return whether two address ranges are mappings of the same ranges of slabs."""
         ranges = self.ranges(first, nbytes) if self._spans else []
         return bool(ranges) and ranges == self.ranges(second, nbytes)
 
@@ -116,7 +116,7 @@ class SlabMappings:
         return bool(self._spans) and self.around(address, 1) is not None
 
     def is_read_only(self, address: int) -> bool:
-        """Return whether an address lies in a mapping of a slab that must not be written."""
+        """Return whether an address lies in a read-only mapping of a slab."""
         found = self.around(address, 1)
         return found is not None and not found[1].writable
 
@@ -138,10 +138,9 @@ DEVICE_MAPPINGS: Final = SlabMappings()  # of GPUs: addresses are unique among t
 
 
 def any_page_copied(address: int, nbytes: int) -> bool:
-    """Return whether a page of this range of a private mapping was written, and so copied.
+    """Return whether a page in a range of a private mapping was written to, and so copied.
 
-    Pages that nobody has touched yet are not copied. Reads 8 bytes per page from the kernel, which
-    needs no privilege.
+    This reads 8 bytes per page from /proc/self/pagemap, which needs no privilege.
 
     Raises:
         UnsupportedError: /proc/self/pagemap cannot be read.
@@ -150,7 +149,7 @@ def any_page_copied(address: int, nbytes: int) -> bool:
 
 
 def as_mapped(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Yield start and size of the parts of a range whose pages are still the file's.
+    """Yield (start, size) of the parts of a private mapping whose pages were not written to.
 
     Raises:
         UnsupportedError: /proc/self/pagemap cannot be read.
@@ -168,7 +167,7 @@ def as_mapped(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
 
 
 def is_as_mapped(address: int, nbytes: int) -> bool:
-    """Return whether every page of this range is still the file's; False if that is unknown."""
+    """Return whether no page of a private mapping's range was written to; False if unknown."""
     try:
         return not any_page_copied(address, nbytes)
     except UnsupportedError:
@@ -208,10 +207,10 @@ def _has_copied(entries: bytes) -> bool:
 
 
 class MappingBudget:
-    """How many more mappings this process may make. Safe from any thread.
+    """A limit on the number of mappings of this process. Safe from any thread.
 
-    At the kernel's limit (vm.max_map_count) every thread that wants memory fails, so those that
-    can be done without are refused well before.
+    At the kernel's limit (vm.max_map_count) every allocation may fail, so mappings that are not
+    necessary are refused at three quarters of it.
     """
 
     def __init__(self) -> None:
@@ -219,7 +218,7 @@ class MappingBudget:
         self._until = 0.0
 
     def refusal(self, mappings: int) -> str | None:
-        """Return why so many mappings must not be made, or None."""
+        """Return why this number of further mappings is too many, or None if it is not."""
         if time.monotonic() >= self._until or self._refuses(mappings):
             # Reading the list takes milliseconds, so it is read again only after a while.
             self._known = libc.count_mappings()
@@ -233,7 +232,7 @@ class MappingBudget:
         )
 
     def take(self, mappings: int) -> str | None:
-        """Count mappings that are to be made; return why they must not be, or None."""
+        """Count mappings that are about to be made; return why they are too many, or None."""
         why_not = self.refusal(mappings)
         if why_not is None:
             self._known += mappings

@@ -1,4 +1,4 @@
-"""Access to the memory of parameters, its replacement, and the identity of storages."""
+"""Access and replace the memory of parameters, and tell storages apart."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _reference_to: Final[Any] = reductions.StorageWeakRef  # not annotated
 
 
 def param_data(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a parameter's data as an ordinary tensor, whatever operations its class overrides."""
+    """Return a parameter's data as a plain tensor, even if its class overrides operations."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter.data
 
 
 def set_param_data(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Give a parameter or buffer other memory; its object, class and attributes stay."""
+    """Give a parameter or buffer the memory of `tensor`; it remains the same object."""
     with torch._C.DisableTorchFunctionSubclass():
         parameter.data = tensor
 
 
 def overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """Return the ids of the tensors whose memory overlaps that of another one."""
+    """Return the ids of the CPU tensors whose memory overlaps that of another of them."""
     ranges = []
     for each in tensors:
         if each.device.type == "cpu" and each.layout is torch.strided and each.nbytes:
@@ -41,9 +41,9 @@ def overlapping(tensors: Iterable[torch.Tensor]) -> set[int]:
 
 
 class WeakStorage:
-    """A reference to a tensor's storage that does not keep its memory alive.
+    """A weak reference to a tensor's storage.
 
-    While it lives, no other storage gets the same `number`, even after the memory is freed.
+    While it exists, no other storage gets the same `number`, even after the memory is freed.
     """
 
     __slots__ = ("_reference", "number")
@@ -54,16 +54,16 @@ class WeakStorage:
 
     @property
     def expired(self) -> bool:
-        """Whether nobody holds the storage any more."""
+        """Whether the storage is gone."""
         return bool(self._reference.expired())
 
     def storage(self) -> torch.UntypedStorage | None:
-        """Return the storage, for the caller to hold, or None if it has expired."""
+        """Return the storage, or None if it is gone."""
         make: Any = torch.UntypedStorage._new_with_weak_ptr
         found: torch.UntypedStorage | None = make(self._reference.cdata)
         return found
 
 
 def number_of(storage: torch.UntypedStorage) -> int:
-    """Return a number that distinguishes living storages from each other."""
+    """Return a number that no other existing storage has."""
     return int(storage._cdata)

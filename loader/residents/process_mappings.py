@@ -1,7 +1,7 @@
-"""The kernel's view of this process's address space, queried one mapping at a time.
+"""Query the kernel for the memory mappings of this process, one address at a time.
 
-Linux answers for a single address since 6.11 (PROCMAP_QUERY). Older kernels have to list every
-mapping, of which a process that has loaded a model has thousands.
+Since Linux 6.11 a single address can be queried (PROCMAP_QUERY). On older kernels all mappings are
+listed, of which a process that has loaded a model has thousands.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _MEMORY_FILE: Final = "/memfd:"
 
 
 class FileMapping(NamedTuple):
-    """One mapping: its addresses, the file, and the offset in the file at which it begins.
+    """One mapping: its address range, the mapped file, and the offset in the file.
 
-    `device` is as the kernel writes it ("fe:00"); `path` is only where to look for the file.
-    `common` tells that other processes can write to this memory.
+    `device` is written as by the kernel ("fe:00"). `device` and `inode` identify the file, and
+    `path` may lead to another one. `common` is True if other processes can write to the memory.
     """
 
     start: int
@@ -42,14 +42,14 @@ class FileMapping(NamedTuple):
 
     @property
     def is_file(self) -> bool:
-        """Whether this is a private mapping of a file on a file system, not of a memory file."""
+        """Whether this is a private mapping of a file on a file system (not of a memfd)."""
         return bool(self.inode) and not self.common and not self.path.startswith(_MEMORY_FILE)
 
 
 class ProcessMappings:
-    """Mappings of this process, each as of its first query. For one thread.
+    """A cache of this process's mappings; each is queried once. For one thread.
 
-    If /proc cannot be read there are none, and parameters stay mapped from files.
+    If /proc cannot be read, no mapping is found.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""Providers of residents: from this process, from the memory manager, or built on demand.
+"""Providers of residents: found in this process or the memory manager, or built on demand.
 
-A load looks up what it can name (`find`), builds the rest (`get_or_build`) and maps both into its
-model. `HostProvider` has residents in host memory; `tensor_dedup.loader.cuda.provider` has them on
-a GPU.
+A resident is an immutable tensor in memory that models share. A load looks up residents (`find`),
+builds missing ones (`get_or_build`), and maps both into its model (`map`). `HostProvider` is for
+host memory, and `tensor_dedup.loader.cuda.provider` for a GPU.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class AnyResident(Protocol):
 
     @property
     def key(self) -> ResidentKey:
-        """The dtype, geometry and digest."""
+        """The dtype, shape, stride and digest."""
 
     @property
     def nbytes(self) -> int:
@@ -57,79 +57,80 @@ class AnyResident(Protocol):
 
 
 class ResidentProvider(Protocol):
-    """The source of the final tensors of one vLLM load. For one thread."""
+    """An interface for finding, building and mapping the residents of one load. For one thread."""
 
     @property
     def own_slab_bytes(self) -> int:
-        """The size from which a tensor has a slab of its own; smaller ones are built together."""
+        """The size in bytes from which a tensor gets a slab of its own. Smaller ones share one."""
 
     @property
     def batch_bytes(self) -> int:
-        """The total size of the smaller tensors that are built together."""
+        """The total size in bytes of the smaller tensors that share a slab."""
 
     @property
     def local(self) -> bool:
-        """Whether residents built here stay in this process, in host memory, at any alignment."""
+        """Whether residents are built in host memory of this process, at any alignment."""
 
     @property
     def plain(self) -> bool:
-        """Whether weights must be left unpacked, for other processes that map them."""
+        """Whether weights must not be packed, so that other processes can map them."""
 
     @property
     def not_lent(self) -> str | None:
-        """The reason why other processes do not get everything although requested, or None."""
+        """The reason why the requested memory manager does not hold all residents, or None."""
 
     @property
     def not_by_leaf(self) -> str | None:
-        """The reason why a tensor was copied although others have leaves of it, or None."""
+        """The reason why a large tensor was copied whole and shares no parts, or None."""
 
     def find(
         self, queries: Sequence[ResidentQuery], *, ask_manager: bool = True
     ) -> Sequence[AnyResident | None]:
-        """Look residents up, in order, without reading a byte.
+        """Look up residents; return them in order, or None for each miss. No tensor data is read.
 
-        This process is searched first, and then, unless `ask_manager` is False, the memory manager
-        for all that is missing, in one batch. Hold the results: every table is weak, and a query is
-        answered without a message only while somebody holds the answer.
+        This process is searched first and then, unless `ask_manager` is False, the memory manager,
+        in one batch for all missing ones. Tables of residents are weak, so keep the results alive
+        until they are used.
         """
 
     def by_content(self, key: ResidentKey) -> AnyResident | None:
-        """Return the resident of this process with these bytes, or None."""
+        """Return this process's resident with this key, or None."""
 
     def note(self, recipe: str, resident: AnyResident) -> None:
-        """Remember which resident a recipe leads to, while the resident lives."""
+        """Register the resident of a recipe, for as long as the resident lives."""
 
     def get_or_build(
         self, requests: Sequence[ResidentRequest]
     ) -> Sequence[tuple[AnyResident, bool]]:
-        """Return a resident for each request, and whether it was built by this call.
+        """Return a resident for each request, and whether this call built it.
 
         Raises:
             SharedMemoryError: There is no room; keep the tensors private.
         """
 
     def map(self, resident: AnyResident) -> torch.Tensor:
-        """Return a resident as the model of this load sees it.
+        """Map a resident for the model of this load, and return it as a tensor.
 
         Raises:
             SharedMemoryError: The resident cannot be mapped.
         """
 
     def private(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a private tensor of host memory on the device of the model."""
+        """Return a private tensor in host memory, moved to the model's device if that is a GPU."""
 
     def reason(self, name: str) -> str | None:
-        """Return why a tensor of this name stays private, or None."""
+        """Return why the tensor `name` must stay private, or None if it can be shared."""
 
     def close(self) -> None:
-        """Free what the provider holds for the load."""
+        """Free the buffers that the provider has allocated for the load."""
 
 
 @dataclass(slots=True)
 class HostProvider:
-    """The residents of one load in host memory. For one thread.
+    """The `ResidentProvider` of one load for host memory. For one thread.
 
-    With `keep_alignment`, residents built in this process are aligned as the tensors they copy.
+    With `keep_alignment`, a resident that is built in this process has the same alignment (modulo
+    64 bytes) as the tensor that is copied.
     """
 
     manager: HostResidents = field(default_factory=ManagerResidents)
@@ -141,28 +142,28 @@ class HostProvider:
 
     @property
     def local(self) -> bool:
-        """Whether residents built here stay in this process, at any alignment."""
+        """Whether residents are built in memory of this process, at any alignment."""
         return not self.manager.in_use and not self.keep_alignment
 
     @property
     def plain(self) -> bool:
-        """Whether weights must be left unpacked, because a packed one cannot leave this process."""
+        """Whether weights must not be packed: packed ones cannot be put into a memory manager."""
         return self.manager.in_use
 
     @property
     def not_lent(self) -> str | None:
-        """The reason why a requested memory manager does not hold everything, or None."""
+        """The reason why the requested memory manager does not hold all residents, or None."""
         return self.manager.not_lent
 
     @property
     def not_by_leaf(self) -> str | None:
-        """The reason why a tensor was copied although others have leaves of it, or None."""
+        """The reason why a large tensor was copied whole and shares no parts, or None."""
         return self._not_by_leaf or self.manager.not_by_leaf
 
     def find(
         self, queries: Sequence[ResidentQuery], *, ask_manager: bool = True
     ) -> list[Resident | None]:
-        """Look residents up, in order, as `ResidentProvider.find` does."""
+        """Look up residents, in order, as `ResidentProvider.find` specifies."""
         found = [_in_this_process(each) for each in queries]
         if not ask_manager:
             return found
@@ -183,20 +184,20 @@ class HostProvider:
         return first
 
     def by_content(self, key: ResidentKey) -> Resident | None:
-        """Return the resident of this process with these bytes, or None."""
+        """Return this process's resident with this key, or None."""
         return registry.lookup(key)
 
     def note(self, recipe: str, resident: AnyResident) -> None:
-        """Remember which resident a recipe leads to, while the resident lives."""
+        """Register the resident of a recipe, for as long as the resident lives."""
         registry.register_record(recipe, resident)
 
     def get_or_build(
         self, requests: Sequence[ResidentRequest], check: Check | None = None
     ) -> list[tuple[Resident, bool]]:
-        """Return a resident for each request, and whether it was built by this call.
+        """Return a resident for each request, and whether this call built it.
 
-        `check` is called with what was built in this process before anyone else can get it, and may
-        raise; a manager hashes what it is given.
+        Before residents that were built in this process are registered, `check` is called with
+        pairs of tensor and resident, and may raise.
 
         Raises:
             SharedMemoryError: There is no shared memory left, here or in the manager.
@@ -240,7 +241,7 @@ class HostProvider:
             return None
 
     def note_not_by_leaf(self, reason: str) -> None:
-        """Remember why a tensor was copied although others have leaves of it; the first is told."""
+        """Record and log why a large tensor is copied whole; only the first reason is kept."""
         if self._not_by_leaf is None:
             self._not_by_leaf = reason
             _log.warning("a tensor is copied whole: %s", reason)
@@ -252,14 +253,18 @@ class HostProvider:
         contents: Sequence[Content],
         build: Callable[[Sequence[Resident], Admit | None], Resident | None],
     ) -> Resident | None:
-        """Return what `build` makes of residents that have some of these contents, or None.
+        """Build a resident that shares parts with others, found by the digests of its contents.
 
-        They are not this load's own, and with a memory manager they are that one's, which is asked
-        for room before anything is read (`build_from_contents`). What is built is to be entered
-        with `enter_known`. Call `end_known` in any case, also after an error.
+        `contents` are the parts of the tensor whose digests are known. `build(residents, admit)`
+        gets the candidates to share with, and passes both on to `build_from_contents`. Candidates
+        are residents of the memory manager, if there is one, and otherwise of this process, except
+        those that this load has built.
+
+        Returns the result of `build`, which must be passed to `enter_known`, or None. Call
+        `end_known` in any case, also after an error.
 
         Raises:
-            SharedMemoryError: There is no memory for what nobody has.
+            SharedMemoryError: There is no memory for the parts that are not shared.
         """
         if self.manager.in_use:
             donors = self.manager.having(geometry, contents)
@@ -269,9 +274,9 @@ class HostProvider:
         return self._of_leaves(partial(build, others, None))
 
     def enter_known(self, recipe: str, resident: Resident) -> tuple[Resident, bool] | None:
-        """Enter what `build_known` returned; return the one to use, and whether it is new.
+        """Register a resident from `build_known`; return the one to use, and whether it is new.
 
-        None means that the memory manager does not take it: drop it.
+        Returns None if the memory manager does not take it. The resident must then not be used.
         """
         if not self.manager.in_use:
             return self.enter(resident)
@@ -283,39 +288,44 @@ class HostProvider:
         return first, put[1] and first is put[0]
 
     def end_known(self) -> None:
-        """Give up what `build_known` has reserved and `enter_known` was not called for."""
+        """Release the memory that `build_known` reserved, if `enter_known` has not used it."""
         self.manager.end_known()
 
     def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
-        """Remember what a resident consists of, for this process and where it is lent."""
+        """Register the contents of a resident, so that others can share parts of it by digest.
+
+        They are registered in this process and, if it lends the resident, in the memory manager.
+        """
         note_contents(resident, contents)
         self.manager.note_contents(resident, contents)
 
     def enter_read(self, resident: Resident) -> tuple[Resident, bool]:
-        """Enter a resident that was read straight into a slab, as one that `get_or_build` built.
+        """Register a resident that was read straight into a slab, after sharing its equal leaves.
+
+        Returns the resident to use, and whether it is new.
 
         Raises:
-            SharedMemoryError: There is no memory for what it has in common with others.
+            SharedMemoryError: There is no memory to build it from shared leaves.
         """
         return self.enter(self._of_leaves(partial(relink, resident, self._built)) or resident)
 
     def enter(self, resident: Resident) -> tuple[Resident, bool]:
-        """Enter a resident; return the one to use, and whether it is this one."""
+        """Register a resident; return the registered one, and whether it is this one."""
         self._built.add(resident)
         first = registry.register(resident)
         return first, first is resident
 
     def map(self, resident: AnyResident) -> torch.Tensor:
-        """Return a copy-on-write mapping of a resident."""
+        """Return a copy-on-write mapping of a resident as a tensor."""
         assert isinstance(resident, Resident)
         return resident.map()
 
     def private(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor itself, which is where the model wants it."""
+        """Return `tensor` itself, because the model is in host memory."""
         return tensor
 
     def reason(self, name: str) -> str | None:
-        """Return None: every tensor can be shared, because a writer gets pages of its own."""
+        """Return None: every tensor can be shared, because a write copies the page."""
 
     def close(self) -> None:
         """Do nothing, because nothing is open."""
@@ -331,9 +341,9 @@ def _in_this_process(query: ResidentQuery) -> Resident | None:
 def host_provider_for(
     where: str | os.PathLike[str] | None, checkpoint: str, *, keep_alignment: bool = False
 ) -> HostProvider:
-    """Return the provider of a load of `checkpoint`: this process and the manager at `where`.
+    """Return the provider for a load of `checkpoint` into host memory.
 
-    Without a manager that answers, which is logged, it is this process alone. There is one
-    connection per process and manager, made when it is first needed and again after a fork.
+    `where` is the socket of the memory manager to use, or None. If the manager does not answer,
+    that is logged, and residents are built in this process only.
     """
     return HostProvider(host_manager_residents(where, checkpoint), keep_alignment)

@@ -1,6 +1,7 @@
-"""The process-wide table of residents, and of what recipes and layer keys lead to.
+"""The process-wide registry of residents, and of records by recipe and layer key.
 
-Both are held weakly: when the last model that uses a resident is dropped, it is freed.
+A resident is an immutable tensor in memory that models share. The registry refers to it weakly: it
+is freed when the last model that uses it is dropped.
 """
 
 import itertools
@@ -33,7 +34,10 @@ def _row_geometry(key: ResidentKey) -> _RowGeometry:
 
 
 class Registry:
-    """Residents by key, and records by layer key or recipe. Safe from any thread and after fork."""
+    """The table of residents by key and replica number, and of records by layer key or recipe.
+
+    Safe from any thread and after fork.
+    """
 
     def __init__(self) -> None:
         self._residents: WeakValueDictionary[tuple[ResidentKey, int], Resident] = (
@@ -48,14 +52,15 @@ class Registry:
         self._lock = threading.Lock()
 
     def lookup(self, key: ResidentKey, copy: int = 0) -> Resident | None:
-        """Return the living resident of that key, for the caller to hold, or None.
+        """Return the resident with this key and replica number, or None.
 
-        `copy` is the number of the replica: equal tensors of one model must not become one.
+        It is freed unless the caller keeps a reference. `copy` is the replica number: equal tensors
+        of one model are separate replicas.
         """
         return self._residents.get((key, copy))
 
     def register(self, resident: Resident, copy: int = 0) -> Resident:
-        """Register a resident and return the one to use, which is the first one registered."""
+        """Register a resident, unless its key and number are taken; return the registered one."""
         # Two steps that must not be torn: setdefault of a weak dictionary is not atomic.
         with self._lock:
             first = self._residents.get((resident.key, copy))
@@ -67,22 +72,22 @@ class Registry:
             return resident
 
     def alike(self, key: ResidentKey) -> list[Resident]:
-        """Return the living residents of 8 MiB and more that have such rows, the oldest first.
+        """Return the large residents (8 MiB and more) that may share leaves with a tensor.
 
-        They may have leaves in common with a tensor of that key. Those of a memory manager are left
-        out: their slabs are charged to it, and a part of one has no lease.
+        They have the dtype, row shape and stride of `key`, and are ordered from old to new.
+        Residents in a memory manager are left out, because a part of one has no lease.
         """
         with self._lock:
             found = self._large.get(_row_geometry(key))
             return [] if found is None else list(found.values())
 
     def entries(self) -> list[tuple[int, Resident]]:
-        """Return all living residents, each with the number of its replica."""
+        """Return all residents in use, each preceded by its replica number."""
         with self._lock:
             return [(copy, resident) for (_, copy), resident in self._residents.items()]
 
     def residents(self) -> list[Resident]:
-        """Return all living residents."""
+        """Return all residents in use."""
         return list(self._residents.values())
 
     def lookup_record(self, key: str) -> object | None:
@@ -90,7 +95,7 @@ class Registry:
         return self._records.get(key)
 
     def register_record(self, key: str, record: object) -> object:
-        """Register a layer record or resident, and return the one registered first."""
+        """Register a layer record or resident, unless `key` is taken; return the registered one."""
         with self._lock:
             first = self._records.get(key)
             if first is not None:
@@ -99,11 +104,11 @@ class Registry:
             return record
 
     def records(self) -> dict[str, object]:
-        """Return all living layer records and residents by layer key or recipe."""
+        """Return all layer records and residents in use, by layer key or recipe."""
         return dict(self._records)
 
     def packed_keys(self) -> list[str]:
-        """Return the layer keys of packed copies, which are opaque and cannot be hashed."""
+        """Return the layer keys of packed weights, whose bytes cannot be read or hashed."""
         return [
             key
             for key, record in self.records().items()
@@ -111,9 +116,9 @@ class Registry:
         ]
 
     def resident_bytes(self) -> int:
-        """Return the bytes of the slabs behind the residents, each once, and of packed copies.
+        """Return the bytes of all slabs in use, each counted once, and of packed weights.
 
-        A packed copy counts as the plain weight it was made from.
+        A packed weight counts with the size of the plain weight that was packed.
         """
         slabs = {e.slab.serial: e.slab.nbytes for r in self.residents() for e in r.extents}
         # Several records may lead to one packed copy; weak references to one object are one.
@@ -125,7 +130,7 @@ class Registry:
         return sum(slabs.values()) + sum(packed.values())
 
     def overhead_bytes(self) -> int:
-        """Return an estimate of the bytes of tables, keys and residents, without the tensors."""
+        """Return an estimate of the registry's own memory in bytes, without the tensors."""
         residents = self.residents()
         return (
             sum(_ENTRY_BYTES + sys.getsizeof(r) + _key_bytes(r.key) for r in residents)

@@ -1,7 +1,7 @@
-"""Residents: final tensors that lie in memory once, for all models of this process.
+"""Residents: final tensors (weights as the engine uses them) that models of this process share.
 
-The bytes lie in sealed slabs (`tensor_dedup.loader.residents.slab`). Every model maps its own
-copy-on-write view, so writing through a tensor never affects another model.
+The bytes lie in slabs, sealed memory files (`tensor_dedup.loader.residents.slab`). Each model maps
+them copy-on-write, so writing to a tensor never affects another model.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ _LOSSLESS: Final = frozenset(
 
 
 def dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Return whether the elements fill one memory range without gap or overlap, in any order.
+    """Return whether a tensor's elements fill one memory range without gap or overlap.
 
-    Shape and stride are in elements and have equal length. Strides of dimensions of length 1 do not
-    matter; a tensor without elements is dense.
+    Their order does not matter, so a transposed matrix is dense. `stride` is in elements and is as
+    long as `shape`. A tensor without elements is dense.
     """
     if 0 in shape:
         return True
@@ -82,13 +82,14 @@ def dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 def sharable(tensor: torch.Tensor) -> bool:
     """Return whether a tensor can become a resident in host memory.
 
-    It lies on the CPU, has no gaps, and its bytes are its values (no pending conjugation).
+    It must lie on the CPU, have no gaps and a dtype that safetensors knows, and not be lazily
+    conjugated or negated.
     """
     return tensor.device.type == "cpu" and sharable_anywhere(tensor)
 
 
 def sharable_anywhere(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor could become a resident on its device."""
+    """Return whether a tensor on any device has a layout and dtype that can be shared."""
     return (
         tensor.layout is torch.strided
         and not tensor.is_conj()
@@ -131,10 +132,11 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
 def copied_part(
     data: memoryview, start: int, nbytes: int, read: ReadInto | None = None
 ) -> bytes | bytearray:
-    """Return a copy of up to `nbytes` bytes of a tensor's `tensor_bytes` from `start` on.
+    """Return a copy of up to `nbytes` bytes of a tensor's `tensor_bytes`, from `start` on.
 
-    Memory that is mapped from a file which has become shorter ends the process that looks at it.
-    So give the `read` of such a tensor: the bytes are the file's then, and `read` raises.
+    If the tensor is mapped from a file, pass `read`, which reads its bytes from the file. Touching
+    the mapping would end the process if the file has become shorter (SIGBUS); `read` raises
+    instead.
     """
     if read is None:
         return bytes(data[start : start + nbytes])
@@ -144,10 +146,10 @@ def copied_part(
 
 
 def digest_of(tensor: torch.Tensor, algorithm: str = "blake3") -> str:
-    """Return the digest of a gap-free tensor's `tensor_bytes`, on any device.
+    """Return the digest of a gap-free tensor's bytes in memory order, on any device.
 
-    A tensor on another device is copied to the host first, in the order of torch's current stream
-    there. Safe from any thread.
+    A tensor on another device is copied to the host first, on torch's current stream there. Safe
+    from any thread.
 
     Raises:
         ConfigError: The algorithm does not exist.
@@ -163,15 +165,14 @@ def resident_key(tensor: torch.Tensor, digest: str) -> ResidentKey:
 
 
 def key_anywhere(tensor: torch.Tensor, digest: str) -> ResidentKey:
-    """Return what `resident_key` returns, for a gap-free tensor on any device."""
+    """Return the resident key, as `resident_key` does, of a gap-free tensor on any device."""
     return ResidentKey(dtype_name(tensor.dtype), tuple(tensor.shape), _stride(tensor), digest)
 
 
 class ReplicaKey(NamedTuple):
-    """The identity of a shared tensor: a resident's key and the number of the replica.
+    """The identity of a shared tensor: its resident key and its replica number, `copy`.
 
-    Tensors of one model that have equal bytes must not become one memory: each of them is another
-    replica of the same key.
+    Equal tensors of one model must not become one memory, so each is a replica with another number.
     """
 
     key: ResidentKey
@@ -179,10 +180,10 @@ class ReplicaKey(NamedTuple):
 
 
 def cast_key(key: ResidentKey, dtype: torch.dtype) -> ResidentKey | None:
-    """Return the key of a cast of a resident, or None if a cast is not followed that far.
+    """Return the key of a resident cast to `dtype`, or None after too many casts.
 
-    The key names the cast and what was cast, so no byte is hashed. A lossless cast followed by the
-    cast back leads to the original key.
+    The key is derived from the resident's key and the cast, so no byte is hashed. A lossless cast
+    and the cast back give the original key.
     """
     name = dtype_name(dtype)
     if name == key.dtype:
@@ -197,7 +198,7 @@ def cast_key(key: ResidentKey, dtype: torch.dtype) -> ResidentKey | None:
 
 
 def is_of_bytes(key: ResidentKey) -> bool:
-    """Return whether a key names bytes, rather than a cast from which they follow."""
+    """Return whether a key's digest is a hash of the bytes and not derived by `cast_key`."""
     return not key.digest.startswith(_CAST)
 
 
@@ -220,11 +221,13 @@ class SlabBuilder:
     """A writer that fills one slab with tensors and seals it. For one thread at a time."""
 
     def __init__(self, capacity: int) -> None:
-        """Reserve `capacity` bytes, as `capacity_for` returns; sealing trims the slab."""
+        """Create a slab of `capacity` bytes (see `capacity_for`), which sealing trims."""
         self._writer = SlabWriter(capacity)
 
     def add(self, tensor: torch.Tensor, beyond: int = 0) -> int:
-        """Copy a sharable tensor to `beyond` bytes after an aligned address, and return its offset.
+        """Copy a sharable tensor into the slab; return its offset in bytes.
+
+        The offset is `beyond` bytes after a multiple of the alignment.
 
         Raises:
             UnsupportedError: The tensor is not sharable.
@@ -234,17 +237,18 @@ class SlabBuilder:
         return self._writer.write(tensor_bytes(tensor), beyond)
 
     def seal(self) -> Slab:
-        """Make the bytes immutable, as `SlabWriter.seal` does."""
+        """Make the bytes immutable and return the slab, as `SlabWriter.seal` does."""
         return self._writer.seal()
 
 
 class Resident:
-    """A final tensor in memory: extents of slabs, side by side. Immutable, safe from any thread.
+    """A shared tensor in memory, which lies in one or more slabs. Immutable, safe from any thread.
 
-    It lives as long as something refers to it or to a tensor that it mapped; the registry does not
-    count. Most have one extent. One with several has leaves in common with other tensors, and holds
-    their slabs: `leaf_shared_bytes` of its bytes were in memory already when it was made. `place`
-    is the same as `extents`, for comparison, without holding the slabs.
+    It lives as long as a reference to it, or to a tensor that it mapped, exists; the registry's
+    references are weak. `extents` are the slab ranges that have its bytes, in order. A resident
+    with several extents shares leaves (parts of 2 MiB) with other tensors, whose slabs it keeps
+    alive; `leaf_shared_bytes` of its bytes were in memory before it was built. `place` is the
+    same as `extents`, for comparison, and keeps no slab alive.
     """
 
     __slots__ = (
@@ -279,7 +283,7 @@ class Resident:
 
     @property
     def lent(self) -> bool:
-        """Whether the memory is a memory manager's."""
+        """Whether the memory belongs to a memory manager."""
         return False
 
     @property
@@ -302,11 +306,10 @@ class Resident:
             at += nbytes
 
     def map(self, *, writable: bool = True) -> torch.Tensor:
-        """Map the resident and return a new tensor over its bytes.
+        """Map the resident copy-on-write, and return the mapping as a new tensor.
 
-        A write through it copies the pages it touches; with `writable=False` a write ends the
-        process with SIGSEGV. The mapping lives as long as the tensor's storage, and works in forked
-        children.
+        With `writable=False` the mapping is read-only, and a write ends the process (SIGSEGV). The
+        mapping lives as long as the tensor's storage, and works in forked children.
 
         Raises:
             OutOfMemoryError: The kernel refused the mapping.
@@ -321,7 +324,9 @@ class Resident:
         return _tensor_over(flat, dtype, self.key.shape, self.key.stride)
 
     def seen(self) -> torch.Tensor:
-        """Return the bytes to be read and compared: mapped, or a copy near the limit of mappings.
+        """Return a tensor with the resident's bytes, to be read only.
+
+        It is a mapping or, if this process has nearly too many mappings, a copy.
 
         Raises:
             OutOfMemoryError: The kernel refused the mapping.
@@ -332,7 +337,7 @@ class Resident:
             return self.copied()
 
     def copied(self) -> torch.Tensor:
-        """Return a copy of the bytes in private memory, which takes no mapping of a slab."""
+        """Return a copy of the resident in private memory, made without mapping a slab."""
         copy = torch.empty(self.nbytes, dtype=torch.uint8)
         into, at = copy.numpy().data, 0
         for slab, offset, nbytes in self.extents:
@@ -348,9 +353,9 @@ def pack(
 ) -> list[Resident]:
     """Copy tensors, given with their digests, into one new slab; return residents in that order.
 
-    The digests are those of `tensor_bytes` and are not checked. With `keep_alignment` each resident
-    is as far from a multiple of 64 bytes as its tensor is now, because kernels may round sums of
-    products differently otherwise.
+    The digests are those of `tensor_bytes` and are not checked. With `keep_alignment`, each
+    resident's address modulo 64 is that of its tensor, because kernels may round differently by
+    alignment.
 
     Raises:
         UnsupportedError: One of the tensors is not sharable.
@@ -370,11 +375,11 @@ def pack(
 
 
 def read_into_slab(geometry: ResidentKey, nbytes: int, source: Callable[[Write], str]) -> Resident:
-    """Return a resident of bytes that are not in memory yet, in a slab of its own.
+    """Read a tensor of `nbytes` bytes straight into a new slab, and return it as a resident.
 
-    `source(write)` calls `write(piece, offset)` for every piece, from any threads, and returns the
-    digest of all when the last call has returned; its errors are passed on. The digest of
-    `geometry` is ignored.
+    `source(write)` calls `write(piece, offset)` for every piece of the tensor, from any thread, and
+    returns the tensor's digest after the last of these calls. Its errors are passed on. `geometry`
+    has dtype, shape and stride; its digest is ignored.
 
     Raises:
         OutOfMemoryError: There is no memory or descriptor for the slab.
@@ -387,12 +392,12 @@ def read_into_slab(geometry: ResidentKey, nbytes: int, source: Callable[[Write],
 
 
 def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors are the same physical memory now, whatever their addresses.
+    """Return whether two tensors lie in the same physical memory now, whatever their addresses.
 
-    That is so for the same range of the same storage, and for the same range of one resident mapped
-    twice, as long as neither side has written to a page of it (on a GPU: was made private). Tensors
-    must agree in size and, unless gap-free, in geometry. Tensors without bytes share memory only
-    within one storage. Safe from any thread.
+    They do if they are the same range of one storage, or mappings of the same range of a resident,
+    as long as neither was written to (on a GPU: was made private). They must agree in size and,
+    unless gap-free, in shape and stride. Empty tensors share memory only within one storage. Safe
+    from any thread.
 
     Raises:
         UnsupportedError: /proc/self/pagemap cannot be read.
@@ -435,11 +440,11 @@ def _same_slab_pages(first: int, second: int, nbytes: int) -> bool:
 
 
 def shared_bytes(a: torch.Tensor, b: torch.Tensor) -> int:
-    """Return how many bytes of `a` lie in physical memory that `b` uses too, now.
+    """Return how many bytes of `a` lie in physical memory that `b` uses, too.
 
-    All of them where `shares_memory` holds; in tensors that differ, those of the leaves of 2 MiB
-    that they have in common and that neither side has written to, in pages. The memory of a tensor
-    with gaps is that from its first element to its last. Safe from any thread.
+    These are all bytes if `shares_memory` is True. Tensors that differ in part may share leaves of
+    2 MiB, minus pages that either side has written to. The memory of a tensor with gaps extends
+    from its first element to its last. Safe from any thread.
 
     Raises:
         UnsupportedError: /proc/self/pagemap cannot be read.

@@ -1,8 +1,8 @@
 """Slabs: sealed memory files, and copy-on-write mappings of them. Linux only; imports no torch.
 
-A slab is filled, sealed (from then on the kernel refuses every write, by anyone) and mapped
-MAP_PRIVATE by each reader: reads are shared, and a reader that writes gets its own copy of the page
-from the kernel. No process can corrupt another one's data, and no write fails.
+A slab is filled, sealed (from then on the kernel refuses writes by any process) and mapped
+MAP_PRIVATE by each reader. Readers share the pages, and one that writes gets its own copy of the
+page from the kernel. No process can corrupt another one's data, and no write fails.
 
 A slab is filled by pwrite, never through a writable mapping. For 256 MiB on a two-core virtual
 machine (minimum of seven): `torch.empty().copy_()` 158 ms, pwrite 163 ms, a mapping 401 ms, a
@@ -47,15 +47,15 @@ class SharedMemoryError(TensorDedupError):
 
 
 class OutOfMemoryError(SharedMemoryError):
-    """The system refused memory, a mapping or a descriptor. Nothing leaked; load privately."""
+    """The system refused memory, a mapping or a descriptor; load the tensor privately."""
 
 
 class MappingLimitError(OutOfMemoryError):
-    """Mapping a tensor part by part would bring this process near to the kernel's limit."""
+    """Mapping a tensor in parts would bring this process near the kernel's limit of mappings."""
 
 
 class SlabUsageError(SharedMemoryError):
-    """A range is outside the slab, or its writer was used after sealing."""
+    """A range lies outside its slab, or a `SlabWriter` was used after sealing."""
 
 
 def _refused(call: str, nbytes: int, code: int) -> OutOfMemoryError:
@@ -69,12 +69,12 @@ def _refused(call: str, nbytes: int, code: int) -> OutOfMemoryError:
 
 
 def capacity_for(sizes: Iterable[int]) -> int:
-    """Return the bytes of a slab that takes tensors of these sizes in this order."""
+    """Return the size in bytes of a slab for tensors of these sizes, in this order, aligned."""
     return offsets_of(sizes)[1]
 
 
 def bytes_at(address: int, nbytes: int, owner: object) -> ByteArray:
-    """Return a buffer over existing memory, which holds `owner` as long as it lives."""
+    """Return a buffer over `nbytes` bytes at an address; the buffer keeps `owner` alive."""
     array = (ctypes.c_char * nbytes).from_address(address)
     array.owner = owner  # type: ignore[attr-defined]  # array types have a __dict__
     return array
@@ -117,11 +117,11 @@ _replacing: Final = _ReplacementLock()
 
 
 def make_private(address: int, nbytes: int) -> int:
-    """Give the mapping that holds this range its own memory in place; return the bytes copied.
+    """Replace the slab mapping that contains a range by private memory at the same address.
 
-    Every pointer into it stays valid, also in compiled code and captured graphs, and the slab
-    behind it is released. Returns 0 if no mapping of a slab holds the range. Other threads may read
-    meanwhile, but not write.
+    Returns the bytes copied, or 0 if no slab mapping contains the range. Pointers into the mapping
+    stay valid, also in compiled code and captured graphs, and the slab is released. Other threads
+    may read the memory meanwhile, but not write it.
 
     Raises:
         OutOfMemoryError: There is no memory for the copy; nothing has changed.
@@ -156,7 +156,7 @@ def _make_private(address: int, nbytes: int) -> int:
 
 
 class OwnedFd:
-    """A file descriptor with one owner: closed when the last reference to this is dropped."""
+    """A file descriptor that is closed when this object is garbage-collected."""
 
     def __init__(self, fd: int) -> None:
         self.fileno: Final = fd
@@ -167,18 +167,18 @@ _serials = itertools.count(1)
 
 
 class HasFd(Protocol):
-    """The owner of an open descriptor, which stays open as long as this object lives."""
+    """An object that owns an open file descriptor, which stays open as long as the object lives."""
 
     @property
     def fileno(self) -> int:
-        """The descriptor."""
+        """The open file descriptor."""
 
 
 class Slab:
-    """A sealed memory file of `nbytes` (a multiple of the page). Its bytes never change.
+    """A sealed memory file of `nbytes` bytes, a multiple of the page size. It never changes.
 
-    Safe from any thread and after fork. Closed when nothing refers to it; every mapping does.
-    `serial` is unique in the process, and a forked child inherits it.
+    It is closed when nothing refers to it; every mapping of it keeps it open. `serial` is unique in
+    the process, and a forked child inherits it. Safe from any thread and after fork.
     """
 
     def __init__(self, descriptor: HasFd, nbytes: int) -> None:
@@ -188,17 +188,17 @@ class Slab:
 
     @property
     def fileno(self) -> int:
-        """The descriptor, which this object keeps owning."""
+        """The file descriptor. It still belongs to this object."""
         return self._descriptor.fileno
 
     def map(self, offset: int, nbytes: int, owner: object, *, writable: bool = True) -> ByteArray:
-        """Map a range privately, as `ExtentLayout.map` does."""
+        """Map a range of the slab copy-on-write, as `ExtentLayout.map` does."""
         layout = ExtentLayout((SlabExtent(self, offset, nbytes),))
         return layout.map(owner, writable=writable)
 
 
 class SlabExtent(NamedTuple):
-    """A range of bytes of a slab, which it holds."""
+    """A range of bytes of a slab. It keeps the slab alive."""
 
     slab: Slab
     offset: int
@@ -206,15 +206,15 @@ class SlabExtent(NamedTuple):
 
 
 class ExtentLayout:
-    """Ranges of slabs that are mapped side by side. Immutable, safe from any thread.
+    """Ranges of slabs to be mapped side by side. Immutable, safe from any thread.
 
-    Between two extents lies a boundary of pages, in memory and in both slabs.
+    Extents meet at page boundaries, because only whole pages can be mapped.
     """
 
     __slots__ = ("_extents", "_length", "_nbytes", "_overlays", "_pieces", "_under")
 
     def __init__(self, extents: Sequence[SlabExtent]) -> None:
-        """Lay extents out.
+        """Plan the mapping of these extents.
 
         Raises:
             SlabUsageError: An extent is outside its slab, or does not begin or end with a page.
@@ -226,13 +226,13 @@ class ExtentLayout:
         self._under, self._overlays = _calls(self._extents, self._pieces)
 
     def map(self, owner: object, *, writable: bool = True) -> ByteArray:
-        """Map the extents privately: reads are shared, writes are this mapping's own.
+        """Map the extents copy-on-write and return the mapping as a buffer.
 
-        The buffer holds `owner` and the slabs; everything is unmapped with it. With
-        `writable=False` a write ends the process with SIGSEGV.
+        The buffer keeps `owner` and the slabs alive, and unmaps them when it is garbage-collected.
+        With `writable=False` a write ends the process (SIGSEGV).
 
         Raises:
-            MappingLimitError: The kernel would soon refuse any mapping.
+            MappingLimitError: This process has nearly as many mappings as the kernel allows.
             OutOfMemoryError: The kernel refused the mapping.
         """
         length, pieces = self._length, self._pieces
@@ -361,7 +361,9 @@ class SlabWriter:
         return offset
 
     def write(self, data: memoryview, beyond: int = 0) -> int:
-        """Copy contiguous bytes to `beyond` bytes after the next free offset; return their offset.
+        """Copy bytes to the next free place in the slab; return their offset.
+
+        The offset is `beyond` bytes after a multiple of the alignment.
 
         Raises:
             OutOfMemoryError: There is no memory left.
@@ -396,20 +398,20 @@ class SlabWriter:
             rest, at = rest[written:], at + written
 
     def get(self, into: memoryview, offset: int) -> None:
-        """Read back what `put` wrote. Safe from several threads at once."""
+        """Read bytes back that `put` wrote. Safe from several threads at once."""
         fd, rest, at = self._open().fileno, into.cast("B"), offset
         while rest.nbytes and (count := os.preadv(fd, [rest], at)):
             rest, at = rest[count:], at + count
 
     def give_back(self, offset: int, nbytes: int) -> None:
-        """Free the memory of a range that is not wanted; pages that it shares with others stay."""
+        """Free the whole pages of a range whose bytes are not needed."""
         start, end = round_up(offset), (offset + nbytes) // PAGE * PAGE
         if end > start:
             # Where it is refused the memory stays, and goes with the slab.
             libc.punch(self._open().fileno, start, end - start)
 
     def seal(self) -> Slab:
-        """Make the bytes immutable and return the slab, trimmed to what was used.
+        """Make the bytes immutable and return the slab, trimmed to its used size.
 
         Raises:
             SharedMemoryError: The file is mapped for writing somewhere.

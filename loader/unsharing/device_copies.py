@@ -1,8 +1,9 @@
-"""Copies of residents on other devices, each there once for all models of this process.
+"""Copies of residents on devices, one of each for all models of this process.
 
-They are for devices whose memory cannot be mapped read-only (`tensor_dedup.loader.cuda.devices`
-tells which can): ordinary tensors, within one process. Such memory is not copied on write: a writer
-in place must have been given memory of its own first (`tensor_dedup.loader.unsharing.private`).
+A resident is a shared tensor. These copies are ordinary tensors, for devices whose memory cannot be
+mapped read-only (`tensor_dedup.loader.cuda.devices` tells which can). They are not copied on write:
+before a model writes to one in place, it must get private memory
+(`tensor_dedup.loader.unsharing.private`).
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DeviceCopy:
-    """A tensor that covers a whole storage on a device. It does not keep the storage alive."""
+    """A registered copy of a resident on a device. The entry does not keep the copy alive."""
 
     known: ReplicaKey
     device: torch.device
     reference: WeakStorage
 
     def tensor(self) -> torch.Tensor | None:
-        """Return the tensor, which then holds the storage, or None if the storage is gone."""
+        """Return the copy as a tensor, or None if no model uses it any more."""
         storage = self.reference.storage()
         if storage is None:
             return None
@@ -42,9 +43,9 @@ class DeviceCopy:
 
 
 class DeviceCopies:
-    """All device copies, by replica key and device, and by storage.
+    """The table of all device copies, by replica key and device, and by storage.
 
-    Safe from any thread and after fork.
+    It refers to copies weakly. Safe from any thread and after fork.
     """
 
     def __init__(self) -> None:
@@ -58,14 +59,18 @@ class DeviceCopies:
         self._lock = threading.Lock()
 
     def lookup(self, known: ReplicaKey, device: torch.device) -> torch.Tensor | None:
-        """Return the tensor of a replica on a device, for the caller to hold, or None."""
+        """Return the copy of a replica on a device, or None.
+
+        The copy is freed unless the caller keeps a reference.
+        """
         found = self._by_key.get((known, device))
         return None if found is None else found.tensor()
 
     def publish(self, known: ReplicaKey, tensor: torch.Tensor) -> bool:
-        """Register a tensor under a key that the caller vouches for; return whether it fits.
+        """Register a tensor as the copy of a replica; return whether it was accepted.
 
-        It must cover its whole storage and have the key's geometry.
+        It must cover its whole storage and have the key's dtype, shape and stride. Its bytes are
+        not checked.
         """
         storage = tensor.untyped_storage()
         whole = storage.nbytes() == tensor.nbytes
@@ -79,7 +84,10 @@ class DeviceCopies:
         return True
 
     def known(self, tensor: torch.Tensor) -> DeviceCopy | None:
-        """Return the entry of a tensor, or None if it has none or is not as it was registered."""
+        """Return the entry of a tensor that is a registered copy, or None.
+
+        A view with another dtype, shape or stride is not a registered copy.
+        """
         if tensor.device.type == "cpu" or tensor.layout is not torch.strided or not tensor.nbytes:
             return None
         found = self._by_storage.get(number_of(tensor.untyped_storage()))
@@ -88,13 +96,13 @@ class DeviceCopies:
         return found if _geometry(tensor) == _geometry_of(found.known.key) else None
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether any of this tensor's memory belongs to an entry."""
+        """Return whether a tensor lies in the storage of a registered copy."""
         if tensor.device.type == "cpu" or tensor.layout is not torch.strided:
             return False
         return number_of(tensor.untyped_storage()) in self._by_storage
 
     def alive(self) -> Iterator[tuple[DeviceCopy, torch.Tensor]]:
-        """Yield every entry in use, with its tensor."""
+        """Yield every registered copy that is in use, with its tensor."""
         for found in list(self._by_key.values()):
             tensor = found.tensor()
             if tensor is not None:

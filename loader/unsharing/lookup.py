@@ -1,4 +1,4 @@
-"""Look-up of the residents, or device copies, that parameters are unless written since."""
+"""Look up which parameters are shared, and which resident or device copy each of them is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def residents_of(parameters: Iterable[nn.Parameter]) -> dict[int, tuple[ReplicaKey, Resident]]:
-    """Return, by id, the parameters that are unwritten mappings of residents, and which ones."""
+    """Return the resident of each parameter that is a mapping of one and was not written to.
+
+    The result has the replica key and the resident, by id of the parameter.
+    """
     places = [(each, place) for each in parameters if (place := _place(each)) is not None]
     if not places:
         return {}
@@ -36,7 +39,10 @@ def residents_of(parameters: Iterable[nn.Parameter]) -> dict[int, tuple[ReplicaK
 
 
 def replica_keys_of(parameters: Iterable[nn.Parameter]) -> dict[int, ReplicaKey]:
-    """Return, by id, the identity of each parameter that is shared, on any device."""
+    """Return, by id of the parameter, the replica key of each parameter that is shared.
+
+    Parameters on GPUs and other devices are included.
+    """
     every = list(parameters)
     found = {number: known for number, (known, _) in residents_of(every).items()}
     for parameter in every:
@@ -49,17 +55,17 @@ def replica_keys_of(parameters: Iterable[nn.Parameter]) -> dict[int, ReplicaKey]
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is read-only memory that models share on a GPU."""
+    """Return whether a tensor lies in GPU memory that models share read-only."""
     return DEVICES.holds(param_data(tensor))
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a mapping of a resident, written or not."""
+    """Return whether a tensor is a mapping of any resident, even if written to."""
     return _place(tensor) is not None
 
 
 def is_mapping_of(tensor: torch.Tensor, resident: Resident) -> bool:
-    """Return whether a tensor is a mapping of this resident, written or not."""
+    """Return whether a tensor is a mapping of this resident, even if written to."""
     return _place(tensor) == resident.place
 
 

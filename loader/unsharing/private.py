@@ -1,9 +1,9 @@
 """Memory that is shared without copy-on-write, and private copies of it for writers.
 
-An ordinary mapping of a resident needs none of this, because the kernel gives a writer a page of
-its own. Three kinds of memory do: residents on a GPU, where a write ends the process's use of it;
-copies on other devices, where other models would see the write; and mappings made under
-TENSOR_DEDUP_READ_ONLY=1, where a write ends the process.
+An ordinary mapping of a resident (shared tensor) needs no private copy, because the kernel copies a
+page when it is written. Three kinds of memory need one: residents on a GPU, where a write makes the
+GPU unusable for the process; copies on other devices, where other models would see the write; and
+mappings made under TENSOR_DEDUP_READ_ONLY=1, where a write ends the process.
 """
 
 from __future__ import annotations
@@ -37,17 +37,23 @@ READ_ONLY_VARIABLE: Final = "TENSOR_DEDUP_READ_ONLY"
 
 
 def read_only() -> bool:
-    """Return whether a write to a resident ends the process, which helps to find the writer."""
+    """Return whether TENSOR_DEDUP_READ_ONLY=1 is set: residents are then mapped read-only.
+
+    A write to one ends the process, which helps to find the code that writes.
+    """
     return os.environ.get(READ_ONLY_VARIABLE) == "1"
 
 
 def map_shared(resident: Resident) -> torch.Tensor:
-    """Map a resident for a model: copy-on-write, or read-only where that was asked for."""
+    """Map a resident for a model: copy-on-write, or read-only if `read_only` returns True."""
     return resident.map(writable=not read_only())
 
 
 def needs_private_copy(tensor: torch.Tensor) -> bool:
-    """Return whether a write to this tensor would be seen by others, or end the process."""
+    """Return whether a tensor must get private memory before it is written to.
+
+    Otherwise other models would see the write, or it would end the process or its use of the GPU.
+    """
     if tensor.layout is not torch.strided or not tensor.nbytes:
         return False
     data = param_data(tensor)
@@ -59,10 +65,10 @@ def needs_private_copy(tensor: torch.Tensor) -> bool:
 
 
 def make_private(tensors: Iterable[torch.Tensor]) -> int:
-    """Give each tensor that needs it memory of its own; return the bytes copied.
+    """Give private memory to each tensor that `needs_private_copy`; return the bytes copied.
 
-    Objects, values and geometry stay, and so does memory that several of them have in common; on
-    the CPU also addresses. No other thread may use the tensors meanwhile.
+    Tensors remain the same objects with the same values, and those that share a storage still do.
+    On the CPU addresses do not change. No other thread may use the tensors meanwhile.
     """
     own = PrivateCopies()
     for tensor in tensors:
@@ -72,10 +78,11 @@ def make_private(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def make_private_in_place(tensor: torch.Tensor) -> int:
-    """Make a mapping of a GPU's shared memory private at its address; return the bytes copied.
+    """Make the shared GPU memory of a tensor private at its address; return the bytes copied.
 
-    Returns 0 if the tensor is in none, or if it cannot be replaced at its address; use
-    `PrivateCopies` then. Waits for all work of the GPU.
+    The whole mapping becomes private, and with it other tensors in it. Returns 0 if the tensor is
+    not in shared GPU memory, or if the memory cannot be replaced at its address (then use
+    `PrivateCopies`). Waits for all work of the GPU.
     """
     try:
         return _replaced_in_place(tensor)
@@ -87,7 +94,7 @@ def make_private_in_place(tensor: torch.Tensor) -> int:
 def require_private_in_place(tensors: Sequence[torch.Tensor]) -> int:
     """Make the shared GPU memory of these tensors private in place; return the bytes copied.
 
-    This is for callers that have recorded addresses, as captured graphs have.
+    Addresses do not change, so captured graphs stay valid.
 
     Raises:
         OutOfMemoryError: Some memory could not be copied. No address and no value has changed,
@@ -132,9 +139,9 @@ def _replaced_in_place(tensor: torch.Tensor) -> int:
 
 
 class PrivateCopies:
-    """Copies of the storages behind some tensors, one per storage. For one thread.
+    """Private copies of shared storages, one for each storage. For one thread.
 
-    On the CPU each lies where the mapping lay, so that recorded addresses stay valid.
+    `nbytes` is the number of bytes copied. On the CPU, a copy replaces the mapping at its address.
     """
 
     def __init__(self) -> None:
@@ -143,7 +150,10 @@ class PrivateCopies:
         self.nbytes = 0
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Make a tensor the same part of the copy of its storage; its object stays."""
+        """Give a tensor private memory: its part of the copy of its storage.
+
+        The tensor remains the same object.
+        """
         data = param_data(tensor)
         if data.device.type == "cpu" and not DEVICES.holds(data):
             self.nbytes += slab.make_private(data.data_ptr(), data.nbytes)

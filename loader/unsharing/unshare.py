@@ -1,4 +1,4 @@
-"""Give a model memory of its own (`unshare`), and check what is shared (`verify`)."""
+"""Give a model private memory (`unshare`), and check the bytes of shared memory (`verify`)."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from tensor_dedup.loader.unsharing.private import (
 
 @dataclass(frozen=True, slots=True)
 class ResidentCheck:
-    """The result of `verify`: how much was hashed, and which keys have other bytes now.
+    """The result of `verify`: the number of residents (shared tensors) and bytes that were hashed.
 
-    `not_verifiable` lists packed copies, by layer key, and copies that were cast on their device,
-    neither of which can be hashed.
+    `mismatches` has the digests of residents whose bytes have changed. `not_verifiable` names
+    packed weights (by layer key) and tensors that were cast on their device, which cannot be
+    compared with a digest.
     """
 
     residents: int
@@ -40,7 +41,7 @@ class ResidentCheck:
 
     @property
     def ok(self) -> bool:
-        """Whether every resident that can be hashed matched."""
+        """Whether every resident that was hashed still has its digest."""
         return not self.mismatches
 
     def __str__(self) -> str:
@@ -56,11 +57,10 @@ class ResidentCheck:
 
 
 def verify() -> ResidentCheck:
-    """Hash every resident of this process again. Safe from any thread; takes as long as hashing.
+    """Hash every resident (shared tensor) of this process again, and compare the digests.
 
-    Memory on GPUs and other devices is copied to the host for hashing, tensor by tensor: only its
-    bytes can tell whether a write bypassed the hardware's protection. Packed copies are opaque:
-    they are listed by layer key and never read.
+    Tensors on GPUs and other devices are copied to the host for hashing, one by one. Packed weights
+    are listed in the result, but cannot be read. Safe from any thread.
     """
     unknown = registry.packed_keys()
     hashed, nbytes, mismatches = 0, 0, []
@@ -94,13 +94,13 @@ def _hashes_to(tensor: torch.Tensor, name: str) -> bool:
 
 
 def unshare(target: object) -> int:
-    """Give a model memory of its own for everything it shares; return the bytes copied.
+    """Give a model private memory for everything it shares; return the bytes copied.
 
     `target` is an engine that runs in this process (`LLM`), a module, or a pipeline with a dict of
-    `components`. On the CPU nothing moves: compiled code continues to use its addresses. On a GPU
-    whole slabs become private at their addresses, so that captured graphs stay valid; where memory
-    cannot be replaced in place, and on other devices, addresses change, but never an engine's. A
-    packed copy is never written and stays shared. No other thread may use the model meanwhile.
+    `components`. On the CPU, addresses do not change, so compiled code stays valid. On a GPU,
+    memory is replaced at its address if possible, so captured graphs stay valid; otherwise, and on
+    other devices, addresses change, but never those of an engine on a GPU. Packed weights are never
+    written and stay shared. No other thread may use the model meanwhile.
 
     Raises:
         UnsupportedError: `target` is something else.
@@ -119,9 +119,10 @@ def unshare(target: object) -> int:
 
 
 def leave_gpus(model: nn.Module) -> int:
-    """Make all memory a model shares on GPUs private in place; return the bytes copied.
+    """Make all memory that a model shares on GPUs private in place; return the bytes copied.
 
-    On a GPU a write is not copied. Host memory stays shared.
+    Call it before the model is written to, because GPU memory is not copied on write. Host memory
+    stays shared.
 
     Raises:
         OutOfMemoryError: There is no memory for the copies. The model has the values and
@@ -131,11 +132,11 @@ def leave_gpus(model: nn.Module) -> int:
 
 
 def let_go_of_written(model: nn.Module) -> int:
-    """Give parameters and buffers written while shared their own memory; return the bytes.
+    """Give private memory to parameters and buffers that were written to while shared.
 
-    Copy-on-write has kept others from seeing the writes, but a mapping keeps its slab alive, so
-    memory that nobody reads any more would stay as long as the model. On the CPU only. Nobody may
-    write meanwhile.
+    Returns the bytes copied. Copy-on-write has hidden the writes from other models, but the mapping
+    of a written tensor still keeps its slab in memory; this releases it. Only tensors on the CPU
+    are concerned. No thread may write to the model meanwhile.
 
     Raises:
         OutOfMemoryError: There is no memory for the copies.
