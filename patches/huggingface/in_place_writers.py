@@ -72,7 +72,8 @@ Before = Callable[..., Iterable[torch.Tensor]]
 def install() -> None:
     """Wrap all known functions that write to parameters in place. Idempotent.
 
-    Functions of modules that are not imported yet are wrapped when they are.
+    The wrappers give the parameters private memory first. Functions in a module that is not
+    imported yet are wrapped when it is imported.
     """
     _guard(LOAD_STATE, _copied_into)
     register_optimizer_step_pre_hook(_before_step)

@@ -39,7 +39,11 @@ _asleep: Final[weakref.WeakKeyDictionary[Any, SleepingModel]] = weakref.WeakKeyD
 
 @functools.cache
 def install() -> None:
-    """Wrap the worker's `sleep` and `wake_up`, now or when vLLM imports it. Idempotent."""
+    """Wrap the methods `sleep` and `wake_up` of vLLM's worker. Idempotent.
+
+    If the worker's module is not imported yet, they are wrapped when it is imported. In a vLLM
+    whose sleep mode is not supported, nothing is wrapped.
+    """
     if usable("sleep"):
         wrapt.when_imported(_WORKER)(_patch)
 

@@ -26,7 +26,11 @@ _log = logging.getLogger(__name__)
 
 
 def plain_loader(reason: str) -> type[DefaultModelLoader]:
-    """Return a loader class that loads as vLLM does, and logs `reason` for not sharing."""
+    """Return a loader class that loads as vLLM does, and logs `reason` for not sharing.
+
+    Its constructor raises UnsupportedError for a stored checkpoint and for `frozen_base`, which
+    vLLM cannot load by itself.
+    """
 
     class PlainLoader(DefaultModelLoader):
         def __init__(self, load_config: LoadConfig) -> None:

@@ -37,7 +37,7 @@ _UPDATES = ("update_weights", "finish_weight_update")
 def install() -> None:
     """Wrap the functions of vLLM that reload or update weights. Idempotent.
 
-    Functions of modules that are not imported yet are wrapped when they are.
+    Functions in a module that is not imported yet are wrapped when the module is imported.
     """
     for name in _RUNNERS:
         wrapt.when_imported(name)(_patch)
