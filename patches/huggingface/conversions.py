@@ -1,14 +1,14 @@
 """Keep shared tensors shared when a module is moved or cast: `.to(...)`, `.half()`, `.cuda()`.
 
-A resident is a tensor that lies in memory once for several models. A conversion in torch would give
-each model a copy of its own. Instead:
+A resident is a tensor that lies in memory once for several models. A conversion by torch alone
+would give each model a copy of its own. With this module:
 
 * On a GPU that can map memory, the first model makes a resident of each tensor, and later models
   map it read-only (`tensor_dedup.patches.huggingface.gpu_conversions`).
-* On other devices, later models use the copy that the first one made
+* On other devices, later models use the copy that the first model made
   (`tensor_dedup.loader.unsharing.device_copies`).
-* A cast in host memory makes a private tensor, which is hashed and shared. Which tensor it was cast
-  from is recorded, so that later models need neither a cast nor a hash.
+* A cast in host memory makes a private tensor, which is then hashed and shared. The tensor that it
+  was cast from is recorded, so that later models need neither a cast nor a hash.
 """
 
 from __future__ import annotations

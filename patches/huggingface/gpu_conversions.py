@@ -1,7 +1,7 @@
 """Move shared tensors to a GPU, into read-only memory that models share.
 
-All tensors that one conversion moves to a GPU are looked up, or transferred, before the first
-parameter is converted. GPU memory is allocated in handles of 2 MiB and more, so small tensors of a
+Before the first parameter is converted, all tensors that the conversion moves to the GPU are looked
+up there or transferred. GPU memory is allocated in handles of 2 MiB and more, so small tensors in a
 model share a handle.
 """
 

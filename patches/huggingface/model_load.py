@@ -6,8 +6,8 @@
 
 `tensor_dedup.loader.post_load.dedup` does the sharing, model by model.
 
-Loading is not thread-safe in these frameworks: two threads leave weights on the meta device, with
-or without this package. So loads that share take turns.
+Loading is not thread-safe in these frameworks: two loads at once leave weights on the meta device,
+with or without this package. So loads that share take turns.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reading the safetensors files of a stored checkpoint through functions of the frameworks.
 
-A stored checkpoint is loaded from a folder that stands for it and has no weights. The functions
-below take the tensors of its files from shared memory and the store. All other files are read as
-usual.
+A stored checkpoint is loaded from a stub folder, which has all files except the weights. The
+functions below take the tensors of the weight files from shared memory and the store. All other
+files are read as usual.
 """
 
 from __future__ import annotations

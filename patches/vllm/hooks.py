@@ -1,4 +1,4 @@
-"""Patch modules of vLLM as soon as they are imported, in whichever order that happens."""
+"""Patch modules of vLLM as soon as they are imported, in any order."""
 
 import importlib
 import sys

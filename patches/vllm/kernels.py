@@ -1,8 +1,8 @@
-"""vLLM's kernels: which processed layers can be shared by a layer key, and what they have packed.
+"""vLLM's kernels: which processed layers a layer key can identify, and what kernels have packed.
 
 A layer key identifies a processed layer by everything that processing reads. Only classes that
-tests cover are named here. They are looked up by name: in a vLLM that has moved one, models still
-load, and its layers are shared by their final bytes.
+tests cover are named here. They are looked up by name. In a vLLM that has moved one of them, models
+still load, and the layers of that class are shared by their final bytes.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Processing of a model's layers during a load, with sharing.
 
-vLLM calls `quant_method.process_weights_after_loading(layer)` for each layer; during a load of this
-package that call comes here. Layers are shared in one of two ways:
+vLLM calls `quant_method.process_weights_after_loading(layer)` for each layer. During a load with
+this package, the call comes here. Layers are shared in one of two ways:
 
 * By layer key, before they are processed. The key identifies the processed result. This is done
   only for combinations of quantisation method and kernel that tests cover (`CONSTANT_METHODS`,
   `_PREPROCESSED` and `kernels`).
-* By content, afterwards: vLLM processes the layer, and its final tensors are hashed and replaced by
-  shared ones with equal bytes.
+* By content, afterwards. vLLM processes the layer, and its final tensors are hashed and replaced by
+  shared tensors with equal bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The load format `tensor_dedup`, and the formats of vLLM that it reads in its place.
+"""The load format `tensor_dedup`, and the formats of vLLM that can be used with it.
 
 The inner format is the vLLM load format that reads the files. It is sent to every process of an
 engine in `model_loader_extra_config`, together with the configuration. This module imports no vllm.

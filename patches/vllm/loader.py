@@ -1,7 +1,8 @@
 """vLLM's loader for the load format `tensor_dedup`.
 
 It runs the default loader over deferred tensors, which have a shape but no data, to learn how the
-model's tensors follow from the checkpoint. Tensors that other models have are then shared.
+model's tensors follow from the checkpoint. Tensors that other models have in memory already are
+then shared.
 """
 
 from __future__ import annotations

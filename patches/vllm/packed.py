@@ -1,9 +1,10 @@
 """Linear layers whose weight vLLM packs into a oneDNN handler on a CPU.
 
 These are unquantised layers and int8 layers (w8a8). A handler is opaque: it cannot be mapped,
-hashed or written. So the object itself is shared, within one process only. Its key includes the
-recipe of the plain weight, which says how that follows from the checkpoint. The other tensors of an
-int8 layer (scales, sums of columns) are shared one by one, and listed in the same record.
+hashed or written. So the object itself is shared, within one process only. Its layer key includes
+the recipe of the unpacked weight, which says how that weight follows from the checkpoint. The other
+tensors in an int8 layer (scales, sums of columns) are shared one by one, and listed in the same
+record.
 
 oneDNN does not allow two threads to use one handler at the same time. No lock is needed, because
 vLLM keeps its forward context in a variable of the process, so that engines in one process take

@@ -1,7 +1,7 @@
 """Models that vLLM loads without this package, and whose tensors are shared afterwards.
 
 This is done for formats with a loader of their own, and for weights that are quantised while they
-are read. It saves memory but no reading, and needs memory for the whole model during the load.
+are read. It saves memory but no reading, and during the load it needs memory for the whole model.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Layers of vLLM that are shared after, or instead of, being processed.
 
 Processing (`process_weights_after_loading`) replaces parameters, renames them, adds some and
-removes others. The parameters that the layer has afterwards are shared: by content, or by a record
-that lists the residents (shared tensors) of an equal layer.
+removes others. The parameters that the layer has afterwards are shared in one of two ways: by
+content, or by a layer record, which lists the residents (shared tensors) of an equal layer.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """One load of one vLLM model, from open files to the report.
 
-On a GPU the model is built without its weights there, so that a model fits whose weights are shared
-with others. Constructors run with the GPU as torch's default device, and compute buffers and tables
-there as in plain loading. Only parameters are moved to host memory, each when it is registered, so
-that no more than one of them is on the GPU at a time. Their content is moved, too, unless it is
-uninitialised.
+On a GPU, the model is built without its weights in GPU memory, so that a model fits whose weights
+are shared with others. Constructors run with the GPU as torch's default device, and compute buffers
+and tables there as in plain vLLM. Only parameters are moved to host memory. Each is moved when it
+is registered, so that no more than one of them is on the GPU at a time. The content of a parameter
+is moved, too, unless it is uninitialised.
 """
 
 from __future__ import annotations
@@ -410,11 +410,11 @@ class LoadRun:
 
     @contextmanager
     def retied(self, model: nn.Module, model_config: ModelConfig) -> Iterator[None]:
-        """Context manager: tie the output head to the embeddings if the checkpoint's are equal.
+        """Context manager: tie the output head to the embeddings if both have equal tensors.
 
-        The head is tied at the start. vLLM would compare the bytes of the two tensors; here their
-        recipes are compared first. While the context manager is active, vLLM does not try to tie
-        the head itself.
+        The tensors are those of the checkpoint, and the head is tied at the start. vLLM would
+        compare the bytes of the two tensors; here their recipes are compared first. While the
+        context manager is active, vLLM does not try to tie the head itself.
         """
         if not getattr(model_config, "word_embeddings_untied_by_checkpoint", False):
             yield

@@ -1,7 +1,7 @@
 """The table of seams: every name of vLLM that this package wraps, overrides or relies on.
 
 Each entry has the recorded signature, and the consequence if vLLM has changed it. `check` compares
-the table with the installed vLLM. Neither vllm nor torch is imported before that.
+the table with the installed vLLM. Before that, neither vllm nor torch is imported.
 """
 
 import functools

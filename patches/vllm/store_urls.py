@@ -1,4 +1,4 @@
-"""Resolve `store://NAME` as a model of vLLM into a folder, before vLLM looks at it.
+"""Resolve `store://NAME` as a model of vLLM into a folder, before vLLM looks at the name.
 
 This module imports no vllm.
 """

@@ -1,7 +1,7 @@
 """The load format `tensor_dedup` in a version of vLLM that this package does not support.
 
-Every model is loaded plainly. No method that reads weights is overridden, because that could depend
-on what has changed in vLLM.
+Every model is loaded without sharing. No method that reads weights is overridden, because the
+method could depend on a part of vLLM that has changed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Wrappers of vLLM's weight iterators, which yield deferred tensors during a load of this package.
+"""Wrappers of vLLM's weight iterators, which yield deferred tensors during a load.
 
-They replace the names that `DefaultModelLoader` calls after it has chosen, filtered and downloaded
-the files; all of that remains vLLM's. Outside such a load, as in a reload, in another loader or in
-another thread, the original iterators run. `stored_tensors` yields the tensors of stored
-checkpoints, which have no files of weights.
+Deferred tensors have a shape but no data. `DefaultModelLoader` calls the wrappers after it has
+chosen, filtered and downloaded the files, so all of that is still done by vLLM. Outside a load with
+this package, as in a reload, in another loader or in another thread, the original iterators run.
+`stored_tensors` yields the tensors of stored checkpoints, which have no weight files.
 """
 
 from __future__ import annotations
