@@ -1,4 +1,7 @@
-"""The state that all parts of the core share. For one thread; times are monotonic seconds."""
+"""The state that all parts of the core share.
+
+Only one thread may use it. Times are in seconds of a monotonic clock.
+"""
 
 import sys
 from collections import Counter

@@ -1,7 +1,7 @@
 """Reading the safetensors files of a stored checkpoint through functions of the frameworks.
 
-A stored checkpoint is loaded from a stub folder, which has all files except the weights. The
-functions below take the tensors of the weight files from shared memory and the store. All other
+A stored checkpoint is loaded from a stub folder, in which the weight files have only their headers.
+The functions below take the tensors of these files from shared memory and the store. All other
 files are read as usual.
 """
 

@@ -1,7 +1,7 @@
 """The functions of Transformers that are replaced during a load.
 
-A seam is such a function with the signature that was recorded for it. A function with another
-signature is not replaced.
+A seam describes one of these functions, with the signature that was recorded for it. A function
+with another signature is not replaced.
 """
 
 from __future__ import annotations

@@ -99,10 +99,10 @@ def eplb_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 def share_loaded(model: nn.Module, session: LoadSession, total: int) -> None:
     """Replace the parameters of a loaded model by shared tensors with equal bytes.
 
-    If there is no such tensor, one is made. The model must have been loaded inside `with
-    scales_kept():`. Memory that a kernel's handler uses is not replaced. `total` is the size of the
-    model in bytes, packed weights included; the part of it that is not in parameters is reported as
-    private.
+    A parameter without an equal shared tensor becomes a new shared tensor. The model must have been
+    loaded inside `with scales_kept():`. Memory that a kernel's handler uses is not replaced.
+    `total` is the size of the model in bytes, packed weights included; the part of it that is not
+    in parameters is reported as private.
     """
     overwritten = {id(parameter) for parameter in eplb_parameters(model)}
     seen: set[int] = set()

@@ -268,9 +268,9 @@ class ProcessedLayer:
     def share(self, record: LayerRecord | None = None) -> None:
         """Replace the layer's parameters by shared tensors with equal bytes.
 
-        If there is no such tensor, one is made; a parameter that cannot be shared stays private. If
-        `record` is given, the shared tensors are entered into it. Parameters are replaced slab by
-        slab, so that the layer is never in memory twice.
+        A parameter without an equal shared tensor becomes a new shared tensor; a parameter that
+        cannot be shared stays private. If `record` is given, the shared tensors are entered into
+        it. Parameters are replaced slab by slab, so that the layer is never in memory twice.
         """
         finals = self._finals()
         for group in slabs([parameter.nbytes for _, _, parameter in finals]):

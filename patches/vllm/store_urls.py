@@ -54,8 +54,8 @@ def make_unresolved(original: Callable[..., None], engine_args: Any, given: Boun
 
     vLLM creates engine arguments from the model's name alone, to see which other arguments differ
     from their defaults. With HF_HUB_OFFLINE it would then look for the name as a path, so it is
-    given the current folder instead. `original` is vLLM's initialiser and `given` its arguments. An
-    engine with such arguments is refused by `refuse_unresolved`.
+    given the current folder instead. `original` is vLLM's initialiser and `given` has its
+    arguments. `refuse_unresolved` keeps engines from using the result.
     """
     url = given.arguments["model"]
     given.arguments["model"] = os.curdir

@@ -183,9 +183,9 @@ def with_frozen_layers(
 def stored_paths(
     checkout: Checkout, subfolder: str | None, patterns: Sequence[str] | None
 ) -> list[str]:
-    """Return the paths of a stored checkpoint's weight files, as if they lay in its stub folder.
+    """Return the paths of a stored checkpoint's weight files in its stub folder.
 
-    `patterns` selects files by name; None selects all.
+    The files there have only their headers. `patterns` selects files by name; None selects all.
 
     Raises:
         UnsupportedError: `subfolder` is given.
