@@ -22,7 +22,7 @@ class MemoryManagerError(TensorDedupError):
 
 
 class ManagerGoneError(MemoryManagerError):
-    """No manager answers, or the connection broke: load privately or connect again."""
+    """No manager answers, or the connection broke. Load privately, or connect again."""
 
     exit_status = NOBODY_THERE
 
@@ -53,7 +53,7 @@ class RefusedError(MemoryManagerError):
 
 
 class LeaseClosedError(MemoryManagerError):
-    """A lease, a put, a slab or a client was used after it was closed: a bug in the caller."""
+    """A lease, a put, a slab or a client was used after it was closed, by a bug in the caller."""
 
 
 class BackendError(MemoryManagerError):
@@ -65,7 +65,7 @@ class NoMemoryError(BackendError):
 
 
 class StillWritableError(BackendError):
-    """A process still has the slab mapped writable: unmap it everywhere, then seal again."""
+    """A process still has the slab mapped writable. Unmap it everywhere, then seal again."""
 
 
 class NotSealedError(BackendError):

@@ -20,13 +20,16 @@ Spans = Sequence[tuple[int, int]]
 class Capabilities:
     """The properties of a backend and the guarantees that clients may rely on.
 
-    `hardware_readonly`: the hardware refuses writes through a reader's mapping. `hashes_itself`:
-    the manager hashes the bytes; otherwise it trusts the digests that the writer sent. `seals`: no
-    process, the writer included, can change a sealed slab or map it writable; without it, processes
-    of one user trust each other not to. `zeroed`: memory that was never written is zero.
-    `outlives`: a mapping keeps the memory alive after the manager has ended. `device`: the UUID of
-    the GPU, or "" for host memory. `device_bytes`: the size of that GPU's memory in bytes, or 0 for
-    host memory. `layout`: the alignment rules of slabs.
+    * `hardware_readonly`: the hardware refuses writes through a reader's mapping.
+    * `hashes_itself`: the manager hashes the bytes; otherwise it trusts the digests that the writer
+      sent.
+    * `seals`: no process, the writer included, can change a sealed slab or map it writable. Without
+      it, the processes of one user trust each other not to.
+    * `zeroed`: memory that was never written is zero.
+    * `outlives`: a mapping keeps the memory alive after the manager has ended.
+    * `device`: the UUID of the GPU, or "" for host memory.
+    * `device_bytes`: the size of that GPU's memory in bytes, or 0 for host memory.
+    * `layout`: the alignment rules of slabs.
     """
 
     name: str
@@ -49,18 +52,18 @@ class Memory(Protocol):
 
     @property
     def fileno(self) -> int:
-        """The file descriptor that is sent to clients. This object owns it and closes it.
+        """The file descriptor that is sent to clients. This object owns and closes it.
 
-        It refers to the memory itself or, with the `ipc` backend, to a small file that holds the
-        CUDA IPC handle of the memory.
+        The descriptor refers to the memory itself or, with the `ipc` backend, to a small file that
+        holds the CUDA IPC handle of the memory.
         """
 
 
 class Backend(Protocol):
     """A source of slabs: it allocates, seals, hashes and reclaims them. Safe from any thread.
 
-    Slow work takes an offset and a size, so that the caller can split it into steps, and stop or
-    serve another client between two steps.
+    Methods that may be slow take ranges of a slab, so that the caller can split the work into
+    steps, and stop or serve another client between two steps.
     """
 
     @property
@@ -70,7 +73,7 @@ class Backend(Protocol):
     def reserve(self, nbytes: int) -> Memory:
         """Return a new slab of `nbytes` bytes, whose size is fixed.
 
-        A range of it must not be written before `commit` was called for that range.
+        A range of the slab must not be written before `commit` was called for that range.
 
         Raises:
             NoMemoryError: The system has no memory or no descriptor left.
@@ -87,7 +90,7 @@ class Backend(Protocol):
     def seal(self, memory: Memory) -> None:
         """Make the bytes of a slab immutable for every process. Sealing twice has no effect.
 
-        A backend that cannot seal trusts the writer to have unmapped the slab.
+        A backend that cannot seal does nothing, and trusts the writer to have unmapped the slab.
 
         Raises:
             StillWritableError: A writable mapping still exists; the slab is unchanged.
@@ -106,11 +109,11 @@ class Backend(Protocol):
     def reclaim(self, fd: int, nbytes: int) -> Memory:
         """Return the sealed slab of an earlier manager that the descriptor `fd` refers to.
 
-        The returned object owns `fd`. If this method raises, `fd` stays open and belongs to the
-        caller: closing a descriptor that a client has opened may block, so the caller chooses the
-        thread.
+        The returned object owns `fd`. If this method raises, `fd` stays open and still belongs to
+        the caller. The caller can then choose a thread to close it, because closing a descriptor
+        that a client has opened may block.
 
         Raises:
             NotSealedError: The descriptor is not memory of this kind. A backend that seals also
-                raises it if the slab has another size, is not sealed, or has holes.
+                raises it if the slab is not sealed, has holes, or has another size than `nbytes`.
         """

@@ -1,14 +1,17 @@
 """A backend for the memory of one GPU that uses CUDA's legacy IPC handles.
 
 It is used only on request, where the `vmm` backend does not work. The IPC calls need a CUDA
-context, which the manager does not have. So a helper process has one: it allocates the memory,
-returns the handles, frees the memory, and ends when the manager closes its socket.
+context, which the manager does not have, so a helper process has the context. The helper allocates
+the memory, returns the handles, and frees the memory. It ends when the manager closes its socket.
 
-The protocol sends descriptors, and such memory has none. A slab's descriptor is therefore a ticket:
-a small sealed file that holds the IPC handle and the size.
+The protocol sends descriptors, but memory with IPC handles has no descriptor. A slab's descriptor
+therefore refers to a ticket: a small sealed file that holds the IPC handle and the size.
 
-The backend has three disadvantages: readers can write to the memory, a client cannot choose the
-address of a mapping, and all memory is lost when the helper ends, and so when the manager ends.
+The backend has three disadvantages:
+
+* Readers can write to the memory.
+* A client cannot choose the address of a mapping.
+* All memory is lost when the helper ends, and so when the manager ends.
 """
 
 import errno
@@ -70,7 +73,10 @@ def _free(helper: "Helper", number: int, fd: int) -> None:
 
 
 class IpcBackend:
-    """The `ipc` backend for one GPU. The descriptor of a slab refers to a ticket file."""
+    """The `ipc` backend for one GPU. The descriptor of a slab refers to a ticket file.
+
+    A ticket is a small sealed file with the IPC handle and the size of the memory.
+    """
 
     def __init__(self, helper: "Helper") -> None:
         self._helper = helper
@@ -100,17 +106,20 @@ class IpcBackend:
             raise NoMemoryError(f"no descriptor for a ticket: {error.strerror}") from error
 
     def commit(self, memory: Memory, offset: int, nbytes: int) -> None:
-        """Do nothing: `reserve` has allocated the memory already."""
+        """Do nothing, because `reserve` has allocated the memory already."""
 
     def seal(self, memory: Memory) -> None:
-        """Do nothing: this memory cannot be sealed. The writer is trusted to have unmapped it."""
+        """Do nothing, because this memory cannot be sealed.
+
+        The writer is trusted to have unmapped it.
+        """
 
     def leaves(self, memory: Memory, spans: Spans) -> list[list[bytes]]:
-        """Raise BackendError: the manager cannot read this memory."""
+        """Raise BackendError, because the manager cannot read this memory."""
         raise BackendError("the manager does not hash the memory of a GPU")
 
     def reclaim(self, fd: int, nbytes: int) -> IpcSlab:
-        """Raise NotSealedError: the memory of an earlier manager was freed with its helper."""
+        """Raise NotSealedError, because an earlier manager's memory was freed with its helper."""
         raise NotSealedError("memory of the backend `ipc` does not outlive its manager; load again")
 
 
@@ -118,9 +127,10 @@ class IpcBackend:
 
 
 def write_ticket(handle: bytes, nbytes: int) -> int:
-    """Write an IPC handle and its size in bytes to a new sealed memory file; return its descriptor.
+    """Write the IPC handle and the size in bytes of some memory to a new ticket file.
 
-    The caller owns the descriptor.
+    Return the descriptor of the file, which is a sealed memory file. The caller owns the
+    descriptor.
 
     Raises:
         OSError: No descriptor is left.
@@ -136,10 +146,12 @@ def write_ticket(handle: bytes, nbytes: int) -> int:
 
 
 def read_ticket(fd: int) -> tuple[bytes, int]:
-    """Return the IPC handle in the file of `write_ticket`, and the size of its memory in bytes.
+    """Return the IPC handle in the ticket file `fd`, and the size of its memory in bytes.
+
+    `fd` stays open.
 
     Raises:
-        NotSealedError: The descriptor does not refer to a ticket.
+        NotSealedError: `fd` does not refer to a ticket.
     """
     try:
         data = os.pread(fd, _TICKET.size, 0)
@@ -161,7 +173,7 @@ class HelperAllocate(msgspec.Struct, tag=True, frozen=True, forbid_unknown_field
 
 
 class HelperFree(msgspec.Struct, tag=True, frozen=True, forbid_unknown_fields=True):
-    """A request to the helper process to free the allocation `number`. It has no answer."""
+    """A request to the helper process to free the allocation `number`. There is no answer."""
 
     number: int
 
@@ -194,12 +206,13 @@ _answers: msgspec.msgpack.Decoder[_Answer] = msgspec.msgpack.Decoder(_Answer)
 
 
 class Helper:
-    """A running helper process, as the manager uses it. Safe from any thread."""
+    """The manager's side of a running helper process. Safe from any thread."""
 
     def __init__(self, device: str, driver: str = "") -> None:
-        """Start the helper, and wait until it reports its GPU.
+        """Start the helper process, and wait until it reports its GPU.
 
-        `device` is a UUID or an ordinal. `driver` is the `Driver` that it uses, as module:class.
+        `device` is the UUID or the ordinal of the GPU. `driver` is the `Driver` class that the
+        helper uses, as `module:class`, or "" for NVIDIA's driver.
 
         Raises:
             DeviceError: There is no such GPU, or the helper does not answer.
@@ -274,9 +287,9 @@ class Helper:
                 return
 
     def free(self, number: int) -> None:
-        """Free an allocation. Never blocks and never fails, so that finalizers can call it.
+        """Free the allocation `number`. Never blocks and never fails, so finalizers can call it.
 
-        If the helper's socket is full, the request is sent before the next one.
+        If the helper's socket is full, this request is sent before the next request.
         """
         self._unsent.append(number)
         with suppress(OSError):
@@ -321,7 +334,7 @@ def _end(ours: socket.socket, process: "subprocess.Popen[bytes]") -> None:
 def serve(manager: socket.socket, driver: Driver, device: str) -> None:
     """Run the helper process: serve requests until the manager hangs up, then free all memory.
 
-    `device` is the UUID or the ordinal of the GPU.
+    `manager` is the socket to the manager. `device` is the UUID or the ordinal of the GPU.
     """
     driver.init()
     found = find_device(driver, device)

@@ -1,6 +1,7 @@
 """A backend for host memory: memory files (`memfd_create`) with seals. Linux only.
 
-After sealing, the kernel refuses every write. The manager maps a slab only while it hashes it.
+After a file is sealed, the kernel refuses every write to it. The manager maps a slab only while it
+hashes the slab.
 """
 
 import errno
@@ -59,7 +60,7 @@ class MemfdBackend:
         return slab
 
     def commit(self, memory: Memory, offset: int, nbytes: int) -> None:
-        """Allocate the pages of a range: a write to a page that cannot be allocated ends in SIGBUS.
+        """Allocate the pages of a range, so that a later write to the range cannot end in SIGBUS.
 
         Raises:
             NoMemoryError: The system has no memory left.
@@ -85,7 +86,9 @@ class MemfdBackend:
             raise BackendError(f"sealing: {error.strerror}", errno=error.errno) from error
 
     def leaves(self, memory: Memory, spans: Spans) -> list[list[bytes]]:
-        """Return the leaf digests (one for each 2 MiB) of each span (offset, size) of a slab.
+        """Return the leaf digests (one for each 2 MiB) of each span of a sealed slab.
+
+        A span is an offset and a size in bytes.
 
         Raises:
             NoMemoryError: The spans cannot be mapped.
@@ -110,8 +113,8 @@ class MemfdBackend:
         """Return the slab of an earlier manager that `fd` refers to, and take ownership of `fd`.
 
         Raises:
-            NotSealedError: It is not a sealed memory file of tensor-dedup, has another size, or has
-                holes. `fd` stays open.
+            NotSealedError: `fd` is not a sealed memory file of tensor-dedup, has another size than
+                `nbytes`, or has holes. `fd` stays open.
         """
         # The seals first: to ask another file system for anything may take as long as it likes.
         if _seals(fd) & _ALL_SEALS != _ALL_SEALS or not _is_ours(fd):

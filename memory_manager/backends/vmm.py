@@ -1,13 +1,13 @@
 """A backend for the memory of one GPU, which passes it on as file descriptors and never maps it.
 
-The memory is made by cuMemCreate, exported by cuMemExportToShareableHandle, and the handle released
-by cuMemRelease; from then on the descriptor keeps the memory. None of these calls needs a CUDA
+The memory is made by cuMemCreate and exported by cuMemExportToShareableHandle. Then cuMemRelease
+releases the handle, and only the descriptor keeps the memory. None of these calls needs a CUDA
 context, so the manager takes no GPU memory of its own.
 
 Without a mapping, the manager cannot zero, seal or hash the memory. It trusts the digests that the
-writer sends, and trusts the writer to have unmapped the memory. Of slabs that clients offer back
-after a restart it checks only that they are memory of this GPU. Readers map the memory read-only,
-and the hardware refuses their writes.
+writer sends, and trusts the writer to have unmapped the memory. If clients offer slabs back after a
+restart, the manager checks only that these are memory of this GPU. Readers map the memory
+read-only, and the hardware refuses their writes.
 """
 
 import os
@@ -23,7 +23,10 @@ ALIGNMENT: Final = 512  # what torch's own allocator gives, and more than any ke
 
 
 class VmmAllocation:
-    """The memory of one CUDA handle. Its descriptor is closed with this object."""
+    """The memory of one CUDA handle.
+
+    Its descriptor is closed when this object is garbage-collected.
+    """
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.nbytes: Final = nbytes
@@ -86,20 +89,23 @@ class VmmBackend:
             self._driver.release(handle)
 
     def commit(self, memory: Memory, offset: int, nbytes: int) -> None:
-        """Do nothing: `reserve` has allocated the memory already."""
+        """Do nothing, because `reserve` has allocated the memory already."""
 
     def seal(self, memory: Memory) -> None:
-        """Do nothing: this memory cannot be sealed. The writer is trusted to have unmapped it."""
+        """Do nothing, because this memory cannot be sealed.
+
+        The writer is trusted to have unmapped it.
+        """
 
     def leaves(self, memory: Memory, spans: Spans) -> list[list[bytes]]:
-        """Raise BackendError: the manager cannot read this memory."""
+        """Raise BackendError, because the manager cannot read this memory."""
         raise BackendError("the manager does not hash the memory of a GPU")
 
     def reclaim(self, fd: int, nbytes: int) -> VmmAllocation:
         """Return the slab of an earlier manager that `fd` refers to, and take ownership of `fd`.
 
         Raises:
-            NotSealedError: It is not memory of this GPU; `fd` stays open.
+            NotSealedError: `fd` is not memory of this GPU. `fd` stays open.
         """
         try:
             handle = self._driver.import_(fd)

@@ -45,7 +45,7 @@ class Overview(msgspec.Struct, frozen=True):
 
 
 class Admin:
-    """An administrative connection to a manager, for one thread at a time.
+    """An administrative connection to a manager. Only one thread at a time may use it.
 
     Every method raises ManagerGoneError if the manager does not answer.
     """
@@ -93,8 +93,9 @@ class Admin:
     def pin(self, name: str, *, pinned: bool = True) -> Done:
         """Protect the tensors of a checkpoint from eviction, or end that with `pinned=False`.
 
-        `name` is the name of a checkpoint or the digest of one tensor. Return the number of tensors
-        affected and their bytes.
+        `name` is the name of a checkpoint or the digest of one tensor. Tensors that are added under
+        the name later are protected, too. Return the number of tensors affected now, and their
+        bytes.
         """
         return self._connection.ask(Pin(name, pinned), Done)[0]
 
@@ -102,7 +103,7 @@ class Admin:
         """Free the tensors of a checkpoint that are neither in use nor pinned.
 
         `name` is the name of a checkpoint or the digest of one tensor. Return the number of tensors
-        freed and the bytes of their slabs.
+        freed, and the bytes of their slabs. Both are 0 if there is nothing to free.
         """
         return self._connection.ask(Evict(name), Done)[0]
 

@@ -1,10 +1,10 @@
-"""An engine's connection to a memory manager: look up layers by key, and put those it lacks.
+"""An engine's connection to a memory manager: look up layers by key, and put missing ones.
 
     leases = client.get(keys)                                 # one message for 256 keys
     result = client.put({key: NewLayer(record, tensors)})     # reserve, write, seal, publish
 
 A layer is a record (bytes that only engines understand) and its tensors. Both calls return leases
-on the tensors: as long as a lease exists, its bytes stay in place and unchanged.
+on the tensors. As long as a lease exists, the bytes of its tensor stay in place and unchanged.
 """
 
 import logging
@@ -91,7 +91,10 @@ class _Session(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerFound:
-    """A published layer: its record, and a lease on each of its tensors in the record's order."""
+    """A published layer: its record, and a lease on each of its tensors.
+
+    The leases are in the order in which the record refers to the tensors.
+    """
 
     record: bytes
     leases: tuple[Lease, ...]
@@ -104,12 +107,12 @@ def connect(
     keep_connected: bool = True,
     device: str = "",
 ) -> "Client":
-    """Connect to the manager at a socket's path, or at the default path with "auto".
+    """Connect to the manager at the socket `where`, or at the default path with "auto".
 
     With "auto", a manager is started if none answers. `name` is shown by `tensor-dedup status`.
-    With `keep_connected`, the client reconnects by itself when a manager has been replaced, and
-    offers it the slabs that are leased here. `device` is the UUID of a GPU whose memory is wanted;
-    the socket of that GPU's manager lies beside the one at `where`.
+    With `keep_connected`, the client reconnects by itself when another manager has replaced its
+    manager, and offers the new manager the slabs that are leased here. If `device` is the UUID of a
+    GPU, the client connects to the manager of that GPU's memory, whose socket lies beside `where`.
 
     Raises:
         ManagerGoneError: No manager answers; load into private memory instead.
@@ -137,12 +140,12 @@ def _connected(beside: Path, name: str, device: str, *, start: bool) -> Connecti
 
 
 def start_manager(path: Path, device: str = "", budget: int | None = None) -> bool:
-    """Start a manager in the background at this socket, and wait until clients can connect.
+    """Start a manager in the background at the socket `path`, and wait until clients can connect.
 
-    Return False if another process has started one meanwhile. `device` is the UUID of the GPU whose
-    memory it lends; the socket of that manager lies beside `path`. `budget` is in bytes; by default
-    the server chooses. The manager is detached from this process, and ends after ten minutes
-    without clients. Several processes may call this at once.
+    Return True, or False if another process has started a manager meanwhile. If `device` is the
+    UUID of a GPU, the manager lends the memory of that GPU, and its socket lies beside `path`.
+    `budget` is in bytes; by default the server chooses. The manager is detached from this process,
+    and ends after ten minutes without clients. Several processes may call this at once.
 
     Raises:
         ManagerGoneError: The manager does not start.
@@ -188,10 +191,11 @@ def _check_device(connection: Connection, device: str) -> None:
 class Client:
     """A connection of this process to a memory manager.
 
-    It is safe from any thread and unusable after a fork. A lease on a tensor keeps it in place;
-    what is leased stays mapped and valid even if the manager dies. Every method raises
-    ManagerGoneError if the manager does not answer, except `put`, which returns the error. The
-    caller then loads into private memory.
+    It is safe from any thread. In a forked child it is unusable until `reconnect` was called. A
+    lease keeps its tensor in place. Leased memory stays mapped and valid even if the manager dies.
+
+    Every method except `put` raises ManagerGoneError if the manager does not answer; `put` returns
+    the error in its result. The caller can then load into private memory.
     """
 
     def __init__(self, connection: Connection, name: str = "") -> None:
@@ -222,22 +226,25 @@ class Client:
 
     @property
     def connected(self) -> bool:
-        """Whether the client is connected to a manager. A hang-up may not have been noticed yet."""
+        """Whether the client is connected to a manager.
+
+        It stays True after the manager has hung up, until the client has noticed that.
+        """
         return self._connection.alive
 
     def watched(self) -> int:
-        """Return the descriptor of the socket, for `poll`, or -1 without a connection."""
+        """Return the descriptor of the socket to watch with `poll`, or -1 without a connection."""
         return self._connection.fileno() if self._connection.alive else -1
 
     def keep_connected(self) -> None:
-        """Start a thread that reconnects when the manager dies; it ends with `close`."""
+        """Start a thread that reconnects when the manager dies. `close` ends the thread."""
         watch_manager(self, self._closed)
 
     def close(self) -> None:
         """Close the connection, which ends all leases.
 
-        Mappings stay valid. The manager counts their memory against its budget until this process
-        ends.
+        Mappings stay valid, but the manager counts their memory against its budget until this
+        process ends.
         """
         self._closed.set()
         self._connection.close()
@@ -251,11 +258,12 @@ class Client:
     # Get.
 
     def get(self, keys: Sequence[str], checkpoint: str = "") -> list[LayerFound | None]:
-        """Look up layers by key and lease their tensors; the result is None for unpublished keys.
+        """Look up layers by key, and lease the tensors of the layers that are published.
 
-        The results are in the order of `keys`. Up to MAX_KEYS keys go in one message. The manager
-        answers as many as fit into a reply, and is asked again for the others. `checkpoint` is the
-        name under which the manager lists the tensors.
+        The results are in the order of `keys`; the result for a key without a published layer is
+        None. Up to MAX_KEYS keys go in one message. The manager answers as many keys as fit into a
+        reply, and is asked again for the others. `checkpoint` is the name under which the manager
+        lists the tensors.
         """
         return [
             found for batch in _batches(keys, MAX_KEYS) for found in self._pages(batch, checkpoint)
@@ -275,10 +283,11 @@ class Client:
             keys = _rest(keys, len(reply.layers))
 
     def lease(self, digests: Sequence[str], checkpoint: str = "") -> list[Lease | None]:
-        """Lease tensors by digest; the result is None for digests that are not resident.
+        """Lease tensors by digest.
 
-        The results are in the order of `digests`. A client that builds a layer calls this with the
-        digests it has computed, and then writes only the missing tensors.
+        The results are in the order of `digests`; the result for a digest that is not resident is
+        None. A client that builds a layer calls this with the digests it has computed, and then
+        writes only the missing tensors.
         """
         found: list[Lease | None] = []
         for batch in _batches(digests, MAX_PIECES):
@@ -290,13 +299,14 @@ class Client:
         return found
 
     def stand_by(self, leases: Sequence[Lease], *, asleep: bool = True) -> list[bool]:
-        """Mark leases as held by a sleeping engine, or by a woken one with `asleep=False`.
+        """Mark leases as held by a sleeping engine or, with `asleep=False`, by a woken one.
 
         Return for each lease whether another client that is awake also holds the tensor. The leases
         keep their tensors in either case.
 
         Raises:
-            RefusedError: The code is "not_resident": the manager does not know one of the leases.
+            RefusedError: The code is "not_resident" if the manager does not know one of the leases,
+                or "limit" if it has no memory left for the marks.
         """
         found: list[bool] = []
         for batch in _batches(leases, MAX_RELEASES):
@@ -308,9 +318,10 @@ class Client:
         return found
 
     def evict(self, name: str) -> int:
-        """Free the slabs of a checkpoint, or of one digest, that are not in use.
+        """Free the slabs of a checkpoint that are neither in use nor pinned.
 
-        Return their bytes. Pinned slabs are kept.
+        `name` is the name of a checkpoint or the digest of one tensor. Return the bytes of the
+        freed slabs.
         """
         return self._connection.ask(Evict(name), Done)[0].nbytes
 
@@ -324,16 +335,18 @@ class Client:
         fill: Fill | None = None,
         wait_s: float = PUT_WAIT_S,
     ) -> PutResult:
-        """Build these layers in the manager's memory, unless another process builds them.
+        """Build `layers` in the manager's memory, unless another process builds them.
 
-        `fill` writes the tensors of the granted layers into the slab; by default their `data` is
-        copied. The slab is then sealed and the layers are published. If another process is building
-        a layer, this call waits, `wait_s` seconds for all layers together, and takes the layer over
-        if its builder gives up or falls silent. A layer that is already published with another
-        record or with other digests is not used.
+        `layers` maps layer keys to the layers. `fill` writes the tensors into the slab; by default
+        their `data` is copied. The slab is then sealed and the layers are published.
 
-        A MemoryManagerError is not raised but returned in the result; layers that were put before
-        it stay usable. A thread that has an unfinished put must not call this.
+        If another process is building a layer, this call waits for it, at most `wait_s` seconds for
+        all layers together. If that process gives up or falls silent, this call takes the layer
+        over. A layer that is already published with another record or with other digests is not
+        used.
+
+        A MemoryManagerError is returned in the result instead of being raised; layers that were put
+        before the error stay usable. A thread that has an unfinished put must not call this.
         """
         result = PutResult()
         deadline = time.monotonic() + wait_s
@@ -397,12 +410,13 @@ class Client:
         return None
 
     def reserve(self, keys: Sequence[str], checkpoint: str = "") -> Reservation:
-        """Request the right to build these layers, at most MAX_KEYS of them.
+        """Request the right to build the layers with these keys, at most MAX_KEYS of them.
 
-        The granted layers form one put. Publish or abandon it before you wait for other layers.
+        The granted layers form one put. Publish or abandon the put before you wait for other
+        layers.
 
         Raises:
-            RefusedError: The code is "limit": this client holds the maximum number of puts.
+            RefusedError: The code is "limit" if this client holds the maximum number of puts.
         """
         connection = self._connection
         reply, _ = connection.ask(Reserve(list(keys), checkpoint), Reserved)
@@ -417,12 +431,15 @@ class Client:
     def wait(self, key: str, timeout_s: float) -> Outcome:
         """Wait up to `timeout_s` seconds for a layer that another client builds.
 
-        Return the outcome. "ready": the layer is published; look it up. "free": its builder gave
-        up; reserve it. "stalled": its builder has been silent for too long; reserving the layer
-        takes it over. "building": the time is up; build the layer in private memory.
+        Return the outcome:
+
+        * "ready": the layer is published. Look it up.
+        * "free": its builder gave up. Reserve the layer.
+        * "stalled": its builder has been silent for too long. Reserve the layer to take it over.
+        * "building": the time is up. Build the layer in private memory.
 
         Raises:
-            RefusedError: The code is "holds_reservation": this client has an unfinished put.
+            RefusedError: The code is "holds_reservation" if this client has an unfinished put.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -432,20 +449,21 @@ class Client:
                 return reply.outcome
 
     def publish(self, keys: Sequence[str], record: bytes, digests: Sequence[str]) -> int:
-        """Publish a layer record under `keys`. This client must hold leases on all its tensors.
+        """Publish a layer record under `keys`, which need not be reserved.
 
-        Return the number of keys that had no record before.
+        This client must hold leases on all tensors in `digests`. Return the number of keys that had
+        no record before.
 
         Raises:
-            RefusedError: Another client is building the layer of a key, or the manager has no
-                memory left for records.
+            RefusedError: Another client is building the layer of a key, a tensor is not leased, or
+                the manager has no memory left for records.
         """
         return publish(self._connection, 0, record, digests, keys)
 
     def remember(self, keys: Sequence[str], record: bytes, digests: Sequence[str]) -> list[str]:
-        """Note a layer record, to publish it again with the next manager if this one is replaced.
+        """Note a layer record, so that `reconnect` publishes it again with the next manager.
 
-        Return those of the keys that were not noted with this record before.
+        Return those keys that were not noted with this record before.
         """
         new = (record, tuple(digests))
         found = [key for key in keys if self._records.get(key) != new]
@@ -453,7 +471,10 @@ class Client:
         return found
 
     def forget(self, keys: Sequence[str]) -> None:
-        """Undo `remember` for these keys, because this process no longer has the layer."""
+        """Undo `remember` for these keys. Keys that were not noted are ignored.
+
+        Call it when this process no longer has the layer.
+        """
         for key in keys:
             self._records.pop(key, None)
 
@@ -462,7 +483,8 @@ class Client:
     def reconnect(self) -> int:
         """Connect to the manager that replaced a dead one, and offer it all slabs leased here.
 
-        Return the number of slabs it has accepted, or 0 if the present connection still works.
+        Return the number of slabs that the new manager has accepted, or 0 if the present connection
+        still works.
 
         Raises:
             ManagerGoneError: No manager answers.

@@ -73,7 +73,7 @@ class Connection:
 
     @property
     def alive(self) -> bool:
-        """Whether the connection is open and was opened by this process (not before a fork)."""
+        """Whether the connection is open. It is always False in a forked child."""
         return self._socket is not None and self._owner == os.getpid()
 
     def check(self) -> bool:
@@ -104,10 +104,11 @@ class Connection:
     ) -> tuple[_Answer, list[int]]:
         """Send a request, and return the reply and the descriptors that came with it.
 
-        The caller owns the descriptors. `extra_s` extends the usual timeout of a reply, in seconds.
+        `answer` is the expected type of the reply. The caller owns the descriptors. `extra_s`
+        extends the usual timeout of a reply, in seconds.
 
         Raises:
-            RefusedError: The manager refused the request; `code` says why.
+            RefusedError: The manager refused the request; the error's `code` is the reason.
             ManagerGoneError: The manager does not answer.
             ProtocolError: The request is invalid and was not sent, or the reply is invalid and the
                 connection was closed.
@@ -224,8 +225,8 @@ class Connection:
     def release(self, lease: int) -> None:
         """Give back the lease with this number, now or with the next request.
 
-        It never blocks and never fails: finalizers call it, and may do so in any thread at any
-        allocation, even while that thread runs a method of this class.
+        The method never blocks and never fails, because finalizers call it. A finalizer may run in
+        any thread at any allocation, even while that thread runs a method of this class.
         """
         self._released.append(lease)
         self._send_releases_if_free()

@@ -43,9 +43,9 @@ class SharedSlab:
     """A sealed slab of the manager, whose bytes never change.
 
     It is safe from any thread, and after a fork. It owns its descriptor, which is closed when the
-    object is garbage-collected; a mapping outlives the descriptor. Each lease holds a reference to
-    its slab. In host memory, map the slab with MAP_PRIVATE: reads use the shared pages, and a write
-    gives the process its own copy of the page.
+    object is garbage-collected; mappings stay valid after that. Each lease holds a reference to its
+    slab. In host memory, map the slab with MAP_PRIVATE. Reads then use the shared pages, and a
+    write gives the process its own copy of the page.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
@@ -67,9 +67,9 @@ class SharedSlab:
 class Lease:
     """The right to use one tensor: `nbytes` bytes of `slab` from `offset`.
 
-    It ends with `close`, or when it is garbage-collected: code that maps the bytes must hold it
-    until it has unmapped them. In a forked child the copy keeps the memory but is not a lease,
-    because the manager knows only the parent.
+    It ends with `close`, or when the object is garbage-collected, so code that maps the bytes must
+    hold the lease until it has unmapped them. In a forked child, the copy of a lease keeps the
+    memory but is not a lease, because the manager knows only the parent.
     """
 
     __slots__ = ("__weakref__", "_end", "digest", "nbytes", "number", "offset", "slab")
@@ -96,7 +96,7 @@ class Lease:
         """Make this object the lease `number` of another manager, which has accepted the slab.
 
         Raises:
-            LeaseClosedError: It has been closed.
+            LeaseClosedError: The lease has been closed.
         """
         if self._end.detach() is None:
             raise LeaseClosedError("this lease was closed; look the tensor up again")
@@ -113,20 +113,25 @@ def _finalizer(
 
 
 class SlabTable:
-    """The slabs that came over one connection, by the manager's number, with one descriptor each.
+    """The slabs that came over one connection, by the number that the manager gave each.
 
-    Each manager numbers its slabs anew, so every connection has a table of its own.
+    The table has one descriptor for each slab. Each manager numbers its slabs anew, so every
+    connection has a table of its own.
     """
 
     def __init__(self, older: Iterable[SharedSlab] = ()) -> None:
-        """Create a table; `older` are slabs of an earlier connection, which have no number here."""
+        """Create a table.
+
+        `older` are slabs that came over an earlier connection. They have no number in this table.
+        """
         self._slabs: weakref.WeakValueDictionary[int, SharedSlab] = weakref.WeakValueDictionary()
         self._all: WeakBag[SharedSlab] = WeakBag(older)
 
     def enter(self, refs: Sequence[SlabRef], descriptors: Sequence[int]) -> list[SharedSlab]:
-        """Return the slabs that a reply lists, adding those that are new.
+        """Return the slabs that a reply lists in `refs`, and add those that are new.
 
-        `descriptors` are theirs, in the same order. Those of known slabs are closed.
+        `descriptors` are the descriptors of these slabs, in the same order. The descriptors of
+        slabs that the table has already are closed.
         """
         found = []
         for ref, fd in zip(refs, descriptors, strict=True):
@@ -147,7 +152,9 @@ class SlabTable:
 def lease_of(
     extent: Extent | None, slabs: Sequence[SharedSlab], connection: Connection
 ) -> Lease | None:
-    """Make a Lease from an extent of a reply; return None if there is no extent.
+    """Make a Lease from `extent`, which describes a leased tensor in a reply.
+
+    `slabs` are the slabs that the reply lists. The result is None if `extent` is None.
 
     Raises:
         ProtocolError: The extent names a slab that the reply does not list.

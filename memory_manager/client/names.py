@@ -6,10 +6,10 @@ from tensor_dedup.memory_manager.protocol.limits import MAX_NAME
 
 
 def checkpoint_name(given: str) -> str:
-    """Return the absolute path of `given` if it exists, otherwise `given` itself.
+    """Return the absolute path of `given` if that path exists, otherwise `given` itself.
 
-    Processes with different working directories so use the same name for a checkpoint. Only
-    printable characters are kept, and only the end of a name that is too long.
+    So processes with different working directories use the same name for a checkpoint. Characters
+    that are not printable are removed. If the name is too long, only its end is kept.
     """
     # Not pathlib's: a link keeps its name, and what is too long for a path is no error.
     there = os.path.exists(given)  # noqa: PTH110

@@ -2,8 +2,8 @@
 
 A layer is a record (bytes that only engines understand) and its tensors, found by a layer key. A
 put is the right to build some layers, and has one slab of memory for their tensors. `Client.put`
-does everything; code with other needs can use the single steps: reserve, allocate, write, seal,
-publish. PROTOCOL.md specifies them.
+does everything. Code with other needs can use the single steps, which PROTOCOL.md specifies:
+reserve, allocate, write, seal, publish.
 """
 
 import os
@@ -57,8 +57,8 @@ takes more than a few seconds, and leaves no writable mapping of the slab.
 class NewTensor:
     """A tensor to be written to the manager: its size in bytes (at least 1), and its digest.
 
-    `digest` is "" if it is not known before the tensor is written. `data` holds the bytes, for
-    `write_data` to copy; it may be None if another `Fill` function writes them.
+    `digest` is "" if it is not known before the tensor is written. `data` has the bytes for
+    `write_data` to copy, or is None if another `Fill` function writes the tensor.
     """
 
     nbytes: int
@@ -70,8 +70,8 @@ class NewTensor:
 class NewLayer:
     """A layer to be published: its record, and its tensors.
 
-    `record` is opaque to the manager. `also` holds further layer keys under which the layer is
-    found.
+    The manager does not interpret `record`. `also` has further layer keys that will lead to the
+    layer.
     """
 
     record: bytes
@@ -94,11 +94,14 @@ class PutLayer:
 class PutResult:
     """The result of `Client.put`.
 
-    `layers` has the layers that are now in the manager's memory. The caller keeps all others in
-    private memory; the other fields say why. `error` is the error that ended the call, if any.
-    `unusable` has the layers for which the manager holds a tensor with the same digest but another
-    size. `still_building` has the keys that other processes were still building when the time was
-    up.
+    The caller keeps all layers that are not in `layers` in private memory; the other fields say
+    why.
+
+    * `layers` has the layers that are now in the manager's memory.
+    * `error` is the error that ended the call, or None.
+    * `unusable` has the layers for which the manager holds a tensor with the same digest but
+      another size.
+    * `still_building` has the keys that other processes were still building when the time was up.
     """
 
     layers: dict[str, PutLayer] = field(default_factory=dict)
@@ -109,29 +112,33 @@ class PutResult:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """The manager's answer for each requested key, and the put of the granted ones or None.
+    """The manager's answer for each requested key, and the put for the granted keys.
 
-    "granted": build the layer with `put`. "building": another client builds it; wait for it.
-    "ready": it is published; look it up.
+    `put` is None if no key was granted. There are three answers:
+
+    * "granted": build the layer with `put`.
+    * "building": another client builds the layer. Wait for it.
+    * "ready": the layer is published. Look it up.
     """
 
     answers: dict[str, Answer]
     put: "Put | None"
 
     def of(self, answer: Answer) -> list[str]:
-        """Return the keys that got this answer."""
+        """Return the requested keys that got this answer."""
         return [key for key, given in self.answers.items() if given == answer]
 
 
 class Put:
-    """The right to build some layers, and the slab for their tensors. One thread at a time.
+    """The right to build some layers, and the slab for their tensors.
 
-    `build` does everything; its steps are `allocate`, `write`, `seal`, and `publish` for each
-    layer. If all tensors are resident already, only `publish` is needed. As a context manager it
-    abandons at its end what was not published.
+    `build` does everything. Its steps can also be called one by one: `allocate`, `write` and
+    `seal`, then `publish` for each layer. If all tensors are resident already, only `publish` is
+    needed. Used as a context manager, the put abandons at its end the layers that were not
+    published. Only one thread at a time may use it.
 
     Every method raises RefusedError with the code "stale_put" if this put was silent for too long
-    and another client has taken it over; the caller then builds in private memory.
+    and another client has taken it over. The caller then builds in private memory.
     """
 
     def __init__(
@@ -156,7 +163,7 @@ class Put:
         self._reported = time.monotonic()
 
     def build(self, layers: Mapping[str, NewLayer], fill: Fill) -> dict[str, PutLayer]:
-        """Build and publish these layers; return each with a lease on each of its tensors.
+        """Build and publish `layers`; return each with a lease on each of its tensors.
 
         Resident tensors are leased; `fill` writes only the missing ones. If the manager holds a
         tensor with the same digest but another size, the layer is not built but entered into
@@ -213,10 +220,11 @@ class Put:
         return leases
 
     def allocate(self, sizes: Sequence[int], digests: Sequence[str] | None = None) -> None:
-        """Allocate a slab for tensors of these sizes: 1 byte or more each, MAX_PIECES at most.
+        """Allocate a slab for tensors of these `sizes`, in bytes.
 
-        `digests` are the digests of their bytes, "" for unknown ones. The manager compares them
-        when the slab is sealed, if it can hash this memory.
+        There may be at most MAX_PIECES tensors of at least 1 byte each. `digests` are the digests
+        of their bytes, with "" for an unknown one. When the slab is sealed, the manager compares
+        these digests with the bytes, if it can hash this memory.
 
         Raises:
             RefusedError: The code is "no_room" or "no_memory"; build in private memory.
@@ -235,8 +243,11 @@ class Put:
     def place(self) -> tuple[int, int, tuple[int, ...]]:
         """The slab's descriptor, its size in bytes, and the offset of each tensor in it.
 
-        It is for code that maps the slab to write to it, as for GPU memory. All writable mappings
-        must be removed before `seal`.
+        It is for code that maps the slab to write to it, as is necessary for GPU memory. All
+        writable mappings must be removed before `seal`.
+
+        Raises:
+            LeaseClosedError: There is no slab that can be written; call `allocate` first.
         """
         self._check_range(0, 0, 0)
         return self._fd, self._nbytes, self._offsets
@@ -244,8 +255,12 @@ class Put:
     def write(self, index: int, data: "Buffer", at: int = 0) -> None:
         """Copy contiguous bytes into tensor number `index`, from byte `at` of the tensor.
 
-        This is the fastest way to fill a slab in host memory: no pages are zeroed and there are no
-        page faults.
+        This is the fastest way to fill a slab in host memory, because no pages are zeroed and there
+        are no page faults.
+
+        Raises:
+            LeaseClosedError: There is no slab that can be written, or the bytes do not fit the
+                tensor.
         """
         with memoryview(data) as view, view.cast("B") as rest:
             self._check_range(index, at, rest.nbytes)
@@ -265,9 +280,9 @@ class Put:
             )
 
     def progress(self) -> None:
-        """Tell the manager that the build goes on. May be called often, and from any thread.
+        """Tell the manager that the build goes on. Safe from any thread.
 
-        Most calls send nothing; messages are limited to a few each second.
+        It may be called often, because only a few calls in each second send a message.
         """
         now = time.monotonic()
         if now - self._reported > _REPORT_EVERY_S:
@@ -277,10 +292,10 @@ class Put:
     def seal(self, digests: Sequence[str] = ()) -> list[Lease]:
         """Seal the slab, so that its tensors become resident; return a lease on each of them.
 
-        The leases are in the order of `allocate`. `digests` has the digests of all tensors if
-        `allocate` was not given them; a manager of GPU memory, which cannot hash, needs them from
-        one of the two. A lease may refer to another slab, if another client has put equal bytes
-        first.
+        The leases are in the order of `allocate`. `digests` are the digests of all tensors, if they
+        were not given to `allocate`. A manager of GPU memory cannot hash, so it needs the digests
+        in one of the two calls. If another client has put equal bytes first, a lease may refer to
+        that client's slab.
 
         Raises:
             RefusedError: The code is "still_writable" (unmap the slab everywhere, then seal again)
@@ -299,9 +314,9 @@ class Put:
     ) -> None:
         """Publish a layer: from now on `key` leads to its record and tensors.
 
-        `record` has at most MAX_RECORD bytes. The tensors of `digests` must be leased by this
-        client or sealed by this put. The keys in `also` lead to the record, too, unless they have
-        one already.
+        `record` has at most MAX_RECORD bytes. The tensors in `digests` must be leased by this
+        client or sealed by this put. The keys in `also` lead to the record, too, unless they have a
+        record already.
         """
         publish(self._connection, self.number, record, digests, [key, *also])
         self.open_keys.discard(key)
@@ -339,12 +354,12 @@ def publish(
 ) -> int:
     """Publish one record under several keys; return the number of keys that had none before.
 
-    The first key must be reserved by the put number `put`; with 0, no key has to be reserved. Keys
-    that do not fit into one message go in further ones.
+    `put` is the number of the put that has reserved the first key. If it is 0, no key has to be
+    reserved. Keys that do not fit into one message are sent in further messages.
 
     Raises:
-        RefusedError: Another client is building the layer of the first key of a message, or the
-            manager has no memory left for records.
+        RefusedError: Another client is building the layer of the first key of a message, a tensor
+            is not leased, or the manager has no memory left for records.
     """
     size = 1 + MAX_KEYS
     new = 0

@@ -5,10 +5,10 @@
     # in another process
     weights = connect().get("llama")
 
-A state dict is published as its storages: a storage that several tensors view is published once. Up
-to 128 storages form a layer, whose key is computed from their bytes. The last layer has the name as
-its key, and an index of the tensors. Because it comes last, a put that was killed leaves nothing
-under the name. Storages that are in the manager already are not stored again.
+A state dict is published as its storages, and a storage that several tensors view is published
+once. Up to 128 storages form a layer, whose key is computed from their bytes. The last layer has an
+index of the tensors, and its key is the name. Because this layer comes last, a put that was killed
+leaves nothing under the name. Storages that are in the manager already are not stored again.
 """
 
 import mmap
@@ -68,9 +68,9 @@ class PublishedStateDict:
 class StateDictClient:
     """A client that publishes and maps state dicts. Safe from any thread, unusable after a fork.
 
-    A state dict that was put stays in the manager until this object is closed or `drop` is called.
-    One that was got stays while any of its tensors exists. After that the manager may evict it to
-    make room.
+    A state dict from `put` stays in the manager until this object is closed or `drop` is called. A
+    state dict from `get` stays while any of its tensors exists. After that, the manager may evict
+    the state dict to make room.
     """
 
     def __init__(self, client: Client) -> None:
@@ -84,21 +84,23 @@ class StateDictClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connection. Tensors that were got stay valid."""
+        """Close the connection. Tensors that `get` has returned stay valid."""
         self._held.clear()
         self._client.close()
 
     def drop(self, name: str) -> None:
-        """Allow the manager to evict what was put under this name, when no process uses it."""
+        """Allow the manager to evict a state dict that was put, when no process uses it.
+
+        If this client has not put the name, nothing is done.
+        """
         self._held.pop(name, None)
 
     def put(self, name: str, state_dict: Mapping[str, torch.Tensor]) -> PublishedStateDict:
-        """Publish a state dict of tensors in host memory under a name.
+        """Publish a state dict of tensors in host memory under `name`.
 
-        When this returns, other processes can `get` it. Tensors that share a storage share one in
-        the result of `get`, too. A storage is published whole, even if only a part of it is used.
-        The tensors must not be written during the call. Any process may put the same state dict
-        again.
+        When this returns, other processes can `get` it. Tensors that share a storage also share one
+        in the result of `get`. A storage is published whole, even if only a part of it is used. The
+        tensors must not be written during the call. Any process may put the same state dict again.
 
         Raises:
             ConfigError: The name is not valid, or another state dict has it.
@@ -145,12 +147,12 @@ class StateDictClient:
         )
 
     def get(self, name: str) -> dict[str, torch.Tensor] | None:
-        """Return the state dict of this name, or None if it is not published.
+        """Return the state dict `name`, or None if it is not published.
 
         Its tensors are mapped, not copied, and in the order in which they were put. A write to a
-        tensor copies the pages it changes: the change is visible in tensors of this state dict that
-        share the storage, and nowhere else. If the manager has evicted any part of the state dict,
-        the result is None.
+        tensor copies the pages it changes, so only tensors in this state dict that share the
+        storage see the change. If the manager has evicted any part of the state dict, the result is
+        None.
 
         Raises:
             ConfigError: The name is not valid.
@@ -179,7 +181,7 @@ class StateDictClient:
 
 
 def connect(where: str | os.PathLike[str] = AUTO, *, name: str = "") -> StateDictClient:
-    """Connect to the manager at a socket's path, or at the default path with "auto".
+    """Connect to the manager at the socket `where`, or at the default path with "auto".
 
     With "auto", a manager is started if none answers. `name` is shown by `tensor-dedup status`.
 

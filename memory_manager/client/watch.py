@@ -1,7 +1,7 @@
 """A thread that reconnects a client when its manager has died.
 
-The client connects to the next manager and offers it the slabs in which it holds leases. Mapped
-bytes stay valid meanwhile.
+The client connects to the next manager and offers it the slabs in which the client holds leases.
+Mapped bytes stay valid meanwhile.
 """
 
 import logging
@@ -39,13 +39,15 @@ class ReconnectingClient(Protocol):
 
     @property
     def closed(self) -> bool:
-        """Whether `close` of the client was called."""
+        """Whether the client's `close` was called."""
 
     def watched(self) -> int:
-        """Return the descriptor of the client's socket, or -1 without a connection."""
+        """Return the descriptor of the client's socket to watch, or -1 without a connection."""
 
     def reconnect(self) -> object:
-        """Connect to the next manager and offer it the leased slabs, unless the connection works.
+        """Connect to the next manager and offer it the leased slabs.
+
+        If the present connection still works, nothing is done.
 
         Raises:
             MemoryManagerError: No connection could be made.
@@ -96,10 +98,10 @@ def _wait_for_hang_up(fd: int) -> None:
 
 
 def offer_slab(connection: Connection, slab: SharedSlab) -> bool:
-    """Offer a slab of a dead manager to the manager behind this connection.
+    """Offer a slab of a dead manager to the manager behind `connection`.
 
-    Return whether the manager has accepted it. If so, the leases in the slab are now leases of this
-    connection.
+    Return whether that manager has accepted the slab. If so, the leases in the slab are now leases
+    of this connection.
     """
     leases = [lease for lease in slab.leases.living() if not lease.closed]
     spans = slab.spans()

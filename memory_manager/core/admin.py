@@ -90,7 +90,7 @@ def saved(state: ManagerState, now: float) -> int:
 
 
 def overview(state: ManagerState, now: float) -> dict[str, Any]:
-    """Return what `tensor-dedup status --json` prints, without the table of residents."""
+    """Return the totals and tables of `tensor-dedup status --json`, without residents."""
     clients = [c for c in state.connections.values() if c.name not in (None, COMMAND)]
     tables: dict[str, list[Any]] = {
         "clients": [_client(c, now) for c in clients],
@@ -106,12 +106,18 @@ def _nbytes(residents: "list[ResidentEntry] | Iterator[ResidentEntry]") -> int:
 
 
 def status(state: ManagerState, now: float, connection: ClientState, _message: Status) -> None:
-    """Handle Status: answer with the totals. The clock of `now` starts with the manager."""
+    """Handle Status: answer with the totals.
+
+    `now` is the time in seconds since the manager started.
+    """
     state.send(connection, totals(state, now, 0.0))
 
 
 def rows(state: ManagerState, now: float, connection: ClientState, message: Rows) -> None:
-    """Handle Rows: answer with one page of a table, whose order is stable."""
+    """Handle Rows: answer with the rows of a table from the requested number on.
+
+    The answer has at most MAX_ROWS rows. The order of a table's rows is stable.
+    """
     start = message.start
     if message.table == "clients":
         clients = [_client(c, now) for c in state.connections.values() if c.name is not None]
@@ -286,9 +292,10 @@ def pin(state: ManagerState, _now: float, connection: ClientState, message: Pin)
 
 
 def evict(state: ManagerState, _now: float, connection: ClientState, message: Evict) -> None:
-    """Handle Evict: free the slabs of a name that are neither in use nor pinned.
+    """Handle Evict: free the slabs of a checkpoint, or of one digest.
 
-    The answer has the number of tensors freed, and the bytes of their slabs.
+    Slabs that are in use or pinned are kept. The answer has the number of tensors freed, and the
+    bytes of their slabs.
     """
     ledger = state.ledger
     slabs = [ledger.slabs[n] for n in {r.slab for r in ledger.named(message.name)}]

@@ -4,8 +4,8 @@ A slab is one block of memory, a resident one tensor in a sealed slab. A slab co
 budget from the request for it until the manager has released it and no process can have it mapped.
 If a connection breaks, the slabs that its process may have mapped count until that process ends.
 
-The manager's own records count against the budget, too: for a slab of very small tensors they are
-larger than the slab itself.
+The manager's own records count against the budget, too, because the records of a slab with very
+small tensors are larger than the slab itself.
 """
 
 import sys
@@ -33,8 +33,8 @@ _SHARE_REMEMBERED: Final = 16
 class ResidentEntry:
     """A tensor in a sealed slab.
 
-    `leases` is the number of leases on it, and `asleep` how many of these belong to sleeping
-    engines. `holds` counts the leases and, in addition, the open puts that need the tensor.
+    `leases` counts the leases on the tensor, and `asleep` those leases that belong to sleeping
+    engines. `holds` counts the leases and also the open puts that need the tensor.
     """
 
     digest: str
@@ -52,11 +52,14 @@ class ResidentEntry:
 class SlabState:
     """A slab: the block of memory that one put has filled or is filling.
 
-    `cost`: the bytes it counts for in the budget, with the manager's records about it. `busy`: a
-    backend job runs on it. `doomed`: to be released when that job ends. `released_but_mapped`: the
-    manager has released it, but a process may still have it mapped. `holds`: the sum of `holds` of
-    its residents. `named`: the bytes for the checkpoint names of its residents. `lingering`: the
-    processes without a connection that may have it mapped.
+    * `cost`: the bytes that count against the budget, including the manager's records about the
+      slab.
+    * `busy`: whether a backend job runs on the slab.
+    * `doomed`: whether the slab will be released when that job ends.
+    * `released_but_mapped`: the manager has released the slab, but a process may have it mapped.
+    * `holds`: the sum of `holds` over its residents.
+    * `named`: the bytes for the checkpoint names of its residents.
+    * `lingering`: the processes that may still have the slab mapped, as recorded by `linger`.
     """
 
     number: int
@@ -79,11 +82,13 @@ class SlabState:
 
 
 class Ledger:
-    """All slabs, residents and pins, and the budget in bytes.
+    """The ledger of all slabs, residents and pins, and of the bytes that they cost.
 
-    `mappings_hold`: mappings keep their memory after the manager has released a slab; if False, the
-    manager holds each slab until no process can have it mapped. `max_slabs`: the number of slabs
-    that the manager may hold at a time, because each needs a descriptor.
+    * `budget`: the bytes that may be in use.
+    * `mappings_hold`: whether mappings keep their memory after the manager has released a slab. If
+      False, the manager holds each slab until no process can have it mapped.
+    * `max_slabs`: the number of slabs that the manager may hold at a time, because each needs a
+      descriptor.
     """
 
     def __init__(
@@ -120,9 +125,10 @@ class Ledger:
     # Slabs.
 
     def add(self, nbytes: int, now: float, tensors: int = 1) -> SlabState | None:
-        """Add a new slab for this number of tensors, and evict unused slabs to make room for it.
+        """Add a new slab of `nbytes` bytes for this number of tensors.
 
-        Return None, and evict nothing, if that would not make enough room.
+        Unused slabs are evicted to make room for it. If that would not make enough room, return
+        None and evict nothing.
         """
         cost = nbytes + SLAB_BYTES + tensors * RESIDENT_BYTES
         if not self._make_room(cost):
@@ -171,7 +177,10 @@ class Ledger:
         self.drop(slab)
 
     def drop(self, slab: SlabState) -> None:
-        """Release a slab. If a backend job runs on it, it is released when the job ends."""
+        """Release a slab, so that its tensors are no longer resident.
+
+        If a backend job runs on the slab, its memory is released when the job ends.
+        """
         for digest, resident in slab.residents.items():
             del self.residents[digest]
             self.orphans |= resident.records
@@ -209,9 +218,10 @@ class Ledger:
             self._idle[slab.number] = slab
 
     def idle(self, slab: SlabState) -> bool:
-        """Record that the backend job on a slab has ended.
+        """Record that the backend job on a slab has ended, so that the slab is idle.
 
-        Return False if the slab was dropped while the job ran; it is released now.
+        Return True, or False if the slab was dropped while the job ran. In that case it is released
+        now.
         """
         slab.busy = False
         if slab.doomed:
@@ -220,17 +230,17 @@ class Ledger:
         return not slab.doomed
 
     def disown(self, slab: SlabState) -> None:
-        """Record that the slab belongs to no put any more."""
+        """Record that the slab does not belong to a put any more."""
         slab.owned = False
         self._rank(slab)
 
     def linger(self, slab: SlabState, process: int) -> None:
-        """Record that a process without a connection may still have this slab mapped."""
+        """Record that `process` may still have this slab mapped. The slab is not evicted then."""
         slab.lingering.add(process)
         self._rank(slab)
 
     def unlinger(self, slab: SlabState, process: int) -> None:
-        """Undo `linger`: the process has ended, or has reported that it unmapped the slab."""
+        """Undo `linger`, because `process` has ended or has reported that it unmapped the slab."""
         slab.lingering.discard(process)
         self._settle(slab)
         self._rank(slab)
@@ -238,9 +248,9 @@ class Ledger:
     # Residents.
 
     def enter(self, slab: SlabState, offset: int, nbytes: int, digest: str) -> ResidentEntry:
-        """Make a tensor of a sealed slab resident, and return it.
+        """Make a tensor in a sealed slab resident, and return its entry.
 
-        If another resident has the same digest, return that one instead.
+        If another resident has the same digest, return the entry of that resident instead.
         """
         first = self.residents.get(digest)
         if first is not None:
@@ -250,7 +260,7 @@ class Ledger:
         return resident
 
     def hold(self, resident: ResidentEntry, now: float, *, leased: bool) -> None:
-        """Count one more use of a tensor, by a lease (`leased`) or by a put."""
+        """Count one more use of a tensor: by a lease if `leased` is True, otherwise by a put."""
         self._count(resident, now, 1, leased)
 
     def let_go(self, resident: ResidentEntry, now: float, *, leased: bool) -> None:
@@ -266,7 +276,11 @@ class Ledger:
         self._rank(slab)
 
     def attribute(self, resident: ResidentEntry, checkpoint: str) -> None:
-        """Record that a tensor belongs to a checkpoint, unless a limit on such names is reached."""
+        """Record that a tensor belongs to `checkpoint`.
+
+        Nothing is recorded if the name is empty, or if a limit on the names of checkpoints is
+        reached.
+        """
         names = resident.checkpoints
         if not checkpoint or checkpoint in names or len(names) >= _MAX_CHECKPOINTS:
             return
@@ -295,10 +309,11 @@ class Ledger:
         return self.remembered + nbytes <= self._max_remembered
 
     def remember(self, nbytes: int) -> bool:
-        """Count `nbytes` for the manager's own records; return False if their limit is reached.
+        """Count `nbytes` for the manager's own records.
 
-        The total may then exceed the budget until `trim` evicts unused slabs, and longer if all
-        slabs are in use: a lease is not refused for lack of budget.
+        Return False, and count nothing, if the limit of these records is reached. The count may
+        bring `charged` above the budget until `trim` evicts unused slabs. If all slabs are in use,
+        `charged` stays above the budget, because a lease is not refused for lack of budget.
         """
         if not self.may_remember(nbytes):
             return False

@@ -1,4 +1,4 @@
-"""Log lines about what clients have built: one line for each client and checkpoint.
+"""Log lines about the tensors that clients have built: one line for each client and checkpoint.
 
 One load makes hundreds of puts, too many for a line each. So the puts are summed up, and the sum is
 logged when the client has built nothing of the checkpoint for a few seconds.
@@ -22,7 +22,7 @@ _MAX_TALLIES: Final = 64  # of one client, which may name as many checkpoints as
 def count(
     state: ManagerState, connection: ClientState, put: PutState, now: float, slab: SlabState
 ) -> None:
-    """Add the tensors of a slab that a put has made resident to the sum for its checkpoint."""
+    """Add the tensors in `slab`, which `put` has made resident, to the sum for its checkpoint."""
     if put.checkpoint not in connection.tallies and len(connection.tallies) >= _MAX_TALLIES:
         name = next(iter(connection.tallies))
         _say(state, connection, name, connection.tallies.pop(name))
@@ -33,7 +33,7 @@ def count(
 
 
 def look(state: ManagerState, now: float) -> None:
-    """Log the sums of clients that have built nothing for a few seconds."""
+    """Look for clients that have built nothing for a few seconds, and log their sums."""
     for connection in state.connections.values():
         busy = {put.checkpoint for put in connection.puts.values() if put.active}
         for name, tally in list(connection.tallies.items()):

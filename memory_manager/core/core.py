@@ -69,9 +69,9 @@ _HANDLERS: Final[Mapping[type[Message], _Handler]] = {
 class Core:
     """The state machine of the memory manager, without sockets, memory, threads or a clock.
 
-    For one thread at a time. Methods take the time `now` in seconds of a monotonic clock. Those
-    that handle an event return the effects that the caller must perform, in order. The caller
-    numbers the connections and processes, and never uses a number twice.
+    Only one thread at a time may use it. Methods take the time `now` in seconds of a monotonic
+    clock. Methods that handle an event return the effects, which the caller must perform in order.
+    The caller numbers the connections and processes, and never uses a number twice.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -84,11 +84,14 @@ class Core:
 
     @property
     def state(self) -> ManagerState:
-        """The state, to be read only: by tests, and when slabs are handed to the next manager."""
+        """The state, which callers may read but not change.
+
+        Tests read it, and the server reads it to hand slabs over to the next manager.
+        """
         return self._state
 
     def connected(self, now: float, number: int, process: int, pid: int) -> list[Effect]:
-        """Handle a new connection `number` of a process, whose user has been checked."""
+        """Handle the new connection `number` from a process whose user has been checked."""
         state = self._state
         state.connections[number] = ClientState(number, process, pid, now)
         state.processes.setdefault(process, Process(process)).connections.add(number)
@@ -145,7 +148,10 @@ class Core:
         state.forget_if_idle(connection.process)
 
     def garbage(self, now: float, number: int, code: Code, text: str) -> list[Effect]:
-        """Handle an invalid message: refuse it with this code, and close the connection."""
+        """Handle an invalid message: refuse it with this code, and close the connection.
+
+        If the connection is closed already, nothing is done.
+        """
         connection = self._state.connections.get(number)
         if connection is not None:
             self._hang_up(now, connection, code, text)
@@ -178,7 +184,7 @@ class Core:
         del state.connections[connection.number]
 
     def ended(self, now: float, process: int) -> list[Effect]:
-        """Handle the end of a process: close its connections, and free all it held."""
+        """Handle the end of a process: close its connections, and free everything that it held."""
         state = self._state
         known = state.processes.get(process)
         if known is not None:
@@ -228,11 +234,11 @@ class Core:
     ) -> tuple[int, list[Effect]]:
         """Take over a slab of the last manager.
 
-        Return the slab's number, which the ReclaimSlab effect has, and the effects. `spans` and
-        `checkpoints` describe the tensors in the slab, in the same order.
+        Return the number of the slab, which is also in the ReclaimSlab effect, and the effects.
+        `spans` and `checkpoints` describe the tensors in the slab, in the same order.
 
         Raises:
-            RefusedError: There is no room for it.
+            RefusedError: There is no room for the slab.
         """
         number = reclaim.inherit(self._state, now, nbytes, spans, checkpoints)
         return number, self._effects()
@@ -240,7 +246,7 @@ class Core:
     def tick(self, now: float) -> list[Effect]:
         """Handle the passing of time: end waits that are over, and close idle connections.
 
-        A connection is closed if its client has sent no Hello in time.
+        A connection is idle if its client has sent no Hello in time.
         """
         wait_queue.look(self._state, now)
         build_log.look(self._state, now)
@@ -257,7 +263,7 @@ class Core:
         return self._effects()
 
     def next_deadline(self, now: float) -> float | None:
-        """Return the time by which `tick` must be called, or None if it need not be."""
+        """Return the time by which `tick` must be called, or None if there is no deadline."""
         limit = self._state.settings.hello_timeout_s
         silent = [c.since + limit for c in self._state.connections.values() if c.name is None]
         wait = wait_queue.next_deadline(self._state, now)
@@ -272,7 +278,7 @@ class Core:
         return admin.saved(self._state, now)
 
     def overview(self, now: float) -> dict[str, Any]:
-        """Return what `tensor-dedup status --json` prints, without the table of residents."""
+        """Return the totals and tables of `tensor-dedup status --json`, without residents."""
         return admin.overview(self._state, now)
 
     def _effects(self) -> list[Effect]:

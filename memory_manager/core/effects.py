@@ -1,6 +1,6 @@
 """The effects: actions that the core asks the server to perform, in the given order.
 
-After a slow job the server reports the result to the core, by the method that each effect names.
+After a slow job, the server reports the result to the core by the method that the effect names.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +20,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Close a connection after the replies queued for it. The core no longer knows it."""
+    """Close a connection after sending the replies that are queued for it.
+
+    The core has forgotten the connection already.
+    """
 
     connection: int
     reason: str
@@ -63,7 +66,10 @@ class ReclaimSlab:
 
 @dataclass(frozen=True, slots=True)
 class CancelJob:
-    """End the job on a slab soon, because its result is not needed; then report as usual."""
+    """End the job on a slab soon, because its result is not needed.
+
+    The end of the job is still reported to the core.
+    """
 
     slab: int
 
@@ -84,7 +90,10 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Write an event to the log. With `detail`, only if detailed logging is on."""
+    """Write an event to the log.
+
+    If `detail` is True, the event is written only if detailed logging is on.
+    """
 
     event: str
     facts: dict[str, object] = field(default_factory=dict)

@@ -1,4 +1,7 @@
-"""The state that all parts of the core share. For one thread; times are monotonic seconds."""
+"""The state that all parts of the core share.
+
+Only one thread may use it. Times are in seconds of a monotonic clock.
+"""
 
 import sys
 from collections import Counter
@@ -53,10 +56,11 @@ class Settings:
 class PutState:
     """A put: the right of one connection to build the layers `keys`.
 
-    `number` is never used again, so messages about an earlier put are recognised. `spans` has the
-    offset, size and announced digest ("" if unknown) of each tensor in the slab. `held` are the
-    residents that the put has made. `progress` is the time of the builder's last message. `cost` is
-    the memory that the record takes, in bytes.
+    * `number` is never used again, so messages about an earlier put are recognised.
+    * `spans` has the offset, size and announced digest ("" if unknown) of each tensor in the slab.
+    * `held` are the residents that the put has made.
+    * `progress` is the time of the builder's last message.
+    * `cost` is the memory that the manager needs to remember the put, in bytes.
     """
 
     number: int
@@ -78,7 +82,7 @@ class PutState:
         return self.state in ACTIVE
 
     def step(self, event: Event) -> None:
-        """Go to the state after an event.
+        """Go to the state that follows the present state after `event`.
 
         Raises:
             BadTransition: The event is not allowed in the present state.
@@ -97,7 +101,7 @@ class PutState:
 
 @dataclass(slots=True, eq=False)
 class Tally:
-    """The sum of what a client has built of one checkpoint since the last log line about it."""
+    """The tensors that a client has built for one checkpoint since the last log line about them."""
 
     since: float
     until: float
@@ -137,7 +141,7 @@ class ClientState:
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """A client's process. It stays listed without connections while it may have slabs mapped.
+    """A client's process. Without connections, it stays listed while it may have slabs mapped.
 
     `lingering` are the numbers of these slabs.
     """
@@ -183,7 +187,10 @@ class ManagerState:
     next_lease: int = 1
 
     def send(self, connection: ClientState, reply: Reply, slabs: Iterable[int] = ()) -> None:
-        """Answer a client, if it is still connected."""
+        """Send a reply to a client, if it is still connected.
+
+        The descriptors of `slabs` are sent along.
+        """
         if connection.number in self.connections:
             self.effects.append(Send(connection.number, reply, tuple(slabs)))
 
@@ -210,7 +217,9 @@ class ManagerState:
         return self.ledger.may_remember(len({*leases} - connection.asleep) * ASLEEP_BYTES)
 
     def new_slab(self, nbytes: int, tensors: int, now: float) -> SlabState:
-        """Add a slab for this number of tensors, and evict unused slabs to make room for it.
+        """Add a slab of `nbytes` bytes for this number of tensors, and return it.
+
+        Unused slabs are evicted to make room for it.
 
         Raises:
             RefusedError: There is not enough room, or no descriptor left.
@@ -258,9 +267,9 @@ class ManagerState:
     def set_asleep(
         self, connection: ClientState, number: int, resident: ResidentEntry, *, asleep: bool
     ) -> None:
-        """Mark a lease as held by a sleeping engine, or remove the mark.
+        """Mark a lease as held by a sleeping engine, or remove the mark with `asleep=False`.
 
-        Check `may_sleep` before marking one.
+        Check `may_sleep` before you mark a lease.
         """
         if asleep and number not in connection.asleep:
             resident.asleep += 1
@@ -272,16 +281,20 @@ class ManagerState:
             self.ledger.forget(ASLEEP_BYTES)
 
     def charge(self, slab: SlabState, process: int) -> None:
-        """Count a slab against the budget until the process has ended: it may have it mapped."""
+        """Count a slab against the budget until `process` has ended.
+
+        The process may have the slab mapped. If it has ended already, nothing is done.
+        """
         if process in self.processes:
             self.ledger.linger(slab, process)
             self.processes[process].lingering.add(slab.number)
 
     def enter_record(self, key: str, record: KeyRecord) -> bool:
-        """Make a layer key lead to a record, whose tensors are resident.
+        """Make a layer key lead to a record, whose tensors must be resident.
 
-        Return False if the key has a record already. If the limit on the manager's own memory is
-        reached, the least recently used keys are dropped, except those of an equal record.
+        Return True, or False if the key has a record already. If the limit on the manager's own
+        memory is reached, the least recently used keys are dropped, except the keys of an equal
+        record.
 
         Raises:
             RefusedError: Dropping keys does not make enough room.
@@ -304,7 +317,11 @@ class ManagerState:
         return True
 
     def drop_record(self, key: str) -> None:
-        """Remove a layer key, and with its last key the record. Its tensors stay resident."""
+        """Remove a layer key; an unknown key is ignored.
+
+        If the key was the last one that leads to its record, the record is removed, too. The
+        tensors of the record stay resident.
+        """
         record = self.records.get(key)
         if record is None:
             return
@@ -315,7 +332,7 @@ class ManagerState:
                 resident.records.discard(record)
 
     def forget_if_idle(self, number: int) -> None:
-        """Stop watching a process that has no connection and no slabs counted for it."""
+        """Stop watching a process if it has no connection and no slabs counted for it."""
         process = self.processes.get(number)
         if process is not None and not process.connections and not process.lingering:
             del self.processes[number]

@@ -173,7 +173,7 @@ def _refuse_late(state: ManagerState, connection: ClientState | None, put: PutSt
 def progress(_state: ManagerState, now: float, connection: ClientState, message: Progress) -> None:
     """Handle Progress: note that the builder of a put is alive. There is no reply.
 
-    A client whose put was taken over learns it from the reply to its next request.
+    If the put was taken over, the client is told in the reply to its next request.
     """
     put = connection.puts.get(message.put)
     if put is not None:
@@ -244,9 +244,10 @@ def hashed(
 def announced_problem(
     spans: tuple[tuple[int, int, str], ...], result: list[str] | tuple[Code, str]
 ) -> tuple[Code, str] | None:
-    """Return the code and text of the error if a hashed slab cannot be used, or None.
+    """Return the reason why a hashed slab cannot be used, as an error code and a text, or None.
 
-    It cannot if the backend failed, or if a digest is not the one that the client announced.
+    The slab cannot be used if the backend failed, or if a digest differs from the one that the
+    client announced.
     """
     if isinstance(result, tuple):
         return result
@@ -285,7 +286,7 @@ def _close(state: ManagerState, now: float, connection: ClientState, put: PutSta
 
 
 def publish(state: ManagerState, now: float, connection: ClientState, message: Publish) -> None:
-    """Handle Publish: enter a layer record. The client must hold all its tensors."""
+    """Handle Publish: enter a layer record. The client must hold all tensors of the record."""
     put = _mine(connection, message.put, now) if message.put else None
     if put is not None:
         if message.key not in put.keys:
@@ -343,9 +344,9 @@ def _published(
 
 
 def abandon(state: ManagerState, now: float, connection: ClientState, message: Abandon) -> None:
-    """Handle Abandon: end a put.
+    """Handle Abandon: end a put. An unknown put is ignored.
 
-    The client has unmapped the slab, so its memory counts against the budget no longer.
+    The client has unmapped the slab, so the slab no longer counts against the budget.
     """
     put = connection.puts.get(message.put)
     if put is None:
@@ -362,7 +363,11 @@ def abandon(state: ManagerState, now: float, connection: ClientState, message: A
 
 
 def gone(state: ManagerState, now: float, connection: ClientState, put: PutState) -> None:
-    """End a put because its connection is closed; its process may still have the slab mapped."""
+    """End a put because its connection is closed.
+
+    The process may still have the slab mapped, so the slab counts against the budget until the
+    process ends.
+    """
     slab = state.ledger.slabs.get(put.slab) if put.slab is not None else None
     if slab is not None and put.state in (State.WRITING, State.SEALING):
         state.charge(slab, put.process)

@@ -1,4 +1,4 @@
-"""Handlers of the requests that look up layers and tensors, and that concern leases."""
+"""Handlers of the requests that look up layers and tensors, and of those that concern leases."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -49,7 +49,7 @@ class _Page:
 
 
 def lookup(state: ManagerState, now: float, connection: ClientState, message: Lookup) -> None:
-    """Handle Lookup: answer for as many layers as fit one reply, and lease their tensors."""
+    """Handle Lookup: answer for as many layers as fit into one reply, and lease their tensors."""
     page, layers = _Page(), list[LayerHit | None]()
     lend = _lender(state, now, connection, message.checkpoint, page)
     for key in message.keys:
@@ -70,7 +70,10 @@ def lookup(state: ManagerState, now: float, connection: ClientState, message: Lo
 def lookup_digests(
     state: ManagerState, now: float, connection: ClientState, message: LookupDigests
 ) -> None:
-    """Handle LookupDigests: answer for as many digests as fit one reply, and lease the tensors."""
+    """Handle LookupDigests: answer for as many digests as fit into one reply.
+
+    The tensors with these digests are leased.
+    """
     page, extents = _Page(), list[Extent | None]()
     lend = _lender(state, now, connection, message.checkpoint, page)
     for digest in message.digests:
@@ -109,9 +112,9 @@ def release(state: ManagerState, now: float, connection: ClientState, message: R
 def stand_by(state: ManagerState, _now: float, connection: ClientState, message: StandBy) -> None:
     """Handle StandBy: mark leases as held by a sleeping engine, or as used again.
 
-    The reply tells for each tensor whether another client that is awake holds it. A put that holds
-    a tensor counts as awake. All leases are marked before any is answered: if two engines fall
-    asleep at the same time, the second one learns that no other is awake.
+    The reply says for each tensor whether another client that is awake holds it. A put that holds a
+    tensor counts as awake. All leases are marked before the reply is made. So if two engines fall
+    asleep at the same time, the second one learns that no other engine is awake.
     """
     for number in message.leases:
         if number not in connection.leases:

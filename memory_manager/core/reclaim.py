@@ -1,6 +1,6 @@
-"""Slabs of an earlier manager: offered by a client that holds them, or left with systemd.
+"""Slabs of an earlier manager, which a client offers or which that manager left with systemd.
 
-Each is checked and hashed before its tensors are lent again.
+Each slab is checked and hashed before its tensors are lent again.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ _NOBODY = 0  # the connection of what was inherited
 def offer(state: ManagerState, now: float, connection: ClientState, message: Offer) -> None:
     """Handle Offer: take back a slab of an earlier manager from a client.
 
-    It is refused if there is no room, or if it is not what the client says.
+    The offer is refused if there is no room, or if the slab is not what the client says.
     """
     slab = _slab_for(state, now, message.nbytes, message.pieces, connection.process)
     pieces = tuple(message.pieces)
@@ -43,10 +43,11 @@ def inherit(
 ) -> int:
     """Take over a slab that the last manager left with systemd; return its number.
 
-    `checkpoints` has the names of the checkpoints that each tensor of `spans` belongs to.
+    `spans` are the tensors in the slab. `checkpoints` has, for each of them, the names of the
+    checkpoints that it belongs to.
 
     Raises:
-        RefusedError: There is no room for it.
+        RefusedError: There is no room for the slab.
     """
     slab = _slab_for(state, now, nbytes, spans, _NOBODY)
     names = tuple(tuple(each) for each in checkpoints)
@@ -55,7 +56,10 @@ def inherit(
 
 
 def leave(state: ManagerState, connection: ClientState) -> None:
-    """Drop the slabs that a client has offered and that are still being hashed."""
+    """Drop the slabs that a client has offered and that are still being hashed.
+
+    This is done when the client leaves.
+    """
     for number, pending in state.offers.items():
         if pending.connection == connection.number:
             state.ledger.drop(state.ledger.slabs[number])
@@ -147,7 +151,7 @@ def _enter_inherited_records(state: ManagerState) -> None:
 def expect(state: ManagerState, records: dict[str, KeyRecord], pins: Sequence[str]) -> None:
     """Take over the layer records and pins of the last manager.
 
-    A record is entered when all its tensors have been taken back.
+    A record can be looked up only when all its tensors have been taken back.
     """
     state.inherited.update(records)
     state.ledger.pins.update(pins)

@@ -1,6 +1,6 @@
 """A bounded table of layer records by layer key.
 
-A record is written and read by engines only; its bytes mean nothing to this module.
+A layer record is a run of bytes that only engines write and read.
 """
 
 from collections import OrderedDict
@@ -33,9 +33,10 @@ def key_cost(key: str) -> int:
 
 
 class Records:
-    """A bounded table of layer records by key. The least recently used key is dropped first.
+    """A bounded table of layer records by key.
 
-    Equal records are stored once, even if tens of keys lead to them.
+    The caller drops the least recently used key while the table exceeds its limit. Equal records
+    are stored once, even if tens of keys lead to them.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
@@ -51,7 +52,10 @@ class Records:
         return key in self._table
 
     def get(self, key: str) -> KeyRecord | None:
-        """Return the record of a key, or None, and mark the key as just used."""
+        """Return the record of a key, and mark the key as just used.
+
+        The result is None if the key has no record.
+        """
         if key in self._table:
             self._table.move_to_end(key)
         return self._table.get(key)
@@ -65,7 +69,10 @@ class Records:
         return key_cost(key) + (0 if record in self._keys else record.cost)
 
     def put(self, key: str, record: KeyRecord) -> bool:
-        """Enter a record under a key. Return False if the key has a record already."""
+        """Enter a record under a key.
+
+        Return True, or False if the key has a record already.
+        """
         if key in self._table:
             return False
         self._nbytes += self.cost(key, record)
@@ -84,7 +91,10 @@ class Records:
         return next(iter(self._table), None)
 
     def drop(self, key: str) -> int:
-        """Remove a key, and with its last key the record. Return the bytes that this frees."""
+        """Remove a key; a record that has lost its last key is removed, too.
+
+        Return the bytes that this frees, or 0 for an unknown key.
+        """
         record = self._table.pop(key, None)
         if record is None:
             return 0

@@ -1,7 +1,7 @@
-"""Clients that wait for a layer which another client builds.
+"""Clients that wait for a layer that another client builds.
 
-A wait ends when the layer is published or given up, when its time is up, or when the builder has
-been silent for too long.
+A wait ends when the layer is published or given up, when the time of the wait is up, or when the
+builder has been silent for too long.
 """
 
 from tensor_dedup.memory_manager.core.manager_state import (
@@ -29,7 +29,10 @@ def wait(state: ManagerState, now: float, connection: ClientState, message: Wait
 
 
 def interrupt(state: ManagerState, now: float, connection: ClientState) -> None:
-    """Answer a client's open Wait, because its next request has come: replies keep their order."""
+    """Answer a client's open Wait, because the client has sent another request.
+
+    The answer is "building". It must come first, because replies keep the order of the requests.
+    """
     waiting, connection.waiting = connection.waiting, None
     if waiting is not None:
         put = state.builders.get(waiting.key)
@@ -37,7 +40,10 @@ def interrupt(state: ManagerState, now: float, connection: ClientState) -> None:
 
 
 def wake(state: ManagerState, key: str, outcome: str) -> None:
-    """Answer all clients that wait for a layer: "ready" if published, "free" if given up."""
+    """Answer all clients that wait for a layer.
+
+    `outcome` is "ready" if the layer was published, or "free" if its builder gave up.
+    """
     for connection in state.connections.values():
         if connection.waiting is not None and connection.waiting.key == key:
             connection.waiting = None
@@ -45,7 +51,11 @@ def wake(state: ManagerState, key: str, outcome: str) -> None:
 
 
 def look(state: ManagerState, now: float) -> None:
-    """Answer the waits whose deadline has passed or whose builder is silent for too long."""
+    """Look for waits that are over, and answer them.
+
+    A wait is over if its deadline has passed, if the layer has no builder any more, or if the
+    builder is silent for too long.
+    """
     for connection in list(state.connections.values()):
         if connection.waiting is not None:
             _look(state, now, connection)

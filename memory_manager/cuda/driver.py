@@ -1,8 +1,8 @@
 """The interface of the CUDA driver: the about thirty calls that this package uses.
 
-Each method makes the calls of the driver that its docstring names. Handles, addresses and events
-are integers; sizes are in bytes. All implementations, a test double included, turn a failed call
-into NoMemoryError if the GPU is full, and into DeviceError otherwise.
+The docstring of each method names the calls of the driver that it makes. Handles, addresses and
+events are integers; sizes are in bytes. In all implementations, the test double included, a failed
+call raises NoMemoryError if the GPU is full, and DeviceError otherwise.
 """
 
 import logging
@@ -86,7 +86,7 @@ class Driver(Protocol):
         """
 
     def import_(self, fd: int) -> int:
-        """Return a handle of the memory of a descriptor (cuMemImportFromShareableHandle)."""
+        """Return a handle of the memory that `fd` refers to (cuMemImportFromShareableHandle)."""
 
     def device_of(self, handle: int) -> int:
         """Return the ordinal of a handle's GPU (cuMemGetAllocationPropertiesFromHandle)."""
@@ -105,14 +105,14 @@ class Driver(Protocol):
     def map(self, address: int, nbytes: int, handle: int) -> None:
         """Map the whole memory of a handle at an address (cuMemMap).
 
-        `allow` then makes it accessible to a GPU.
+        Call `allow` next, which makes the mapping accessible to a GPU.
         """
 
     def unmap(self, address: int, nbytes: int) -> None:
         """Unmap one or more whole mappings (cuMemUnmap)."""
 
     def allow(self, address: int, nbytes: int, device: int, access: Access) -> None:
-        """Set a GPU's access to a range (cuMemSetAccess)."""
+        """Allow a GPU to access a range of mapped addresses, as `access` says (cuMemSetAccess)."""
 
     # With a context: of the device that is `entered` in this thread.
 
@@ -135,9 +135,10 @@ class Driver(Protocol):
         """Wait for all work of the context (cuCtxSynchronize)."""
 
     def mark(self) -> int:
-        """Return an event that follows all work queued so far (cuEventCreate, cuCtxRecordEvent).
+        """Return an event that marks the end of the work queued so far.
 
-        The call invalidates a graph capture in progress, so finalizers must not make it.
+        It is made by cuEventCreate and cuCtxRecordEvent. This invalidates a graph capture in
+        progress, so finalizers must not call the method.
         """
 
     def done(self, event: int) -> bool:
@@ -156,9 +157,9 @@ class Driver(Protocol):
         """Free memory from `allocate` (cuMemFree)."""
 
     def ipc_handle(self, address: int) -> bytes:
-        """Return the handle by which another process can map memory (cuIpcGetMemHandle).
+        """Return the handle by which another process can map the memory (cuIpcGetMemHandle).
 
-        It has IPC_HANDLE_BYTES bytes.
+        `address` comes from `allocate`. The handle has IPC_HANDLE_BYTES bytes.
         """
 
     def ipc_open(self, handle: bytes) -> int:
@@ -200,7 +201,7 @@ def device_uuid(raw: bytes) -> str:
 
 
 def find_device(driver: Driver, name: str) -> GpuInfo:
-    """Return the GPU with this UUID or ordinal.
+    """Return the GPU with this UUID or ordinal, which `name` gives as text.
 
     Raises:
         DeviceError: No such GPU is visible to this process.
@@ -218,7 +219,7 @@ def find_device(driver: Driver, name: str) -> GpuInfo:
 
 @contextmanager
 def current(driver: Driver, device: int) -> Iterator[None]:
-    """Make a GPU's context current in this thread for a `with` block."""
+    """Context manager: while it is active, the GPU's context is current in this thread."""
     driver.enter(device)
     try:
         yield
@@ -229,15 +230,15 @@ def current(driver: Driver, device: int) -> Iterator[None]:
 class Undo:
     """A context manager that undoes the added steps, last first, unless `keep` was called.
 
-    For one thread. If a step fails, the others are still undone; the error is added as a note to
-    the error that ended the block, or else logged.
+    Use it in one thread only. If a step fails, the others are still undone. The error of the failed
+    step is added as a note to the error that ended the block, or logged if there is none.
     """
 
     def __init__(self) -> None:
         self._steps: list[Callable[[], None]] = []
 
     def add(self, step: Callable[[], None]) -> None:
-        """Add a function that undoes what was just done."""
+        """Add `step`, a function that undoes the action that was just taken."""
         self._steps.append(step)
 
     def keep(self) -> None:

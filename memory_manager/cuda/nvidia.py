@@ -124,7 +124,7 @@ class NvidiaDriver:
         return fd
 
     def import_(self, fd: int) -> int:
-        """Return a handle of the memory of a descriptor (cuMemImportFromShareableHandle)."""
+        """Return a handle of the memory that `fd` refers to (cuMemImportFromShareableHandle)."""
         self._require()
         return int(self._ask("cuMemImportFromShareableHandle", fd, self._descriptor_kind()))
 
@@ -146,7 +146,7 @@ class NvidiaDriver:
     def map(self, address: int, nbytes: int, handle: int) -> None:
         """Map the whole memory of a handle at an address (cuMemMap).
 
-        `allow` then makes it accessible to a GPU.
+        Call `allow` next, which makes the mapping accessible to a GPU.
         """
         self._ask("cuMemMap", address, nbytes, 0, handle, 0, nbytes=nbytes)
 
@@ -155,7 +155,7 @@ class NvidiaDriver:
         self._ask("cuMemUnmap", address, nbytes)
 
     def allow(self, address: int, nbytes: int, device: int, access: Access) -> None:
-        """Set a GPU's access to a range (cuMemSetAccess)."""
+        """Allow a GPU to access a range of mapped addresses, as `access` says (cuMemSetAccess)."""
         self._require()
         wish = self._api.CUmemAccessDesc()
         self._place(wish, device)
@@ -203,9 +203,10 @@ class NvidiaDriver:
         self._ask("cuCtxSynchronize")
 
     def mark(self) -> int:
-        """Return an event that follows all work queued so far (cuEventCreate, cuCtxRecordEvent).
+        """Return an event that marks the end of the work queued so far.
 
-        The call invalidates a graph capture in progress, so finalizers must not make it.
+        It is made by cuEventCreate and cuCtxRecordEvent. This invalidates a graph capture in
+        progress, so finalizers must not call the method.
         """
         if not self._stack():
             raise refused("cuEventCreate", Result.INVALID_CONTEXT)
@@ -244,9 +245,9 @@ class NvidiaDriver:
         self._ask("cuMemFree", address)
 
     def ipc_handle(self, address: int) -> bytes:
-        """Return the handle by which another process can map memory (cuIpcGetMemHandle).
+        """Return the handle by which another process can map the memory (cuIpcGetMemHandle).
 
-        It has IPC_HANDLE_BYTES bytes.
+        `address` comes from `allocate`. The handle has IPC_HANDLE_BYTES bytes.
         """
         found = self._ask("cuIpcGetMemHandle", address)
         return ctypes.string_at(found.getPtr(), IPC_HANDLE_BYTES)

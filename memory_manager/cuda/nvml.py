@@ -1,7 +1,7 @@
-"""The memory that is in use on a GPU, and the processes that use it, as NVIDIA's NVML reports them.
+"""The memory in use on a GPU, and the processes that use it, as NVIDIA's NVML reports them.
 
-NVML is optional. If the package nvidia-ml-py, the library or a permission is missing, the result
-has the reason. NVML is loaded by the first query, and no query creates a CUDA context.
+NVML is optional. If the package nvidia-ml-py, the library or a permission is missing, the result of
+a query has the reason. NVML is loaded by the first query, and no query creates a CUDA context.
 """
 
 import importlib
@@ -33,7 +33,7 @@ class DeviceUse(msgspec.Struct, frozen=True):
     processes: list[ProcessUse]
 
     def of(self, pid: int) -> ProcessUse | None:
-        """Return the memory use of a process, or None if it has no context on this GPU."""
+        """Return the memory use of the process `pid`, or None if it has no context on this GPU."""
         return next((each for each in self.processes if each.pid == pid), None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class NotAvailable(msgspec.Struct, frozen=True):
 
 
 def use_of(uuid: str, api: Any = None) -> DeviceUse | NotAvailable:
-    """Return the memory use of the GPU with this UUID, or why it is not known.
+    """Return the memory use of the GPU with this UUID, or the reason why it is not known.
 
     `api` is the module pynvml or a substitute; by default pynvml is imported.
     """

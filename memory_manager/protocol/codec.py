@@ -1,8 +1,8 @@
 """Encode messages as datagrams, and decode them. No I/O.
 
 A datagram is `MAGIC`, the version (2 bytes, little-endian) and one msgspec struct in MessagePack.
-The version precedes the struct so that it can be read even if the rest has changed. Any bytes
-decode to a message or raise ProtocolError.
+The version comes before the struct, so that it can be read even if the rest has changed. Any bytes
+either decode to a message or raise ProtocolError.
 """
 
 from typing import Final, TypeVar
@@ -27,7 +27,7 @@ def encode(message: Request | Reply) -> bytes:
     """Encode a message as a datagram.
 
     Raises:
-        ProtocolError: It is larger than the receiver accepts.
+        ProtocolError: The datagram would be larger than the receiver accepts.
     """
     data = MAGIC + VERSION.to_bytes(2, "little") + _encoder.encode(message)
     if len(data) > MAX_MESSAGE:
@@ -42,8 +42,8 @@ def decode_request(data: bytes) -> Request:
     """Decode the request in a datagram.
 
     Raises:
-        ProtocolError: It is not a valid request. If the other side has another version, `facts` has
-            that version as `version`.
+        ProtocolError: The datagram is not a valid request. If the other side has another version,
+            the error's `facts` have that version as `version`.
     """
     return _decode(data, _requests)
 
@@ -52,7 +52,7 @@ def decode_reply(data: bytes) -> Reply:
     """Decode the reply in a datagram.
 
     Raises:
-        ProtocolError: It is not a valid reply.
+        ProtocolError: The datagram is not a valid reply.
     """
     return _decode(data, _replies)
 

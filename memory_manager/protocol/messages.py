@@ -1,8 +1,8 @@
 """All messages between a client and the memory manager. No I/O.
 
 `codec` refuses unknown fields, unknown messages, wrong types and sizes over the limits. `wire`
-sends file descriptors beside the message they belong to. PROTOCOL.md specifies what each message
-means, and these terms:
+sends file descriptors beside the message they belong to. PROTOCOL.md specifies the meaning of each
+message and of these terms:
 
 * slab: one block of memory, filled by one client and then sealed
 * resident: a tensor in a sealed slab, named by the digest of its bytes
@@ -80,7 +80,10 @@ class LayerHit(WirePart, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """The first message of a client. `name` is for people: its program, model and rank."""
+    """The first message of a client.
+
+    `name` is shown to people. It has the client's program, model and rank.
+    """
 
     name: Name
 
@@ -120,7 +123,7 @@ class Allocate(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """Report that the builder of a put is alive and making progress. Has no reply."""
+    """Report that the builder of a put is alive and making progress. There is no reply."""
 
     put: Number
 
@@ -128,8 +131,8 @@ class Progress(Message, frozen=True):
 class Seal(Message, frozen=True):
     """Ask to seal and hash a slab that has been written and unmapped.
 
-    Its tensors then become resident. `digests` is empty, or has the digests of all its tensors if
-    they became known only while they were written.
+    The tensors in the slab then become resident. `digests` has the digests of all of them if these
+    were not known before the tensors were written; otherwise it is empty.
     """
 
     put: Number
@@ -141,8 +144,9 @@ class Seal(Message, frozen=True):
 class Publish(Message, frozen=True, omit_defaults=True):
     """Make a key lead to a layer record, whose tensors are resident.
 
-    With `put` 0, the key need not be reserved: a record is published again in a new manager. `also`
-    are further keys that will lead to the record, except those that are being built.
+    If `put` is 0, the key need not be reserved; clients use this to publish a record again with a
+    new manager. `also` has further keys that will lead to the record, except keys that are being
+    built.
     """
 
     put: Number
@@ -155,7 +159,7 @@ class Publish(Message, frozen=True, omit_defaults=True):
 
 
 class Abandon(Message, frozen=True):
-    """Give up a put. The client has unmapped its slab and closed the descriptor before."""
+    """Give up a put. The client must have unmapped the slab and closed its descriptor before."""
 
     put: Number
 
@@ -171,15 +175,15 @@ class Wait(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Release leases whose tensors are no longer mapped. Has no reply."""
+    """Release leases whose tensors are no longer mapped. There is no reply."""
 
     leases: Annotated[list[Number], msgspec.Meta(min_length=1, max_length=MAX_RELEASES)]
 
 
 class StandBy(Message, frozen=True):
-    """Mark leases as held by an engine that sleeps, or has woken; ask who else uses the tensors.
+    """Mark leases as held by an engine that sleeps, or by one that has woken.
 
-    A lease keeps its tensor in either case.
+    The reply says who else uses the tensors. A lease keeps its tensor in either case.
     """
 
     leases: Annotated[list[Number], msgspec.Meta(min_length=1, max_length=MAX_RELEASES)]
@@ -199,7 +203,7 @@ class Status(Message, frozen=True):
 
 
 class Rows(Message, frozen=True):
-    """Ask for a page of a table, beginning with row number `start`."""
+    """Ask for rows of a table, beginning with row number `start`."""
 
     table: Literal["clients", "checkpoints", "residents", "builds"]
     start: Number = 0
@@ -252,9 +256,10 @@ Request: TypeAlias = (
 class Welcome(Message, frozen=True):
     """The answer to Hello: a description of the manager.
 
-    `build_timeout_s`: the seconds for which a builder may be silent. `hashes_itself`: the manager
-    hashes what was written; if False, the client must send every digest and is trusted. `device`:
-    the UUID of the GPU whose memory is lent, or "" for host memory.
+    * `build_timeout_s`: the seconds for which a builder may be silent.
+    * `hashes_itself`: whether the manager hashes what was written. If False, the client must send
+      every digest and is trusted.
+    * `device`: the UUID of the GPU whose memory is lent, or "" for host memory.
     """
 
     pid: Number
@@ -269,7 +274,7 @@ class Welcome(Message, frozen=True):
 class Found(Message, frozen=True):
     """The answer to Lookup. It covers the first `len(layers)` keys; ask again for the others.
 
-    A layer that is not published is None.
+    The entry of a key without a published layer is None.
     """
 
     layers: list[LayerHit | None]
@@ -279,7 +284,7 @@ class Found(Message, frozen=True):
 class FoundDigests(Message, frozen=True):
     """The answer to LookupDigests. It covers the first `len(extents)` digests.
 
-    A digest that is not resident has None.
+    Ask again for the other digests. The entry of a digest that is not resident is None.
     """
 
     extents: list[Extent | None]
@@ -304,7 +309,10 @@ class Allocated(Message, frozen=True):
 
 
 class Sealed(Message, frozen=True):
-    """The answer to Seal: the digest of each tensor. All are now resident and held by the put."""
+    """The answer to Seal: the digest of each tensor.
+
+    All these tensors are now resident, and the put holds them.
+    """
 
     digests: list[Digest]
 

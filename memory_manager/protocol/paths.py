@@ -20,7 +20,7 @@ _OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
 
 def default_socket() -> Path:
-    """Return the default path of the socket, for `tensor-dedup serve` and for "auto"."""
+    """Return the default path of the socket, which `tensor-dedup serve` and "auto" use."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     # It is often named where it does not exist (containers, su), or is another user's.
     if runtime.startswith("/") and _is_own_folder(Path(runtime)):
@@ -38,9 +38,14 @@ def _is_own_folder(folder: Path) -> bool:
 
 
 def socket_path(given: str | os.PathLike[str] | None = None) -> Path:
-    """Return the absolute path of the socket: `given`, or the configured one, or the default.
+    """Return the absolute path of the socket.
 
-    The environment variable TENSOR_DEDUP_SOCKET goes before the configuration file.
+    The first of these that is set is used:
+
+    1. `given`
+    2. the environment variable TENSOR_DEDUP_SOCKET
+    3. the socket in a configuration file
+    4. the default path
 
     Raises:
         UnsafeSocketError: The path is longer than a socket's can be.
@@ -56,12 +61,13 @@ def socket_path(given: str | os.PathLike[str] | None = None) -> Path:
 
 
 def device_socket(path: Path, device: str) -> Path:
-    """Return the socket's path of a GPU's manager, given that of the host memory's manager.
+    """Return the path of the socket for the manager of a GPU.
 
-    `device` is the UUID of the GPU; with "" the result is `path`. Because socket paths are short,
-    the file name has only the beginning of the UUID; the manager's Welcome has all of it. Each GPU
-    has a manager of its own, so a GPU that fails disturbs no other manager, and the manager of host
-    memory needs no CUDA driver.
+    `path` is the socket's path for the manager of host memory, and `device` the UUID of the GPU;
+    with "" the result is `path`. Because socket paths are short, the file name has only the
+    beginning of the UUID; the manager's Welcome has all of it. Each GPU has a manager of its own,
+    so a GPU that fails disturbs no other manager, and the manager of host memory needs no CUDA
+    driver.
 
     Raises:
         UnsafeSocketError: The path is longer than a socket's can be.
@@ -77,8 +83,9 @@ def make_folder(folder: Path) -> None:
     """Create the socket's folder, or check an existing one.
 
     Raises:
-        UnsafeSocketError: It does not belong to this user alone.
-        OSError: It cannot be created or inspected.
+        UnsafeSocketError: The existing folder does not belong to this user alone, or is not a
+            folder.
+        OSError: The folder cannot be created or inspected.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -89,8 +96,9 @@ def check_folder(folder: Path) -> None:
     """Check that a folder belongs to this user and is closed to all others.
 
     Raises:
-        UnsafeSocketError: It is not, or the path is not a folder, or is a link.
-        OSError: It cannot be inspected.
+        UnsafeSocketError: The folder belongs to another user or is open to others, or the path is a
+            link or another kind of file.
+        OSError: The folder cannot be inspected.
     """
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):

@@ -14,9 +14,10 @@ from tensor_dedup.memory_manager.protocol.limits import Message, Number, WirePar
 class Totals(Message, frozen=True, omit_defaults=True):
     """The answer to Status: the state of the manager in numbers. Sizes are in bytes.
 
-    `charged` is what counts against `budget`, with the manager's own records. `lingering_bytes` are
-    in slabs that processes without a connection may have mapped. `leaf_shared_bytes` are used as
-    parts of tensors that are otherwise different.
+    * `charged` counts against `budget`. It includes the manager's own records.
+    * `lingering_bytes` are the bytes of slabs that processes without a connection may have mapped.
+    * `leaf_shared_bytes` are bytes that clients use as parts (leaves) of tensors that are otherwise
+      different.
     """
 
     pid: Number
@@ -46,10 +47,9 @@ class Totals(Message, frozen=True, omit_defaults=True):
 
 
 class ClientRow(WirePart, frozen=True):
-    """A connected client and what it uses.
+    """A connected client and its use of memory.
 
-    `leased_bytes` counts a tensor of which the client uses only some leaves with those leaves
-    alone.
+    If the client uses only some leaves of a tensor, only those leaves count in `leased_bytes`.
     """
 
     pid: int
@@ -61,11 +61,12 @@ class ClientRow(WirePart, frozen=True):
 
 
 def saved_bytes(clients: Iterable[ClientRow], leased_bytes: int) -> int:
-    """Return the bytes that sharing saves: the sum of what processes use, less what exists once.
+    """Return the bytes of memory that sharing saves.
 
-    `leased_bytes` is the size of all tensors in use, each counted once and whole. Of the
-    connections of one process only the largest counts, because they may lease the same tensors. So
-    the result is a lower bound.
+    This is the sum of the bytes that processes use, less `leased_bytes`, which is the size of all
+    tensors in use, each counted once and whole. If a process has several connections, only the one
+    with the most bytes counts, because they may lease the same tensors. So the result is a lower
+    bound.
     """
     used: dict[int, int] = {}
     for row in clients:
@@ -74,7 +75,10 @@ def saved_bytes(clients: Iterable[ClientRow], leased_bytes: int) -> int:
 
 
 class CheckpointRow(WirePart, frozen=True):
-    """A checkpoint, by the name that clients gave. `nbytes` includes tensors shared with others."""
+    """A checkpoint, by the name that clients gave it.
+
+    `nbytes` includes the bytes of tensors that it shares with other checkpoints.
+    """
 
     name: str
     residents: int
@@ -105,7 +109,7 @@ class BuildRow(WirePart, frozen=True):
 
 
 class Page(Message, frozen=True):
-    """The answer to Rows: a page of one table. `total` is the number of rows of that table."""
+    """The answer to Rows: some rows of one table. `total` is the number of rows of that table."""
 
     total: Number
     clients: list[ClientRow] = msgspec.field(default_factory=list)

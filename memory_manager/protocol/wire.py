@@ -59,7 +59,7 @@ def peer_of(connection: socket.socket) -> Peer:
     """Return the process that has connected or listens at the other end.
 
     Raises:
-        OSError: The kernel does not know it.
+        OSError: The kernel does not know the process.
     """
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     pid, uid, _ = _UCRED.unpack(raw)
@@ -69,7 +69,7 @@ def peer_of(connection: socket.socket) -> Peer:
 def pidfd_of(connection: socket.socket, pid: int) -> int | None:
     """Return a descriptor that becomes readable when the peer's process ends.
 
-    Return None if it has ended already.
+    Return None if the process has ended already.
 
     Raises:
         OSError: There is no descriptor left.
@@ -108,7 +108,7 @@ def receive(
 ) -> Datagram:
     """Receive one message.
 
-    If its descriptors cannot be used, `discard` is called to close them.
+    If the descriptors of a message cannot be used, `discard` is called to close them.
 
     Raises:
         ProtocolError: The message was too large; its end is lost.

@@ -154,7 +154,7 @@ def _bind(listener: socket.socket, path: Path) -> None:
 
 
 class AcceptedConnection(NamedTuple):
-    """An accepted connection. `pidfd` is None if its process has ended already."""
+    """An accepted connection. `pidfd` is None if the client's process has ended already."""
 
     socket: socket.socket
     pid: int
@@ -167,7 +167,10 @@ def lacks_descriptors(error: OSError) -> bool:
 
 
 class Acceptor:
-    """Accepts connections. It keeps a spare descriptor, to refuse clients when none is left."""
+    """An acceptor of connections.
+
+    It keeps a spare descriptor, so that it can refuse clients when no other descriptor is left.
+    """
 
     def __init__(
         self, listener: socket.socket, peer_of: Callable[[socket.socket], wire.Peer] = wire.peer_of
@@ -212,7 +215,7 @@ class Acceptor:
     def turn_away(self) -> bool:
         """Refuse the next connection, using the spare descriptor.
 
-        Return False if the spare descriptor is missing and cannot be replaced.
+        Return True, or False if the spare descriptor is missing and cannot be replaced.
         """
         if self._spare is None:
             self._spare = _open_spare()

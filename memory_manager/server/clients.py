@@ -31,8 +31,9 @@ _RETRY_S: Final = 0.02
 class ClientSocket:
     """A client's socket, and the messages that are still to be sent to it.
 
-    `outbox` keeps the memory whose descriptors it will send. If a message had to wait, it may hold
-    the last reference to that memory; `drop` then frees it on another thread.
+    `outbox` has these messages, each with the memory whose descriptors it will send. If a message
+    had to wait, it may hold the last reference to that memory; `drop` then frees the memory on
+    another thread.
     """
 
     number: int
@@ -100,15 +101,15 @@ class ClientEvents(Protocol):
     def ended(self, process: int) -> None:
         """Handle the end of a process.
 
-        If the end of a process cannot be watched, the end of its last connection counts as that.
+        If the end of a process cannot be watched, the end of its last connection stands for it.
         """
 
 
 class Clients:
-    """The clients of one manager. For the event loop's thread only.
+    """The clients of one manager. Only the event loop's thread may use this object.
 
-    `selector` is the event loop's; its entries are callbacks of this object. Each client and each
-    process has a number that is never used again.
+    `selector` is the selector of the event loop, in which this object registers its callbacks. Each
+    client and each process has a number that is never used again.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class Clients:
 
     @property
     def next_retry(self) -> float | None:
-        """The time at which `look` must send something again, or None."""
+        """The time at which `look` must send something again, or None if nothing has failed."""
         retries = (client.retry_at for client in self._clients.values())
         return min((at for at in retries if at is not None), default=None)
 
@@ -213,7 +214,7 @@ class Clients:
         self._events.received(client, datagram)
 
     def send(self, connection: int, reply: Reply, memories: tuple[Memory, ...]) -> None:
-        """Queue a reply, with the descriptors of this memory; it is sent when the client reads."""
+        """Queue a reply with the descriptors of `memories`. It is sent when the client reads."""
         client = self._clients[connection]
         client.outbox.append((encode(reply), memories))
         if client.stuck_since is None:
@@ -238,7 +239,10 @@ class Clients:
         client.events = events
 
     def look(self, now: float) -> None:
-        """Disconnect clients that have not read for too long, and retry failed sends."""
+        """Look for clients that have not read for too long, and disconnect them.
+
+        Failed sends are tried again.
+        """
         limit = self._stall_timeout_s
         for client in list(self._clients.values()):
             if client.stuck_since is not None and now - client.stuck_since >= limit:
@@ -266,7 +270,10 @@ class Clients:
                 self._closer.drop(unsent)
 
     def dismiss(self, connection: int) -> None:
-        """Close a connection that the core has dropped, after sending what its socket accepts."""
+        """Close a connection that the core has dropped, after sending what its socket accepts.
+
+        If the client is not connected any more, nothing is done.
+        """
         client = self._clients.get(connection)
         if client is not None:
             client.flush(self._now())  # the reason, when the socket takes it

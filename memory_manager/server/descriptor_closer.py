@@ -1,7 +1,8 @@
 """Close descriptors and free memory on threads, so that the event loop never blocks on them.
 
-Closing a socket with SO_LINGER, or a file of FUSE, NFS or a terminal, can block for as long as its
-other end likes. Freeing the memory of a slab takes about 0.3 s for each GiB.
+Closing can block for as long as the other end likes, if the descriptor is a socket with SO_LINGER,
+or a file on FUSE, on NFS or of a terminal. Freeing the memory of a slab takes about 0.3 s for each
+GiB.
 """
 
 import os
@@ -27,10 +28,10 @@ _Work: TypeAlias = Callable[[], None]
 
 
 class DescriptorCloser:
-    """Two threads: one closes descriptors that clients have sent, one frees slabs.
+    """A pair of threads: one closes descriptors that clients have sent, one frees slabs.
 
-    Safe from any thread. A client can block the first thread for as long as it lives; `pending`
-    then grows, and the server counts those descriptors as in use.
+    Safe from any thread. A client can block the first thread for as long as the client lives;
+    `pending` then grows, and the server counts those descriptors as in use.
     """
 
     def __init__(self) -> None:
@@ -61,22 +62,25 @@ class DescriptorCloser:
             self._counts[what] += by
 
     def close_received(self, descriptors: Iterable[int]) -> None:
-        """Close descriptors that a client has sent, later and on the thread for them."""
+        """Queue descriptors that a client has sent, to be closed by the thread for them."""
         for fd in descriptors:
             self._count("received", 1)
             self._received.put(fd)
 
     def drop(self, held: list[object]) -> None:
-        """Clear the list `held` on the thread that frees memory.
+        """Free the objects in the list `held` on the thread that frees memory.
 
-        The list must have the last references to the objects in it.
+        The list must have the last references to these objects. It is cleared.
         """
         self._count("dropped", 1)
         self._work.put(held.clear)
         self._work.put(lambda: self._count("dropped", -1))
 
     def afterwards(self, work: _Work) -> None:
-        """Call `work` when everything passed to `drop` so far has been freed. It must not raise."""
+        """Call `work` when everything passed to `drop` so far has been freed.
+
+        `work` is called on the thread that frees memory, and must not raise.
+        """
         self._work.put(work)
 
     def drain(self, connection: socket.socket) -> None:
@@ -102,7 +106,7 @@ class DescriptorCloser:
     def end(self) -> None:
         """End the threads, after all memory is freed.
 
-        Descriptors of clients are waited for only briefly.
+        Descriptors from clients are waited for only briefly.
         """
         self._work.put(None)
         self._received.put(-1)

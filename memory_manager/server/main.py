@@ -45,9 +45,11 @@ _ENDING: Final = (signal.SIGTERM, signal.SIGINT)
 class Start:
     """The options of `tensor-dedup serve`. Sizes are in bytes, times in seconds.
 
-    `device` is the UUID or ordinal of a GPU, or "" for host memory; a GPU's socket lies beside
-    `socket`. `backend` is "vmm" or "ipc", and used for a GPU only. `handle` is the unit of which,
-    with "vmm", the sizes of CUDA handles are multiples, or 0 for the smallest possible.
+    * `device`: the UUID or ordinal of a GPU, or "" for host memory. A GPU's socket lies beside
+      `socket`.
+    * `backend`: "vmm" or "ipc". It is used for a GPU only.
+    * `handle`: with "vmm", the sizes of CUDA handles are multiples of this; 0 stands for the
+      smallest possible unit.
     """
 
     socket: Path
@@ -249,7 +251,7 @@ def _text(path: Path) -> str:
 
 
 def raise_descriptor_limit() -> int:
-    """Raise this process's limit on open files to the maximum; return that."""
+    """Raise this process's limit on open files to the maximum; return the maximum."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

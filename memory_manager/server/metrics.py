@@ -79,9 +79,9 @@ _ATTACH_BUCKETS: Final = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 
 
 
 def attach_seconds(device: str) -> tuple[Histogram, Histogram]:
-    """Return a histogram of the duration of look-ups, and its child for one device.
+    """Return a histogram of the duration of look-ups, and the part of it for one device.
 
-    The child is the object to record durations in.
+    Durations are recorded in that part, which is labelled with `device`.
     """
     text = "Seconds from a look-up of layers or tensors until its answer is on its way."
     name = _PREFIX + "attach_seconds"
@@ -175,7 +175,7 @@ def _gauge(name: str, text: str, device: str, value: float) -> GaugeMetricFamily
 class Metrics:
     """A context manager that runs the HTTP server. Without a port it does nothing.
 
-    One thread serves all connections. There is no authentication: any client that reaches the
+    One thread serves all connections. There is no authentication, so any client that reaches the
     address can connect. If there are too many connections, a new one replaces the oldest.
     """
 
@@ -187,7 +187,9 @@ class Metrics:
         *,
         dashboard: bool = False,
     ) -> None:
-        """Start the server at `port`, 0 for any free one. With `dashboard` it has that page, too.
+        """Start the server at `port`, or at any free port if `port` is 0.
+
+        With `dashboard=True` the server also has the dashboard's page.
 
         Raises:
             NoMemoryError: The system cannot start a thread.

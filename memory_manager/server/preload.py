@@ -1,4 +1,4 @@
-"""Load checkpoints into the manager before an engine needs them, one after the other."""
+"""Load checkpoints into the manager before an engine needs them, one checkpoint after the other."""
 
 import logging
 import os
@@ -61,7 +61,10 @@ class Preload:
         self._closed = False
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread, unless there are no checkpoints to load.
+
+        If the system cannot start the thread, a warning is logged.
+        """
         if not self._checkpoints:
             return
         try:
@@ -70,7 +73,7 @@ class Preload:
             _log.warning("preload failed: %s", str(error))
 
     def close(self) -> None:
-        """End the running process, and start no further one."""
+        """End the process that loads a checkpoint, and start no further one."""
         with self._lock:
             self._closed = True
             running = self._running

@@ -63,10 +63,10 @@ _FOR_A_MESSAGE: Final = 256
 class Options:
     """The options of the event loop. Times are in seconds.
 
-    `stall_timeout_s`: a client that has not read its replies for so long is disconnected.
-    `idle_exit_s`: the manager ends after so long without clients, or never if None. `descriptors`:
-    how many descriptors this process may open, or None for no limit. `overview`: keep an overview
-    that other threads can read.
+    * `stall_timeout_s`: a client that has not read its replies for this time is disconnected.
+    * `idle_exit_s`: the manager ends after this time without clients, or never if it is None.
+    * `descriptors`: the number of descriptors that this process may open, or None for no limit.
+    * `overview`: whether to keep an overview that other threads can read.
     """
 
     stall_timeout_s: float = 10.0
@@ -76,7 +76,7 @@ class Options:
 
 
 class Server:
-    """A memory manager on one socket. Call `run` in one thread, and `stop` from any.
+    """A memory manager on one socket. Call `run` in one thread; `stop` is safe from any thread.
 
     It implements `ClientEvents`, whose methods are called in the thread of `run`.
     """
@@ -269,7 +269,7 @@ class Server:
     def received(self, client: ClientSocket, datagram: wire.Datagram) -> None:
         """Pass a message to the core, and perform the effects at once.
 
-        Effects may use the descriptors of the message; those that are left are closed.
+        Effects may use the descriptors of the message; the descriptors that are left are closed.
         """
         self._arrived = datagram.descriptors
         try:

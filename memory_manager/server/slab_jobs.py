@@ -1,8 +1,8 @@
 """Slow jobs on threads: allocate slabs, seal and hash them, and check offered ones.
 
-A job consists of short steps. A free thread takes a step of the client whose turn it is, so a job
-on gigabytes delays a small job of another client by one step only. Jobs do not call the core: their
-outcomes are queued, and the event loop is woken to fetch them.
+A job consists of short steps. The clients take turns: a free thread takes a step from a job of the
+next client, so a job on gigabytes delays a small job of another client by one step only. Jobs do
+not call the core. Their outcomes are queued, and the event loop is woken to fetch them.
 """
 
 import contextlib
@@ -47,8 +47,8 @@ _Steps: TypeAlias = Iterator[_Step | None]
 class Outcome:
     """The result of a job on a slab. `memory` is set if the job allocated or reclaimed it.
 
-    `failure` is None, or an error code and text. `short_of_descriptors`: the job failed because no
-    descriptor was left, and can be tried again.
+    `failure` is None, or an error code and a text. `short_of_descriptors` is True if the job failed
+    because no descriptor was left; the job can then be tried again.
     """
 
     kind: Literal["allocated", "hashed"]
@@ -74,8 +74,8 @@ class _Job:
 class SlabJobs:
     """The jobs of one manager, and the threads that run them.
 
-    Its methods are for the event loop's thread. `client` is the number of the client's process: the
-    processes take turns, however many connections each has.
+    Call the methods in the event loop's thread. `client` is the number of the client's process,
+    because the processes take turns, however many connections each has.
     """
 
     def __init__(self, backend: Backend, closer: DescriptorCloser) -> None:
@@ -122,7 +122,10 @@ class SlabJobs:
         self._start(job)
 
     def cancel(self, slab: int) -> None:
-        """End the job on a slab after its present step, as failed. Its outcome is still queued."""
+        """End the job on a slab after its present step, as failed. Its outcome is still queued.
+
+        If the slab has no job, nothing is done.
+        """
         with self._changed:
             job = self._jobs.get(slab)
             if job is not None and job.outcome.failure is None:

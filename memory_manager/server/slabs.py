@@ -21,7 +21,10 @@ _log = logging.getLogger(__name__)
 
 
 class Slabs:
-    """The memory of the slabs that the core knows, by number. For the event loop's thread."""
+    """The memory of the slabs that the core knows, by number.
+
+    Only the event loop's thread may use this object, except for `ring`.
+    """
 
     def __init__(
         self, backend: Backend, closer: DescriptorCloser, spare_descriptor: Callable[[], bool]
@@ -66,8 +69,8 @@ class Slabs:
     ) -> None:
         """Perform an effect of the core.
 
-        A ReclaimSlab takes its slab's descriptor from `arrived` (the descriptors of the present
-        message), unless `inherit` was given it.
+        A ReclaimSlab takes the descriptor of its slab from `arrived`, the descriptors that came
+        with the present message, unless `inherit` has stored one for the slab.
         """
         match effect:
             case AllocateSlab(slab, nbytes, process):

@@ -1,11 +1,11 @@
 """Keep tensors across a restart of the manager, in systemd's file descriptor store (FDSTORE).
 
-When the manager ends, it sends the descriptors of its sealed slabs to systemd, with an index of
-their contents in one more memory file. The next manager inherits the descriptors. It decodes the
-index strictly, and checks and hashes the slabs like those that clients offer.
+When the manager ends, it sends the descriptors of its sealed slabs to systemd, together with a
+memory file that has an index of their contents. The next manager inherits the descriptors. It
+decodes the index strictly, and checks and hashes the slabs like slabs that clients offer.
 
-Slabs of GPU memory cannot be hashed. Which digests belong to which slab then follows from the names
-of their descriptors, which are never used twice.
+Slabs of GPU memory cannot be hashed. For them, the names of the descriptors, which are never used
+twice, tell which digests belong to which slab.
 """
 
 import array
@@ -54,7 +54,7 @@ class HandoverTensor(WirePart, frozen=True):
 
 
 class HandoverSlab(WirePart, frozen=True):
-    """A slab. Its descriptor is stored as `name`, a hyphen and the index's generation."""
+    """A slab. Its descriptor is stored under `name`, a hyphen and the `generation` of the index."""
 
     name: Name
     nbytes: Size
@@ -73,8 +73,9 @@ class HandoverRecord(WirePart, frozen=True):
 class HandoverIndex(Message, frozen=True, tag="Index"):
     """The index for the next manager: slabs, layer records and pins.
 
-    `generation` is random and part of the names of the stored descriptors. It tells them from those
-    that systemd still has of an earlier index, whose slabs may have the same numbers.
+    `generation` is random and part of the names under which descriptors are stored. So these names
+    differ from those that systemd still has from an earlier index, whose slabs may have the same
+    numbers.
     """
 
     generation: Name
@@ -88,7 +89,7 @@ _NOTHING: Final = HandoverIndex("", [], [], [])
 
 @dataclass(frozen=True, slots=True)
 class Inherited:
-    """What an earlier manager left: the index, and a descriptor for each slab by its name.
+    """The state that an earlier manager left: the index, and the descriptors of slabs by name.
 
     The caller owns the descriptors.
     """
@@ -108,7 +109,7 @@ def _stored(name: str, generation: str) -> str:
 
 
 def describe(state: ManagerState, memories: Mapping[int, Memory], room: int) -> HandoverIndex:
-    """Return the index of the slabs to leave for the next manager, at most `room` of them.
+    """Return the index of the slabs to leave for the next manager, at most `room` slabs.
 
     Pinned slabs come first, then those used most recently.
     """
@@ -164,7 +165,7 @@ def hand_over(state: ManagerState, memories: Mapping[int, Memory]) -> int:
 def inherit() -> Inherited:
     """Take the index and the slabs that systemd has kept, and remove them from its store.
 
-    Both are empty if there is nothing, or if the index is not valid.
+    The result is empty if systemd has kept nothing, or if the index is not valid.
     """
     descriptors = _inherited_descriptors()
     for name in descriptors:
@@ -215,15 +216,15 @@ def _inherited_descriptors() -> dict[str, int]:
 
 
 def watched() -> bool:
-    """Return whether systemd watches that this process sends keep-alives (WatchdogSec=)."""
+    """Return whether systemd expects this process to send keep-alives (WatchdogSec=)."""
     pid = os.environ.get("WATCHDOG_PID", str(os.getpid()))
     return "WATCHDOG_USEC" in os.environ and pid == str(os.getpid())
 
 
 def notify(state: str, descriptors: tuple[int, ...] = ()) -> None:
-    """Send a notification and descriptors to systemd, if it runs this process and listens.
+    """Send a notification and descriptors to systemd.
 
-    Errors are ignored.
+    If systemd does not run this process or does not listen, nothing is sent. Errors are ignored.
     """
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:

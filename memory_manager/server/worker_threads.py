@@ -1,7 +1,7 @@
 """Start the manager's threads, all of them before it serves clients.
 
-A thread that is started only when it is needed may fail to start, because of a limit on processes
-(`ulimit -u`, or a container's), and the event loop or a request would then fail, too.
+Because of a limit on processes (`ulimit -u`, or a container's limit), a thread that is started only
+when it is needed may fail to start. The event loop or a request would then fail, too.
 """
 
 import logging
@@ -17,7 +17,7 @@ def start_threads(name: str, count: int, body: Callable[[], None]) -> list[threa
     """Start up to `count` daemon threads that run `body`; return those that could be started.
 
     Raises:
-        NoMemoryError: Not even one could be started.
+        NoMemoryError: No thread could be started.
     """
     started: list[threading.Thread] = []
     try:

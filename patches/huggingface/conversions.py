@@ -1,14 +1,14 @@
 """Keep shared tensors shared when a module is moved or cast: `.to(...)`, `.half()`, `.cuda()`.
 
-A resident is a tensor that lies in memory once for several models. A conversion in torch would give
-each model a copy of its own. Instead:
+A resident is a tensor that lies in memory once for several models. A conversion by torch alone
+would give each model a copy of its own. With this module:
 
 * On a GPU that can map memory, the first model makes a resident of each tensor, and later models
   map it read-only (`tensor_dedup.patches.huggingface.gpu_conversions`).
-* On other devices, later models use the copy that the first one made
+* On other devices, later models use the copy that the first model made
   (`tensor_dedup.loader.unsharing.device_copies`).
-* A cast in host memory makes a private tensor, which is hashed and shared. Which tensor it was cast
-  from is recorded, so that later models need neither a cast nor a hash.
+* A cast in host memory makes a private tensor, which is then hashed and shared. The tensor that it
+  was cast from is recorded, so that later models need neither a cast nor a hash.
 """
 
 from __future__ import annotations
@@ -108,10 +108,12 @@ _versions: Final[MutableMapping[torch.Tensor, tuple[int, int]]] = WeakTensorKeyD
 
 
 def watch(config: TensorDedupConfig, alone: Guard) -> None:
-    """Wrap `nn.Module._apply`, and with it all conversions, until no tensors are shared any more.
+    """Wrap `nn.Module._apply`, which all conversions call, for as long as tensors are shared.
 
-    `alone()` returns a context in which no other thread converts modules. Its value is False during
-    a load in this thread, because the load does the sharing itself.
+    The first conversion after the last shared tensor is gone removes the wrapper. `config` is used
+    to share the tensors that a conversion makes. `alone()` returns a context manager that keeps
+    other threads from converting modules. Its value is False while this thread loads a model,
+    because the load shares the tensors itself. A second call only replaces `config`.
     """
     _settings.config = config
     if read_only() or len(DEVICE_MAPPINGS):
@@ -177,10 +179,11 @@ def _share_again(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
 
 
 class Conversion:
-    """One conversion of one model, called in place of the converting function. For one thread.
+    """A conversion of one model, such as `.to(...)` or `.half()`.
 
-    If another model has converted a shared tensor in the same way, that result is used. All other
-    tensors go through the function.
+    torch calls this object for each tensor, in place of its own converting function `fn`. If
+    another model has converted a shared tensor in the same way, the result of that conversion is
+    used. All other tensors are converted by `fn`. Use the object in one thread only.
     """
 
     def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter], fn: Function) -> None:
@@ -204,7 +207,10 @@ class Conversion:
         self._format = closure.get("convert_to_format")
 
     def prepare(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Transfer all shared parameters that are moved to a GPU, before the conversion begins."""
+        """Transfer all shared tensors in `parameters` that will be moved to a GPU.
+
+        Call it before the conversion begins. The conversion then uses the transferred tensors.
+        """
         pending: dict[SharedGpu, list[PendingTransfer]] = {}
         for each in parameters:
             wanted = self._wanted(each)
@@ -243,7 +249,7 @@ class Conversion:
         return None if key is None else (ReplicaKey(key, known.copy), device)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the converted tensor: a shared one if there is one, or the function's result."""
+        """Return the converted tensor: a shared one if it exists, otherwise the result of `fn`."""
         ready = self._ready.pop(id(tensor), None)
         if ready is not None:
             return ready
@@ -308,10 +314,11 @@ class Conversion:
         return made
 
     def finish(self) -> None:
-        """Wait for the devices, and keep the residents that an offloaded model will return to.
+        """Wait for the devices, and keep residents in host memory for a model that is offloaded.
 
-        Without the wait, another model could use a copy, or a thread could hash a tensor, before it
-        is complete.
+        Call it after the conversion. An offloaded model returns to these residents after each use,
+        without a copy or a hash. Without the wait, another model could use a tensor before it is
+        complete, or a thread could hash it too early.
         """
         for device in self._busy:
             if device.type not in ("cpu", "meta"):
@@ -320,7 +327,10 @@ class Conversion:
             _kept[self._model] = self._comes_back_to
 
     def remember(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Record which resident each cast has become, for later casts of the same tensors."""
+        """Record which resident each cast tensor in `parameters` has become.
+
+        Later casts of the same tensors then use that resident.
+        """
         cast = (each for each in parameters if id(each) in self._casts)
         for number, (_, resident) in residents_of(cast).items():
             _casts[self._casts[number]] = resident

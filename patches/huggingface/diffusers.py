@@ -1,7 +1,7 @@
 """The functions of Diffusers that are replaced during a load.
 
-A seam is such a function with the signature that was recorded for it. A function with another
-signature is not replaced.
+A seam describes one of these functions, with the signature that was recorded for it. A function
+with another signature is not replaced.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ WARM_UPS: Final = tuple(
 
 
 def replacements(note: Note) -> Iterator[tuple[Seam, Wrap]]:
-    """Yield each function to replace, as a Seam, and what wraps it.
+    """Yield each function of Diffusers to replace, as a Seam, with the function that wraps it.
 
-    The wrapper calls `note(model, name)` for every tensor that a loader sets. The warm-up of the
-    device allocator is replaced by a function that does nothing.
+    Where Diffusers sets a tensor, the wrapper also calls `note(model, name)`. The functions that
+    warm up the device allocator are replaced by one that does nothing, because they would reserve
+    memory for weights that may be shared.
     """
 
     def notes(original: Callable[..., Any]) -> Callable[..., Any]:

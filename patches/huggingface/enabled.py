@@ -11,9 +11,10 @@ if TYPE_CHECKING:
 
 
 class EnabledSwitch:
-    """The configuration that `enable` has set for the whole process, or None.
+    """The switch that enables sharing in the whole process.
 
-    It is not a context variable, because worker threads do not inherit those.
+    `config` is the configuration that `enable` has set, or None while sharing is disabled. It is
+    not a context variable, because worker threads do not inherit context variables.
     """
 
     def __init__(self) -> None:
@@ -25,17 +26,17 @@ class EnabledSwitch:
         self._lock = threading.Lock()
 
     def set(self, config: TensorDedupConfig | None) -> TensorDedupConfig | None:
-        """Set the configuration, None to disable sharing; return the previous one."""
+        """Set `config`, which is None to disable sharing, and return the previous configuration."""
         with self._lock:
             before, self.config = self.config, config
         return before
 
 
 class OptOut(threading.local):
-    """A context manager around a load with `tensor_dedup=False`, for the current thread.
+    """A context manager for a load with `tensor_dedup=False`, in the current thread.
 
-    While `depth` is above 0, other models that are loaded as part of that load are not shared
-    either.
+    While it is active, models that are loaded as parts of that load are not shared either. `depth`
+    counts how often the current thread has entered it.
     """
 
     depth = 0

@@ -1,7 +1,7 @@
 """Move shared tensors to a GPU, into read-only memory that models share.
 
-All tensors that one conversion moves to a GPU are looked up, or transferred, before the first
-parameter is converted. GPU memory is allocated in handles of 2 MiB and more, so small tensors of a
+Before the first parameter is converted, all tensors that the conversion moves to the GPU are looked
+up there or transferred. GPU memory is allocated in handles of 2 MiB and more, so small tensors in a
 model share a handle.
 """
 
@@ -33,9 +33,10 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 class PendingTransfer(NamedTuple):
-    """A parameter to move to a GPU.
+    """A parameter that is to be moved to a GPU.
 
-    `source` is the key of its resident in host memory, `target` that of the resident on the GPU.
+    `source` is the key of its resident in host memory, and `target` is the key of the resident that
+    it uses on the GPU.
     """
 
     parameter: nn.Parameter
@@ -44,15 +45,16 @@ class PendingTransfer(NamedTuple):
 
     @property
     def is_cast(self) -> bool:
-        """Whether the dtype changes with the transfer."""
+        """Whether the transfer changes the dtype."""
         return self.target.key != self.source.key
 
 
 class GpuConversion:
-    """The transfer of one model's shared tensors to one GPU. For one thread.
+    """The transfer of one model's shared tensors to one GPU.
 
-    Equal tensors of one model stay separate: each uses another replica of the resident. `taken` are
-    the replicas that the model uses on the GPU already.
+    Equal tensors in the model stay separate, because each uses another replica of the resident.
+    `taken` lists the replicas that the model uses on the GPU already. `failed` is the first error
+    as text, or None. Use the object in one thread only.
     """
 
     def __init__(
@@ -71,10 +73,11 @@ class GpuConversion:
     def transfer(
         self, pending: Sequence[PendingTransfer], function: Function
     ) -> dict[int, torch.Tensor]:
-        """Return the shared tensors on the GPU, by the id of the parameter each will replace.
+        """Transfer the parameters in `pending` to the GPU, or use shared tensors that are there.
 
-        Parameters for which there is no room are left out. `function` is the conversion, used for
-        casts.
+        Return a dict that maps the id of each parameter to its tensor on the GPU. Parameters that
+        could not be transferred, for example for lack of memory, are left out of the dict.
+        `function` is the converting function, which is used for casts.
         """
         brought: dict[int, torch.Tensor] = {}
         with ExitStack() as stack:

@@ -1,8 +1,8 @@
 """Give tensors private memory before code writes to them in place on a GPU or another device.
 
-Host memory is copied on write by the kernel and needs none of this. The wrappers are installed when
-the first memory of another kind is shared (`tensor_dedup.loader.unsharing.private`) and stay in
-place; they do nothing for models that share no such memory.
+This is not needed in host memory, where the kernel copies on write. The wrappers are installed when
+the first memory of another kind is shared (`tensor_dedup.loader.unsharing.private`). They then stay
+in place, but do nothing for models that share no memory of that kind.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ Before = Callable[..., Iterable[torch.Tensor]]
 def install() -> None:
     """Wrap all known functions that write to parameters in place. Idempotent.
 
-    Functions of modules that are not imported yet are wrapped when they are.
+    The wrappers give the parameters private memory first. Functions in a module that is not
+    imported yet are wrapped when it is imported.
     """
     _guard(LOAD_STATE, _copied_into)
     register_optimizer_step_pre_hook(_before_step)

@@ -6,8 +6,8 @@
 
 `tensor_dedup.loader.post_load.dedup` does the sharing, model by model.
 
-Loading is not thread-safe in these frameworks: two threads leave weights on the meta device, with
-or without this package. So loads that share take turns.
+Loading is not thread-safe in these frameworks: two loads at once leave weights on the meta device,
+with or without this package. So loads that share take turns.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class _State:
 
 
 class ModelLoad:
-    """One call of `from_pretrained`: a context manager that shares all models that it loads.
+    """A load of one or more models by one call of `from_pretrained`, with sharing.
 
-    It keeps the files of the checkpoint open.
+    Use it as a context manager. It keeps the files of the checkpoint open until its end.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class ModelLoad:
         trust: bool = True,
         checkout: Checkout | None = None,
     ) -> None:
-        """Begin a load of what `name` says.
+        """Prepare a load. `name` is the name of the load in reports.
 
-        With `trust=False`, remembered digests of files (hints) are not used, whatever the
-        configuration says. `checkout` is the stored checkpoint that is loaded, or None.
+        With `trust=False`, remembered digests of files (hints) are not used, whatever `config`
+        says. `checkout` is the stored checkpoint (`store://NAME`) to load, or None for any other.
         """
         self._name = name
         self._config = config
@@ -127,10 +127,10 @@ class ModelLoad:
             self.stored.close()
 
     def note(self, model: nn.Module, name: str) -> None:
-        """Record that a loader has set a tensor of a model, which will not change any more.
+        """Record that a loader has set the tensor `name` of `model` to its final value.
 
-        Calls from other threads are ignored, because these may load something else. Tensors that a
-        loader sets in threads of its own are shared when their model is complete.
+        Calls from other threads are ignored, because those threads may load something else. Tensors
+        that a loader sets in threads of its own are shared when their model is complete.
         """
         if self.is_here() and not OPT_OUT.depth:
             self._dedup(model).note(name)
@@ -141,11 +141,11 @@ class ModelLoad:
         return self._config
 
     def is_here(self) -> bool:
-        """Return whether the current thread is the one that loads."""
+        """Return whether the current thread is the one that runs this load."""
         return (os.getpid(), threading.get_ident()) == (self._process, self._thread)
 
     def leave_alone(self, models: Iterable[nn.Module]) -> None:
-        """Exclude these models, which are part of what is loaded, from sharing."""
+        """Exclude `models` from sharing, although they are part of this load."""
         self._left_alone.update((id(model), model) for model in models)
 
     def _dedup(self, model: nn.Module) -> ModuleDedup:
@@ -155,7 +155,11 @@ class ModelLoad:
         return found
 
     def settle(self, model: nn.Module) -> None:
-        """Share all tensors of a complete model that are not shared yet."""
+        """Share all tensors of a complete model that are not shared yet.
+
+        A second call for the same model does nothing. If accelerate offloads the weights of the
+        model, they are not shared.
+        """
         dedup = self._dedup(model)
         if id(model) in self._settled:
             return
@@ -171,8 +175,8 @@ class ModelLoad:
     ) -> ModelReport:
         """Share everything that was loaded, and return the report.
 
-        `models` are the loaded models by name. `skipped` are other parts, each with the reason why
-        it is not shared.
+        `models` maps names to the loaded models. `skipped` lists other parts of the load by name,
+        each with the reason why it is not shared.
 
         Raises:
             ChangedFileError: A file changed while it was loaded.
@@ -239,12 +243,17 @@ def run(
     given: set[int],
     checkout: Checkout | None = None,
 ) -> Any:
-    """Call a loader of either framework, share the tensors it loads, and add a report.
+    """Call a loader of Diffusers or Transformers, share the tensors it loads, and add a report.
 
-    Return what `call` returns. Loads in other threads are waited for. `given` are the ids of
-    modules that the caller passed in, which are not shared. `checkout` is the stored checkpoint
-    that is loaded, or None. If `call` fails, its error is raised and the state of the process is
-    restored.
+    Return the result of `call`, which calls the loader. `name` is the name of the load in the
+    report. `given` has the ids of the modules that the caller passed to the loader; these modules
+    are not shared. `checkout` is the stored checkpoint (`store://NAME`) to load, or None for any
+    other.
+
+    * Only one load runs at a time: a load in another thread is waited for.
+    * Within a load in the same thread, the models belong to that load and its report.
+    * If a remembered digest (hint) was wrong, `call` is called a second time, without hints.
+    * If `call` fails, the random generators are restored and the error is raised.
 
     Raises:
         StoreError: A stored tensor cannot be read, or is damaged.
@@ -335,7 +344,9 @@ def _keep(config: TensorDedupConfig, name: str, report: ModelReport) -> None:
 
 
 def move(target: object, device: Any, config: TensorDedupConfig) -> None:
-    """Move a pipeline or module to a device, and share its tensors that lie in host memory.
+    """Move a pipeline or module to `device`, and share its tensors that lie in host memory.
+
+    The tensors are shared before a move to another device, but after a move to the CPU.
 
     Raises:
         UnsupportedError: `target` is neither a pipeline nor a module.
@@ -352,20 +363,26 @@ def move(target: object, device: Any, config: TensorDedupConfig) -> None:
 
 
 def under_way() -> TensorDedupConfig | None:
-    """Return the configuration of the load in progress in this thread, or None if there is none."""
+    """Return the configuration of the load in progress in this thread, or None without a load."""
     load = _state.load
     return load.config if load is not None and load.is_here() else None
 
 
 def leave_alone(loaded: object) -> None:
-    """Exclude models that were loaded with `tensor_dedup=False` from the surrounding load."""
+    """Exclude models that were loaded with `tensor_dedup=False` from the surrounding load.
+
+    `loaded` is the pipeline or module that the loader returned. If this thread runs no surrounding
+    load, the call does nothing.
+    """
     load = _state.load
     if load is not None and load.is_here():
         load.leave_alone(modules_of(loaded).values())
 
 
 def share(target: object, config: TensorDedupConfig) -> ModelReport:
-    """Share the parameters of a pipeline or module in memory, and return a report.
+    """Share the parameters of `target`, a pipeline or module in memory, and return a report.
+
+    The report is also listed by `report()`, unless that lists the modules in `target` already.
 
     Raises:
         UnsupportedError: `target` is neither a pipeline nor a module.
@@ -395,9 +412,9 @@ def _require_modules(target: object, verb: str) -> dict[str, nn.Module]:
 
 @contextmanager
 def alone() -> Iterator[bool]:
-    """Keep other threads from converting modules during a `with` block.
+    """Context manager: while it is active, no other thread can convert modules.
 
-    The value is False if a load is in progress in this thread, otherwise True.
+    Its value is False if a load is in progress in this thread, otherwise True.
     """
     with MOVE_LOCK:
         yield under_way() is None
@@ -407,10 +424,14 @@ def alone() -> Iterator[bool]:
 def deduplicated(
     config: TensorDedupConfig, name: str, *, trust: bool, checkout: Checkout | None = None
 ) -> Iterator[ModelLoad]:
-    """Share what this thread loads in a `with` block, and what it converts afterwards.
+    """Context manager: while it is active, the models that this thread loads are shared.
 
-    The caller holds the load lock. With `trust=False`, remembered digests of files (hints) are not
-    used.
+    Its value is the ModelLoad. Later conversions of the models, such as `.to(...)`, keep tensors
+    shared, too. The caller must hold `LOAD_LOCK`. `name`, `trust` and `checkout` are as in
+    `ModelLoad`.
+
+    Raises:
+        UnsupportedError: A stored checkpoint cannot be loaded with the installed frameworks.
     """
     load = ModelLoad(config, name, trust=trust, checkout=checkout)
     with load, Replacements(_replacements(load)):
@@ -452,9 +473,12 @@ def _replacements(load: ModelLoad) -> Iterator[Any]:
 
 
 def modules_of(loaded: object) -> dict[str, nn.Module]:
-    """Return the modules of a pipeline by name. A single module has the name "".
+    """Return the modules in `loaded`, which a loader has returned, by name.
 
-    The result is empty for other objects. Of a tuple, only the first item counts.
+    * A pipeline: its modules, with the names that the pipeline gives them.
+    * A module: that module, with the name "".
+    * A tuple: the modules in its first item.
+    * Any other object: an empty dict.
     """
     if isinstance(loaded, tuple) and loaded:
         loaded = loaded[0]  # with output_loading_info the model comes with other things
@@ -468,7 +492,7 @@ def modules_of(loaded: object) -> dict[str, nn.Module]:
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """Return whether accelerate offloads the weights and loads them again for each use."""
+    """Return whether accelerate offloads a model's weights and loads them again for each use."""
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
     every = (each for hook in hooks for each in getattr(hook, "hooks", (hook,)))
     return any(getattr(each, "offload", False) for each in every)

@@ -48,9 +48,9 @@ _away: Final[MutableMapping[torch.Tensor, torch.Tensor]] = WeakTensorKeyDictiona
 
 @functools.cache
 def install() -> None:
-    """Wrap the functions of Diffusers that move groups of layers. Idempotent.
+    """Wrap the functions of Diffusers that move groups of layers between devices. Idempotent.
 
-    If Diffusers is not imported yet, they are wrapped when it is.
+    If Diffusers is not imported yet, the functions are wrapped when it is imported.
     """
     wrapt.when_imported("diffusers.hooks.group_offloading")(_patch)
 
@@ -63,7 +63,10 @@ def _patch(module: ModuleType) -> None:
 
 
 def onloading(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the transfer of a parameter to a device, so that its shared mapping is kept."""
+    """Wrap the function `original`, with which Diffusers copies a parameter to a device.
+
+    The wrapper keeps the shared mapping that the parameter had in host memory, for `offloading`.
+    """
 
     @functools.wraps(original)
     def transfer(self: Any, tensor: Any, source_tensor: Any, default_stream: Any) -> Any:
@@ -78,7 +81,11 @@ def onloading(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def offloading(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the transfer back to host memory, so that unchanged parameters are mapped again."""
+    """Wrap the function `original`, with which Diffusers moves a group back to host memory.
+
+    The wrapper first gives each parameter that did not change on the device its shared mapping in
+    host memory again, so that Diffusers does not copy it.
+    """
 
     @functools.wraps(original)
     def offload(self: Any) -> Any:

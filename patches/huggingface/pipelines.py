@@ -49,7 +49,10 @@ _MODELS: Final = "_BaseAutoModelClass"
 
 
 class Enabled:
-    """The result of `enable`. As a context manager it restores the previous setting at its end."""
+    """The result of `enable`, which can be used as a context manager.
+
+    At the end of the `with` block, the setting from before the call of `enable` is restored.
+    """
 
     def __init__(self, config: TensorDedupConfig, before: TensorDedupConfig | None) -> None:
         self.config: Final = config
@@ -65,13 +68,13 @@ class Enabled:
 def enable(config: object = True) -> Enabled:
     """Share the tensors of all pipelines and models that are loaded from now on, in any thread.
 
-    Call `disable` to end that, or use the result as a context manager. `config` is anything that
-    `TensorDedupConfig.from_any` takes. Models that were loaded before are not changed; `sweep`
-    shares them.
+    To end sharing, call `disable`, or use the result as a context manager. `config` is anything
+    that `TensorDedupConfig.from_any` takes. Models that were loaded before are not changed; call
+    `sweep` to share them.
 
     Raises:
-        ConfigError: The configuration is not valid.
-        UnsupportedError: It has `frozen_base`, which is for models of vLLM only.
+        ConfigError: `config` is not valid.
+        UnsupportedError: `config` has `frozen_base`, which is for models of vLLM only.
     """
     chosen = _without_base(TensorDedupConfig.from_any(config))
     install()
@@ -84,15 +87,16 @@ def disable() -> None:
 
 
 def sweep(target: object, config: object = None) -> ModelReport:
-    """Share the parameters of a pipeline or module that is in memory, and return a report.
+    """Share the parameters of `target`, a pipeline or module in memory, and return a report.
 
-    Each parameter stays the same object. Its memory is replaced by that of a shared tensor with
-    equal bytes or, if there is none, becomes shared itself. During the call no thread may write to
-    the models or run them. `config` defaults to what is enabled. `report()` lists the sweep, unless
-    it lists a load of the same module.
+    Each parameter stays the same object but gets other memory: that of a shared tensor with equal
+    bytes or, if there is none, that of a new shared tensor. During the call no thread may write to
+    the models or run them. `config` defaults to the configuration set by `enable`. `report()` lists
+    the sweep, unless it lists a load of the same modules already.
 
     Raises:
-        UnsupportedError: `target` is neither a pipeline nor a module.
+        UnsupportedError: `target` is neither a pipeline nor a module, or `config` has
+            `frozen_base`.
     """
     from tensor_dedup.patches.huggingface import model_load
 
@@ -100,17 +104,21 @@ def sweep(target: object, config: object = None) -> ModelReport:
 
 
 def move(target: object, device: object, config: object = None) -> None:
-    """Move a pipeline or module to a device, as `.to(device)` does, and share its tensors.
+    """Move `target`, a pipeline or module, to `device` like `.to(device)`, and share its tensors.
 
-    Tensors that other models have on that device are not copied. Private tensors in host memory are
-    shared first, as by `sweep`; private tensors elsewhere stay private. On devices other than the
-    CPU, a write in place would change the other models that share the memory. peft,
-    `load_state_dict`, textual inversion and optimizers get private memory automatically; before any
-    other write in place, call `unshare`. No thread may use the models during the call. Errors of
-    `.to` are passed on.
+    If another model has an equal tensor on that device, that tensor is used and nothing is copied.
+    Private tensors in host memory are shared, as by `sweep`; private tensors on other devices stay
+    private. `config` defaults to the configuration set by `enable`.
+
+    On a device other than the CPU, shared memory must not be written in place. peft,
+    `load_state_dict`, textual inversion and optimizers get private memory before they write. Call
+    `unshare` before any other write in place.
+
+    No thread may use the models during the call. Errors of `.to` are passed on.
 
     Raises:
-        UnsupportedError: `target` is neither a pipeline nor a module.
+        UnsupportedError: `target` is neither a pipeline nor a module, or `config` has
+            `frozen_base`.
     """
     from tensor_dedup.patches.huggingface import model_load
 
@@ -133,9 +141,9 @@ def _without_base(config: TensorDedupConfig) -> TensorDedupConfig:
 
 
 def install() -> None:
-    """Wrap the loaders of both frameworks. Idempotent.
+    """Wrap the loaders of Diffusers and Transformers. Idempotent.
 
-    Loaders that are not imported yet are wrapped when they are.
+    A loader in a module that is not imported yet is wrapped when the module is imported.
     """
     for name in (*_ENTRIES, *_AUTO):
         module = sys.modules.get(name)

@@ -1,8 +1,8 @@
 """Reading the safetensors files of a stored checkpoint through functions of the frameworks.
 
-A stored checkpoint is loaded from a folder that stands for it and has no weights. The functions
-below take the tensors of its files from shared memory and the store. All other files are read as
-usual.
+A stored checkpoint is loaded from a stub folder, in which the weight files have only their headers.
+The functions below take the tensors of these files from shared memory and the store. All other
+files are read as usual.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ LOAD_FILE: Final = Seam(
 
 
 def replacements(stored: StoredWeights) -> Iterator[tuple[Seam, Wrap]]:
-    """Yield each function that reads safetensors files, as a Seam, and what wraps it.
+    """Yield each function that reads safetensors files, as a Seam, with the function that wraps it.
 
-    Functions of frameworks that are not imported are left out.
+    The wrappers read the files of the checkpoint `stored`, and leave all other files to the
+    original function. Functions of frameworks that are not imported are left out.
     """
 
     def opens(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,7 +70,7 @@ def replacements(stored: StoredWeights) -> Iterator[tuple[Seam, Wrap]]:
 
 
 class StoredWeightsFile:
-    """A stored safetensors file with the methods of `safetensors.safe_open`. Thread-safe."""
+    """A safetensors file in the store, with the methods of `safetensors.safe_open`. Thread-safe."""
 
     def __init__(self, stored: StoredWeights, filename: Any, device: Any) -> None:
         self._stored, self._path, self._device = stored, filename, device
@@ -79,7 +80,7 @@ class StoredWeightsFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Do nothing: the load closes the store."""
+        """Do nothing, because the load itself closes the store."""
 
     def keys(self) -> list[str]:
         """Return the names of the tensors, sorted."""
@@ -90,17 +91,26 @@ class StoredWeightsFile:
         return dict(getattr(self._file.header, "metadata", {}))
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor, on the device that the file was opened for."""
+        """Return the tensor `name`, on the device that the file was opened for.
+
+        Raises:
+            KeyError: The file has no tensor of this name.
+            StoreError: The tensor cannot be read, or is damaged.
+        """
         found = self._stored.tensor(self._path, name)
         return found if str(self._device) == "cpu" else found.to(self._device)
 
     def get_slice(self, name: str) -> StoredWeightsSlice:
-        """Return an object that reads the tensor when it is indexed, as safetensors does."""
+        """Return an object that reads the tensor `name` when it is indexed, as safetensors does.
+
+        Raises:
+            KeyError: The file has no tensor of this name.
+        """
         return StoredWeightsSlice(self, name, self._file.tensors[name].spec)
 
 
 class StoredWeightsSlice:
-    """A tensor of a stored file that is read when it is indexed, like a slice of safetensors."""
+    """A tensor in a stored file that is read when it is indexed, like a slice of safetensors."""
 
     def __init__(self, file: StoredWeightsFile, name: str, spec: Any) -> None:
         self._file, self._name, self._spec = file, name, spec
@@ -114,5 +124,5 @@ class StoredWeightsSlice:
         return str(self._spec.dtype)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Return the indexed part of the tensor. The whole tensor is read."""
+        """Read the whole tensor, and return the part that `index` selects."""
         return self._file.get_tensor(self._name)[index]

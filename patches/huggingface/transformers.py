@@ -1,7 +1,7 @@
 """The functions of Transformers that are replaced during a load.
 
-A seam is such a function with the signature that was recorded for it. A function with another
-signature is not replaced.
+A seam describes one of these functions, with the signature that was recorded for it. A function
+with another signature is not replaced.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def replacements(note: Note) -> Iterator[tuple[Seam, Wrap]]:
-    """Yield each function to replace, as a Seam, and what wraps it.
+    """Yield each function of Transformers to replace, as a Seam, with the function that wraps it.
 
-    The wrapper calls `note(model, name)` for every tensor that a loader sets. The warm-up of the
-    device allocator is replaced by a function that does nothing.
+    Where Transformers sets a tensor, the wrapper also calls `note(model, name)`. The function that
+    warms up the device allocator is replaced by one that does nothing, because it would reserve
+    memory for weights that may be shared.
     """
 
     def notes(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,5 +59,5 @@ def replacements(note: Note) -> Iterator[tuple[Seam, Wrap]]:
 
 
 def idle(_original: Callable[..., Any]) -> Callable[..., None]:
-    """Return a function that takes any arguments and does nothing."""
+    """Return a function to put in place of `_original`. It takes any arguments and does nothing."""
     return lambda *_args, **_kwargs: None

@@ -64,12 +64,16 @@ class _Request:
 def translate(value: object, load_format: str, extra: object) -> tuple[str, dict[str, Any]]:
     """Return the `load_format` and `model_loader_extra_config` that stand for `tensor_dedup=value`.
 
-    `extra` is the user's model_loader_extra_config; it is not changed, and its other keys are kept.
-    With `value` None, the result of an earlier call is returned unchanged. If the configuration is
-    disabled, the result is what plain vLLM would get.
+    `load_format` and `extra` are the two arguments as the user gave them. `extra` is not changed,
+    and its other keys are kept in the result.
+
+    * If `value` is None, arguments without this package's load format are returned unchanged, and
+      so is the result of an earlier call.
+    * If the configuration is disabled, the result is what vLLM would get without this package.
 
     Raises:
-        ConfigError: The configuration is not valid, or does not combine with the load format.
+        ConfigError: The configuration is not valid, does not combine with the load format, or was
+            given twice with different values.
     """
     own = _loader_config(extra)
     request = _requested(value, load_format, own)
@@ -103,8 +107,11 @@ def translate(value: object, load_format: str, extra: object) -> tuple[str, dict
 def refuse_moving_weights(settings: object) -> None:
     """Refuse engine arguments with which vLLM would overwrite or move shared weights.
 
+    `settings` are the engine arguments. Two arguments in `MOVES_WEIGHTS` are allowed in some cases:
+    `weight_transfer_config` on a CPU, and `enable_sleep_mode` on a GPU with a memory manager.
+
     Raises:
-        ConfigError: An argument in `MOVES_WEIGHTS` is set, and its case is not handled.
+        ConfigError: An argument in `MOVES_WEIGHTS` is set, and is not allowed here.
     """
     for name, reason in MOVES_WEIGHTS.items():
         value = getattr(settings, name, None)
@@ -152,7 +159,9 @@ def _copied_on_write() -> bool:
 
 
 def parse_flag(text: str) -> dict[str, Any]:
-    """Parse the value of `--tensor-dedup`, for argparse; return the configuration as a dict.
+    """Parse `text`, the value of `--tensor-dedup`, and return the configuration as a dict.
+
+    argparse calls this function as the type of the option.
 
     Raises:
         ArgumentTypeError: The value is not valid; argparse then exits with status 2.
@@ -164,10 +173,10 @@ def parse_flag(text: str) -> dict[str, Any]:
 
 
 def patch(arg_utils: ModuleType) -> None:
-    """Add the argument to the classes of the module vllm.engine.arg_utils. Idempotent.
+    """Add the argument `tensor_dedup` to vLLM's classes of engine arguments. Idempotent.
 
-    If this version of vLLM is not supported, the classes still accept `tensor_dedup`, log a warning
-    once, and load without sharing.
+    `arg_utils` is the module vllm.engine.arg_utils. In a version of vLLM that is not supported, the
+    classes still accept the argument, but log a warning once and load without sharing.
     """
     matches = not check("arguments")
     for name in ("EngineArgs", "AsyncEngineArgs"):
@@ -182,7 +191,10 @@ def patch(arg_utils: ModuleType) -> None:
 
 
 def patch_load_config(load: ModuleType) -> None:
-    """Make `from vllm.config.load import TensorDedupConfig` work."""
+    """Make `from vllm.config.load import TensorDedupConfig` work.
+
+    `load` is the module vllm.config.load.
+    """
     load.TensorDedupConfig = TensorDedupConfig  # type: ignore[attr-defined]
 
 

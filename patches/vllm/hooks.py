@@ -1,4 +1,4 @@
-"""Patch modules of vLLM as soon as they are imported, in whichever order that happens."""
+"""Patch modules of vLLM as soon as they are imported, in any order."""
 
 import importlib
 import sys
@@ -43,9 +43,10 @@ _installed: set[str] = set()
 
 
 def install() -> None:
-    """Patch vLLM's arguments now, or when their module is imported.
+    """Patch vLLM's modules for arguments, load configuration and `/v1/models`.
 
-    Idempotent and safe from any thread. Imports neither vllm nor torch.
+    A module that is not imported yet is patched when it is imported. Calling this again has no
+    effect. Safe from any thread. It imports neither vllm nor torch.
     """
     for hook in _HOOKS:
         with _lock:

@@ -1,8 +1,8 @@
-"""vLLM's kernels: which processed layers can be shared by a layer key, and what they have packed.
+"""vLLM's kernels: which processed layers a layer key can identify, and what kernels have packed.
 
 A layer key identifies a processed layer by everything that processing reads. Only classes that
-tests cover are named here. They are looked up by name: in a vLLM that has moved one, models still
-load, and its layers are shared by their final bytes.
+tests cover are named here. They are looked up by name. In a vLLM that has moved one of them, models
+still load, and the layers of that class are shared by their final bytes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _INT8_KERNELS = _classes(f"{_KERNELS}.scaled_mm.cpu:CPUInt8ScaledMMLinearKernel"
 
 
 def linear_kernel(layer: nn.Module) -> Any | None:
-    """Return vLLM's kernel of a quantised linear layer, or None if it has none."""
+    """Return vLLM's kernel of a quantised linear layer, or None if the layer has no kernel."""
     for holder in (layer.quant_method, getattr(layer, "scheme", None)):
         for name in ("fp8_linear", "kernel"):
             kernel = getattr(holder, name, None)
@@ -71,7 +71,11 @@ def linear_kernel(layer: nn.Module) -> Any | None:
 
 
 def is_plain_fp8(layer: nn.Module) -> bool:
-    """Return whether a layer has fp8 weights that its kernel leaves as the method made them."""
+    """Return whether a layer has fp8 weights that its kernel does not change after loading.
+
+    Only the quantisation method changes these weights. The result is False for classes that tests
+    do not cover.
+    """
     method: Any = layer.quant_method
     return type(method) in _FP8 and type(method.fp8_linear) in _FP8_KERNELS
 
@@ -87,7 +91,7 @@ def packs_int8(layer: nn.Module) -> bool:
 def dispatch() -> dict[str, bool]:
     """Return the installed features by which vLLM chooses how to pack a weight on a CPU.
 
-    CPU features and environment variables, which matter too, are not included.
+    The choice also depends on CPU features and environment variables, which are not included.
     """
     return {
         "onednn": bool(_custom_ops._supports_onednn),
@@ -102,8 +106,10 @@ def dispatch() -> dict[str, bool]:
 def packed_linear(layer: nn.Module) -> Callable[..., torch.Tensor] | None:
     """Return the layer's `cpu_linear` if its packed weight can be used by other layers, or None.
 
-    vLLM's closure holds a oneDNN handler, or a packed weight and the number of outputs. A closure
-    with anything else in it, such as vLLM 0.28's copy of the bias, belongs to its layer.
+    `cpu_linear` is the function with which vLLM computes the layer. If the weight is packed, the
+    function is a closure, which holds a oneDNN handler, or a packed weight and the number of
+    outputs. A closure that holds anything else, such as the copy of the bias in vLLM 0.28, cannot
+    be used by other layers.
     """
     linear: Any = getattr(layer, "cpu_linear", None)
     cells = getattr(linear, "__closure__", None) or ()
@@ -121,8 +127,8 @@ def _owned(name: str, value: object) -> bool:
 def unpacked_linear(layer: nn.Module) -> Callable[..., torch.Tensor] | None:
     """Return the layer's `cpu_linear` if it is a function without a packed weight, or None.
 
-    vLLM uses a plain function where oneDNN has no kernel (float16 on many CPUs). The layer then
-    keeps its plain weight.
+    Where oneDNN has no kernel (float16 on many CPUs), vLLM uses a plain function, and the layer
+    keeps its unpacked weight.
     """
     linear = getattr(layer, "cpu_linear", None)
     plain_function = isinstance(linear, FunctionType) and not linear.__closure__
@@ -130,7 +136,10 @@ def unpacked_linear(layer: nn.Module) -> Callable[..., torch.Tensor] | None:
 
 
 def packed_scaled(layer: nn.Module) -> CPUDNNLGEMMHandler | None:
-    """Return the oneDNN handler with the layer's packed int8 weight, or None."""
+    """Return the oneDNN handler with the layer's packed int8 weight.
+
+    The result is None if the layer has no int8 weight, or if its kernel does not use oneDNN.
+    """
     kernel: Any = linear_kernel(layer)
     handler = getattr(kernel, "dnnl_handler", None)
     if not packs_int8(layer) or not isinstance(handler, CPUDNNLGEMMHandler):
@@ -140,12 +149,12 @@ def packed_scaled(layer: nn.Module) -> CPUDNNLGEMMHandler | None:
 
 @contextmanager
 def scales_kept() -> Iterator[list[int]]:
-    """Make int8 handlers that this thread creates in a `with` block keep their scales alive.
+    """Context manager: while it is active, int8 handlers made by this thread keep their scales.
 
-    oneDNN gets the scales once, as a pointer. The pointer would dangle if the parameter got other
-    memory, or if another layer used the handler after its own layer was dropped. The value of the
-    block is the list of storages kept so far, one entry for each handler. Several threads can be in
-    such blocks at the same time.
+    oneDNN gets the scales once, as a pointer. Without this, the pointer would dangle if the
+    parameter got other memory, or if another layer used the handler after its own layer was
+    dropped. The value is the list of storages kept so far, with one entry for each handler. Several
+    threads can use this context manager at the same time.
     """
     kept: list[int] = []
     with _HANDLERS.watched():
@@ -212,9 +221,10 @@ _HANDLERS: Final = _Handlers()
 
 
 def kept_by_others(parameter: nn.Parameter, kept: Sequence[int] = ()) -> bool:
-    """Return whether any object besides the parameter uses its memory, such as a kernel's view.
+    """Return whether any object besides `parameter` uses its memory, such as a kernel's view.
 
-    `kept` are the storages that `scales_kept` has attached to handlers; those uses do not count.
+    `kept` lists the storages that `scales_kept` has attached to handlers. Uses by those handlers do
+    not count.
     """
     storage = parameter.untyped_storage()._cdata
     # The parameter holds its storage once, and the handle asked for here once more.
@@ -222,7 +232,10 @@ def kept_by_others(parameter: nn.Parameter, kept: Sequence[int] = ()) -> bool:
 
 
 def holds_memory(layer: nn.Module, block: torch.Tensor) -> bool:
-    """Return whether the layer, or its packed function, uses the memory of `block`."""
+    """Return whether a layer, or its function `cpu_linear`, uses the memory of `block`.
+
+    `block` is a tensor.
+    """
     storage = block.untyped_storage().data_ptr()
     linear = getattr(layer, "cpu_linear", None)
     cells = [cell.cell_contents for cell in getattr(linear, "__closure__", None) or ()]
@@ -236,8 +249,8 @@ def holds_memory(layer: nn.Module, block: torch.Tensor) -> bool:
 def processed_attributes(layer: nn.Module) -> dict[str, Any] | None:
     """Return the attributes that processing has set on the layer's MoE kernel.
 
-    The result is {} for layers of other kinds. It is None if an attribute is not a plain value and
-    so cannot be copied to another layer.
+    The result is {} if the layer has no unquantised experts. It is None if the layer has no kernel
+    yet, or if an attribute is not a plain value and so cannot be copied to another layer.
     """
     method: Any = layer.quant_method
     if not isinstance(method, UnquantizedFusedMoEMethod):
@@ -256,7 +269,10 @@ def processed_attributes(layer: nn.Module) -> dict[str, Any] | None:
 
 
 def set_attributes(layer: nn.Module, attributes: dict[str, Any]) -> None:
-    """Set attributes from `processed_attributes` of another layer on this layer's MoE kernel."""
+    """Set `attributes` on the layer's MoE kernel.
+
+    They come from `processed_attributes` of an equal layer. With {}, nothing is done.
+    """
     method: Any = layer.quant_method
     for name, value in attributes.items():
         setattr(method.moe_kernel.fused_experts, name, value)
@@ -274,8 +290,8 @@ def _fresh_kernel(method: Any, layer: nn.Module) -> Any:
 def final_bytes(model: nn.Module, dtype: torch.dtype) -> int:
     """Return the size of a processed model in bytes: its parameters and its packed weights.
 
-    A packed weight counts with the size of the plain weight in `dtype` (int8 weights: 1 byte for
-    each element), although oneDNN may pad it.
+    A packed weight counts with the size of the unpacked weight: in `dtype`, or with 1 byte for each
+    element of an int8 weight. Padding that oneDNN may add is not counted.
     """
     total = sum(parameter.nbytes for parameter in model.parameters())
     itemsize = dtype.itemsize

@@ -1,13 +1,13 @@
 """Processing of a model's layers during a load, with sharing.
 
-vLLM calls `quant_method.process_weights_after_loading(layer)` for each layer; during a load of this
-package that call comes here. Layers are shared in one of two ways:
+vLLM calls `quant_method.process_weights_after_loading(layer)` for each layer. During a load with
+this package, the call comes here. Layers are shared in one of two ways:
 
 * By layer key, before they are processed. The key identifies the processed result. This is done
   only for combinations of quantisation method and kernel that tests cover (`CONSTANT_METHODS`,
   `_PREPROCESSED` and `kernels`).
-* By content, afterwards: vLLM processes the layer, and its final tensors are hashed and replaced by
-  shared ones with equal bytes.
+* By content, afterwards. vLLM processes the layer, and its final tensors are hashed and replaced by
+  shared tensors with equal bytes.
 """
 
 from __future__ import annotations
@@ -60,18 +60,22 @@ class PreprocessedLayer(KeyedLayer):
     """A layer whose quantisation method accepts weights that have been processed already."""
 
     def form_of(self, record: LayerRecord) -> LayerRecord:
-        """Return the record itself: the processed form is its residents."""
+        """Return `record`, because the residents that it lists are the processed form."""
         return record
 
     def refuse(self, reason: str, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
-        """Record the reason, process the layer, and share it by content."""
+        """Enter `reason` into the report, process the layer, and share it by content."""
         self.context.session.ledger.skip(next(iter(self.deferred.values())).name, reason)
         self.build(key, made)
 
     def reuse(self, record: LayerRecord, form: Any, made: dict[str, ScratchTensor]) -> None:
-        """Map the residents in the record as this layer's parameters.
+        """Map the residents that `record` lists as this layer's parameters.
 
-        If an audit selects the layer, it is processed, too, and compared with them first.
+        If an audit selects the layer, the layer is first processed, and the result is compared with
+        the residents.
+
+        Raises:
+            AuditError: A parameter differs.
         """
         layer = ProcessedLayer(self.context, self.layer, self.deferred)
         if self.context.session.checks.sampled():
@@ -89,7 +93,8 @@ class PreprocessedLayer(KeyedLayer):
     def build(self, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
         """Process the layer and share its parameters by content.
 
-        The result is registered under `key` if all parameters could be shared.
+        If all parameters could be shared, and the kernel's attributes can be copied to other
+        layers, a record of the result is registered under `key`.
         """
         layer = ProcessedLayer(self.context, self.layer, self.deferred)
         layer.materialise(made)
@@ -108,17 +113,17 @@ class PreprocessedLayer(KeyedLayer):
 
 @dataclass(slots=True)
 class LayerProcessor:
-    """The replacement of `process_weights_after_loading` for the layers of one load."""
+    """The replacement for vLLM's `process_weights_after_loading` for all layers in one load."""
 
     context: LayerContext
 
     @property
     def session(self) -> LoadSession:
-        """The state of the load that all its layers use."""
+        """The session of the load, which all layers use."""
         return self.context.session
 
     def process(self, original: Original, layer: nn.Module) -> None:
-        """Process a layer as `original(layer)` would, and share its tensors where possible."""
+        """Process `layer` as `original(layer)` would, and share its tensors where possible."""
         method: Any = layer.quant_method
         parameters = self.context.parameters(layer)
         if not parameters:

@@ -1,4 +1,4 @@
-"""The load format `tensor_dedup`, and the formats of vLLM that it reads in its place.
+"""The load format `tensor_dedup`, and the formats of vLLM that can be used with it.
 
 The inner format is the vLLM load format that reads the files. It is sent to every process of an
 engine in `model_loader_extra_config`, together with the configuration. This module imports no vllm.
@@ -26,8 +26,10 @@ OWN = ("runai_streamer", SAVED_STATE)
 def split(mine: object) -> tuple[TensorDedupConfig, str]:
     """Split this package's entry in model_loader_extra_config into configuration and inner format.
 
-    `mine` is anything that `TensorDedupConfig.from_any` takes, or a dict of its fields with the
-    inner format as "inner". An item "stored" is ignored; `stub_folder.stored_in` reads it.
+    The inner format is the load format of vLLM that reads the files. `mine` is the entry: anything
+    that `TensorDedupConfig.from_any` takes, or a dict of its fields with the inner format as
+    "inner". The inner format is "auto" if it is not given. An item "stored" is ignored;
+    `stub_folder.stored_in` reads it.
 
     Raises:
         ConfigError: The configuration is not valid.
@@ -39,7 +41,7 @@ def split(mine: object) -> tuple[TensorDedupConfig, str]:
 
 
 def loader_of(load_format: str, load_config: LoadConfig) -> BaseModelLoader | None:
-    """Return vLLM's own loader for a load format, or None if the default loader reads it."""
+    """Return vLLM's own loader for `load_format`, or None if the default loader reads it."""
     if load_format not in OWN:
         return None
     # Here, because an older vLLM may lack what hardly anybody asks for.
@@ -49,10 +51,11 @@ def loader_of(load_format: str, load_config: LoadConfig) -> BaseModelLoader | No
 
 
 def tie_again(load_format: str, model_config: ModelConfig) -> None:
-    """Mark the embeddings of a saved state as tied again, if vLLM took them for untied.
+    """Mark the embeddings in a saved state as tied again, if vLLM took them for untied.
 
-    A saved state has tied weights once, under one name. vLLM allows for that, but not if the load
-    format has the name of this package.
+    A saved state has tied weights once, under one name. vLLM allows for that only if the load
+    format is called `sharded_state`, and here it is called `tensor_dedup`. For any other
+    `load_format` nothing is done.
     """
     untied = getattr(model_config, "word_embeddings_untied_by_checkpoint", False)
     if load_format == SAVED_STATE and untied:

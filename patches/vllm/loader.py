@@ -1,7 +1,8 @@
 """vLLM's loader for the load format `tensor_dedup`.
 
 It runs the default loader over deferred tensors, which have a shape but no data, to learn how the
-model's tensors follow from the checkpoint. Tensors that other models have are then shared.
+model's tensors follow from the checkpoint. Tensors that other models have in memory already are
+then shared.
 """
 
 from __future__ import annotations
@@ -72,9 +73,10 @@ _CAST: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 class ReadingLoader(DefaultModelLoader):
-    """vLLM's loader of the inner load format, the one that reads the files.
+    """A loader that reads files as vLLM's loader for the inner load format does.
 
-    It also records whether the model reports which weights it has loaded.
+    The inner load format is the format of vLLM that is used to read the files. The loader also
+    records whether the model reports which weights it has loaded.
     """
 
     def __init__(self, load_config: LoadConfig) -> None:
@@ -88,7 +90,7 @@ class ReadingLoader(DefaultModelLoader):
         super().__init__(load_config)
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        """Load the weights of `model`, as vLLM's loader of the inner format does."""
+        """Load the weights of `model` as vLLM's loader for the inner format does."""
         if self._inner is None:
             super().load_weights(model, model_config)
         else:
@@ -97,10 +99,10 @@ class ReadingLoader(DefaultModelLoader):
     def get_all_weights(
         self, model_config: ModelConfig, model: nn.Module
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Yield every tensor of the checkpoint by name, for a reload.
+        """Yield each tensor in the checkpoint with its name, for a reload.
 
         Raises:
-            AttributeError: vLLM's loader of the inner format has no such method.
+            AttributeError: vLLM's loader for the inner format has no method of this name.
         """
         if self._inner is None:
             return super().get_all_weights(model_config, model)
@@ -111,17 +113,17 @@ class ReadingLoader(DefaultModelLoader):
     def track_weights_loading(
         self, model: nn.Module, loaded_weights: set[str] | None, *args: Any, **more: Any
     ) -> None:
-        """Call vLLM's method, and record whether the model has reported the weights it loaded."""
+        """Call vLLM's method, and record whether the model has reported which weights it loaded."""
         super().track_weights_loading(model, loaded_weights, *args, **more)
         quantized = args[0] if args else more.get("quantized")  # of newer versions
         self._tracked = loaded_weights is not None and not quantized
 
 
 class TensorDedupLoader(ReadingLoader):
-    """The loader of the format `tensor_dedup`: it shares final tensors with other loaded models.
+    """The loader for the format `tensor_dedup`, which shares final tensors with other models.
 
-    Weights that cannot be shared are loaded as in plain vLLM; `report()` has the reason. Loads in
-    one process take turns.
+    Weights that cannot be shared are loaded as vLLM does without this package, and `report()` has
+    the reason. Loads in one process take turns.
 
     Raises:
         ConfigError: The configuration is not valid.
@@ -131,7 +133,11 @@ class TensorDedupLoader(ReadingLoader):
     """
 
     def __new__(cls, load_config: LoadConfig) -> Any:
-        """Return a loader. In an unsupported vLLM it overrides nothing, and logs the reason."""
+        """Return a loader.
+
+        In a version of vLLM that is not supported, the result is another loader, which loads
+        without sharing and logs the reason.
+        """
         reason = why_not("loader", "reload")
         return super().__new__(cls) if reason is None else plain_loader(reason)(load_config)
 
@@ -157,7 +163,10 @@ class TensorDedupLoader(ReadingLoader):
     def load_model(
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
     ) -> nn.Module:
-        """Build the model, load its weights, and add a report. `prefix` is vLLM's."""
+        """Build the model, load its weights, add a report, and return the model.
+
+        `prefix` is passed on to vLLM.
+        """
         self._note_base(model_config, draft=load_formats.is_draft(vllm_config, model_config))
         with LOAD_LOCK:
             model, report = self._load(vllm_config, model_config, prefix)
@@ -247,7 +256,11 @@ class TensorDedupLoader(ReadingLoader):
     def get_all_weights(
         self, model_config: ModelConfig, model: nn.Module
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        """Yield every tensor by name, for a reload. Layers from a base are taken from it again."""
+        """Yield each tensor with its name, for a reload.
+
+        If the model takes layers from a base (`frozen_base`), the tensors in those layers are read
+        from the base again.
+        """
         self._note_base(model_config, draft=getattr(model_config, "runner_type", "") == "draft")
         return super().get_all_weights(model_config, model)
 
@@ -286,8 +299,9 @@ class TensorDedupLoader(ReadingLoader):
     def get_external_weight_memory(self, vllm_config: VllmConfig) -> int:
         """Return the bytes of this model that a memory manager has in memory already.
 
-        The result is 0 if there is no manager or the model is not shared. vLLM calls this on GPUs
-        before it measures free memory, because these bytes are not part of the engine's own memory.
+        The result is 0 without a manager, or if the model is not shared. vLLM calls this method on
+        GPUs before it measures free memory, because these bytes are not part of the engine's own
+        memory.
         """
         manager = self.dedup.memory_manager
         if manager is None or self._refusal(vllm_config) is not None:
@@ -429,11 +443,12 @@ def _describe_checkpoint(report: ModelReport, path: str) -> None:
 
 
 def held_by_manager(where: str | os.PathLike[str], checkpoint: str, device: str = "") -> int:
-    """Return the bytes that a memory manager holds of a checkpoint, or 0 if none answers.
+    """Return the bytes of a checkpoint that a memory manager has in memory, or 0 if none answers.
 
-    `where` is the manager's socket or "auto"; no manager is started. `device` is the UUID of a GPU,
-    whose manager is then asked instead. Only tensors listed under the name `checkpoint` count: what
-    a fine-tune has in common with other models is known only after it was loaded.
+    `where` is the path of the manager's socket, or "auto" for the default path; no manager is
+    started. If `device` is the UUID of a GPU, the manager of that GPU is asked instead. Only
+    tensors that are listed under the name `checkpoint` count, so tensors that a fine-tune shares
+    with other models count only after it was loaded once.
     """
     try:
         beside = socket_path(None if os.fspath(where) == AUTO else where)
@@ -445,10 +460,11 @@ def held_by_manager(where: str | os.PathLike[str], checkpoint: str, device: str 
 
 
 def at_most(held: int, path: str, dtype: torch.dtype) -> int:
-    """Return `held`, but no more than the size of a local checkpoint loaded as `dtype`.
+    """Return `held`, but no more than the size of the checkpoint at `path` loaded as `dtype`.
 
-    Other engines may hold the checkpoint in another dtype, too. Rows or padding that an engine adds
-    to tensors are not counted. `held` is returned unchanged if the checkpoint cannot be read.
+    `held` may be larger, because other engines may hold the checkpoint in another dtype, too. Rows
+    or padding that an engine adds to tensors are not part of the size. If the checkpoint cannot be
+    read, `held` is returned unchanged.
     """
     try:
         tensors = open_checkpoint(path, follow_links=True).tensors()

@@ -15,7 +15,8 @@ _METHOD: Final = "show_available_models"
 def patch(serving: ModuleType) -> None:
     """Wrap the method of vLLM's server that lists models. Idempotent.
 
-    `serving` is the module vllm.entrypoints.openai.models.serving.
+    The wrapper adds the base from which a model takes layers. `serving` is the module
+    vllm.entrypoints.openai.models.serving. If it has no such method, nothing is done.
     """
     found = getattr(serving, _CLASS, None)
     original = getattr(found, _METHOD, None)

@@ -1,7 +1,7 @@
 """Subclasses of vLLM's loaders for load formats that its default loader does not read.
 
-During a load of this package they get deferred tensors instead of opening files. At other times
-they do what vLLM's loaders do.
+During a load with this package, they yield deferred tensors, which have no data, instead of opening
+files. At other times they do the same as vLLM's loaders.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Linear layers whose weight vLLM packs into a oneDNN handler on a CPU.
 
 These are unquantised layers and int8 layers (w8a8). A handler is opaque: it cannot be mapped,
-hashed or written. So the object itself is shared, within one process only. Its key includes the
-recipe of the plain weight, which says how that follows from the checkpoint. The other tensors of an
-int8 layer (scales, sums of columns) are shared one by one, and listed in the same record.
+hashed or written. So the object itself is shared, within one process only. Its layer key includes
+the recipe of the unpacked weight, which says how that weight follows from the checkpoint. The other
+tensors in an int8 layer (scales, sums of columns) are shared one by one, and listed in the same
+record.
 
 oneDNN does not allow two threads to use one handler at the same time. No lock is needed, because
 vLLM keeps its forward context in a variable of the process, so that engines in one process take
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 class PackedGemm(KeyedLayer):
     """An unquantised linear layer, whose two-dimensional weight vLLM packs on a CPU.
 
-    `keeps_weight`: the layer also needs the plain weight, as embeddings do.
+    `keeps_weight` is True if the layer also needs the unpacked weight, as embeddings do.
     """
 
     keeps_weight: bool
@@ -54,7 +55,10 @@ class PackedGemm(KeyedLayer):
         return self.deferred["weight"]
 
     def process(self) -> None:
-        """Use the packed weight of an equal layer, or have vLLM pack it and share the result."""
+        """Use the packed weight of an equal layer, or let vLLM pack the weight.
+
+        A weight that is packed here is shared with later layers, unless it cannot be shared.
+        """
         reason = self.context.session.plan.reason(self.weight)
         if reason is not None:
             self._pack_privately(reason)
@@ -62,10 +66,10 @@ class PackedGemm(KeyedLayer):
             self.share_by_key()
 
     def compute_unknown(self) -> dict[str, ScratchTensor]:
-        """Compute the weight if its digest is not known yet; return it by name.
+        """Compute the weight if its digest is not known yet, and return it by name.
 
-        A large weight that the layer keeps is read directly into shared memory. The result is then
-        empty.
+        The result is {} in two cases: if the digest is known, and if the layer keeps a large
+        weight, because that weight is read directly into shared memory.
         """
         session, weight = self.context.session, self.weight
         if weight.installed or weight.known:
@@ -76,17 +80,24 @@ class PackedGemm(KeyedLayer):
         return {"weight": session.make(weight)}
 
     def form_of(self, record: LayerRecord) -> Any | None:
-        """Return the function with the packed weight, or None if no layer uses it any more."""
+        """Return the function with the packed weight that `record` refers to.
+
+        The result is None if no layer uses the function any more.
+        """
         return record.opaque() if record.opaque is not None else None
 
     def refuse(self, reason: str, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
-        """Record the reason, and pack the weight for this layer alone."""
+        """Enter `reason` into the report, and pack the weight for this layer alone."""
         self._pack_privately(reason)
 
     def reuse(self, record: LayerRecord, form: Any, made: dict[str, ScratchTensor]) -> None:
-        """Set the function with another layer's packed weight (`form`) on this layer.
+        """Use `form`, the function with the packed weight of an equal layer, for this layer.
 
-        If an audit selects the layer, its weight is compared first.
+        If an audit selects the layer, the digest of its weight is compared with that in `record`
+        first.
+
+        Raises:
+            AuditError: The weight differs.
         """
         here = made.get("weight")
         if self.context.session.checks.sampled():
@@ -122,10 +133,11 @@ class PackedGemm(KeyedLayer):
             session.give_back(here)
 
     def build(self, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
-        """Have vLLM pack the weight, and register the result under `key`.
+        """Let vLLM pack the weight, and register the result under `key`.
 
-        If a weight with equal bytes has been packed under another key, that result is used instead.
-        A plain weight that vLLM drops after packing is made in scratch memory.
+        If a weight with equal bytes has been packed under another key, its packed form is used
+        instead. If vLLM drops the unpacked weight after packing, that weight is made in scratch
+        memory. A packed form that other layers cannot use is not registered.
         """
         lent = made.get("weight")
         session, weight = self.context.session, self.weight
@@ -232,9 +244,10 @@ class ScaledGemm(KeyedLayer):
         return self.deferred["weight"]
 
     def process(self) -> None:
-        """Use the handler and scales of an equal layer, or have vLLM pack the weight.
+        """Use the handler and scales of an equal layer, or let vLLM pack the weight.
 
-        A weight that is packed here is shared with later layers.
+        A weight that is packed here is shared with later layers, unless weights may be written in
+        place later (`LayerContext.updated`).
         """
         if self.context.updated:  # written later, scales must reach this layer's handler alone
             self._pack(None, {})
@@ -242,22 +255,31 @@ class ScaledGemm(KeyedLayer):
             self.share_by_key()
 
     def form_of(self, record: LayerRecord) -> Any | None:
-        """Return the handler with the packed weight, or None if no layer uses it any more."""
+        """Return the handler with the packed weight that `record` refers to.
+
+        The result is None if no layer uses the handler any more.
+        """
         return record.opaque() if record.opaque is not None else None
 
     def refuse(self, reason: str, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
-        """Record the reason, and pack the weight for this layer alone."""
+        """Enter `reason` into the report, and pack the weight for this layer alone."""
         self.context.session.ledger.skip(self._weight.name, reason)
         self._pack(None, made)
 
     def build(self, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
-        """Have vLLM pack the weight, share the other tensors, and register both under `key`."""
+        """Let vLLM pack the weight, share the other tensors, and register both under `key`.
+
+        They are registered only if all other tensors could be shared.
+        """
         self._pack(key, made)
 
     def reuse(self, record: LayerRecord, form: Any, made: dict[str, ScratchTensor]) -> None:
-        """Set another layer's handler (`form`) and scales on this layer.
+        """Use `form`, the handler of an equal layer, and the scales in `record` for this layer.
 
-        If an audit selects the layer, it is processed and compared first.
+        If an audit selects the layer, the layer is first processed, and the result is compared.
+
+        Raises:
+            AuditError: A tensor differs.
         """
         session, weight = self.context.session, self._weight
         layer = ProcessedLayer(self.context, self.layer, self.deferred)

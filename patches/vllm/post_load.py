@@ -1,7 +1,7 @@
 """Models that vLLM loads without this package, and whose tensors are shared afterwards.
 
 This is done for formats with a loader of their own, and for weights that are quantised while they
-are read. It saves memory but no reading, and needs memory for the whole model during the load.
+are read. It saves memory but no reading, and during the load it needs memory for the whole model.
 """
 
 from __future__ import annotations
@@ -34,13 +34,17 @@ OTHER_LOADERS = ("gguf", "bitsandbytes")
 
 
 class QuantisedWhileLoadedError(UntraceableError):
-    """The weights are quantised while they are read: load plainly, and share the result."""
+    """The weights are quantised while they are read, so their final form cannot be predicted.
+
+    The model must be loaded without sharing first. Its tensors are shared afterwards.
+    """
 
 
 def other_format(inner: str, model_config: ModelConfig) -> str | None:
-    """Return the format whose own loader must load this model, or None.
+    """Return "gguf" or "bitsandbytes" if only vLLM's loader for that format can load the model.
 
-    The result is "gguf" or "bitsandbytes". `inner` is the load format that was asked for.
+    Otherwise the result is None. `inner` is the load format that was asked for; if it is "auto",
+    the model's quantisation decides.
     """
     if inner in OTHER_LOADERS:
         return inner
@@ -51,7 +55,8 @@ def other_format(inner: str, model_config: ModelConfig) -> str | None:
 def weights_of(model_config: ModelConfig) -> str:
     """Return the path of a model's weights.
 
-    For GGUF that is not `model_config.model`, which is the folder of the configuration.
+    This is `model_config.model`, except for GGUF, where `model` may be the folder of the
+    configuration, and the weights have a path of their own.
     """
     weights = getattr(model_config, "model_weights", "")
     return str(weights if weights and model_config.quantization == "gguf" else model_config.model)
@@ -61,8 +66,8 @@ def weights_of(model_config: ModelConfig) -> str:
 def install() -> None:
     """Keep the load format `tensor_dedup` where a plug-in of vLLM replaces it. Idempotent.
 
-    The plug-in for bitsandbytes replaces the format after the arguments were built; without this,
-    the configuration of this package would be ignored without a message.
+    The plug-in for bitsandbytes replaces the format after the arguments were built. Without this,
+    vLLM would then ignore the configuration of this package without a message.
     """
     original: Callable[[LoadConfig], Any] = model_loader.get_model_loader
 
@@ -94,9 +99,10 @@ def eplb_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 def share_loaded(model: nn.Module, session: LoadSession, total: int) -> None:
     """Replace the parameters of a loaded model by shared tensors with equal bytes.
 
-    The model must have been loaded under `scales_kept`; memory that its handlers use is not
-    replaced. `total` is the size of the model in bytes, packed weights included; the part of it
-    that is not in parameters is reported as private.
+    A parameter without an equal shared tensor becomes a new shared tensor. The model must have been
+    loaded inside `with scales_kept():`. Memory that a kernel's handler uses is not replaced.
+    `total` is the size of the model in bytes, packed weights included; the part of it that is not
+    in parameters is reported as private.
     """
     overwritten = {id(parameter) for parameter in eplb_parameters(model)}
     seen: set[int] = set()

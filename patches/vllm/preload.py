@@ -24,9 +24,10 @@ _SMALL: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20, "enforce_eager": Tr
 
 
 def build(path: str, socket: str, engine_args: dict[str, Any]) -> str | None:
-    """Load the checkpoint `path` in an engine and pin its tensors in the manager at `socket`.
+    """Load the checkpoint `path` in an engine, and pin its tensors in the manager at `socket`.
 
-    Return None, or the reason if that failed.
+    `engine_args` are further arguments of vLLM's engine. Return None, or the reason if nothing
+    could be pinned.
     """
     from vllm import LLM
 

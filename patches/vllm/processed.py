@@ -1,8 +1,8 @@
 """Layers of vLLM that are shared after, or instead of, being processed.
 
 Processing (`process_weights_after_loading`) replaces parameters, renames them, adds some and
-removes others. The parameters that the layer has afterwards are shared: by content, or by a record
-that lists the residents (shared tensors) of an equal layer.
+removes others. The parameters that the layer has afterwards are shared in one of two ways: by
+content, or by a layer record, which lists the residents (shared tensors) of an equal layer.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ Final = tuple[str, str, nn.Parameter]  # name, label, object
 
 @dataclass(slots=True)
 class LayerContext:
-    """The state of one load that all its layers use.
+    """The state of one load, as the processing of its layers uses it.
 
-    `deferred` has the parameters without memory, by the id of the parameter. `packed`: weights may
-    be packed on a CPU. `updated`: weights may be written in place later (`weight_transfer_config`).
-    `process` describes the state of the process that layer keys include.
+    * `deferred` maps the ids of parameters without memory to their deferred parameters.
+    * `packed` is True if weights may be packed on a CPU.
+    * `updated` is True if weights may be written in place later (`weight_transfer_config`).
+    * `process` describes the state of this process, which is a part of all layer keys.
     """
 
     session: LoadSession
@@ -64,7 +65,7 @@ class LayerContext:
     process: str = field(default_factory=process_text)
 
     def parameters(self, layer: nn.Module) -> dict[str, DeferredParameter]:
-        """Return the layer's own deferred parameters, by their names in the layer."""
+        """Return the deferred parameters of `layer` itself, without submodules, by name."""
         found = {}
         for name, parameter in layer._parameters.items():
             if parameter is not None and id(parameter) in self.deferred:
@@ -72,7 +73,10 @@ class LayerContext:
         return found
 
     def done(self, each: DeferredParameter) -> None:
-        """Record that a parameter has its final memory, and free what was kept for it alone."""
+        """Record that the parameter `each` has its final memory, and free memory kept only for it.
+
+        A second call for the same parameter does nothing.
+        """
         if not each.installed:
             each.installed = True
             if each.view is not None:
@@ -86,8 +90,9 @@ class LayerContext:
     ) -> LayerKey:
         """Return the key of a layer, which must not have been processed yet.
 
-        The digests of all `parameters` must be known. If `content` is given, it is the digest of
-        the bytes of the only parameter, and used instead of the digest of its recipe.
+        The digests of all `parameters` must be known. If `content` is given, there must be one
+        parameter only: `content` is the digest of its bytes, and is used in place of the digest of
+        its recipe.
         """
         return LayerKey.of(
             self.process,
@@ -116,10 +121,11 @@ class LayerContext:
     def refusal(
         self, record: LayerRecord, parameters: Mapping[str, DeferredParameter]
     ) -> str | None:
-        """Return the reason why `verify_bytes` forbids the use of a record, or None.
+        """Return why `verify_bytes` forbids a layer with these parameters to use `record`, or None.
 
-        That is the case if the checkpoint tensors of the record have other bytes than those of this
-        layer, or cannot be read for comparison any more.
+        `record` describes a processed layer. Its use is forbidden if that layer was made from
+        tensors with other bytes, or if those tensors can no longer be read for the comparison.
+        Without `verify_bytes` the result is None.
         """
         if not self.session.config.verifies_bytes:
             return None
@@ -148,11 +154,12 @@ def _bias(layer: nn.Module) -> str | None:
 
 @dataclass(slots=True)
 class KeyedLayer(ABC):
-    """A layer that is shared by layer key. `deferred` are its parameters without memory.
+    """A layer that is shared by layer key: it may use the processed form of an equal layer.
 
-    `share_by_key` calls the abstract methods, by which a subclass defines how the processed form of
-    a layer is found, reused and built. Their parameter `made` has tensors of the layer that were
-    computed already, by name.
+    `deferred` maps names to the layer's parameters without memory. `share_by_key` calls the
+    abstract methods, in which a subclass defines how the processed form of a layer is found, reused
+    and built. In these methods, `record` describes the equal layer, and `made` maps names to
+    tensors of this layer that were computed already.
     """
 
     context: LayerContext
@@ -161,7 +168,7 @@ class KeyedLayer(ABC):
     deferred: Deferred
 
     def share_by_key(self) -> None:
-        """Reuse the layer that was processed under the same key, or process this one."""
+        """Reuse the processed form of a layer with the same key, or process this layer."""
         made = self.compute_unknown()
         key = self.context.key(self.layer, self.deferred)
         found = registry.lookup_record(key.digest)
@@ -177,9 +184,9 @@ class KeyedLayer(ABC):
             self.context.session.give_back(each)
 
     def compute_unknown(self) -> dict[str, ScratchTensor]:
-        """Compute the layer's tensors if the key needs a digest that is not known yet.
+        """Compute the layer's tensors if the digest of one of them is not known yet.
 
-        Return them by name, or {} if all digests are known.
+        Return all tensors by name, or {} if all digests are known. The layer key needs the digests.
         """
         session = self.context.session
         if all(each.known for each in self.deferred.values()):
@@ -188,24 +195,27 @@ class KeyedLayer(ABC):
 
     @abstractmethod
     def form_of(self, record: LayerRecord) -> Any | None:
-        """Return the processed form that a record refers to, or None if it is gone."""
+        """Return the processed form that `record` refers to, or None if it no longer exists."""
 
     @abstractmethod
     def reuse(self, record: LayerRecord, form: Any, made: dict[str, ScratchTensor]) -> None:
-        """Give this layer the processed form of another layer with the same key."""
+        """Give this layer `form`, the processed form of an equal layer."""
 
     @abstractmethod
     def build(self, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
-        """Process the layer as vLLM does, and register the result under its key."""
+        """Process the layer as vLLM does, and register the result under `key`."""
 
     @abstractmethod
     def refuse(self, reason: str, key: LayerKey, made: dict[str, ScratchTensor]) -> None:
-        """Process the layer without using the record that was found, for this reason."""
+        """Process the layer itself, because `reason` forbids the use of the record under `key`."""
 
 
 @dataclass(slots=True)
 class ProcessedLayer:
-    """A layer that vLLM processes. `deferred` are its parameters that have no memory yet."""
+    """A layer that vLLM processes, and whose tensors are shared afterwards.
+
+    `deferred` maps names to the layer's parameters that have no memory yet.
+    """
 
     context: LayerContext
     layer: nn.Module
@@ -219,10 +229,10 @@ class ProcessedLayer:
         self._path = first.name.rpartition(".")[0]
 
     def materialise(self, made: dict[str, ScratchTensor]) -> None:
-        """Give each parameter private memory with its content, for processing to use.
+        """Give each parameter private memory with its content, so that vLLM can process the layer.
 
-        `made` has tensors that were computed already. They are removed from it and their scratch
-        memory is returned as soon as they are copied.
+        `made` maps names to tensors that were computed already. Each of them is removed from
+        `made`, and its scratch memory returned, as soon as it is copied.
         """
         session = self.context.session
         for name, each in self.deferred.items():
@@ -242,7 +252,7 @@ class ProcessedLayer:
             self.context.done(each)
 
     def process(self, original: Original) -> None:
-        """Have vLLM process the layer, and release the parameters that it has replaced."""
+        """Process the layer by `original`, and release the parameters that this has replaced."""
         mine = {id(each.parameter) for each in self.deferred.values()}
         self._others = [p for _, p in self._parameters() if id(p) not in mine]
         with scales_kept() as self._kept:
@@ -256,9 +266,11 @@ class ProcessedLayer:
                 each.parameter = nn.Parameter(torch.empty(0), False) if now is None else now
 
     def share(self, record: LayerRecord | None = None) -> None:
-        """Replace the parameters by shared tensors with equal bytes, and list these in `record`.
+        """Replace the layer's parameters by shared tensors with equal bytes.
 
-        This is done slab by slab, so that the layer is never in memory twice.
+        A parameter without an equal shared tensor becomes a new shared tensor; a parameter that
+        cannot be shared stays private. If `record` is given, the shared tensors are entered into
+        it. Parameters are replaced slab by slab, so that the layer is never in memory twice.
         """
         finals = self._finals()
         for group in slabs([parameter.nbytes for _, _, parameter in finals]):
@@ -286,11 +298,11 @@ class ProcessedLayer:
                 record.residents[name] = (resident, type(parameter))
 
     def complete(self, record: LayerRecord) -> bool:
-        """Return whether `record` lists as many shared tensors as the layer has parameters."""
+        """Return whether `record` lists a shared tensor for each parameter of the layer."""
         return len(record.residents) == len(self._parameters())
 
     def audit(self, record: LayerRecord) -> None:
-        """Compare the processed layer with the shared tensors of a record.
+        """Compare the processed layer with the shared tensors that `record` lists.
 
         Raises:
             AuditError: A parameter differs.
@@ -303,7 +315,11 @@ class ProcessedLayer:
                 raise_audit(f"{each.name} ({name})", "the resident", "the layer rebuilt")
 
     def map(self, record: LayerRecord) -> None:
-        """Give the layer the shared tensors of a record, mapped as its parameters."""
+        """Map the shared tensors that `record` lists as the layer's parameters.
+
+        Deferred parameters that `record` does not list are removed. A tensor that cannot be mapped,
+        because this process has too many mappings, is copied instead.
+        """
         layer, session = self.layer, self.context.session
         for name in [n for n in self.deferred if n not in record.residents]:
             if name in layer._parameters:

@@ -1,10 +1,10 @@
 """One load of one vLLM model, from open files to the report.
 
-On a GPU the model is built without its weights there, so that a model fits whose weights are shared
-with others. Constructors run with the GPU as torch's default device, and compute buffers and tables
-there as in plain loading. Only parameters are moved to host memory, each when it is registered, so
-that no more than one of them is on the GPU at a time. Their content is moved, too, unless it is
-uninitialised.
+On a GPU, the model is built without its weights in GPU memory, so that a model fits whose weights
+are shared with others. Constructors run with the GPU as torch's default device, and compute buffers
+and tables there as in plain vLLM. Only parameters are moved to host memory. Each is moved when it
+is registered, so that no more than one of them is on the GPU at a time. The content of a parameter
+is moved, too, unless it is uninitialised.
 """
 
 from __future__ import annotations
@@ -91,15 +91,15 @@ def load(
     create: Callable[[], nn.Module],
     load_weights: Callable[[nn.Module], bool],
 ) -> tuple[nn.Module, ModelReport]:
-    """Load a model, share its tensors, and return it with a report.
+    """Load a model onto `device`, share its tensors, and return the model and a report.
 
-    `create` builds the module tree. `load_weights` runs the model's own loading code, and returns
-    whether that code has reported which weights it loaded.
+    `run` is the state of this load. `create` builds the module tree. `load_weights` runs the
+    model's own loading code, and returns whether that code has reported which weights it loaded.
 
     Raises:
-        UnsupportedError: The model has to be loaded plainly; `vllm_config` may have changed.
+        UnsupportedError: The model must be loaded without sharing; `vllm_config` may have changed.
         IncompleteCheckpointError: The checkpoint has no tensor for a parameter.
-        StaleHintError: A remembered digest was wrong; load again without hints.
+        StaleHintError: A remembered digest (hint) was wrong; load again without hints.
         ChangedFileError: A file of the checkpoint changed during the load.
         AuditError: An audit found a shared tensor that differs from its checkpoint.
     """
@@ -123,9 +123,9 @@ def load(
 
 
 class LoadRun:
-    """The state of one load: a context manager that closes what the load has opened.
+    """The state of one load, and a context manager that closes what the load has opened.
 
-    For one thread, which holds the load lock.
+    Use it in one thread only, which must hold `LOAD_LOCK`.
     """
 
     def __init__(
@@ -139,8 +139,9 @@ class LoadRun:
     ) -> None:
         """Prepare a load; no file is opened yet.
 
-        `name` is for reports and for the manager's tables. `frozen` are the layers to be taken from
-        a base; they are closed with the load.
+        `opening` opens the checkpoint. `name` is used in reports and in the manager's tables. `gpu`
+        is the GPU to load onto, or None for host memory. `frozen` are the layers that are taken
+        from a base; they are closed at the end of the load.
         """
         reader = SourceReader(config.hash_algorithm)
         scratch = Scratch()
@@ -189,7 +190,7 @@ class LoadRun:
             release_memory()  # blocks of the heap, under what will stay
 
     def build(self, create: Callable[[], nn.Module], device: torch.device) -> nn.Module:
-        """Build the module tree on `device`, with its parameters in host memory."""
+        """Build the module tree by `create` on `device`, with its parameters in host memory."""
         with device, parameters_on_host(device, self.uninitialised), self.uninitialised.watching():
             return create()
 
@@ -199,7 +200,7 @@ class LoadRun:
         """Run the model's loading code on deferred tensors, and prepare the sharing.
 
         A deferred tensor has a shape but no data; the operations on it are recorded. Return what
-        `load_weights` returns. `updated` is as in `LayerContext`.
+        `load_weights` returns. `updated` is True if weights may be written in place later.
 
         Raises:
             UntraceableError: The loading code cannot be run in this way.
@@ -230,7 +231,9 @@ class LoadRun:
     def open_files(
         self, paths: list[str], wanted: Callable[[str], bool]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Open files, and yield each tensor whose name is `wanted` as a deferred tensor.
+        """Open the files at `paths`, and yield the name of each tensor with a deferred tensor.
+
+        Tensors are left out if `wanted(name)` is False.
 
         Raises:
             UntraceableError: A file cannot be read here, although vLLM may be able to.
@@ -269,9 +272,9 @@ class LoadRun:
         return file
 
     def conclude(self, model: nn.Module, *, updated: bool = False) -> None:
-        """Determine, from what was traced, which parameters can be shared.
+        """Determine from the recorded operations which parameters can be shared.
 
-        `updated` is as in `LayerContext`.
+        `updated` is True if weights may be written in place later.
         """
         session = self.session
         conclude(model, self._deferred, self.tracer)
@@ -296,7 +299,7 @@ class LoadRun:
     def require_filled(self, path: str) -> None:
         """Check that the checkpoint fills all parameters, so that none keeps uninitialised memory.
 
-        `path` is the checkpoint's, for the message.
+        `path` is the path of the checkpoint, for the error's message.
 
         Raises:
             IncompleteCheckpointError: Some parameters are not filled, or not completely.
@@ -312,10 +315,10 @@ class LoadRun:
 
     @contextmanager
     def layers_taken_over(self, model: nn.Module) -> Iterator[None]:
-        """Process all layers by `LayerProcessor` in a `with` block.
+        """Context manager: while it is active, a `LayerProcessor` processes the model's layers.
 
-        For that, each quantisation method gets an attribute that shadows its own
-        `process_weights_after_loading`.
+        To this end, each quantisation method gets an attribute that hides its own
+        `process_weights_after_loading`. The attribute is removed at the end. Call `conclude` first.
         """
         processor = self._processor
         assert processor is not None
@@ -333,10 +336,10 @@ class LoadRun:
                 vars(method).pop(_PROCESS, None)
 
     def find_residents(self, model: nn.Module) -> None:
-        """Look up, all at once, the shared tensors for parameters that processing does not change.
+        """Look up the shared tensors for parameters that processing does not change, all at once.
 
-        Parameters of other layers, and those whose digests are not known yet, are looked up later,
-        layer by layer.
+        Parameters in other layers, and parameters whose digests are not known yet, are looked up
+        later, layer by layer.
         """
         parameters = self._outside_layers(model)
         if not self._packed:
@@ -344,7 +347,10 @@ class LoadRun:
         self.session.lookup.find(parameters)
 
     def share_outside_layers(self, model: nn.Module) -> None:
-        """Share the parameters of modules without a quantisation method, such as norms."""
+        """Share the parameters of modules without a quantisation method, such as norms.
+
+        Only modules with a quantisation method count as layers.
+        """
         self.session.share(self._outside_layers(model))
 
     def _outside_layers(self, model: nn.Module) -> list[DeferredParameter]:
@@ -362,10 +368,10 @@ class LoadRun:
         return [each for key, each in outside.items() if key not in inside]
 
     def share_constant_layers(self, model: nn.Module) -> None:
-        """On a GPU, share the parameters of all layers whose processing does not change them.
+        """On a GPU, share the parameters of all layers that processing does not change.
 
-        They are shared together, to fill GPU handles: one handle for each layer would be half
-        empty.
+        They are shared together, so that they fill GPU handles; one handle for each layer would be
+        half empty. Without a GPU nothing is done.
         """
         if self._gpu is not None:
             self.session.share(self._of_constant_layers(model))
@@ -381,14 +387,17 @@ class LoadRun:
         return list(unique.values())
 
     def bring_the_rest(self, model: nn.Module) -> None:
-        """Move parameters that the loading code has created itself to the model's device."""
+        """Move parameters that the loading code has created itself to the GPU.
+
+        Without a GPU nothing is done.
+        """
         if self._gpu is not None:
             for parameter in model.parameters():
                 if not parameter.is_meta and parameter.device.type != self._gpu.device.type:
                     replace_data(parameter, self.session.provider.private(parameter.detach()))
 
     def share_left_over(self, model: nn.Module) -> None:
-        """Share the parameters that the processing of layers has not covered.
+        """Share the parameters that are left over after all layers were processed.
 
         Raises:
             UntraceableError: A parameter has no content.
@@ -401,10 +410,11 @@ class LoadRun:
 
     @contextmanager
     def retied(self, model: nn.Module, model_config: ModelConfig) -> Iterator[None]:
-        """Tie the output head to the embeddings if the checkpoint has equal tensors for both.
+        """Context manager: tie the output head to the embeddings if both have equal tensors.
 
-        vLLM would compare their bytes; here, their recipes are compared first. During the `with`
-        block vLLM does not try to tie them itself.
+        The tensors are those of the checkpoint, and the head is tied at the start. vLLM would
+        compare the bytes of the two tensors; here their recipes are compared first. While the
+        context manager is active, vLLM does not try to tie the head itself.
         """
         if not getattr(model_config, "word_embeddings_untied_by_checkpoint", False):
             yield
@@ -447,7 +457,9 @@ class LoadRun:
         return torch.equal(self.session.evaluator.value(a), self.session.evaluator.value(b))
 
     def finish(self) -> None:
-        """Check that no file has changed, and store the digests that were computed as hints.
+        """Check that no file has changed, and store the computed digests as hints.
+
+        Hints are digests of files that later loads use.
 
         Raises:
             ChangedFileError: A file has changed since it was opened.
@@ -469,7 +481,10 @@ class LoadRun:
         return [*self._files, *(self._frozen.files if self._frozen is not None else ())]
 
     def report(self, rank: int) -> ModelReport:
-        """Return a report of what was read, hashed, built and shared. `rank` is this worker's."""
+        """Return a report of what was read, hashed, built and shared.
+
+        `rank` is the rank of this worker.
+        """
         counters = self.session.reader.counters
         shared = {id(source) for source in self.session.ledger.shared_sources()}
         report = ModelReport(name=self._name, rank=rank, known=self._known)
@@ -491,7 +506,10 @@ class LoadRun:
         return report
 
     def say_not_lent(self, report: ModelReport) -> None:
-        """Add to the report why not everything is shared with other processes, if that is so."""
+        """Add to `report` why tensors are not shared with other processes, or only as a whole.
+
+        If there is no reason, nothing is added.
+        """
         reason = self.session.provider.not_lent
         if reason is not None:
             report.skipped.append((BETWEEN_PROCESSES, reason))
@@ -514,11 +532,11 @@ def _dtype(source: SourceTensor) -> torch.dtype:
 
 @contextmanager
 def restored_on_failure(vllm_config: VllmConfig) -> Iterator[None]:
-    """Restore vLLM's configuration and the random generators if a `with` block fails.
+    """Context manager: if its block fails, restore `vllm_config` and the random generators.
 
-    vLLM registers each attention and MoE layer in the configuration when it creates it, and refuses
-    a second layer of the same name; constructors use random numbers. So a second attempt needs
-    both.
+    vLLM enters each attention and MoE layer into the configuration when it creates the layer, and
+    refuses a second layer of the same name. Constructors use random numbers. So a second attempt at
+    a load needs both as they were before.
     """
     compilation = vllm_config.compilation_config
     layers = dict(compilation.static_forward_context)
@@ -545,10 +563,12 @@ def _counted_ops(compilation: CompilationConfig) -> tuple[Counter[str], Counter[
 def parameters_on_host(
     device: torch.device, uninitialised: UninitialisedStorages
 ) -> Iterator[None]:
-    """Move parameters that are registered on `device` in a `with` block to host memory.
+    """Context manager: while it is active, parameters of new modules go to host memory.
 
-    Only modules that the calling thread creates are affected. For the CPU nothing is done.
-    `uninitialised` must be watching: the content of storages that it lists is not copied.
+    A parameter that is registered on `device` is moved. Only modules that the calling thread
+    creates are affected, and for a CPU nothing is done. The modules must be created inside `with
+    uninitialised.watching():`, because the content of storages that `uninitialised` lists is not
+    copied.
     """
     if device.type == "cpu":
         yield

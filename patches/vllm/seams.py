@@ -1,7 +1,7 @@
 """The table of seams: every name of vLLM that this package wraps, overrides or relies on.
 
 Each entry has the recorded signature, and the consequence if vLLM has changed it. `check` compares
-the table with the installed vLLM. Neither vllm nor torch is imported before that.
+the table with the installed vLLM. Before that, neither vllm nor torch is imported.
 """
 
 import functools
@@ -47,7 +47,8 @@ WITHOUT: Final[dict[str, str]] = {
 class VllmSeam(Seam):
     """A name of vLLM that this package depends on.
 
-    `part` is the feature that does not work without it; `WITHOUT` says what happens then.
+    `part` is the feature of this package that needs the name. `WITHOUT` says for each feature what
+    happens if it cannot be used.
     """
 
     framework: ClassVar[str] = "vLLM "
@@ -554,9 +555,10 @@ SEAMS: Final[tuple[VllmSeam, ...]] = (
 
 
 def check(*parts: Part) -> tuple[Mismatch, ...]:
-    """Compare the installed vLLM with the table, or with some parts of it; return the mismatches.
+    """Compare the installed vLLM with the table of seams, and return the mismatches.
 
-    The modules that are checked are imported. A missing module or name is a mismatch, not an error.
+    Only the seams of these `parts` are compared, or all seams if none are given. The modules that
+    are compared are imported. A missing module or name is a mismatch, not an error.
     """
     chosen = (seam for seam in SEAMS if not parts or seam.part in parts)
     return tuple(found for seam in chosen if (found := compare(seam)) is not None)
@@ -564,15 +566,18 @@ def check(*parts: Part) -> tuple[Mismatch, ...]:
 
 @functools.cache
 def why_not(*parts: Part) -> str | None:
-    """Return why these parts do not work with the installed vLLM, or None. Thread-safe."""
+    """Return why these parts do not work with the installed vLLM, or None. Thread-safe.
+
+    The result is None if all of them work.
+    """
     return _reason(*parts)
 
 
 @functools.cache
 def usable(part: Part) -> bool:
-    """Return whether a part works with the installed vLLM. Thread-safe.
+    """Return whether `part` works with the installed vLLM. Thread-safe.
 
-    If it does not, the reason is logged, once in a process.
+    If it does not work, the reason is logged once in each process.
     """
     reason = _reason(part)
     if reason is not None:

@@ -1,7 +1,8 @@
-"""vLLM's sleep mode for shared weights, which vLLM's own allocator does not know.
+"""vLLM's sleep mode for shared weights, which vLLM's own allocator does not manage.
 
-`CuMemAllocator` offloads the memory that torch has allocated. Shared weights are mapped beside it.
-So the worker's `sleep` and `wake_up` are wrapped to unmap them from the GPU, and to map them again.
+`CuMemAllocator` offloads only the memory that torch has allocated, and shared weights are mapped
+outside of it. So the worker's `sleep` is wrapped to unmap them from the GPU, and its `wake_up` to
+map them again.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ _asleep: Final[weakref.WeakKeyDictionary[Any, SleepingModel]] = weakref.WeakKeyD
 
 @functools.cache
 def install() -> None:
-    """Wrap the worker's `sleep` and `wake_up`, now or when vLLM imports it. Idempotent."""
+    """Wrap the methods `sleep` and `wake_up` of vLLM's worker. Idempotent.
+
+    If the worker's module is not imported yet, they are wrapped when it is imported. In a vLLM
+    whose sleep mode is not supported, nothing is wrapped.
+    """
     if usable("sleep"):
         wrapt.when_imported(_WORKER)(_patch)
 

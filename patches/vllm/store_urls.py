@@ -1,4 +1,4 @@
-"""Resolve `store://NAME` as a model of vLLM into a folder, before vLLM looks at it.
+"""Resolve `store://NAME` as a model of vLLM into a folder, before vLLM looks at the name.
 
 This module imports no vllm.
 """
@@ -23,11 +23,11 @@ def is_url(model: object) -> bool:
 
 
 def resolve(arguments: MutableMapping[str, Any]) -> None:
-    """Replace `store://NAME` in engine arguments by a folder that stands for the checkpoint.
+    """Replace the model `store://NAME` in `arguments` by a folder that stands for the checkpoint.
 
-    The place of its tensors is added to `model_loader_extra_config`. The arguments must already
-    have this package's load format. If a remote is configured, what the store lacks is pulled from
-    it first.
+    The engine arguments must already have this package's load format. The place of the checkpoint's
+    tensors is added to `model_loader_extra_config`. If a remote is configured, tensors that the
+    store lacks are pulled from the remote first.
 
     Raises:
         StoreError: There is no such checkpoint in the store or remote, or it is damaged.
@@ -50,11 +50,12 @@ def resolve(arguments: MutableMapping[str, Any]) -> None:
 
 
 def make_unresolved(original: Callable[..., None], engine_args: Any, given: BoundArguments) -> None:
-    """Initialise engine arguments that name a stored checkpoint, without looking it up.
+    """Initialise `engine_args` for a model `store://NAME` without looking the name up.
 
-    vLLM creates such arguments from the model's name alone, to see which others differ from their
-    defaults; with HF_HUB_OFFLINE it would look for the name as a path. `refuse_unresolved` refuses
-    engines with them.
+    vLLM creates engine arguments from the model's name alone, to see which other arguments differ
+    from their defaults. With HF_HUB_OFFLINE it would then look for the name as a path, so it is
+    given the current folder instead. `original` is vLLM's initialiser and `given` has its
+    arguments. `refuse_unresolved` keeps engines from using the result.
     """
     url = given.arguments["model"]
     given.arguments["model"] = os.curdir
@@ -63,7 +64,10 @@ def make_unresolved(original: Callable[..., None], engine_args: Any, given: Boun
 
 
 def refuse_unresolved(original: _Engine) -> _Engine:
-    """Wrap EngineArgs.create_engine_config: it raises ConfigError for a model `store://NAME`."""
+    """Wrap EngineArgs.create_engine_config: it raises ConfigError for a model `store://NAME`.
+
+    The model still has that name only if `tensor_dedup` was not among the arguments.
+    """
 
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:

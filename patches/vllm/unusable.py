@@ -1,7 +1,7 @@
 """The load format `tensor_dedup` in a version of vLLM that this package does not support.
 
-Every model is loaded plainly. No method that reads weights is overridden, because that could depend
-on what has changed in vLLM.
+Every model is loaded without sharing. No method that reads weights is overridden, because the
+method could depend on a part of vLLM that has changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ _log = logging.getLogger(__name__)
 
 
 def plain_loader(reason: str) -> type[DefaultModelLoader]:
-    """Return a loader class that loads as vLLM does, and logs `reason` for not sharing."""
+    """Return a loader class that loads as vLLM does, and logs `reason` for not sharing.
+
+    Its constructor raises UnsupportedError for a stored checkpoint and for `frozen_base`, which
+    vLLM cannot load by itself.
+    """
 
     class PlainLoader(DefaultModelLoader):
         def __init__(self, load_config: LoadConfig) -> None:

@@ -41,7 +41,7 @@ untied_lm_head: Callable[[nn.Module], Any] | None = _optional(
 
 
 def takes_processed(method: object) -> bool:
-    """Return whether this quantisation method accepts weights that are processed already."""
+    """Return whether a quantisation method accepts weights that have been processed already."""
     asked = getattr(method, "supports_pre_processed_weights", False)
     return weights_already_processed is not None and bool(asked)
 
@@ -49,7 +49,10 @@ def takes_processed(method: object) -> bool:
 def create_model(
     loader: Any, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str
 ) -> nn.Module:
-    """Build the module tree as `load_model` of the installed vLLM does."""
+    """Build the module tree as `load_model` in the installed vLLM does.
+
+    `loader` is vLLM's loader, whose `create_model` is called if it has one.
+    """
     build = getattr(loader, "create_model", initialize_model)
     model: nn.Module = build(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
     return model
@@ -63,9 +66,11 @@ _CHECKS = "_tensor_dedup_checks_keep_plain"
 
 
 def install() -> None:
-    """Make vLLM honour KEEP_PLAIN, so that a reload does not pack a weight that is shared plain.
+    """Wrap the function of vLLM that packs weights, so that it leaves layers with KEEP_PLAIN alone.
 
-    Calling it again has an effect only if the wrapped function was replaced meanwhile.
+    KEEP_PLAIN is an attribute on layers whose weight is shared unpacked. Without the wrapper, a
+    reload would pack that weight. Calling this again has an effect only if vLLM's function was
+    replaced meanwhile.
     """
     original = layer_utils.dispatch_cpu_unquantized_gemm
     if not hasattr(original, _CHECKS):
@@ -73,7 +78,7 @@ def install() -> None:
 
 
 def unless_kept_plain(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `dispatch_cpu_unquantized_gemm` so that it does not pack layers with KEEP_PLAIN."""
+    """Wrap `dispatch_cpu_unquantized_gemm`, so that layers with KEEP_PLAIN are not packed."""
 
     @functools.wraps(original)
     def dispatch(layer: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,9 +1,9 @@
-"""Wrappers of vLLM's weight iterators, which yield deferred tensors during a load of this package.
+"""Wrappers of vLLM's weight iterators, which yield deferred tensors during a load.
 
-They replace the names that `DefaultModelLoader` calls after it has chosen, filtered and downloaded
-the files; all of that remains vLLM's. Outside such a load, as in a reload, in another loader or in
-another thread, the original iterators run. `stored_tensors` yields the tensors of stored
-checkpoints, which have no files of weights.
+Deferred tensors have a shape but no data. `DefaultModelLoader` calls the wrappers after it has
+chosen, filtered and downloaded the files, so all of that is still done by vLLM. Outside a load with
+this package, as in a reload, in another loader or in another thread, the original iterators run.
+`stored_tensors` yields the tensors of stored checkpoints, which have no weight files.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ _OTHERS = (
 
 @contextmanager
 def deferring(open_files: OpenFiles) -> Iterator[None]:
-    """Make vLLM's iterators yield the tensors of `open_files(paths, wanted)` in a `with` block."""
+    """Context manager: while it is active, vLLM's iterators yield deferred tensors.
+
+    The tensors come from `open_files(paths, wanted)`. Only the current thread is affected.
+    """
     token = _active.set(open_files)
     try:
         yield
@@ -58,7 +61,7 @@ def deferring(open_files: OpenFiles) -> Iterator[None]:
 
 
 def active() -> OpenFiles | None:
-    """Return the `open_files` function that is in effect in this context, or None."""
+    """Return the function `open_files` of the active `deferring`, or None if none is active."""
     return _active.get()
 
 
@@ -112,7 +115,7 @@ def _unsupported(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def in_order(files: Iterable[str]) -> list[str]:
-    """Return a checkpoint's files in the order in which vLLM reads them."""
+    """Return `files` of a checkpoint in the order in which vLLM reads them."""
     return sorted(files, key=_natural_sort_key)
 
 
@@ -128,7 +131,10 @@ REPLACEMENTS: Final[Mapping[str, Callable[..., Any]]] = {
 
 @functools.cache
 def install() -> None:
-    """Install the wrappers for the iterators that this vLLM has. Idempotent."""
+    """Wrap vLLM's weight iterators. Idempotent.
+
+    Iterators that the installed vLLM lacks are left out.
+    """
     for name, replacement in REPLACEMENTS.items():
         original = getattr(default_loader, name, None)
         if original is not None:
@@ -139,9 +145,10 @@ def install() -> None:
 def stored_tensors(
     paths: list[str], opening: Callable[[], OpenCheckpoint], wanted: Wanted
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each wanted tensor of a stored checkpoint by name.
+    """Yield each tensor of a stored checkpoint with its name, if `wanted(name)` is True.
 
-    During a load of this package the tensors are deferred, otherwise they are read from the store.
+    `paths` are the checkpoint's weight files. Within `deferring` the tensors are deferred, which
+    means that they have no data; otherwise they are read from the store, which `opening` opens.
     """
     open_files = active()
     if open_files is not None:
@@ -161,10 +168,11 @@ def with_frozen_layers(
     paths: Sequence[str],
     opening: Callable[[], OpenCheckpoint],
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """Yield the tensors in `found`, with those of frozen layers read from the base model instead.
+    """Yield the tensors in `found`, but read those in frozen layers from the base model.
 
-    Frozen layers are those that `frozen_base` takes from another checkpoint. This is for loads
-    without deferred tensors.
+    Frozen layers are the layers that `frozen_base` takes from another checkpoint. `opening` opens
+    the model's own checkpoint, whose weight files are `paths`. This function is for loads without
+    deferred tensors.
     """
     with taken_plainly(frozen, [Path(path) for path in paths], opening()) as instead:
         for name, tensor in found:
@@ -175,9 +183,9 @@ def with_frozen_layers(
 def stored_paths(
     checkout: Checkout, subfolder: str | None, patterns: Sequence[str] | None
 ) -> list[str]:
-    """Return the paths of a stored checkpoint's weight files in the folder that stands for it.
+    """Return the paths of a stored checkpoint's weight files in its stub folder.
 
-    `patterns` selects files by name; None selects all.
+    The files there have only their headers. `patterns` selects files by name; None selects all.
 
     Raises:
         UnsupportedError: `subfolder` is given.

@@ -1,7 +1,8 @@
 """Give a running engine's weights private memory before vLLM overwrites them.
 
-Copy-on-write already protects other models. But a model that overwrites all its weights would have
-its own pages and, through its mappings, also keep the shared ones, for as long as it exists.
+Copy-on-write already protects other models. But without this, a model that overwrites all its
+weights would have its own pages and also keep the shared pages through its mappings, for as long as
+the model exists.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _UPDATES = ("update_weights", "finish_weight_update")
 def install() -> None:
     """Wrap the functions of vLLM that reload or update weights. Idempotent.
 
-    Functions of modules that are not imported yet are wrapped when they are.
+    Functions in a module that is not imported yet are wrapped when the module is imported.
     """
     for name in _RUNNERS:
         wrapt.when_imported(name)(_patch)
