@@ -84,7 +84,7 @@ def map_file(fd: int, start: int, nbytes: int) -> memoryview:
     """Map `nbytes` of a file copy-on-write, from `start`, which is a multiple of PAGE.
 
     Raises:
-        OSError: the range cannot be mapped, or it reaches beyond the end of the file, where an
+        OSError: The range cannot be mapped, or it reaches beyond the end of the file, where an
             access would kill the process (SIGBUS).
     """
     access = mmap.PROT_READ | mmap.PROT_WRITE

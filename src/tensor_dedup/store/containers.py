@@ -73,9 +73,9 @@ class Containers:
         `at` is the file to read it from, if that was moved (to the trash, for example).
 
         Raises:
-            MissingObjectError: the file does not exist.
-            DamagedFileError: the file holds no table of this container, or the disk cannot read it.
-            NewerFormatError: a later version wrote it.
+            MissingObjectError: The file does not exist.
+            DamagedFileError: The file holds no table of this container, or the disk cannot read it.
+            NewerFormatError: A later version wrote it.
         """
         path = at or self._layout.table(container.name, container.kind)
         if container.kind not in READABLE_KINDS:
@@ -130,9 +130,9 @@ class Containers:
         """Open the file with the container's data for reading. Other OSErrors propagate.
 
         Raises:
-            ChangedExternalError: the file that an `external` container indexes was changed or
+            ChangedExternalError: The file that an `external` container indexes was changed or
                 removed.
-            FileNotFoundError: the data file of any other container does not exist.
+            FileNotFoundError: The data file of any other container does not exist.
         """
         return self.open_origin(container, self.origin(container, table))
 

@@ -191,7 +191,7 @@ class Files(ABC):
         """Remove a file.
 
         Raises:
-            FileNotFoundError: the file does not exist.
+            FileNotFoundError: The file does not exist.
         """
 
     @abstractmethod
@@ -203,7 +203,7 @@ class Files(ABC):
         """Remove an empty folder.
 
         Raises:
-            FileNotFoundError: the folder does not exist.
+            FileNotFoundError: The folder does not exist.
         """
 
     @abstractmethod

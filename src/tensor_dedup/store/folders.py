@@ -30,8 +30,8 @@ class StoreFolder:
         """Read a whole file.
 
         Raises:
-            MissingObjectError: the file does not exist.
-            DamagedFileError: the file is larger than `limit` bytes, or the disk cannot read it.
+            MissingObjectError: The file does not exist.
+            DamagedFileError: The file is larger than `limit` bytes, or the disk cannot read it.
         """
         with self.opened(path) as handle:
             size = self.files.status_of(handle).size
@@ -45,8 +45,8 @@ class StoreFolder:
         """Open a file for reading within the block.
 
         Raises:
-            MissingObjectError: the file does not exist.
-            DamagedFileError: the disk cannot read it.
+            MissingObjectError: The file does not exist.
+            DamagedFileError: The disk cannot read it.
         """
         with unreadable_as_damage(path):
             try:
@@ -125,7 +125,7 @@ class StoreFolder:
         Hold it for a few file operations only.
 
         Raises:
-            StoreBusyError: another process has held the lock for a minute.
+            StoreBusyError: Another process has held the lock for a minute.
         """
         return naming(self.files, self.layout)
 

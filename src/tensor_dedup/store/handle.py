@@ -43,7 +43,7 @@ class StoreHandle:
         The lock keeps garbage collection out.
 
         Raises:
-            StoreBusyError: garbage collection is running and did not end in two minutes.
+            StoreBusyError: Garbage collection is running and did not end in two minutes.
         """
         with os_errors(self.path), session(self.files, self.objects.layout):
             yield

@@ -118,7 +118,7 @@ class Hasher:
         """Hash ranges of a file, in order; with `target`, also copy them to that file.
 
         Raises:
-            ChangedFileError: the file ends within a range.
+            ChangedFileError: The file ends within a range.
         """
 
         def work(piece: Range) -> list[bytes]:
@@ -134,7 +134,7 @@ class Hasher:
         """Hash ranges of a file like `hash`, with None for a range that the disk cannot read.
 
         Raises:
-            ChangedFileError: the file ends within a range.
+            ChangedFileError: The file ends within a range.
         """
 
         def work(piece: Range) -> list[bytes] | None:

@@ -50,11 +50,11 @@ def initialise(store: StoreFolder, *, create: bool, mend: bool) -> None:
     With `mend`, a missing or damaged marker file is written anew.
 
     Raises:
-        NotAStoreError: the folder holds other files.
-        NoStoreError: the folder is empty, missing or not completely initialised, and `create` is
+        NotAStoreError: The folder holds other files.
+        NoStoreError: The folder is empty, missing or not completely initialised, and `create` is
             off.
-        NewerFormatError: a later version made the store.
-        DamagedFileError: the marker file is missing or damaged, and `mend` is off or the store may
+        NewerFormatError: A later version made the store.
+        DamagedFileError: The marker file is missing or damaged, and `mend` is off or the store may
             be of a later version.
     """
     files, layout = store.files, store.layout

@@ -30,7 +30,7 @@ def session(files: Files, layout: StoreLayout, *, wait_s: float = SESSION_WAIT_S
     """Hold the store's main lock shared within the block, so that no garbage collection runs.
 
     Raises:
-        StoreBusyError: a garbage collection did not end in `wait_s` seconds.
+        StoreBusyError: A garbage collection did not end in `wait_s` seconds.
     """
     busy = f"a gc is running and did not end in {wait_s:g} s"
     with _held(files, layout.lock, layout.root, busy, exclusive=False, wait_s=wait_s):
@@ -44,7 +44,7 @@ def sweep(files: Files, layout: StoreLayout, *, wait_s: float = SWEEP_WAIT_S) ->
     No session is open meanwhile.
 
     Raises:
-        StoreBusyError: open sessions did not end in `wait_s` seconds.
+        StoreBusyError: Open sessions did not end in `wait_s` seconds.
     """
     busy = (
         f"an import, export, verify or repair is running, or a checkpoint of very many containers "
@@ -59,7 +59,7 @@ def naming(files: Files, layout: StoreLayout) -> Iterator[None]:
     """Hold the lock for changing references within the block, which should be short.
 
     Raises:
-        StoreBusyError: another process has held the lock for a minute.
+        StoreBusyError: Another process has held the lock for a minute.
     """
     path, wait_s = layout.names_lock, _NAMING_WAIT_S
     busy = f"whoever changes a name has held it for {wait_s:g} s"
@@ -74,7 +74,7 @@ def pulling(files: Files, layout: StoreLayout) -> Iterator[None]:
     Automatic pulls are those that loading a checkpoint starts.
 
     Raises:
-        StoreBusyError: another process has held the lock for a day.
+        StoreBusyError: Another process has held the lock for a day.
     """
     busy = f"another process has been pulling for {_PULL_WAIT_S / 3600:g} hours"
     path = layout.pull_lock
@@ -89,7 +89,7 @@ def draining(files: Files, layout: StoreLayout, wait_s: float = _REMOTE_WAIT_S) 
     It also protects the notes about what was drained.
 
     Raises:
-        StoreBusyError: another process has held the lock for `wait_s` seconds.
+        StoreBusyError: Another process has held the lock for `wait_s` seconds.
     """
     busy = f"whoever changes a name on the remote behind it has held it for {wait_s:g} s"
     with _held(files, layout.drain_lock, layout.root, busy, exclusive=True, wait_s=wait_s):

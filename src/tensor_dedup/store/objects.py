@@ -89,7 +89,7 @@ class Objects(StoreFolder):
         """Read the manifest of this name.
 
         Raises:
-            MissingObjectError, DamagedFileError, NewerFormatError: the manifest cannot be read.
+            MissingObjectError, DamagedFileError, NewerFormatError: The manifest cannot be read.
         """
         path = self.layout.manifest(name)
         return manifests.decode_manifest(self.read(path), name, path)
@@ -98,7 +98,7 @@ class Objects(StoreFolder):
         """Read the page of this name.
 
         Raises:
-            MissingObjectError, DamagedFileError, NewerFormatError: the page cannot be read.
+            MissingObjectError, DamagedFileError, NewerFormatError: The page cannot be read.
         """
         path = self.layout.manifest(name)
         return manifests.decode_page(self.read(path), name, path)
@@ -107,7 +107,7 @@ class Objects(StoreFolder):
         """Read the pages of `manifest`, which is called `name`; return all its pieces, in order.
 
         Raises:
-            MissingObjectError, DamagedFileError, NewerFormatError: a page cannot be read.
+            MissingObjectError, DamagedFileError, NewerFormatError: A page cannot be read.
         """
         # A page that is there a thousand times is read and held once.
         pages = {page: self.page(page.hex()).pieces for page in dict.fromkeys(manifest.pages)}
@@ -126,8 +126,8 @@ class Objects(StoreFolder):
         """Return the name of the manifest that a checkpoint's name refers to.
 
         Raises:
-            UnknownNameError: no checkpoint has this name.
-            DamagedFileError, NewerFormatError: its reference cannot be read.
+            UnknownNameError: No checkpoint has this name.
+            DamagedFileError, NewerFormatError: Its reference cannot be read.
         """
         path = self.layout.refs / file_of(name)
         try:
@@ -153,7 +153,7 @@ class Objects(StoreFolder):
         nothing changes.
 
         Raises:
-            NameTakenError: the name exists, and `replace` is off.
+            NameTakenError: The name exists, and `replace` is off.
         """
         path = self.layout.refs / file_of(name)
         with self.naming():
@@ -169,7 +169,7 @@ class Objects(StoreFolder):
         nothing changes.
 
         Raises:
-            UnknownNameError: no checkpoint has this name.
+            UnknownNameError: No checkpoint has this name.
         """
         path = self.layout.refs / file_of(name)
         with self.naming():
@@ -191,8 +191,8 @@ class Objects(StoreFolder):
         nothing changes.
 
         Raises:
-            UnknownNameError: no checkpoint is called `name`.
-            NameTakenError: a checkpoint is called `new_name` already.
+            UnknownNameError: No checkpoint is called `name`.
+            NameTakenError: A checkpoint is called `new_name` already.
         """
         path, target = (self.layout.refs / file_of(each) for each in (name, new_name))
         with self.naming():

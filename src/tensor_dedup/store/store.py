@@ -58,8 +58,8 @@ class LocalStore:
     raise the following errors.
 
     Raises:
-        StoreError: the store, its files or its disk failed; the subclass tells how.
-        CheckpointError: a path passed to a method holds no checkpoint.
+        StoreError: The store, its files or its disk failed; the subclass tells how.
+        CheckpointError: A path passed to a method holds no checkpoint.
     """
 
     def __init__(self, path: Path, files: Files, worker_count: int) -> None:
@@ -91,10 +91,10 @@ class LocalStore:
         default one for each CPU.
 
         Raises:
-            NotAStoreError: the folder holds other files.
-            NoStoreError: the folder is empty or missing, and `create` is off.
-            NewerFormatError: a later version made the store.
-            DamagedFileError: the marker file is missing or damaged, and `mend` is off.
+            NotAStoreError: The folder holds other files.
+            NoStoreError: The folder is empty or missing, and `create` is off.
+            NewerFormatError: A later version made the store.
+            DamagedFileError: The marker file is missing or damaged, and `mend` is off.
         """
         root = (Path(path) if path is not None else default_path()).absolute()
         interface = files or RealFiles()
@@ -146,12 +146,12 @@ class LocalStore:
         the same repository. Links to other places are refused unless `follow_links` is set.
 
         Raises:
-            CheckpointFilesError: a link leads out of the folder, or the files do not fit together.
-            NameTakenError: the name holds another checkpoint, and `replace` is off.
-            TakenStepError: the name is that of a training step or of a pin, which imports never
+            CheckpointFilesError: A link leads out of the folder, or the files do not fit together.
+            NameTakenError: The name holds another checkpoint, and `replace` is off.
+            TakenStepError: The name is that of a training step or of a pin, which imports never
                 replace.
-            ChangedFileError: a file was modified during the import.
-            UnknownNameError: no checkpoint is called `base`.
+            ChangedFileError: A file was modified during the import.
+            UnknownNameError: No checkpoint is called `base`.
         """
         from tensor_dedup.store.steps.runs import check_no_step
 
@@ -197,8 +197,8 @@ class LocalStore:
         """Open a checkpoint for reading; close it, or use it as a context manager.
 
         Raises:
-            UnknownNameError: no checkpoint has this name.
-            MissingObjectError, DamagedFileError: its reference, manifest or pages are damaged.
+            UnknownNameError: No checkpoint has this name.
+            MissingObjectError, DamagedFileError: Its reference, manifest or pages are damaged.
         """
         with self.handle.session(update=False) as (index, _), self.handle.saying_near(name):
             return StoredCheckpoint(self.handle.objects, index, check_name(name))
@@ -213,9 +213,9 @@ class LocalStore:
         also loads in bounded memory, as mappings, or into reused buffers.
 
         Raises:
-            UnknownNameError: there is no such checkpoint.
-            UnknownTensorError: the checkpoint has no tensor of one of these names.
-            CorruptTensorError, MissingObjectError: no intact copy of a tensor is in the store.
+            UnknownNameError: There is no such checkpoint.
+            UnknownTensorError: The checkpoint has no tensor of one of these names.
+            CorruptTensorError, MissingObjectError: No intact copy of a tensor is in the store.
         """
         from tensor_dedup.store.reading.tensors import load_tensors  # and with it torch
 
@@ -286,7 +286,7 @@ class LocalStore:
         """Return what a run, or all runs together, costs on disk. No tensor data is read.
 
         Raises:
-            UnfitForCollectionError: the store is damaged, so it is uncertain what is in use.
+            UnfitForCollectionError: The store is damaged, so it is uncertain what is in use.
         """
         from tensor_dedup.store.upkeep.run_sizes import run_cost
 
@@ -312,8 +312,8 @@ class LocalStore:
         """Compare two steps, each given as run and number: names and bytes of tensors, and metrics.
 
         Raises:
-            UnknownStepError: a run has no such step.
-            NotATrainingError: the checkpoint of that name was imported.
+            UnknownStepError: A run has no such step.
+            NotATrainingError: The checkpoint of that name was imported.
         """
         from tensor_dedup.store.steps.runs import difference
 
@@ -355,9 +355,9 @@ class LocalStore:
         """Rename a checkpoint. After a crash it has the old name, the new one, or both.
 
         Raises:
-            UnknownNameError: no checkpoint is called `name`.
-            NameTakenError: another checkpoint is called `new_name`.
-            TakenStepError: one of the names is that of a training step, or of a pin.
+            UnknownNameError: No checkpoint is called `name`.
+            NameTakenError: Another checkpoint is called `new_name`.
+            TakenStepError: One of the names is that of a training step, or of a pin.
         """
         from tensor_dedup.store.steps.runs import check_no_step
 
@@ -374,8 +374,8 @@ class LocalStore:
         """Remove a checkpoint's name. Its bytes stay until `gc` finds that they are not used.
 
         Raises:
-            UnknownNameError: no checkpoint has this name.
-            PinnedStepError: it is a pinned step of a run.
+            UnknownNameError: No checkpoint has this name.
+            PinnedStepError: It is a pinned step of a run.
         """
         from tensor_dedup.store.steps.runs import check_no_kept_step
 
@@ -397,7 +397,7 @@ class LocalStore:
         """Check that a checkpoint exists.
 
         Raises:
-            UnknownNameError: it does not; the error suggests the most similar name.
+            UnknownNameError: It does not; the error suggests the most similar name.
         """
         with self.handle.locked(), self.handle.saying_near(name):
             if check_name(name) not in self.handle.objects.names():
@@ -417,8 +417,8 @@ class LocalStore:
         them.
 
         Raises:
-            StoreBusyError: other uses of the store did not end within `wait_s` seconds.
-            UnfitForCollectionError: something is damaged or lost; nothing was changed.
+            StoreBusyError: Other uses of the store did not end within `wait_s` seconds.
+            UnfitForCollectionError: Something is damaged or lost; nothing was changed.
         """
         if not grace_hours >= 0:
             raise BadRangeError.at(self.path, f"a grace of {grace_hours} hours")
@@ -454,7 +454,7 @@ class LocalStore:
         """Restore what `verify` found damaged, from the trash and from the checkpoints at `paths`.
 
         Raises:
-            CheckpointError, UnsupportedError: a path is not a checkpoint; nothing was restored.
+            CheckpointError, UnsupportedError: A path is not a checkpoint; nothing was restored.
         """
         with self.handle.session() as (index, hasher):
             work = Repair(self.handle.objects, index, hasher, progress or SilentListener())

@@ -27,7 +27,7 @@ def unwrap(blob: memoryview) -> tuple[str, memoryview]:
     """Split a non-empty chunk into the name of the leaf's codec and the encoded bytes.
 
     Raises:
-        CorruptFrameError: no codec has that name.
+        CorruptFrameError: No codec has that name.
     """
     start = 1 + blob[0]
     name = bytes(blob[1:start]).decode("ascii", "replace")

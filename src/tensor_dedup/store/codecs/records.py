@@ -46,7 +46,7 @@ def chunks(head: bytes, stored: int) -> list[Chunk]:
     """Parse the head of a record of `stored` bytes; return its chunks, in the order of the leaves.
 
     Raises:
-        CorruptFrameError: head and chunks do not add up to `stored` bytes.
+        CorruptFrameError: Head and chunks do not add up to `stored` bytes.
     """
     found, at = [], len(head)
     for size, check in _ENTRY.iter_unpack(head):

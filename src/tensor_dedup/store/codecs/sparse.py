@@ -24,7 +24,7 @@ def read_places(reader: Reader, count: int) -> Places:
     """Decode ascending positions, all below `count`.
 
     Raises:
-        CorruptFrameError: the streams do not hold valid positions.
+        CorruptFrameError: The streams do not hold valid positions.
     """
     first = reader.take_up_to(count)
     gaps = np.empty(len(first), UNSIGNED[_WIDTH])

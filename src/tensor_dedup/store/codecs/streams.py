@@ -90,7 +90,7 @@ class Reader:
     """A reader of the streams in `blob`, which is not trusted. `codec` is named in errors.
 
     Raises:
-        CorruptFrameError: from every method that reads, for any unexpected input.
+        CorruptFrameError: From every method that reads, for any unexpected input.
     """
 
     def __init__(self, blob: memoryview, codec: str) -> None:

@@ -63,7 +63,7 @@ class ExternalFile:
         `data_bytes` is the size that the table states. `table` is the path for errors.
 
         Raises:
-            DamagedFileError: the strings are malformed or contradict `data_bytes`.
+            DamagedFileError: The strings are malformed or contradict `data_bytes`.
         """
         path, *numbers = texts or [""]
         fit = all(text.removeprefix("-").isdecimal() for text in numbers)

@@ -42,8 +42,8 @@ def decode(blob: bytes, kind: bytes, form: type[_T], path: PurePath) -> _T:
     """Return the payload of a frame, validated as the type `form`. Errors name `path`.
 
     Raises:
-        DamagedFileError: the frame is damaged, or its kind or content is another one.
-        NewerFormatError: a later version of this program wrote the frame.
+        DamagedFileError: The frame is damaged, or its kind or content is another one.
+        NewerFormatError: A later version of this program wrote the frame.
     """
     body = _checked_body(blob, kind, path)
     try:
@@ -80,7 +80,7 @@ def decode_text(blob: bytes, path: PurePath) -> list[str]:
     """Return the lines of a text file without the checksum line. Errors name `path`.
 
     Raises:
-        DamagedFileError: the checksum does not match the lines.
+        DamagedFileError: The checksum does not match the lines.
     """
     try:
         lines = blob.decode("ascii").split("\n")

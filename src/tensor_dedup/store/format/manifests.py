@@ -118,7 +118,7 @@ def check_built(manifest: str, objects: Objects, path: PurePath) -> None:
     `manifest` is the manifest's name. Errors name `path`.
 
     Raises:
-        DamagedFileError: a frame is damaged, or manifest and pages contradict each other.
+        DamagedFileError: A frame is damaged, or manifest and pages contradict each other.
     """
     content = decode_manifest(objects[manifest], manifest, path)
     pages = (page.hex() for page in content.pages)
@@ -130,7 +130,7 @@ def check_object(name: str, blob: bytes, path: PurePath) -> None:
     """Check that the frame of one manifest or page can be decoded. Errors name `path`.
 
     Raises:
-        DamagedFileError: the frame is not valid.
+        DamagedFileError: The frame is not valid.
     """
     if frames.kind_of(blob) == MANIFEST:
         decode_manifest(blob, name, path)
@@ -154,8 +154,8 @@ def decode_manifest(blob: bytes, name: str, path: PurePath) -> Manifest:
     """Decode the manifest `name` and check it; all its file paths stay inside an export's folder.
 
     Raises:
-        DamagedFileError: the manifest is damaged; the error names `path`.
-        NewerFormatError: a later version of this program wrote the manifest.
+        DamagedFileError: The manifest is damaged; the error names `path`.
+        NewerFormatError: A later version of this program wrote the manifest.
     """
     manifest = frames.decode(_named(blob, name, path), MANIFEST, Manifest, path)
     expected = -(-manifest.pieces // PAGE_ENTRIES)
@@ -184,8 +184,8 @@ def decode_page(blob: bytes, name: str, path: PurePath) -> ManifestPage:
     """Decode the page `name` and check it.
 
     Raises:
-        DamagedFileError: the page is damaged; the error names `path`.
-        NewerFormatError: a later version of this program wrote the page.
+        DamagedFileError: The page is damaged; the error names `path`.
+        NewerFormatError: A later version of this program wrote the page.
     """
     page = frames.decode(_named(blob, name, path), PAGE, ManifestPage, path)
     if len(page.pieces) > PAGE_ENTRIES:
@@ -208,7 +208,7 @@ def check_pieces(manifest: Manifest, pieces: Sequence[Piece], path: PurePath) ->
     """Check that the counts and sizes in a manifest match `pieces`, all of its pieces.
 
     Raises:
-        DamagedFileError: a count or a size differs; the error names `path`.
+        DamagedFileError: A count or a size differs; the error names `path`.
     """
     if len(pieces) != manifest.pieces or sum(p.nbytes for p in pieces) != manifest.nbytes:
         raise DamagedFileError.at(path, f"{manifest.pieces} pieces expected, {len(pieces)} found")

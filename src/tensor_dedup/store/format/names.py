@@ -21,7 +21,7 @@ def check_name(name: str) -> str:
     """Return `name` if it is a valid checkpoint name whose reference has a valid file name.
 
     Raises:
-        BadNameError: the name is invalid or too long.
+        BadNameError: The name is invalid or too long.
     """
     if not _fits(check_form(name)):
         what = (
@@ -38,7 +38,7 @@ def check_form(name: str) -> str:
     The length of the reference's file name is not checked.
 
     Raises:
-        BadNameError: the name has another syntax or is too long.
+        BadNameError: The name has another syntax or is too long.
     """
     if len(name) > MAX_NAME or not _NAME.fullmatch(name):
         raise BadNameError.at(
@@ -81,7 +81,7 @@ def file_of(name: str) -> str:
     Different names have different file names.
 
     Raises:
-        BadNameError: the name is invalid.
+        BadNameError: The name is invalid.
     """
     return _file(check_name(name))
 
@@ -106,7 +106,7 @@ def check_path(text: str, manifest: PurePath) -> PurePosixPath:
     `manifest` is the path of the manifest, for errors.
 
     Raises:
-        EscapingPathError: the path is absolute, contains `..`, or is not in normal form.
+        EscapingPathError: The path is absolute, contains `..`, or is not in normal form.
     """
     path = PurePosixPath(text)
     unsafe = not path.parts or path.is_absolute() or ".." in path.parts or "\0" in text

@@ -128,7 +128,7 @@ def table_start(ending: bytes, size: int, path: PurePath) -> int:
     `ending` are the last TAIL_BYTES of the file.
 
     Raises:
-        DamagedFileError: the ending does not hold a valid offset; the error names `path`.
+        DamagedFileError: The ending does not hold a valid offset; the error names `path`.
     """
     if len(ending) != TAIL_BYTES:
         raise DamagedFileError.at(path, f"{size} bytes are no container", size=size)
@@ -144,8 +144,8 @@ def decode(blob: bytes, name: str, kind: str, path: PurePath) -> Table:
     """Decode the table of the container `name` and check all its records.
 
     Raises:
-        DamagedFileError: it is not a valid table of this container; the error names `path`.
-        NewerFormatError: a later version wrote the table, or it uses an unknown codec.
+        DamagedFileError: It is not a valid table of this container; the error names `path`.
+        NewerFormatError: A later version wrote the table, or it uses an unknown codec.
     """
     table = frames.decode(blob, KIND, Table, path)
     if digest(blob) != name or table.kind != kind:

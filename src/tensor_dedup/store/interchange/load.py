@@ -76,8 +76,8 @@ class ArtifactFolder:
         """Open the folder.
 
         Raises:
-            CheckpointNotFoundError: there is no index.
-            FormatError: index, descriptor and data contradict each other.
+            CheckpointNotFoundError: There is no index.
+            FormatError: Index, descriptor and data contradict each other.
         """
         self.path = path
         self._files = files
@@ -166,7 +166,7 @@ class ArtifactFolder:
         """Fill `view` with the data from offset `start`.
 
         Raises:
-            ChangedFileError: a data file has become shorter.
+            ChangedFileError: A data file has become shorter.
         """
         done = 0
         ends = [at for at, _ in self._starts[1:]] + [self.data_bytes]
@@ -207,8 +207,8 @@ class StoredArtifact:
         """Read the index from the checkpoint.
 
         Raises:
-            CheckpointNotFoundError: the checkpoint was not such a folder.
-            FormatError: index and data contradict each other.
+            CheckpointNotFoundError: The checkpoint was not such a folder.
+            FormatError: Index and data contradict each other.
         """
         self.path = Path(checkpoint.name)
         self._checkpoint = checkpoint
@@ -248,7 +248,7 @@ class StoredArtifact:
         """Fill `view` with the data from offset `start`.
 
         Raises:
-            CorruptTensorError, MissingObjectError: no intact copy of the bytes is in the store.
+            CorruptTensorError, MissingObjectError: No intact copy of the bytes is in the store.
         """
         done, number = 0, max(0, bisect_right(self._starts, start) - 1)
         while done < view.nbytes:
@@ -282,11 +282,11 @@ def load_dict(
     selections and folders of ServerlessLLM are not verified. Data from a store is always verified.
 
     Raises:
-        ConfigError: a name or a view does not exist.
-        CheckpointNotFoundError, FormatError: the folder has another format or is damaged.
-        ChangedFileError: a file changed while it was read.
-        IntegrityError: the data does not match its checksum.
-        StoreError: the store or the disk failed.
+        ConfigError: A name or a view does not exist.
+        CheckpointNotFoundError, FormatError: The folder has another format or is damaged.
+        ChangedFileError: A file changed while it was read.
+        IntegrityError: The data does not match its checksum.
+        StoreError: The store or the disk failed.
     """
     if view is not None and names is None:
         raise ConfigError(f"load the view {view!r} with the names of its tensors")

@@ -63,7 +63,7 @@ class StreamingConfig:
     than 8 MiB for one. With `enable_async_write`, other threads write and hash.
 
     Raises:
-        ConfigError: a number is not a positive integer.
+        ConfigError: A number is not a positive integer.
     """
 
     num_buffers: int = 4
@@ -81,7 +81,7 @@ class StreamingConfig:
         """Return a configuration from a mapping of its fields; None gives the defaults.
 
         Raises:
-            ConfigError: a key is unknown or a value is invalid.
+            ConfigError: A key is unknown or a value is invalid.
         """
         if isinstance(given, StreamingConfig):
             return given
@@ -314,10 +314,10 @@ def save_dict(
     The tensors must not be modified during the call.
 
     Raises:
-        ConfigError: an argument is invalid.
-        UnsupportedError: a tensor has no dense storage, or 5 fields cannot describe it.
-        ExportTargetError: the folder exists and is not empty.
-        StoreError: the disk failed.
+        ConfigError: An argument is invalid.
+        UnsupportedError: A tensor has no dense storage, or 5 fields cannot describe it.
+        ExportTargetError: The folder exists and is not empty.
+        StoreError: The disk failed.
     """
     config = StreamingConfig.of(streaming_config)
     held = hold(state_dict)

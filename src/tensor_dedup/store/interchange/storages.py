@@ -33,7 +33,7 @@ def storage_graph(state_dict: Mapping[str, torch.Tensor]) -> StorageGraph:
     """Return the distinct storages of the tensors, and the tensors as views of them.
 
     Raises:
-        UnsupportedError: a tensor has no dense storage of its own (sparse, quantised, meta).
+        UnsupportedError: A tensor has no dense storage of its own (sparse, quantised, meta).
     """
     return hold(state_dict).graph
 

@@ -161,8 +161,8 @@ class BulkReader:
         """Yield the spans in memory, in order; up to `ahead` spans (None: all) are read in advance.
 
         Raises:
-            CorruptTensorError, MissingObjectError: no intact copy of a piece is in the store.
-            StoreIOError: the disk failed.
+            CorruptTensorError, MissingObjectError: No intact copy of a piece is in the store.
+            StoreIOError: The disk failed.
         """
         waiting = list(reversed(spans))
         started: deque[tuple[_Work, list[Future[None]]]] = deque()

@@ -68,8 +68,8 @@ class StoredCheckpoint(StoredPieces):
         `found` is that of another store or remote: its manifest's name, its manifest, its pieces.
 
         Raises:
-            UnknownNameError: no checkpoint has this name.
-            MissingObjectError, DamagedFileError: its bookkeeping is damaged.
+            UnknownNameError: No checkpoint has this name.
+            MissingObjectError, DamagedFileError: Its bookkeeping is damaged.
         """
         if found is None:
             manifest = objects.ref(name)
@@ -136,7 +136,7 @@ class StoredCheckpoint(StoredPieces):
         """Return the tensor of this name.
 
         Raises:
-            UnknownTensorError: the checkpoint has no tensor of this name.
+            UnknownTensorError: The checkpoint has no tensor of this name.
         """
         try:
             return self._tensors[name]
@@ -152,9 +152,9 @@ class StoredCheckpoint(StoredPieces):
         """Return all bytes of a tensor, verified.
 
         Raises:
-            CorruptTensorError, MissingObjectError: no intact copy of the bytes is in the store.
-            UnknownTensorError: the checkpoint has no tensor of this name.
-            ClosedCheckpointError: the checkpoint was closed.
+            CorruptTensorError, MissingObjectError: No intact copy of the bytes is in the store.
+            UnknownTensorError: The checkpoint has no tensor of this name.
+            ClosedCheckpointError: The checkpoint was closed.
         """
         wanted = self[tensor] if isinstance(tensor, str) else tensor
         return self.read_piece(bytes.fromhex(wanted.digest), 0, wanted.nbytes, wanted.nbytes)
@@ -166,7 +166,7 @@ class StoredCheckpoint(StoredPieces):
         `read`, too.
 
         Raises:
-            BadRangeError: the range lies outside the tensor.
+            BadRangeError: The range lies outside the tensor.
         """
         wanted = self[tensor] if isinstance(tensor, str) else tensor
         if not 0 <= start <= stop <= wanted.nbytes:

@@ -160,8 +160,8 @@ class PieceCopies:
         """Provide the open file of a container for reading within the block.
 
         Raises:
-            OSError: the file was removed or cannot be opened.
-            ChangedExternalError: the file was indexed in place and has changed.
+            OSError: The file was removed or cannot be opened.
+            ChangedExternalError: The file was indexed in place and has changed.
         """
         return self._handles.using(container)
 

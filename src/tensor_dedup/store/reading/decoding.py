@@ -77,7 +77,7 @@ def read_head(files: Files, handle: Handle, record: Record) -> list[Chunk]:
     """Read the head of an encoded record; return the place of each leaf's chunk.
 
     Raises:
-        CorruptFrameError: the head is malformed.
+        CorruptFrameError: The head is malformed.
     """
     head = bytearray(head_bytes(record.nbytes))
     files.pread(handle, memoryview(head), record.offset)
@@ -100,7 +100,7 @@ def decode_leaf(
     None.
 
     Raises:
-        CorruptFrameError: the chunk is malformed.
+        CorruptFrameError: The chunk is malformed.
     """
     if codec.startswith(PARTS):
         if chunk:

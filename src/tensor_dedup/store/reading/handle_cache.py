@@ -51,7 +51,7 @@ class HandleCache(Generic[_Key]):
         """Provide the open file of this key within the block.
 
         Raises:
-            OSError: the file cannot be opened. Other errors of `open_file` propagate, too.
+            OSError: The file cannot be opened. Other errors of `open_file` propagate, too.
         """
         with self._lock:
             found = self._kept.pop(key, None)

@@ -86,9 +86,9 @@ class StoredPieces:
         """Provide the open file of a container for reading within the block.
 
         Raises:
-            OSError: the file was removed or cannot be opened.
-            ChangedExternalError: the file was indexed in place and has changed.
-            ClosedCheckpointError: this object was closed.
+            OSError: The file was removed or cannot be opened.
+            ChangedExternalError: The file was indexed in place and has changed.
+            ClosedCheckpointError: This object was closed.
         """
         self._check_open()
         return self._copies.using(container)
@@ -148,8 +148,8 @@ class StoredPieces:
         """Return the bytes from `start` to `stop` of a piece of `nbytes`, verified.
 
         Raises:
-            CorruptTensorError, MissingObjectError: no intact copy of the bytes is in the store.
-            ClosedCheckpointError: this object was closed.
+            CorruptTensorError, MissingObjectError: No intact copy of the bytes is in the store.
+            ClosedCheckpointError: This object was closed.
         """
         if start == stop:
             return bytearray()
@@ -182,8 +182,8 @@ class StoredPieces:
         """Fill `view` with the leaf at offset `start` of a piece, verified; return its digest.
 
         Raises:
-            CorruptFrameError: the piece has no leaf of that size there.
-            CorruptTensorError, MissingObjectError: no intact copy of the bytes is in the store.
+            CorruptFrameError: The piece has no leaf of that size there.
+            CorruptTensorError, MissingObjectError: No intact copy of the bytes is in the store.
         """
         nbytes = self._check_leaf(digest, start, view.nbytes)
         return self.read_piece_into(digest, start, view, nbytes)
@@ -207,8 +207,8 @@ class StoredPieces:
         of `view` is undefined.
 
         Raises:
-            CorruptTensorError, MissingObjectError: no intact copy of the bytes is in the store.
-            ClosedCheckpointError: this object was closed.
+            CorruptTensorError, MissingObjectError: No intact copy of the bytes is in the store.
+            ClosedCheckpointError: This object was closed.
         """
         stop = start + view.nbytes
         whole_leaves = are_leaves(nbytes, start, stop)

@@ -73,11 +73,11 @@ def load_tensors(
     torch.load would give them, and all their names.
 
     Raises:
-        UnknownTensorError: the checkpoint has no tensor of one of these names.
-        UnsupportedError: a tensor is sparse; export the file and load it with torch.load.
-        FormatError: a torch.save file could be read differently by torch.load.
-        CorruptTensorError, MissingObjectError: no intact copy of a tensor is in the store.
-        StoreIOError: the disk failed.
+        UnknownTensorError: The checkpoint has no tensor of one of these names.
+        UnsupportedError: A tensor is sparse; export the file and load it with torch.load.
+        FormatError: A torch.save file could be read differently by torch.load.
+        CorruptTensorError, MissingObjectError: No intact copy of a tensor is in the store.
+        StoreIOError: The disk failed.
     """
     wanted = _wanted(checkpoint, names)
     memory = pool or BufferPool(0)

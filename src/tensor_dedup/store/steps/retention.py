@@ -147,7 +147,7 @@ def best(metrics: Metrics, metric: str, mode: Mode | None, run: str) -> int:
     """Return the number of the best step by a metric. `run` is for error messages.
 
     Raises:
-        UnknownMetricError: no step has that metric, or it is NaN in all that do.
+        UnknownMetricError: No step has that metric, or it is NaN in all that do.
         UnknownGoalError: `mode` is None.
         BadMetricError: `mode` is invalid.
     """

@@ -71,8 +71,8 @@ def step_name(run: str, step: int, *, kept: bool = False) -> str:
     """Return the name of a step or, with `kept`, the name of its pin.
 
     Raises:
-        BadStepError: the step is not a whole number from 0 to 10**18 - 1.
-        BadNameError: the run's name is invalid.
+        BadStepError: The step is not a whole number from 0 to 10**18 - 1.
+        BadNameError: The run's name is invalid.
     """
     if type(step) is not int or not 0 <= step <= _LARGEST:
         raise BadStepError.at(f"run {run!r}", f"the step {step!r}", step=repr(step))
@@ -83,7 +83,7 @@ def check_run(run: object) -> str:
     """Return `run` if it is a valid name of a run.
 
     Raises:
-        BadNameError: it is not a string, too long, or not in the syntax of a name.
+        BadNameError: It is not a string, too long, or not in the syntax of a name.
     """
     # With the longest step, so that a run that began can go on. Whether the file of a step can be
     # called so is for that step to say: steps with shorter numbers may be there, to be read.
@@ -105,7 +105,7 @@ def check_no_step_s_name(run: str) -> None:
     """Check that a run's name is not the name of a step (RUN@STEP).
 
     Raises:
-        BadOptionError: it is.
+        BadOptionError: It is.
     """
     found = parse_step_name(run)
     if found is not None and not found.kept:
@@ -203,8 +203,8 @@ def check_replaceable(objects: Objects, run: str, step: int) -> None:
     the caller holds the lock of names (`locks.naming`).
 
     Raises:
-        PinnedStepError: the step is pinned.
-        NotATrainingError: a checkpoint that is no step of this run has the name.
+        PinnedStepError: The step is pinned.
+        NotATrainingError: A checkpoint that is no step of this run has the name.
     """
     check_not_kept(objects, run, step)
     name = step_name(run, step)
@@ -227,7 +227,7 @@ def check_no_step(objects: Objects, name: str) -> None:
     The answer holds only while the caller holds the lock of names (`locks.naming`).
 
     Raises:
-        TakenStepError: it is the name of an existing step, or of a pin.
+        TakenStepError: It is the name of an existing step, or of a pin.
     """
     found = parse_step_name(name)
     if found is None:
@@ -250,7 +250,7 @@ def check_pin(objects: Objects, run: str, step: int) -> None:
     The answer holds only while the caller holds the lock of names (`locks.naming`).
 
     Raises:
-        NotATrainingError: an imported checkpoint has that name.
+        NotATrainingError: An imported checkpoint has that name.
     """
     name = step_name(run, step, kept=True)
     try:
@@ -268,8 +268,8 @@ def pin_step(objects: Objects, run: str, step: int) -> None:
     The caller must hold a session (`locks.session`).
 
     Raises:
-        UnknownStepError: the run has no such step.
-        NotATrainingError: the checkpoint with the step's or the pin's name was imported.
+        UnknownStepError: The run has no such step.
+        NotATrainingError: The checkpoint with the step's or the pin's name was imported.
     """
     name = step_name(run, step, kept=True)
     manifest, _, _ = manifest_of(objects, run, step)
@@ -289,7 +289,7 @@ def check_not_kept(objects: Objects, run: str, step: int) -> None:
     The answer holds only while the caller holds the lock of names (`locks.naming`).
 
     Raises:
-        PinnedStepError: it is pinned.
+        PinnedStepError: It is pinned.
     """
     try:
         path = objects.layout.refs / file_of(step_name(run, step, kept=True))
@@ -306,7 +306,7 @@ def check_no_kept_step(objects: Objects, name: str) -> None:
     The answer holds only while the caller holds the lock of names (`locks.naming`).
 
     Raises:
-        PinnedStepError: it is.
+        PinnedStepError: It is.
     """
     found = parse_step_name(name)
     if found is not None and not found.kept:
@@ -346,8 +346,8 @@ def manifest_of(objects: Objects, run: str, step: int) -> tuple[str, Manifest, N
     """Return the name of a step's manifest, the manifest, and its parsed notes.
 
     Raises:
-        UnknownStepError: the run has no such step.
-        NotATrainingError: the checkpoint of this name is no step of this run.
+        UnknownStepError: The run has no such step.
+        NotATrainingError: The checkpoint of this name is no step of this run.
     """
     name = step_name(run, step)
     try:

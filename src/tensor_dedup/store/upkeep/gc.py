@@ -155,7 +155,7 @@ def refuse_unless_certain(found: Inventory) -> None:
     """Check that everything in the store is readable and no live piece is lost.
 
     Raises:
-        UnfitForCollectionError: a file cannot be read or a piece is lost; the error names the
+        UnfitForCollectionError: A file cannot be read or a piece is lost; the error names the
             first.
     """
     if found.problems:
@@ -185,7 +185,7 @@ def plan_gc(objects: Objects, grace_hours: float, found: Inventory | None = None
     `found` is a current inventory, if the caller has one.
 
     Raises:
-        UnfitForCollectionError: it is uncertain what is in use.
+        UnfitForCollectionError: It is uncertain what is in use.
     """
     found = take_inventory(objects) if found is None else found
     refuse_unless_certain(found)
@@ -220,8 +220,8 @@ def sweep_now(objects: Objects, wait_s: float, check: Callable[[], None]) -> GcP
     again. `check` is called under the lock, before anything is deleted, and may raise to stop.
 
     Raises:
-        StoreBusyError: other sessions were not closed within `wait_s` seconds.
-        UnfitForCollectionError: it is uncertain what is in use; nothing was changed.
+        StoreBusyError: Other sessions were not closed within `wait_s` seconds.
+        UnfitForCollectionError: It is uncertain what is in use; nothing was changed.
     """
     with session(objects.files, objects.layout):
         found = take_inventory(objects)

@@ -84,7 +84,7 @@ class Repair:
         """Restore what can be restored; `paths` are checkpoints in any form that can be imported.
 
         Raises:
-            CheckpointError, UnsupportedError: a path is not a checkpoint; nothing was restored.
+            CheckpointError, UnsupportedError: A path is not a checkpoint; nothing was restored.
         """
         # Links may lead anywhere: nothing comes back that the store has not had.
         given = [read_source(self._objects.files, path, follow_links=True) for path in paths]

@@ -256,8 +256,8 @@ def run_cost(objects: Objects, runs: Collection[str]) -> RunCost:
     The caller must hold a session (`locks.session`). No tensor data is read.
 
     Raises:
-        UnfitForCollectionError: something is damaged or lost, so `gc` would free nothing.
-        DamagedFileError, MissingObjectError, NewerFormatError: a reference, manifest or page cannot
+        UnfitForCollectionError: Something is damaged or lost, so `gc` would free nothing.
+        DamagedFileError, MissingObjectError, NewerFormatError: A reference, manifest or page cannot
             be read.
     """
     own, others = _Part(), _Part()

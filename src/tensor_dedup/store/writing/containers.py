@@ -151,7 +151,7 @@ class ContainerWriter:
         """Copy pieces from an open file, with several threads.
 
         Raises:
-            ChangedFileError: a piece no longer has its digest.
+            ChangedFileError: A piece no longer has its digest.
         """
         if not pieces:
             return
@@ -170,7 +170,7 @@ class ContainerWriter:
         container is sealed, and `seal` may raise the error instead.
 
         Raises:
-            ChangedModelError: the piece has changed since it was hashed.
+            ChangedModelError: The piece has changed since it was hashed.
         """
         start, view = self._reserve(piece.view.nbytes), piece.view
         large = view.nbytes >= DIRECT_BYTES
@@ -369,7 +369,7 @@ def hash_pieces(hasher: Hasher, wanted: Wanted) -> Iterator[Fresh]:
     Large pieces are hashed by several threads, ahead of the caller.
 
     Raises:
-        ChangedModelError: a piece no longer has its change hash.
+        ChangedModelError: A piece no longer has its change hash.
     """
     large = {key: want for key, want in wanted.items() if want.view.nbytes >= _HANDED_OVER}
     for key, want in wanted.items():

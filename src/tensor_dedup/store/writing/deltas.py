@@ -71,7 +71,7 @@ class Anchor:
         """Return the bytes from `start` to `stop`, verified.
 
         Raises:
-            CorruptTensorError, MissingObjectError: no intact copy is in the store.
+            CorruptTensorError, MissingObjectError: No intact copy is in the store.
         """
         assert self.pieces is not None
         return self.pieces.read_piece(self.digest, start, stop, self.nbytes)
@@ -330,7 +330,7 @@ class EncodedWriter(ContainerWriter):
         memory. `before_leaf` is called by each thread before each leaf and may raise to stop.
 
         Raises:
-            ChangedFileError: the piece no longer has its leaf digests.
+            ChangedFileError: The piece no longer has its leaf digests.
         """
         if plan.anchor is not None and plan.anchor.digest == piece.digest:
             return None  # somebody else has stored it meanwhile: nothing is against itself
@@ -379,7 +379,7 @@ class EncodedWriter(ContainerWriter):
         encoded leaves of a piece are in memory at once.
 
         Raises:
-            ChangedModelError: a piece has changed since it was hashed.
+            ChangedModelError: A piece has changed since it was hashed.
         """
 
         encoded = [
@@ -404,7 +404,7 @@ class EncodedWriter(ContainerWriter):
         Return the number of bytes written.
 
         Raises:
-            ChangedModelError: a leaf has changed since it was hashed.
+            ChangedModelError: A leaf has changed since it was hashed.
         """
         if plan.in_parts:
             return self._put_in_parts(piece, plan)
@@ -446,7 +446,7 @@ class EncodedWriter(ContainerWriter):
         Return None, and store nothing, if encoding does not save enough.
 
         Raises:
-            ChangedModelError: the piece has changed since it was hashed.
+            ChangedModelError: The piece has changed since it was hashed.
         """
         return self._put_encoded(piece, plan, [_encoded_in_memory(piece, plan, 0)])
 
@@ -495,7 +495,7 @@ class PartsWriter:
         Return the bytes written: 0 if this writer has stored the leaf before.
 
         Raises:
-            ChangedModelError: the leaf has changed since it was hashed.
+            ChangedModelError: The leaf has changed since it was hashed.
         """
         nbytes = leaf_bytes(number, piece.nbytes)
         digest = part_of(piece.leaves, number, piece.nbytes)

@@ -173,8 +173,8 @@ class Import:
         """Hash a file and store its new pieces.
 
         Raises:
-            ChangedFileError: the file was modified meanwhile.
-            CheckpointFilesError: a link in its path now leads out of the checkpoint.
+            ChangedFileError: The file was modified meanwhile.
+            CheckpointFilesError: A link in its path now leads out of the checkpoint.
         """
         files = self._objects.files
         handle = file.open_with(files)
@@ -354,7 +354,7 @@ class Import:
         """Check that all pieces of the manifest are in the store.
 
         Raises:
-            LostHitError: a piece was removed meanwhile.
+            LostHitError: A piece was removed meanwhile.
         """
         wanted = {piece.digest for piece in self.pieces if piece.nbytes}
         held = self._index.find(wanted, external=self._in_place)
@@ -395,8 +395,8 @@ def import_source(
     that saves space, against the checkpoint `base` or the most similar one.
 
     Raises:
-        NameTakenError: the name holds another checkpoint, and `replace` is off.
-        UnknownNameError: no checkpoint is called `base`.
+        NameTakenError: The name holds another checkpoint, and `replace` is off.
+        UnknownNameError: No checkpoint is called `base`.
     """
     if not replace and name in objects.names():
         same = _unchanged(objects, index, hasher, source, name, in_place=in_place)
@@ -461,7 +461,7 @@ def _unchanged(
     written: another checkpoint of the same sizes would be stored whole for a name that is taken.
 
     Raises:
-        NameTakenError: the name holds something else.
+        NameTakenError: The name holds something else.
     """
     taken = NameTakenError.at(objects.layout.root, f"{name!r} is there already", name=name)
     try:
@@ -498,7 +498,7 @@ def _check_still(
     """Check that a name that held the same still does.
 
     Raises:
-        NameTakenError: it holds something else since.
+        NameTakenError: It holds something else since.
     """
     check_name()
     if objects.ref(name) != manifest:

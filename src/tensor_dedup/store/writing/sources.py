@@ -65,7 +65,7 @@ class ImportFile:
         """Open the file for reading.
 
         Raises:
-            CheckpointFilesError: a symbolic link in its path now leads elsewhere.
+            CheckpointFilesError: A symbolic link in its path now leads elsewhere.
         """
         handle = files.open(self.path, "read")
         try:
@@ -132,8 +132,8 @@ def small_files(files: Files, root: Path) -> dict[str, bytes]:
     """Read the files of a folder that are no weights (config, tokenizer), by relative path.
 
     Raises:
-        CheckpointNotFoundError: the folder does not exist.
-        CheckpointFilesError: a link leads out of it.
+        CheckpointNotFoundError: The folder does not exist.
+        CheckpointFilesError: A link leads out of it.
     """
     status = files.status(root)
     if status is None or status.kind != "folder":

@@ -80,7 +80,7 @@ class Transaction(ABC):
         """Add the frame of a page or manifest; add pages before the manifest that names them.
 
         Raises:
-            ContradictoryManifestError: the frame is not valid.
+            ContradictoryManifestError: The frame is not valid.
         """
 
     @abstractmethod
@@ -100,8 +100,8 @@ class Transaction(ABC):
         changes; if it raises, the name stays as it was.
 
         Raises:
-            NameTakenError: the name exists, and `replace` is off.
-            ContradictoryManifestError: the manifest or a page is not valid.
+            NameTakenError: The name exists, and `replace` is off.
+            ContradictoryManifestError: The manifest or a page is not valid.
         """
 
 

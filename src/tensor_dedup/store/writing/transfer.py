@@ -153,7 +153,7 @@ class Transfer:
         """Copy pieces from `source`.
 
         Raises:
-            CorruptTensorError, MissingObjectError: the source has no intact copy of a piece.
+            CorruptTensorError, MissingObjectError: The source has no intact copy of a piece.
         """
         for digest in digests:
             if digest not in self._sent:
@@ -175,8 +175,8 @@ class Transfer:
         under the lock of names, just before the name changes, and may raise.
 
         Raises:
-            LostHitError: a piece that was in the store is gone.
-            NameTakenError: the name exists, and `replace` is off.
+            LostHitError: A piece that was in the store is gone.
+            NameTakenError: The name exists, and `replace` is off.
         """
         for part, blob in blobs.items():
             self._transaction.add_object(part, blob)
@@ -330,7 +330,7 @@ class _CopyWriter(ContainerWriter):
         """Copy a piece as it is encoded; return False, and copy nothing, where it is damaged.
 
         Raises:
-            CorruptTensorError, MissingObjectError: what it is stored against cannot be read.
+            CorruptTensorError, MissingObjectError: What it is stored against cannot be read.
         """
         files, start = self._objects.files, self._reserve(0)
         handle, copied = self._opened(), msgspec.structs.replace(record, offset=start)
