@@ -19,7 +19,10 @@ _BLOCK = 256 << 10  # elements: what two passes find in a processor's cache
 
 @dataclass(frozen=True, slots=True)
 class ByteDelta:
-    """The codecs `step1` and `step2`, which store differences from the base as signed bytes."""
+    """The codecs `step1` and `step2`, which store differences from a base as signed bytes.
+
+    The base is the tensor that the encoded one is compared with.
+    """
 
     name: str
     width: int

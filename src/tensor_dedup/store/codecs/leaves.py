@@ -19,12 +19,17 @@ AS_IT_IS = ""
 
 
 def wrap(name: str, chunk: bytes | memoryview) -> bytes:
-    """Return the chunk of a leaf: the name of the codec that encoded it, then the encoded bytes."""
+    """Return the stored form of a leaf: the name of its codec, then the encoded bytes.
+
+    `chunk` has the encoded bytes, and `name` is the codec that encoded them.
+    """
     return b"".join((bytes([len(name)]), name.encode("ascii"), chunk))
 
 
 def unwrap(blob: memoryview) -> tuple[str, memoryview]:
-    """Split a non-empty chunk into the name of the leaf's codec and the encoded bytes.
+    """Split `blob`, a leaf as stored by `wrap`, into the codec's name and the encoded bytes.
+
+    `blob` is not empty.
 
     Raises:
         CorruptFrameError: No codec has that name.

@@ -16,12 +16,15 @@ _WIDTH = 4
 
 
 def streams_of(places: Places) -> list[Bytes]:
-    """Encode ascending positions: return the byte planes of the gaps between them."""
+    """Encode the positions in `places`, which ascend, as gaps; return the gaps' byte planes.
+
+    A gap is the number of elements between two neighbouring positions.
+    """
     return split(np.diff(places, prepend=-1).astype(UNSIGNED[_WIDTH]) - np.uint32(1))
 
 
 def read_places(reader: Reader, count: int) -> Places:
-    """Decode ascending positions, all below `count`.
+    """Read the ascending positions that `streams_of` encoded; each must be below `count`.
 
     Raises:
         CorruptFrameError: The streams do not hold valid positions.
