@@ -139,7 +139,9 @@ class Hasher:
     def hash_readable(
         self, source: Handle, ranges: Sequence[Range], progress: ProgressListener | None = None
     ) -> list[Hashed | None]:
-        """Hash ranges of a file like `hash`, with None for a range that the disk cannot read.
+        """Hash `ranges` of `source` like `hash`, without failing where the disk cannot read.
+
+        The result is None for each range that cannot be read.
 
         Raises:
             ChangedFileError: The file ends within a range.

@@ -42,7 +42,8 @@ def decode(blob: bytes, kind: bytes, form: type[_T], path: PurePath) -> _T:
     """Return the payload of a frame, validated as the type `form`. Errors name `path`.
 
     Raises:
-        DamagedFileError: The frame is damaged, or its kind or content is another one.
+        DamagedFileError: The frame is damaged, is not of the kind `kind`, or its payload is not
+            valid.
         NewerFormatError: A later version of this program wrote the frame.
     """
     body = _checked_body(blob, kind, path)
@@ -92,7 +93,10 @@ def decode_text(blob: bytes, path: PurePath) -> list[str]:
 
 
 def distance(a: bytes, b: bytes) -> int:
-    """Return the number of differing bytes, or the greater length if the lengths differ."""
+    """Return the number of bytes in which `a` and `b` differ.
+
+    If their lengths differ, return the greater length.
+    """
     if len(a) != len(b):
         return max(len(a), len(b))
     return sum(x != y for x, y in zip(a, b, strict=True))
