@@ -45,7 +45,7 @@ _REF_BYTES = 1 << 12
 
 @dataclass
 class RepairResult:
-    """The counts of what was restored, and descriptions of what is still `missing`."""
+    """The result of a repair: counts of what was restored, and a list of what is still missing."""
 
     pieces: int = 0
     bytes: int = 0
@@ -67,9 +67,9 @@ class RepairResult:
 
 
 class Repair:
-    """A repair of one store.
+    """A repair of a store.
 
-    The caller must hold a session (`locks.session`).
+    Use it inside `with locks.session(...):`.
     """
 
     def __init__(
@@ -81,10 +81,13 @@ class Repair:
         self._unreadable: list[str] = []
 
     def run(self, paths: Sequence[Path]) -> RepairResult:
-        """Restore what can be restored; `paths` are checkpoints in any form that can be imported.
+        """Restore what can be restored, also from the checkpoints at `paths`; return the result.
+
+        Each path may have any form that can be imported.
 
         Raises:
-            CheckpointError, UnsupportedError: A path is not a checkpoint; nothing was restored.
+            CheckpointError, UnsupportedError: A path does not lead to a checkpoint; nothing was
+                restored.
         """
         # Links may lead anywhere: nothing comes back that the store has not had.
         given = [read_source(self._objects.files, path, follow_links=True) for path in paths]

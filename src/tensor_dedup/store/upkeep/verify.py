@@ -34,10 +34,9 @@ from tensor_dedup.store.upkeep.inventory import Inventory, Problem, take_invento
 
 
 class Scrubber:
-    """A checker of the records in delta containers.
+    """A checker for the encoded pieces in delta containers.
 
-    The caller must hold a session (`locks.session`). Both the stored bytes and the decoded bytes
-    are checked.
+    It checks both the stored bytes and the decoded bytes. Use it inside `with locks.session(...):`.
     """
 
     def __init__(
@@ -47,9 +46,10 @@ class Scrubber:
         self._hasher, self._progress = hasher, progress
 
     def wrong(self, handle: Handle, records: Sequence[Record]) -> "list[BadRecord]":
-        """Return the records whose stored or decoded bytes are wrong or cannot be read.
+        """Return those of `records` whose stored or decoded bytes are wrong or cannot be read.
 
-        If the base of a delta cannot be read, only the delta's stored bytes are checked.
+        `handle` is the file that holds the pieces. If the base of a delta cannot be read, only the
+        stored bytes of the delta are checked.
         """
         bases = {base for record in records for base in record.bases}
         with StoredPieces(self._objects, self._index, bases) as pieces:
@@ -92,7 +92,7 @@ class Scrubber:
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """A record with wrong bytes or, if `unreadable` is True, that the disk cannot read."""
+    """A stored piece whose bytes are wrong. If `unreadable` is True, the disk cannot read them."""
 
     record: Record
     unreadable: bool = False
@@ -110,12 +110,17 @@ _SET_ASIDE = frozenset({"manifest", "page", "table", "container"})
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault: its kind, the file, a description, and the affected checkpoints.
+    """A fault in a store: its kind, the file, a description, and the affected checkpoints.
 
-    The kinds reference, manifest, page, table, container, list (of damaged records) and index name
-    what is damaged. An `alien` is a file that the format does not define. A `tensor` is a damaged
-    piece and `padding` a gap that is not zero. A `lost` piece has no intact copy; an `exposed` one
-    is intact only in a file outside the store.
+    The kinds are:
+
+    - `reference`, `manifest`, `page`, `table`, `container`, `list` (of damaged pieces) and `index`
+      name what is damaged.
+    - `alien` is a file that the format does not define.
+    - `tensor` is a damaged piece.
+    - `padding` is a gap in a container that is not zero.
+    - `lost` is a piece without an intact copy.
+    - `exposed` is a piece whose only intact copy is in a file outside the store.
     """
 
     kind: str
@@ -126,7 +131,7 @@ class Fault:
 
 @dataclass
 class VerifyResult:
-    """The faults that `verify` found, and how much it checked."""
+    """The result of `verify`: the faults that were found, and how much was checked."""
 
     level: str
     faults: list[Fault] = field(default_factory=list)
@@ -156,7 +161,10 @@ class VerifyResult:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """How much data is verified: a share of the pieces, from 0 (none) to 1 (all, and padding)."""
+    """How much data is verified: a share of the pieces, from 0 (none) to 1 (all).
+
+    The share 1 includes the padding. `seed` makes the choice of the pieces repeatable.
+    """
 
     share: float
     seed: int | None = None
@@ -172,9 +180,9 @@ class Level:
 def verify(
     objects: Objects, index: StoreIndex, hasher: Hasher, level: Level, progress: ProgressListener
 ) -> VerifyResult:
-    """Check a store and quarantine what is wrong, without repairing.
+    """Check a store and quarantine faults, without repairing; return the result.
 
-    The caller must hold a session (`locks.session`).
+    Call it inside `with locks.session(...):`.
     """
     found = take_inventory(objects)
     result = VerifyResult(level.name, checkpoints=len(found.checkpoints))
