@@ -1,4 +1,4 @@
-"""Writing files with O_DIRECT, past the page cache."""
+"""Writing of files with O_DIRECT, which bypasses the page cache."""
 
 import errno
 import threading

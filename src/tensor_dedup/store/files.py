@@ -1,7 +1,7 @@
-"""The file system interface of the store: all other modules of the store do file I/O through it.
+"""The file system interface of the store. All other modules of the store do file I/O through it.
 
-`Files` is the interface and `RealFiles` the implementation. Tests wrap it to fail, interrupt or
-truncate single operations.
+`Files` is the interface, and `RealFiles` is its implementation. Tests wrap the implementation to
+make single operations fail, stop or write too little.
 """
 
 import errno

@@ -1,7 +1,7 @@
 """Atomic and durable file operations in the folder of a store, and helpers for folder trees.
 
-Files of a store are never modified in place. Their bytes are written and synced under a temporary
-name; then a rename gives the file its name, and its folder is synced before anything refers to it.
+Files of a store are never modified in place. A file is written and synced under a temporary name
+and then renamed to its final name. Its folder is synced before anything refers to the file.
 """
 
 from collections.abc import Iterator

@@ -1,12 +1,12 @@
-"""Parallel hashing of file ranges and memory; file ranges can be copied at the same time.
+"""Parallel hashing of file ranges and memory. File ranges can be copied at the same time.
 
-Each range is read once, through one buffer per thread. With one worker, everything happens in the
-calling thread.
+Each range is read once, through a buffer of the thread that hashes it. With a single worker,
+everything happens in the calling thread.
 
-Besides the digest (BLAKE3, computed from leaves of 2 MiB) there is the change hash: a fast 128-bit
+Besides the digest (BLAKE3, computed from leaves of 2 MiB) there is the change hash, a fast 128-bit
 hash that only tells whether bytes have changed. It is seeded at random in each process, so that
-nothing can be crafted to collide, and it is never written to disk. The change hash of more than one
-leaf is computed from the change hashes of the leaves.
+nothing can be crafted to collide, and it is never written to disk. The change hash of bytes with
+more than one leaf is computed from the change hashes of the leaves.
 """
 
 import secrets

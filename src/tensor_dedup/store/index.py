@@ -1,8 +1,8 @@
 """The index from digests to containers: a SQLite database that is a cache and may be deleted.
 
 The tables in the containers are authoritative. When a session opens the index, entries of missing
-containers are dropped and those of new containers are added. If the SQLite file cannot be used, the
-index is built in memory for that session.
+containers are dropped, and entries of new containers are added. If the SQLite file cannot be used,
+the index is built in memory for that session.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The default location of a store, and the creation and check of its folder."""
+"""The default location of a store, and the creation and the checks of its folder."""
 
 import os
 import re

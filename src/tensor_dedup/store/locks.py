@@ -1,9 +1,9 @@
 """The locks of a store.
 
-A session (any use of the store) holds the main lock shared. A sweep (garbage collection, which
-deletes files) holds it exclusively. Further locks protect changes of references, pulls and drains.
-All are advisory `flock` locks on files in the store's folder; the kernel releases them when the
-process ends.
+A session is any use of the store and holds the main lock shared. A sweep is a garbage collection,
+which deletes files, and holds the main lock exclusively. Further locks protect changes of
+references, pulls and drains. All of them are advisory `flock` locks on files in the store's folder.
+The kernel releases them when the process ends.
 """
 
 from collections.abc import Iterator

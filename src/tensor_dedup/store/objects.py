@@ -1,6 +1,7 @@
-"""The metadata of a store: manifests and their pages, references, lists of damaged records.
+"""The metadata of a store: manifests and their pages, references, lists of damaged pieces.
 
-A reference is a small text file that maps a checkpoint's name to the name of its manifest.
+A reference is a small text file that maps the name of a checkpoint to the name of its manifest. A
+page lists up to 256 pieces of a manifest.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,8 @@
 """`LocalStore`: a store of checkpoints in a folder, each distinct tensor once on disk.
 
-Its methods take the store's lock, open the index if they need it, and call the modules in
-`writing`, `reading` and `upkeep`. `tensor_dedup.Store` extends it with push and pull.
+The methods of `LocalStore` take the store's lock, open the index if they need it, and call the
+modules in `writing`, `reading` and `upkeep`. `tensor_dedup.Store` extends `LocalStore` with push
+and pull.
 """
 
 from collections.abc import Collection, Iterable, Sequence

@@ -7,8 +7,8 @@ An encoded tensor has one chunk for each leaf (2 MiB):
           | u8 0, the leaf unencoded
 
 The base may have another size, so a vocabulary that grew is stored against its earlier state. Equal
-leaves are found by their digests, without reading the base. Decoding takes each leaf from one of
-two records and reads no more bytes than the tensor has.
+leaves are found by their digests, without reading the base. To decode a tensor, each leaf is taken
+either from the encoded tensor or from the base, so no more bytes are read than the tensor has.
 """
 
 from tensor_dedup.store.codecs.interface import AGAINST_BASE, LEAVES

@@ -1,14 +1,14 @@
 """The codec `parts`: a tensor whose changed leaves are stored as pieces of their own.
 
-A record of this codec has no bytes, only references:
+The encoded tensor has no bytes for its leaves, only references:
 
     codec = "parts:" and a hexadecimal number, whose bit n is set where leaf n is a piece
     chunk = empty, for every leaf
 
 A leaf whose bit is set is stored as a separate piece, which consists of this leaf alone. Every
-other leaf equals that of the base at the same offset. The digest of a leaf's piece follows from the
-digest of the leaf, so the table of a container tells which pieces a tensor needs. Training steps
-that have a changed leaf in common refer to the same piece.
+other leaf equals the leaf of the base at the same offset. The digest of a separate piece follows
+from the digest of its leaf, so the table of a container tells which pieces a tensor needs. Training
+steps that have a changed leaf in common refer to the same piece.
 """
 
 import re

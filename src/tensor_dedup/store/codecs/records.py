@@ -3,8 +3,8 @@
     head  = for each leaf: u32 size of its chunk, first 12 bytes of the chunk's BLAKE3
     chunk = the encoded leaf; a codec with a base encodes it against the same leaf of the base
 
-To read a range, only the leaves in it are decoded. The checksums reveal a damaged chunk without its
-base. No I/O.
+To read a range of a tensor, only the leaves in the range are decoded. The checksums reveal a
+damaged chunk even if the base is missing. No I/O.
 """
 
 import struct

@@ -1,6 +1,6 @@
 """The codec `sparse`: positions and values of the few elements that differ from a base.
 
-A position is stored as the number of equal elements since the previous position.
+A position is stored as the number of equal elements between it and the previous position.
 """
 
 from dataclasses import dataclass

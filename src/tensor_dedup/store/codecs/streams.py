@@ -3,13 +3,13 @@
     stream = u8 how, u32 stored, u32 plain, `stored` bytes
     how    = 0: the bytes are not compressed; 1: they are one zstd frame
 
-`stored` and `plain` are the compressed and the plain size. All numbers are little-endian. A zstd
-frame states the size of its content; if that is not `plain`, the frame is refused before memory is
-allocated, so no input makes the reader allocate more than it expects.
+`stored` is the compressed size, and `plain` is the uncompressed size. All numbers are
+little-endian. A zstd frame states the size of its content. If that size is not `plain`, the frame
+is refused before memory is allocated, so no input makes the reader allocate more than it expects.
 
 A word is an element of a tensor as an unsigned integer of 1, 2, 4 or 8 bytes. The first plane has
 the lowest byte of every word, the second plane the next byte, and so on. Words are processed in
-blocks that fit into a processor's cache.
+runs that fit into a processor's cache.
 """
 
 import struct

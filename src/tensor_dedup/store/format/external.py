@@ -1,7 +1,8 @@
 """External containers: tables that index a file outside the store, which stays where it is.
 
-The table holds the status of the file at the time it was hashed. As long as the file has the same
-status, its tensors can be read, and are verified like any others. Otherwise they count as absent.
+The table holds the status that the file had when it was hashed. While the file still has this
+status, its tensors can be read, and they are verified like any others. Otherwise they count as
+absent.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Frames: the versioned and checksummed encoding of a store's metadata files. No I/O.
 
 A frame is a head of 24 bytes (magic, kind, version, flags, length of the payload; little-endian),
-the payload (MessagePack) and the BLAKE3-256 of both. The text files of a store (its marker,
+the payload (MessagePack) and the BLAKE3-256 of both. The text files of a store (its marker and its
 references) end in a line with the BLAKE3-256 of the lines before it.
 """
 

@@ -1,7 +1,7 @@
 """Text files about tiers: the identity of a second tier, and a store's notes about it. No I/O.
 
-A run can save its steps to a fast local store (the fast tier) and have them copied, or drained, to
-another store or a remote (the second tier).
+A run can save its steps to a fast local store, which is the fast tier. From there they can be
+copied, or drained, to another store or a remote, which is the second tier.
 """
 
 import json

@@ -1,13 +1,14 @@
 """Manifests: the files of a checkpoint, each a sequence of pieces named by digest. No I/O.
 
-A piece is a tensor, or bytes that are kept verbatim: a safetensors header or a whole small file.
-The concatenated pieces of a file are the file. Pieces are listed in pages of 256. A manifest lists
-its files and pages. Manifests and pages are named by the digest of their frame, so a checkpoint
-that grows at its end shares its full pages with its earlier state.
+A piece is a tensor, or bytes that are kept verbatim: a safetensors header or a whole small file. A
+file consists of its pieces, one after the other. The pieces of a checkpoint are listed in pages of
+256, and the manifest lists its files and its pages. Manifests and pages are named by the digest of
+their frame. A checkpoint that grows at its end therefore shares its full pages with its earlier
+state.
 
 The tensors of a training step belong to no file. When a step is exported, its files and their
-headers are generated from the names, dtypes and shapes in the manifest; the result is always the
-same. Storing a header with each step would take space for every tensor's name again.
+headers are generated from the names, dtypes and shapes in the manifest. The result is always the
+same. Storing a header with each step would take space for the name of every tensor again.
 """
 
 import json

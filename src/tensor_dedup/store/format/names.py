@@ -1,4 +1,4 @@
-"""Names of checkpoints and of their files, and checks that none escapes its folder. No I/O."""
+"""Names of checkpoints and of their files, and checks that no name escapes its folder. No I/O."""
 
 import re
 from pathlib import Path, PurePath, PurePosixPath

@@ -1,6 +1,6 @@
-"""Loading a state dict from a folder of numbered data files with an index. Needs torch.
+"""Loading of a state dict from a folder of numbered data files with an index. Needs torch.
 
-The folder is either on disk (ArtifactFolder) or was imported into a store (StoredArtifact).
+The folder either lies on disk (ArtifactFolder) or was imported into a store (StoredArtifact).
 """
 
 import hashlib

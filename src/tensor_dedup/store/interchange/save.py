@@ -1,8 +1,8 @@
-"""Writing a state dict as a new folder of numbered data files with an index. Needs torch.
+"""Writing of a state dict as a new folder of numbered data files with an index. Needs torch.
 
-The folder appears atomically, complete and durable, or not at all. Bytes go through a few reused
-buffers: the calling thread fills them, other threads write them with O_DIRECT and hash them. The
-buffers take at most `num_buffers` times `buffer_size_mb` MiB of memory.
+The folder appears atomically, complete and durable, or not at all. The bytes go through a few
+reused buffers: the calling thread fills them, and other threads hash them and write them with
+O_DIRECT. The buffers take at most `num_buffers` times `buffer_size_mb` MiB of memory.
 """
 
 import json

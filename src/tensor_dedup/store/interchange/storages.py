@@ -1,4 +1,4 @@
-"""The storages of the tensors in a state dict, as flat bytes, and their views. Needs torch."""
+"""The storages of the tensors in a state dict, as flat bytes. Needs torch."""
 
 import ctypes
 from collections.abc import Mapping

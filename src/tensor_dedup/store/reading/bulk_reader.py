@@ -1,9 +1,9 @@
-"""Reading many pieces at once into large regions of memory, verified leaf by leaf.
+"""Reading of many pieces at once into large regions of memory, verified leaf by leaf.
 
-Pieces that are close together in a container form a span, which is read into one region of memory
-with the container's own layout, in large blocks and by several threads. The thread that reads the
-last bytes of a leaf (2 MiB) hashes it while it is in the processor's cache. Bytes in the page cache
-are read from there. Other bytes are read with O_DIRECT where the file system supports it, because
+Pieces that are close together in a container form a span. Several threads read a span in large
+parts into a region of memory that has the container's layout. The thread that reads the last bytes
+of a leaf (2 MiB) hashes the leaf while it is in the processor's cache. Bytes in the page cache are
+read from there. Other bytes are read with O_DIRECT where the file system supports it, because
 filling the page cache would cost more than reading the disk.
 """
 

@@ -1,6 +1,7 @@
 """The copies of pieces in a store's containers, and the open files they are read from.
 
-A piece may be stored several times, unencoded or as a delta (encoded against another piece).
+A piece may be stored several times: unencoded, encoded on its own, or as a delta, which is encoded
+against another piece.
 """
 
 import threading

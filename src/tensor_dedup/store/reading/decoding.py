@@ -1,4 +1,4 @@
-"""Decoding stored records, and verifying them against their leaf digests."""
+"""Decoding of stored pieces, and verification against their leaf digests."""
 
 from collections.abc import Callable
 from typing import TypeAlias

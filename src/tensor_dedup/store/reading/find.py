@@ -1,4 +1,4 @@
-"""Finding stored tensors by their digest or the beginning of it."""
+"""A search for stored tensors by their digest or the beginning of it."""
 
 import logging
 import re

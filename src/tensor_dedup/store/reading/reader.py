@@ -1,4 +1,4 @@
-"""Reading pieces from a store, verified against their digests.
+"""Reading of pieces from a store, verified against their digests.
 
 A piece is a tensor, a file header or a small file. It may have several copies in containers.
 """

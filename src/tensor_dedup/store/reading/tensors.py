@@ -1,4 +1,4 @@
-"""Loading stored checkpoints as torch tensors on the CPU.
+"""Loading of stored checkpoints as torch tensors on the CPU.
 
     from tensor_dedup.store.reading.tensors import iter_tensors, load_tensors
 

@@ -1,8 +1,8 @@
 """The notes that a step's manifest holds about its run, as strings. No I/O.
 
-A step is a checkpoint that a training run saved. The notes hold no time, because clocks may be set
-back: `sequence` orders the steps of a run. The modification time of the reference file tells people
-when a step was saved.
+A step is a checkpoint that a training run saved. The notes contain no time, because clocks may be
+set back. Instead, `sequence` orders the steps of a run. To show users when a step was saved, the
+modification time of the reference file is used.
 """
 
 import json

@@ -1,13 +1,13 @@
 """The training runs in a store: names, order, metrics and differences of their steps.
 
-A step is the checkpoint RUN@STEP. A further reference RUN@STEP@pin pins it: it is then kept
-whatever the retention rules say. Step numbers have no leading zeros. References sort as text, so
-functions that list steps sort them by number.
+A step is the checkpoint RUN@STEP. It is pinned by a further reference, RUN@STEP@pin, and is then
+kept whatever the retention rules say. Step numbers have no leading zeros. References sort as text,
+so functions that list steps sort them by number.
 
-Steps also have an order of saving. When a training went back to step 5 and saved step 6 again, the
+Steps also have an order of saving. If a training went back to step 5 and saved step 6 again, the
 steps 8 to 10 of the first attempt are older than the new step 6. Each step's manifest therefore has
 a sequence number that is greater than those of all earlier steps. No clock is used, because clocks
-may be set back. Of two steps with one sequence number, the one with the greater step number counts
+may be set back. If two steps have the same sequence number, the step with the greater number counts
 as later.
 """
 

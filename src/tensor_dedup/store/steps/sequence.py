@@ -1,6 +1,6 @@
-"""The file with the last sequence number given to a step, for all runs of a store.
+"""The file with the sequence number that was given to a step last, for all runs of a store.
 
-It is overwritten in place and not synced.
+The file is overwritten in place and not synced.
 """
 
 from collections.abc import Callable

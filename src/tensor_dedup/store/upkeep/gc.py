@@ -1,7 +1,8 @@
 """Garbage collection: first a plan, computed without changes, then its execution.
 
-The store is locked exclusively. Files that no reference leads to are moved to the trash and deleted
-after a grace period. If it is uncertain what is in use, nothing is moved or deleted.
+The store is locked exclusively. Files to which no reference leads are moved to the trash and
+deleted after a grace period. If it is uncertain which files are in use, nothing is moved or
+deleted.
 """
 
 import logging

@@ -1,6 +1,6 @@
-"""The inventory of a store: what it contains and what is in use, for gc, verify and repair.
+"""The inventory of a store: its contents and what is in use, for gc, verify and repair.
 
-Taking it does not stop at damaged files but records them.
+Damaged files do not stop an inventory; they are recorded in it.
 """
 
 from collections import Counter

@@ -1,7 +1,7 @@
-"""Repair: restoring damaged or lost data from the trash, the quarantine, and given checkpoints.
+"""Repair: restoring of damaged or lost data from the trash, the quarantine, and given checkpoints.
 
-Nothing is trusted: pieces are restored only if their bytes have the right digest, manifests and
-pages only if their content has the digest they are named by.
+No source is trusted. Pieces are restored only if their bytes have the right digest. Manifests and
+their pages are restored only if their content has the digest that is their name.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

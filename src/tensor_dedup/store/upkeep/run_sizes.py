@@ -1,7 +1,7 @@
 """The sizes of training runs: what their steps hold and share, and how much tensors change.
 
-Only metadata is read (references, manifests, pages, tables), and no tensor. Each page is read once,
-however many steps share it.
+Only metadata is read (references, manifests and their pages, tables), and no tensor. Each page is
+read once, however many steps share it.
 """
 
 from collections import Counter

@@ -1,6 +1,6 @@
 """The disk usage of each checkpoint and each run, and what deleting them would free.
 
-Only metadata is read (references, manifests, pages, tables), and no tensor.
+Only metadata is read (references, manifests and their pages, tables), and no tensor.
 """
 
 from collections import Counter

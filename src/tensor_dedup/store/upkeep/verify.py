@@ -1,9 +1,10 @@
-"""Verifying a store: checking its metadata and a share of its data, and quarantining faults.
+"""Verification of a store: its metadata and a share of its data are checked, faults quarantined.
 
-A container with a damaged table, and a damaged manifest or page, are moved to the quarantine.
-Damaged records stay in their container, but are listed as damaged and not read again. A damaged
-reference stays in place, because it is the only trace of its name; as long as it exists, gc deletes
-nothing.
+- A container with a damaged table is moved to the quarantine, as is a damaged manifest or a damaged
+  page of one.
+- A damaged piece stays in its container, but is listed as damaged and not read again.
+- A damaged reference stays in place, because it is the only trace of its name. As long as it
+  exists, gc deletes nothing.
 """
 
 import random
