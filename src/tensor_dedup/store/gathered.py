@@ -1,7 +1,7 @@
 """Arrays and tensors whose memory layout differs from a file's, presented as flat bytes.
 
-They may be strided, big-endian, on a device, or lazily conjugated or negated. The bytes are
-gathered piecemeal, so no copy of a whole array is needed.
+They may be strided, big-endian, on a device, or lazily conjugated or negated. Their bytes are
+gathered in parts, so no copy of a whole array is needed.
 """
 
 import math

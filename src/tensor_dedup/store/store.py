@@ -312,14 +312,17 @@ class LocalStore:
             return run_cost(self.handle.objects, runs)
 
     def tensor_changes(self, run: str) -> "list[TensorChanges]":
-        """Count in how many steps of a run each tensor changed. No tensor data is read."""
+        """Count for each tensor of a run in how many steps it changed. No tensor data is read."""
         from tensor_dedup.store.upkeep.run_sizes import tensor_changes
 
         with self.handle.locked():
             return tensor_changes(self.handle.objects, run)
 
     def run_growth(self, run: str) -> "list[Growth]":
-        """Return what each step of a run added to it, in order. No tensor data is read."""
+        """Return what each step of a run added to it, in the order of step numbers.
+
+        No tensor data is read.
+        """
         from tensor_dedup.store.upkeep.run_sizes import growth
 
         with self.handle.locked():

@@ -81,7 +81,7 @@ def decode_text(blob: bytes, path: PurePath) -> list[str]:
     """Return the lines of a text file without the checksum line. Errors name `path`.
 
     Raises:
-        DamagedFileError: The checksum does not match the lines.
+        DamagedFileError: The file is not ASCII text, or the checksum does not match the lines.
     """
     try:
         lines = blob.decode("ascii").split("\n")

@@ -146,7 +146,7 @@ def check_object(name: str, blob: bytes, path: PurePath) -> None:
 
 
 def encode_page(pieces: Sequence[Piece]) -> tuple[str, bytes]:
-    """Return the name and the frame of a page of up to PAGE_ENTRIES pieces."""
+    """Return the name and the frame of the page that lists `pieces`, at most PAGE_ENTRIES."""
     blob = frames.encode(PAGE, ManifestPage(list(pieces)))
     return digest(blob), blob
 

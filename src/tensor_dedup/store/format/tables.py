@@ -1,8 +1,9 @@
 """Tables of containers: the places and digests of the pieces in a container. No I/O.
 
-A container is an immutable file of pieces. In a `slab`, `pack` or `delta` the table is the frame at
-the end of the file; for a `raw` container it is a separate file. A container is named by the digest
-of its table's frame, and the table holds the digests of all its pieces.
+A container is an immutable file of pieces. In a `slab`, `pack` or `delta`, the table is a frame
+near the end of the file. For a `raw` container, it is a separate file. An `external` container is
+only a table. A container is named by the digest of its table's frame, and the table holds the
+digests of all its pieces.
 """
 
 import struct

@@ -252,7 +252,7 @@ class StoredArtifact:
         return bytes(self._checkpoint.read_piece(piece.digest, 0, piece.nbytes, piece.nbytes))
 
     def read(self, view: memoryview, start: int) -> None:
-        """Fill `view` with the data from offset `start`.
+        """Fill `view` with the data from offset `start`, verified.
 
         Raises:
             CorruptTensorError, MissingObjectError: No intact copy of the bytes is in the store.

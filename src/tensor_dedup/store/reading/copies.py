@@ -164,7 +164,7 @@ class PieceCopies:
     def using(self, container: ContainerId) -> AbstractContextManager[Handle]:
         """Return a context manager: while it is active, a container's data file is open.
 
-        It provides the handle, for reading.
+        It provides a handle for reading.
 
         Raises:
             OSError: The file was removed or cannot be opened.
@@ -173,7 +173,7 @@ class PieceCopies:
         return self._handles.using(container)
 
     def path(self, container: ContainerId) -> Path:
-        """Return the path of a container's data file."""
+        """Return the path of the data file of a container that this object uses."""
         origin = self._origins[container]
         own = self._objects.layout.container(container.name, container.kind)
         return own if origin is None else origin.path

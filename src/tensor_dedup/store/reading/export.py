@@ -1,4 +1,4 @@
-"""Writing the files of a stored checkpoint, byte for byte as they were imported."""
+"""Writing of the files of a stored checkpoint, byte for byte as they were imported."""
 
 from pathlib import Path
 

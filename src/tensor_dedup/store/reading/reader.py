@@ -88,7 +88,7 @@ class StoredPieces:
     def container(self, container: ContainerId) -> AbstractContextManager[Handle]:
         """Return a context manager: while it is active, a container's data file is open.
 
-        It provides the handle, for reading.
+        It provides a handle for reading.
 
         Raises:
             OSError: The file was removed or cannot be opened.
@@ -99,7 +99,7 @@ class StoredPieces:
         return self._copies.using(container)
 
     def path(self, container: ContainerId) -> Path:
-        """Return the path of a container's data file."""
+        """Return the path of the data file of a container that this object uses."""
         return self._copies.path(container)
 
     def records(self, digest: bytes) -> list[Record]:

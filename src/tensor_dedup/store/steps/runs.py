@@ -114,13 +114,16 @@ def check_no_step_s_name(run: str) -> None:
 
 
 def parse_step_name(name: str) -> StepName | None:
-    """Parse the name of a step or of a pin; return None for any other name."""
+    """Return the parsed form of `name`, the name of a step or of a pin.
+
+    Return None for any other name.
+    """
     found = _NAME.fullmatch(name)
     return StepName(found["run"], int(found["step"]), bool(found["pin"])) if found else None
 
 
 def is_pin_among(name: str, names: Collection[str]) -> bool:
-    """Return whether `name` is the pin of a step whose own name is among `names`."""
+    """Return whether `name` is the pin of a step, and the step's own name is in `names`."""
     found = parse_step_name(name)
     return found is not None and found.kept and step_name(found.run, found.step) in names
 

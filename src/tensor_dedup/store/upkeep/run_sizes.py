@@ -206,7 +206,7 @@ def growth(objects: Objects, run: str) -> list[Growth]:
 
 
 def tensor_changes(objects: Objects, run: str) -> list[TensorChanges]:
-    """Count in how many steps of a run each tensor changed.
+    """Count for each tensor of a run in how many steps it changed.
 
     A step is compared with the step of the next smaller number. The tensors are in the order of
     their first appearance. Call it inside `with locks.session(...):`. No tensor data is read.

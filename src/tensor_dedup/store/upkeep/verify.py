@@ -142,7 +142,7 @@ class VerifyResult:
 
     @property
     def fine(self) -> bool:
-        """Whether no fault was found."""
+        """Whether no faults were found."""
         return not self.faults
 
     def to_dict(self) -> dict[str, object]:

@@ -106,16 +106,16 @@ class Fresh:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes."""
+        """The size of the piece in bytes."""
         return self.view.nbytes
 
     @property
     def leaves(self) -> bytes:
-        """The concatenated leaf digests."""
+        """The concatenated leaf digests of the piece."""
         return self.hashed.leaves
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return the bytes from `start` to `stop`."""
+        """Return the bytes of the piece from `start` to `stop`."""
         return self.view[start:stop]
 
 
@@ -152,7 +152,7 @@ class ContainerWriter:
         self._direct = _DirectWriter(objects, hasher)
 
     def add(self, source: Handle, pieces: Sequence[NewPiece]) -> None:
-        """Copy pieces from an open file, with several threads.
+        """Copy `pieces` from the open file `source`, with several threads.
 
         Raises:
             ChangedFileError: A piece no longer has its digest.
@@ -235,7 +235,7 @@ class ContainerWriter:
     def finish(self) -> ContainerId | None:
         """Write the table and make the container durable under its name; return its identity.
 
-        Return None if the container is empty.
+        If the container is empty, delete its file and return None. Raises the errors of `seal`.
         """
         sealed = self.seal()
         if sealed is None:

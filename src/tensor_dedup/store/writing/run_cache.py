@@ -1,13 +1,13 @@
 """State that a training run keeps between saves, so that a step costs only what is new in it.
 
-LastStep     the pieces of the last step and where they are stored, by page of its manifest. An
-             unchanged page is not looked at again, so an ensemble that grows at its end costs
-             its new trees and one comparison of lists for each page
-AnchorMemory decoded leaves of the tensors that others are stored against. An anchor serves many
-             steps, and decoding it is a third of what encoding a step costs
-RunCache     the connection to the index, and the hashing threads. Closing the last connection
-             writes the whole index to disk, and opening one reads its schema; together that
-             takes longer than a save
+- `LastStep` holds the pieces of the last step and where they are stored, by page of the step's
+  manifest (a page lists 256 pieces). Unchanged pages are skipped. An ensemble that grows at its end
+  therefore costs its new trees and one comparison of lists for each page.
+- `AnchorMemory` holds decoded leaves of anchors, the tensors that others are stored against. An
+  anchor serves many steps, and decoding it is a third of what encoding a step costs.
+- `RunCache` holds the connection to the index, and the hashing threads. Closing the last connection
+  writes the whole index to disk, and opening a connection reads its schema. Together they take
+  longer than a save.
 
 A forked child never uses its parent's state.
 """

@@ -1,4 +1,4 @@
-"""The files of an import: weights and their companions, from a path or a Hugging Face cache."""
+"""The files of an import, which lie at a path or in a Hugging Face cache."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
