@@ -85,11 +85,11 @@ class LocalStore:
     ) -> Self:
         """Open the store in the folder `path`; create one if the folder is empty or missing.
 
-        Without `path`, the folder is the first of these:
+        Without `path`, the folder is the first of these that is set:
 
         1. the value of the environment variable TENSOR_DEDUP_STORE
         2. `store` in a configuration file (`tensor_dedup.settings`)
-        3. `tensor-dedup/store` in the user's data folder
+        3. the default, which is `tensor-dedup/store` in the user's data folder
 
         With `mend`, a missing or damaged marker file is written anew. `files` replaces the file
         system interface in tests. `worker_count` is the number of hashing threads; the default is
@@ -219,9 +219,10 @@ class LocalStore:
     ) -> "dict[str, torch.Tensor]":
         """Load all tensors of a checkpoint, or those in `names`, as torch tensors on the CPU.
 
-        Every byte is compared with its digest unless `verify` is False. The tensors are writable
-        and belong to the caller. The first call imports torch. `tensor_dedup.store.reading.tensors`
-        can also load in bounded memory, as mappings, or into reused buffers.
+        Every byte is compared with its digest. If `verify` is False, only encoded tensors are. The
+        tensors are writable and belong to the caller. The first call imports torch.
+        `tensor_dedup.store.reading.tensors` can also load in bounded memory, as mappings, or into
+        reused buffers.
 
         Raises:
             UnknownNameError: No checkpoint is called `name`.

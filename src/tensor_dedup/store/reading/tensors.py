@@ -62,7 +62,7 @@ def load_tensors(
     which is freed with the last of them. Safe from any thread. The checkpoint may be closed
     afterwards.
 
-    With `verify`, every byte is compared with its digest; without, only encoded tensors are. `pool`
+    Every byte is compared with its digest. If `verify` is False, only encoded tensors are. `pool`
     provides memory that is reused.
 
     With `mapped`, tensors are private mappings of the containers and share the page cache until

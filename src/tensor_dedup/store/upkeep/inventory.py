@@ -61,7 +61,7 @@ class Inventory:
     problems: list[Problem] = field(default_factory=list)
 
     def good(self, container: ContainerId) -> Iterator[Record]:
-        """Iterate over the records of a container that are not marked as damaged."""
+        """Iterate over the records of a container, without those of damaged pieces."""
         bad = self.bad[container]
         return (r for r in self.tables[container].records if r.offset not in bad)
 
