@@ -1,4 +1,4 @@
-"""A content-addressed store for checkpoints: every distinct tensor once on disk.
+"""A content-addressed store for checkpoints, which keeps every distinct tensor once on disk.
 
     from tensor_dedup.store import LocalStore
 

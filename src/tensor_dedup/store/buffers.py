@@ -30,8 +30,8 @@ def allocate(nbytes: int, *, huge: bool = False) -> memoryview:
     """Allocate writable, zeroed memory of at least `nbytes`, rounded up to whole pages.
 
     The memory is freed when the last view of it is garbage-collected. `huge` requests huge pages,
-    which suits memory that is reused. For memory that is used once, huge pages may cost more than
-    they gain, because the host may first have to assemble them.
+    which suit memory that is reused. Memory that is used once may be slower with huge pages,
+    because the host may first have to assemble them.
     """
     size = -(-max(nbytes, 1) // PAGE) * PAGE
     region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -50,9 +50,9 @@ def address(view: memoryview) -> int:
 
 
 def copy(view: memoryview, into: memoryview) -> None:
-    """Copy the bytes of `view` into `into`, which has the same size, with the GIL released.
+    """Copy the bytes of `view` into `into` with the GIL released; both have the same size.
 
-    An assignment to a slice of a memoryview holds the GIL.
+    An assignment to a slice of a memoryview would hold the GIL.
     """
     import numpy as np
 
@@ -60,10 +60,10 @@ def copy(view: memoryview, into: memoryview) -> None:
 
 
 def allocate_all(sizes: Sequence[int]) -> list[memoryview]:
-    """Allocate one buffer for each size, aligned to 64 bytes; small buffers share one mapping.
+    """Allocate one buffer for each size in `sizes`, aligned to 64 bytes.
 
-    Sharing keeps the process below the limit of about 65,000 mappings. Shared memory is freed when
-    no buffer in it is referenced any more.
+    Small buffers share one memory mapping, because a process may have only about 65,000 mappings. A
+    shared mapping is freed when none of its buffers is referenced any more.
     """
     found: list[memoryview] = []
     at = 0
@@ -81,11 +81,13 @@ def allocate_all(sizes: Sequence[int]) -> list[memoryview]:
 
 
 def map_file(fd: int, start: int, nbytes: int) -> memoryview:
-    """Map `nbytes` of a file copy-on-write, from `start`, which is a multiple of PAGE.
+    """Map `nbytes` of the file `fd` copy-on-write, from the offset `start`.
+
+    `start` is a multiple of PAGE.
 
     Raises:
-        OSError: the range cannot be mapped, or it reaches beyond the end of the file, where an
-            access would kill the process (SIGBUS).
+        OSError: The range cannot be mapped, or it reaches beyond the end of the file. An access
+            beyond the end would kill the process (SIGBUS).
     """
     access = mmap.PROT_READ | mmap.PROT_WRITE
     if os.fstat(fd).st_size < start + nbytes:
@@ -94,11 +96,11 @@ def map_file(fd: int, start: int, nbytes: int) -> memoryview:
 
 
 def bring_in(mapped: memoryview, start: int, nbytes: int) -> bool:
-    """Fault in a range of a mapping made by `map_file`, in one call instead of page by page.
+    """Load a range of `mapped`, made by `map_file`, into memory in a single call.
 
-    `start` is a multiple of PAGE. Return False if a part of the range cannot be read; accessing
-    that part would kill the process (SIGBUS). Linux before 5.14 cannot tell, and the result is then
-    True.
+    Without this call, the kernel would load the range page by page at the first accesses. `start`
+    is a multiple of PAGE. Return False if a part of the range cannot be read; an access to that
+    part would kill the process (SIGBUS). Linux before 5.14 cannot tell, so the result is then True.
     """
     region = mapped.obj
     if isinstance(region, mmap.mmap):
@@ -112,8 +114,8 @@ def bring_in(mapped: memoryview, start: int, nbytes: int) -> bool:
 class BufferPool:
     """A pool of reusable buffers. Safe from any thread.
 
-    A buffer returns to the pool when it is garbage-collected. `keep_bytes` limits the unused memory
-    that the pool keeps. `allocated` counts the buffers that were newly allocated.
+    A buffer returns to the pool when it is garbage-collected. The pool keeps at most `keep_bytes`
+    of unused memory and frees the rest. `allocated` counts the buffers that were newly allocated.
     """
 
     def __init__(self, keep_bytes: int) -> None:
@@ -129,7 +131,8 @@ class BufferPool:
         """Return a buffer of at least `nbytes` that is not in use; its content is undefined.
 
         The memory returns to the pool when the returned memoryview object is garbage-collected. A
-        tensor made from it by torch.frombuffer keeps that object alive; a slice of it does not.
+        tensor made from the object by torch.frombuffer keeps it alive, but a slice of the object
+        does not.
         """
         with self._lock:
             self._collect()

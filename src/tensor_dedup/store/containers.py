@@ -40,9 +40,10 @@ class ContainerId:
 
 
 class Containers:
-    """The containers of one store; iterating yields the identity of each that has a table.
+    """The containers of one store.
 
-    No file stays open between calls. Safe from any thread and process.
+    Iteration yields the identity of each container that has a table. No file stays open between
+    calls. Safe from any thread and process.
     """
 
     def __init__(self, folder: StoreFolder) -> None:
@@ -55,13 +56,16 @@ class Containers:
                 yield container
 
     def aliens(self) -> Iterator[Path]:
-        """Iterate over files in the folder of containers that format version 1 does not define."""
+        """Iterate over the alien files in the containers' folder.
+
+        A file is alien if format version 1 does not define it.
+        """
         for path in self._folder.tree(_FOLDER):
             if container_in(path) is None and not _is_data(path):
                 yield path
 
     def orphans(self) -> Iterator[Path]:
-        """Iterate over the data files of `raw` containers that have no table file."""
+        """Iterate over the orphans: data files of `raw` containers whose table file is missing."""
         for path in self._folder.tree(_FOLDER):
             table = path.with_name(path.stem + TABLE_SUFFIX)
             if _is_data(path) and self._files.status(table) is None:
@@ -70,12 +74,12 @@ class Containers:
     def table(self, container: ContainerId, *, at: Path | None = None) -> Table:
         """Read the table of a container.
 
-        `at` is the file to read it from, if that was moved (to the trash, for example).
+        If the container was moved (to the trash, for example), `at` is the file to read instead.
 
         Raises:
-            MissingObjectError: the file does not exist.
-            DamagedFileError: the file holds no table of this container, or the disk cannot read it.
-            NewerFormatError: a later version wrote it.
+            MissingObjectError: The file does not exist.
+            DamagedFileError: The file holds no table of this container, or the disk cannot read it.
+            NewerFormatError: A later version of this program wrote the container.
         """
         path = at or self._layout.table(container.name, container.kind)
         if container.kind not in READABLE_KINDS:
@@ -96,9 +100,11 @@ class Containers:
             return bytes(blob)
 
     def data_is_whole(self, container: ContainerId, table: Table) -> bool:
-        """Return whether the container's data file exists and has the right size.
+        """Return whether the container's data file is in place.
 
-        For an `external` container, return whether the indexed file is unchanged.
+        For a `raw` container, the file must also have the size that `table` states. For an
+        `external` container, the file is the indexed file, which must be unchanged. `table` is the
+        container's table.
         """
         origin = self.origin(container, table)
         status = None
@@ -111,33 +117,41 @@ class Containers:
         return status.size == table.data_bytes or container.kind != "raw"
 
     def origin(self, container: ContainerId, table: Table) -> ExternalFile | None:
-        """Return the file that an `external` container indexes, or None for any other kind."""
+        """Return the file that an `external` container indexes, or None for any other kind.
+
+        `table` is the container's table.
+
+        Raises:
+            DamagedFileError: The table describes the indexed file in a malformed way.
+        """
         if container.kind != EXTERNAL:
             return None
         path = self._layout.table(container.name, container.kind)
         return ExternalFile.from_texts(table.origin, table.data_bytes, path)
 
     def data_path(self, container: ContainerId, table: Table) -> Path:
-        """Return the path of the container's data file.
+        """Return the path of the file with the container's data.
 
-        For an `external` container, that is the indexed file.
+        For an `external` container, that is the indexed file. `table` is the container's table.
         """
         origin = self.origin(container, table)
         own = self._layout.container(container.name, container.kind)
         return own if origin is None else origin.path
 
     def open_data(self, container: ContainerId, table: Table) -> Handle:
-        """Open the file with the container's data for reading. Other OSErrors propagate.
+        """Open the file with the container's data for reading. `table` is the container's table.
+
+        OSErrors other than those below propagate, too.
 
         Raises:
-            ChangedExternalError: the file that an `external` container indexes was changed or
+            ChangedExternalError: The file that an `external` container indexes was changed or
                 removed.
-            FileNotFoundError: the data file of any other container does not exist.
+            FileNotFoundError: The data file of any other container does not exist.
         """
         return self.open_origin(container, self.origin(container, table))
 
     def open_origin(self, container: ContainerId, origin: ExternalFile | None) -> Handle:
-        """Open the container's data like `open_data`, without its table.
+        """Open the file with the container's data like `open_data`, without needing the table.
 
         `origin` is the file that an `external` container indexes, and None for any other kind.
         Raises the errors of `open_data`.
@@ -156,9 +170,10 @@ class Containers:
         return handle
 
     def changed_holding(self, digest: bytes) -> Path | None:
-        """Find a changed file that used to hold the piece with this digest.
+        """Return the path of a changed file outside the store that used to hold the piece `digest`.
 
-        Only files that `external` containers index are looked at. Return None if there is none.
+        Only files that `external` containers index are checked. Return None if no such file is
+        found.
         """
         for container in self:
             if container.kind == EXTERNAL:
@@ -171,7 +186,10 @@ class Containers:
 
 
 def container_in(path: Path) -> ContainerId | None:
-    """Return the container whose table is stored at `path`, or None if it is no path of a table."""
+    """Return the container whose table is stored at `path`.
+
+    Return None if `path` is not the path of a table.
+    """
     if path.name.endswith(TABLE_SUFFIX):
         name, kind = path.name.removesuffix(TABLE_SUFFIX), "raw"
     else:

@@ -1,4 +1,4 @@
-"""Writing files with O_DIRECT, past the page cache."""
+"""Writing of files with O_DIRECT, which bypasses the page cache."""
 
 import errno
 import threading
@@ -12,12 +12,15 @@ DIRECT_BYTES: Final = 1 << 20
 
 
 class DirectFile:
-    """A writer that bypasses the page cache for whole pages. Safe from any thread.
+    """A writer for one file that bypasses the page cache for whole pages. Safe from any thread.
 
-    `buffered` is the file, open for writing; the caller keeps it and closes it. Bytes go through
-    the page cache where the file system does not support O_DIRECT, or where memory address or file
-    offset are not multiples of a page. Call `finish` after the last `write`: incomplete last pages
-    are held back until then.
+    `buffered` is a handle of the file, open for writing; the caller keeps and closes it. Bytes go
+    through the page cache in these cases:
+
+    - The file system does not support O_DIRECT.
+    - The memory address or the file offset is not a multiple of a page.
+    - The bytes are an incomplete page at the end of a write. `finish` writes these pages, so call
+      it after the last `write`.
     """
 
     def __init__(self, files: Files, buffered: Handle) -> None:
@@ -29,7 +32,7 @@ class DirectFile:
         self._opening = threading.Lock()
 
     def write(self, view: memoryview, at: int) -> None:
-        """Write bytes at offset `at` of the file.
+        """Write the bytes in `view` at offset `at` of the file.
 
         They are durable only after `finish` and an fsync of `buffered`.
         """
@@ -66,7 +69,10 @@ class DirectFile:
             return self._direct
 
     def close(self) -> None:
-        """Close the descriptor used for O_DIRECT. No thread may be writing; may be called twice."""
+        """Close the descriptor used for O_DIRECT. No thread may be writing.
+
+        A second call has no effect.
+        """
         handle, self._direct = self._direct, None
         if handle is not None:
             self._files.close(handle)

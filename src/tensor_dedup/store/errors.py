@@ -39,7 +39,7 @@ _UNREADABLE = {errno.EIO, errno.ENODATA, errno.EILSEQ, errno.EBADMSG, errno.EUCL
 
 
 class AdvisedError(StoreError):
-    """Base class of a store's errors; `advice` is the next step to take."""
+    """The base class of a store's errors. `advice` is the next step for the user."""
 
     advice: ClassVar[str]
 
@@ -47,7 +47,8 @@ class AdvisedError(StoreError):
     def at(cls, path: PurePath | str, what: str, **facts: object) -> Self:
         """Return an error about the file at `path`, for the caller to raise.
 
-        The message consists of the path, `what` and the class's advice.
+        The message consists of the path, the fault `what` and the class's advice. `facts` are the
+        error's facts as values.
         """
         return cls(f"{path}: {what}; {cls.advice}", path=str(path), **facts)
 
@@ -60,7 +61,7 @@ class NotAStoreError(AdvisedError):
 
 
 class NoStoreError(NotAStoreError):
-    """There is no store in the folder yet: it is empty, or does not exist."""
+    """There is no store in the folder yet: the folder is empty or does not exist."""
 
     advice = (
         "`tensor-dedup import` makes one; to use another, name it with --store or "
@@ -69,7 +70,7 @@ class NoStoreError(NotAStoreError):
 
 
 class BadNameError(AdvisedError):
-    """A checkpoint cannot have this name."""
+    """The name cannot be the name of a checkpoint."""
 
     exit_status = WRONG_USE
     advice = (
@@ -85,7 +86,7 @@ class NotTextError(AdvisedError):
 
 
 class NameTakenError(AdvisedError):
-    """A checkpoint of this name exists already."""
+    """The name is the name of another checkpoint already."""
 
     exit_status = WRONG_USE
     advice = "choose another name, or replace it with `import --replace`"
@@ -120,7 +121,7 @@ class BadRangeError(AdvisedError):
 
 
 class ExportTargetError(AdvisedError):
-    """The folder to export to exists and is not empty, or is a file."""
+    """The target of an export is a file, or a folder that exists and is not empty."""
 
     exit_status = WRONG_USE
     advice = "give a folder that is empty or does not exist"
@@ -166,7 +167,7 @@ class StoreIOError(AdvisedError):
 class LostHitError(AdvisedError):
     """A piece that was found in the store disappeared before the import or save was committed.
 
-    Nothing was committed.
+    The import or save committed nothing.
     """
 
     advice = "import or save it again: nothing was committed"
@@ -179,7 +180,7 @@ class ChangedModelError(AdvisedError):
 
 
 class ContradictoryManifestError(AdvisedError):
-    """A new manifest failed the check that readers make of it. Nothing was committed."""
+    """A new manifest did not pass the checks that readers make. Nothing was committed."""
 
     advice = "nothing was committed; report this, with the names of the checkpoint's files"
 
@@ -191,13 +192,13 @@ class NewerFormatError(AdvisedError):
 
 
 class DamagedFileError(AdvisedError):
-    """A file of the store has another content than was written, or the disk cannot read it."""
+    """A file of the store has not the content that was written, or the disk cannot read it."""
 
     advice = "run `tensor-dedup verify --full`, then `tensor-dedup repair --from PATH`"
 
 
 class EscapingPathError(DamagedFileError):
-    """A manifest contains a path that leads out of the folder of an export."""
+    """A manifest contains a path that would lead out of the folder of an export."""
 
     advice = "delete this checkpoint: nothing this program writes has such a path"
 
@@ -228,19 +229,23 @@ class CorruptTensorError(AdvisedError):
 
 
 class UnfitForCollectionError(AdvisedError):
-    """It is uncertain which files are in use, so nothing is deleted."""
+    """It is uncertain which files are in use, so garbage collection deletes nothing."""
 
     advice = "run `tensor-dedup repair --from PATH`, or delete the checkpoint that is broken"
 
 
 def is_unreadable(error: OSError) -> bool:
-    """Return whether a read failed because the medium lost the bytes (EIO, EBADMSG, ...)."""
+    """Return whether `error` says that the medium lost the bytes (EIO, EBADMSG, ...)."""
     return error.errno in _UNREADABLE
 
 
 @contextmanager
 def unreadable_as_damage(path: PurePath) -> Iterator[None]:
-    """Within the block, turn an OSError for which `is_unreadable` holds into a DamagedFileError."""
+    """Context manager: while it is active, an OSError about lost bytes becomes a DamagedFileError.
+
+    `is_unreadable` decides whether an OSError is about lost bytes. `path` is the file that the new
+    error names. Other OSErrors propagate.
+    """
     try:
         yield
     except OSError as error:
@@ -252,7 +257,7 @@ def unreadable_as_damage(path: PurePath) -> Iterator[None]:
 
 @contextmanager
 def os_errors(root: Path) -> Iterator[None]:
-    """Within the block, turn an OSError into a StoreError about its file.
+    """Context manager: while it is active, an OSError becomes a StoreError about its file.
 
     If the OSError names no file, the StoreError names `root`.
     """

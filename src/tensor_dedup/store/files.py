@@ -1,7 +1,7 @@
-"""The file system interface of the store: all other modules of the store do file I/O through it.
+"""The file system interface of the store. All other modules of the store do file I/O through it.
 
-`Files` is the interface and `RealFiles` the implementation. Tests wrap it to fail, interrupt or
-truncate single operations.
+`Files` is the interface, and `RealFiles` is its implementation. Tests wrap the implementation to
+make single operations fail, stop or write too little.
 """
 
 import errno
@@ -50,7 +50,10 @@ _FLAGS: dict[Mode, int] = {
 
 @dataclass(frozen=True, slots=True)
 class FileStatus:
-    """The status of a file from `stat`. If two are equal, the file did not change in between."""
+    """The status of a file from `stat`.
+
+    If two statuses are equal, the file did not change between them.
+    """
 
     kind: Literal["file", "folder", "other"]
     size: int
@@ -61,7 +64,10 @@ class FileStatus:
 
 
 class Handle:
-    """An open file. Its owner closes it once; any thread may read and write through it."""
+    """An open file. Any thread may read and write through it.
+
+    The owner of the handle closes it by `Files.close`.
+    """
 
     __slots__ = ("__weakref__", "_fd", "path")
 
@@ -74,14 +80,17 @@ class Handle:
         """The file descriptor.
 
         Raises:
-            OSError: EBADF, after the handle was closed or `take` was called.
+            OSError: The handle was closed, or `take` was called (EBADF).
         """
         if self._fd < 0:
             raise OSError(errno.EBADF, "the file was closed", str(self.path))
         return self._fd
 
     def take(self) -> int:
-        """Give up the file descriptor and return it; return -1 if the handle has none any more."""
+        """Give up the file descriptor and return it, for the caller to close.
+
+        Return -1 if the handle has no descriptor any more.
+        """
         fd, self._fd = self._fd, -1
         return fd
 
@@ -89,31 +98,37 @@ class Handle:
 class Files(ABC):
     """The file operations of a store. A failed operation raises OSError with the file's name.
 
-    Written bytes are durable after `fsync`, names in a folder after `sync_folder`. Safe from any
-    thread.
+    Written bytes are durable after `fsync`. The names in a folder are durable after `sync_folder`.
+    Safe from any thread.
     """
 
     @abstractmethod
     def open(self, path: Path, mode: Mode) -> Handle:
-        """Open a file.
+        """Open the file at `path`. `mode` is one of these:
 
-        `read` opens an existing file for reading, `modify` for reading and writing. `create` makes
-        a new file; an existing one is a FileExistsError. `lock` opens a file for `flock`, creates
-        it if it is missing, and opens it read-only without the permission to write. `direct` and
-        `modify direct` are `read` and `modify` with O_DIRECT: memory address, offset and size must
-        be multiples of PAGE, and file systems without support raise OSError (EINVAL).
+        - `read` opens an existing file for reading.
+        - `modify` opens an existing file for reading and writing.
+        - `create` makes a new file, and raises FileExistsError if it exists.
+        - `lock` opens a file for `flock`. It creates a missing file. Without permission to write,
+          it opens the file read-only.
+        - `direct` and `modify direct` are `read` and `modify` with O_DIRECT. Memory address, offset
+          and size must then be multiples of PAGE. File systems without support for O_DIRECT raise
+          OSError (EINVAL).
         """
 
     @abstractmethod
     def close(self, handle: Handle) -> None:
-        """Close a file and release the locks held through it. Closing twice has no effect."""
+        """Close a file and release the locks held through `handle`. A second call has no effect."""
 
     @abstractmethod
     def status(self, path: Path) -> FileStatus | None:
-        """Return the status of a path, following links, or None if it does not exist."""
+        """Return the status of the file at `path`, or None if the file does not exist.
+
+        Symbolic links are followed.
+        """
 
     def resolved(self, path: Path) -> Path:
-        """Return the absolute path without symbolic links; it need not exist."""
+        """Return `path` as an absolute path without symbolic links. The path need not exist."""
         return Path(os.path.realpath(path))
 
     @abstractmethod
@@ -124,21 +139,22 @@ class Files(ABC):
     def pread(self, handle: Handle, view: memoryview, offset: int) -> int:
         """Read into `view` from `offset`; return the number of bytes read.
 
-        It is smaller than the view only at the end of the file.
+        The number is smaller than the view only if the file ends there.
         """
 
     @abstractmethod
     def cached_bytes(self, handle: Handle, start: int, nbytes: int) -> int | None:
-        """Return about how many bytes of a range are in the page cache.
+        """Return approximately how many of the `nbytes` from offset `start` are in the page cache.
 
         Return None if the kernel cannot tell.
         """
 
     @abstractmethod
     def map(self, handle: Handle, start: int, nbytes: int) -> memoryview:
-        """Map `nbytes` of a file copy-on-write, from `start`, which is a multiple of PAGE.
+        """Map `nbytes` of a file copy-on-write, from the offset `start`.
 
-        The mapping remains valid after the file is closed or unlinked, until nothing refers to it.
+        `start` is a multiple of PAGE. The mapping is freed when nothing refers to it any more, even
+        if the file was closed or unlinked before.
         """
 
     @abstractmethod
@@ -147,22 +163,25 @@ class Files(ABC):
 
     @abstractmethod
     def begin_writing(self, handle: Handle, start: int, nbytes: int) -> None:
-        """Start writing a range to the disk, so that a later `fsync` waits less. Never fails."""
+        """Start writing `nbytes` from offset `start` to the disk, so that `fsync` waits less later.
+
+        Never fails.
+        """
 
     @abstractmethod
     def grow(self, handle: Handle, size: int) -> None:
         """Reserve disk space for a file that will have about `size` bytes. Never fails.
 
-        The file may be extended with zeros, so the caller must truncate it to its final size.
+        The call may extend the file with zeros, so the caller must truncate it to its final size.
         """
 
     @abstractmethod
     def truncate(self, handle: Handle, size: int) -> None:
-        """Change the size of a file; an extension is filled with zeros."""
+        """Change the size of a file to `size`. If the file grows, zeros are appended."""
 
     @abstractmethod
     def fsync(self, handle: Handle) -> None:
-        """Make the bytes of a file durable. Its name is durable only after `sync_folder`."""
+        """Make the bytes of a file durable. The file's name is durable only after `sync_folder`."""
 
     @abstractmethod
     def sync_folder(self, path: Path) -> None:
@@ -170,40 +189,44 @@ class Files(ABC):
 
     @abstractmethod
     def clone(self, source: Handle, target: Handle) -> bool:
-        """Make `target` share all blocks of `source` (a reflink).
+        """Make `target` share all of its disk space with `source` (a reflink).
 
         Return False if the file system cannot.
         """
 
     @abstractmethod
     def copy_range(self, source: Handle, target: Handle, start: int, nbytes: int) -> int:
-        """Copy bytes to the same offset of `target`; return the number of bytes copied.
+        """Copy `nbytes` at offset `start` of `source` to the same offset of `target`.
 
-        It is smaller than `nbytes` only at the end of the source.
+        Return the number of bytes copied. The number is smaller than `nbytes` only if `source` ends
+        there.
         """
 
     @abstractmethod
     def rename(self, source: Path, target: Path) -> None:
-        """Move a file atomically within one file system, replacing `target` if that exists."""
+        """Move the file `source` to `target` atomically, within one file system.
+
+        An existing file `target` is replaced.
+        """
 
     @abstractmethod
     def unlink(self, path: Path) -> None:
         """Remove a file.
 
         Raises:
-            FileNotFoundError: the file does not exist.
+            FileNotFoundError: The file does not exist.
         """
 
     @abstractmethod
     def mkdir(self, path: Path) -> bool:
-        """Create a folder in an existing folder; return False if it exists already."""
+        """Create a folder; return False if it exists already. Its parent folder must exist."""
 
     @abstractmethod
     def rmdir(self, path: Path) -> None:
         """Remove an empty folder.
 
         Raises:
-            FileNotFoundError: the folder does not exist.
+            FileNotFoundError: The folder does not exist.
         """
 
     @abstractmethod
@@ -212,22 +235,22 @@ class Files(ABC):
 
     @abstractmethod
     def flock(self, handle: Handle, *, exclusive: bool, wait_s: float) -> bool:
-        """Lock a file, shared or exclusively, until the handle is closed.
+        """Lock a file, exclusively or shared, until `handle` is closed.
 
         Return False if another handle still holds a conflicting lock after `wait_s` seconds.
         """
 
     @abstractmethod
     def free_bytes(self, path: Path) -> int:
-        """Return the number of bytes this user can still write to the file system of `path`."""
+        """Return how many bytes this user can still write to the file system that holds `path`."""
 
     @abstractmethod
     def free_handles(self) -> int:
-        """Return about how many more files this process may open. Never fails."""
+        """Return approximately how many more files this process may open. Never fails."""
 
     @abstractmethod
     def database(self, path: Path) -> sqlite3.Connection:
-        """Open or create the SQLite database of the index. SQLite does its own file I/O."""
+        """Open or create the SQLite database of the index. SQLite does the file I/O itself."""
 
     @abstractmethod
     def token(self) -> str:
@@ -264,10 +287,10 @@ os.register_at_fork(
 
 
 class RealFiles(Files):
-    """The Linux implementation of `Files`. It has no state; one object serves any number of stores.
+    """The implementation of `Files` for Linux.
 
-    Handles opened with the mode `lock` are closed in forked children, which therefore hold none of
-    their parent's locks.
+    It has no state, so one object may serve any number of stores. In a forked child, handles that
+    were opened with the mode `lock` are closed, so the child holds none of its parent's locks.
     """
 
     def open(self, path: Path, mode: Mode) -> Handle:

@@ -1,7 +1,7 @@
 """Atomic and durable file operations in the folder of a store, and helpers for folder trees.
 
-Files of a store are never modified in place. Their bytes are written and synced under a temporary
-name; then a rename gives the file its name, and its folder is synced before anything refers to it.
+Files of a store are never modified in place. A file is written and synced under a temporary name
+and then renamed to its final name. Its folder is synced before anything refers to the file.
 """
 
 from collections.abc import Iterator
@@ -20,18 +20,21 @@ from tensor_dedup.store.locks import naming
 
 
 class StoreFolder:
-    """The folder of one store. No file stays open; safe from any thread and process."""
+    """The folder of one store. Safe from any thread and process.
+
+    No file stays open between calls.
+    """
 
     def __init__(self, files: Files, layout: StoreLayout) -> None:
         self.files = files
         self.layout = layout
 
     def read(self, path: Path, limit: int = frames.MAX_FRAME_BYTES) -> bytes:
-        """Read a whole file.
+        """Return the content of a file.
 
         Raises:
-            MissingObjectError: the file does not exist.
-            DamagedFileError: the file is larger than `limit` bytes, or the disk cannot read it.
+            MissingObjectError: The file does not exist.
+            DamagedFileError: The file is larger than `limit` bytes, or the disk cannot read it.
         """
         with self.opened(path) as handle:
             size = self.files.status_of(handle).size
@@ -42,11 +45,11 @@ class StoreFolder:
 
     @contextmanager
     def opened(self, path: Path) -> Iterator[Handle]:
-        """Open a file for reading within the block.
+        """Context manager: while it is active, the file at `path` is open for reading.
 
         Raises:
-            MissingObjectError: the file does not exist.
-            DamagedFileError: the disk cannot read it.
+            MissingObjectError: The file does not exist.
+            DamagedFileError: The disk cannot read the file.
         """
         with unreadable_as_damage(path):
             try:
@@ -63,9 +66,9 @@ class StoreFolder:
         return self.layout.tmp / self.files.token()
 
     def publish(self, blob: bytes, target: Path) -> None:
-        """Create the file `target` with these bytes, atomically and durably.
+        """Create the file `target` with the content `blob`, atomically and durably.
 
-        A file with the same bytes is left in place; one with other bytes is replaced.
+        An existing file with this content is left in place; a file with other content is replaced.
         """
         if self.holds(target, blob):
             self._sync_place(target)
@@ -80,14 +83,17 @@ class StoreFolder:
         self.place(tmp, target)
 
     def holds(self, path: Path, blob: bytes) -> bool:
-        """Return whether `path` is a readable file with exactly these bytes."""
+        """Return whether `path` is a readable file with exactly the content `blob`."""
         with suppress(DamagedFileError), unreadable_as_damage(path):
             status = self.files.status(path)
             return status is not None and status.size == len(blob) and self.read(path) == blob
         return False
 
     def place(self, tmp: Path, target: Path) -> None:
-        """Move a file to `target` and sync the folder; the file's bytes must be durable already."""
+        """Move the file `tmp` to `target` and sync the folder.
+
+        The bytes of the file must be durable already. An existing file `target` is replaced.
+        """
         self.files.mkdir(target.parent)
         self.files.rename(tmp, target)
         self._sync_place(target)
@@ -99,9 +105,10 @@ class StoreFolder:
             self.files.sync_folder(target.parent.parent)
 
     def tree(self, folder: str) -> Iterator[Path]:
-        """Iterate over the files in the subfolders of `folder`, which is relative to the store.
+        """Iterate over the files in the subfolders of `folder`.
 
-        The subfolders are named by the first digits of the file names.
+        `folder` is relative to the store's folder. The subfolders are named by the first digits of
+        the names of their files.
         """
         root = self.layout.root / folder
         for part in self.files.listdir(root):
@@ -109,9 +116,10 @@ class StoreFolder:
                 yield root / part / file
 
     def set_aside(self, path: Path, folder: Path) -> Path:
-        """Move a file to `folder` (the trash or the quarantine), durably; return its new path.
+        """Move the file `path` durably to `folder`, the trash or the quarantine.
 
-        The new name begins with the time, in seconds since 1970.
+        Return its new path. The new file name is the time in seconds since 1970, a dot and the old
+        name.
         """
         target = folder / f"{self.files.now()}.{path.name}"
         self.files.rename(path, target)
@@ -120,18 +128,18 @@ class StoreFolder:
         return target
 
     def naming(self) -> AbstractContextManager[None]:
-        """Return a context manager that holds the lock for changing references.
+        """Return a context manager: while it is active, the lock for changing references is held.
 
-        Hold it for a few file operations only.
+        Hold the lock for a few file operations only.
 
         Raises:
-            StoreBusyError: another process has held the lock for a minute.
+            StoreBusyError: Another process has held the lock for a minute.
         """
         return naming(self.files, self.layout)
 
 
 def files_below(files: Files, folder: Path) -> Iterator[Path]:
-    """Iterate over all files in a folder and its subfolders, recursively."""
+    """Iterate over all files in `folder` and its subfolders, recursively."""
     for name in files.listdir(folder):
         status = files.status(folder / name)
         if status is not None and status.kind == "folder":
@@ -141,7 +149,7 @@ def files_below(files: Files, folder: Path) -> Iterator[Path]:
 
 
 def remove_folder(files: Files, path: Path) -> None:
-    """Remove a folder with all its content; do nothing if it does not exist."""
+    """Remove a folder with all its content. Do nothing if `path` is not a folder."""
     status = files.status(path)
     if status is None or status.kind != "folder":
         return
@@ -155,7 +163,7 @@ def remove_folder(files: Files, path: Path) -> None:
 
 
 def make_folders(files: Files, path: Path) -> None:
-    """Create a folder and its missing parents, durably."""
+    """Create the folder `path` and its missing parents, durably. Existing folders are kept."""
     missing = []
     while files.status(path) is None:
         missing.append(path)

@@ -1,7 +1,7 @@
 """Arrays and tensors whose memory layout differs from a file's, presented as flat bytes.
 
-They may be strided, big-endian, on a device, or lazily conjugated or negated. The bytes are
-gathered piecemeal, so no copy of a whole array is needed.
+They may be strided, big-endian, on a device, or lazily conjugated or negated. Their bytes are
+gathered in parts, so no copy of a whole array is needed.
 """
 
 import math
@@ -26,15 +26,16 @@ _ROWS: Final = 64
 
 
 class Gathered(ABC):
-    """The bytes that an array has in a file; slicing gathers a copy of the requested bytes.
+    """The bytes of an array in the order in which a file stores them.
 
-    Any thread may read. If the array is modified meanwhile, slices may be inconsistent.
+    A slice is a copy of the requested bytes. Any thread may read. If the array is modified during a
+    read, the slice may be inconsistent.
     """
 
     __slots__ = ("_width", "nbytes")
 
     def __init__(self, count: int, width: int) -> None:
-        """It has `count` elements of `width` bytes."""
+        """Describe an array of `count` elements of `width` bytes."""
         self._width, self.nbytes = width, count * width
 
     def __getitem__(self, part: slice) -> memoryview:
@@ -53,10 +54,13 @@ class Gathered(ABC):
     @property
     @abstractmethod
     def place(self) -> Hashable:
-        """A key for the memory and its layout; equal for objects with the same bytes of memory."""
+        """A key for the array's memory and its layout.
+
+        Two objects with equal keys read the same bytes of memory in the same order.
+        """
 
     def copy_into(self, memory: memoryview) -> None:
-        """Copy all bytes into `memory`, which has the same size, with the GIL released."""
+        """Copy all bytes into `memory` with the GIL released. `memory` has the same size."""
         count = max(_AT_ONCE // self._width, 1)
         for first in range(0, self.nbytes // self._width, count):
             start = first * self._width
@@ -70,13 +74,16 @@ class Gathered(ABC):
 class GatheredArray(Gathered):
     """The bytes of a numpy array in C order and little-endian.
 
-    `gaps` are (start, stop) byte ranges of each row that read as zeros.
+    `gaps` are (start, stop) byte ranges in each row. They are read as zeros.
     """
 
     __slots__ = ("_array", "_dtype", "_gaps")
 
     def __init__(self, array: "Array", gaps: Sequence[tuple[int, int]] = ()) -> None:
-        """With `gaps`, the array is one of bytes, and a row is its last dimension."""
+        """Describe the bytes of `array`.
+
+        With `gaps`, the elements of the array are bytes, and a row is its last dimension.
+        """
         self._array, self._dtype = array, array.dtype.newbyteorder("<")
         self._gaps = tuple(gaps)
         super().__init__(array.size, self._dtype.itemsize)
@@ -110,7 +117,7 @@ FlatBytes: TypeAlias = memoryview | Gathered
 
 
 def flat_bytes(data: "Buffer | Gathered") -> FlatBytes:
-    """Return `data` as flat bytes that can be sliced, without copying."""
+    """Return `data` as flat bytes that can be sliced. `data` itself is not copied."""
     if isinstance(data, Gathered):
         return data
     view = memoryview(data)
@@ -119,12 +126,15 @@ def flat_bytes(data: "Buffer | Gathered") -> FlatBytes:
 
 
 def place_of(data: FlatBytes) -> Hashable:
-    """Return a key for the memory of `data`; equal for the same memory and layout."""
+    """Return a key for the memory of `data`.
+
+    Two objects with equal keys read the same bytes of memory in the same order.
+    """
     return data.place if isinstance(data, Gathered) else (address(data), data.nbytes)
 
 
 def copy_flat(data: FlatBytes, into: memoryview) -> None:
-    """Copy all bytes of `data` into `into`, which has the same size, with the GIL released."""
+    """Copy all bytes of `data` into `into` with the GIL released. Both have the same size."""
     if isinstance(data, Gathered):
         data.copy_into(into)
     else:
@@ -144,7 +154,7 @@ _Some = TypeVar("_Some", bound=_Sliced)
 
 
 def parts_in_order(array: _Some, start: int, stop: int) -> Iterator[_Some]:
-    """Yield subarrays that hold, in C order, the elements from number `start` to `stop`."""
+    """Yield subarrays with the elements of `array` from number `start` up to `stop`, in C order."""
     if start >= stop:
         return
     size = math.prod(array.shape)

@@ -1,7 +1,7 @@
-"""Access to one store for the other modules of this package: its files, locks and sessions.
+"""Access to a store for the other modules of this package: its files, locks and sessions.
 
-A session is a period in which a store is in use: the shared lock is held, so garbage collection
-cannot run.
+A session is a period in which a store is in use. The store's main lock is held shared, so garbage
+collection cannot run.
 """
 
 from collections.abc import Iterator
@@ -32,27 +32,32 @@ class StoreHandle:
 
     @contextmanager
     def translated(self) -> Iterator[None]:
-        """Within the block, turn OSError into StoreError."""
+        """Context manager: while it is active, an OSError becomes a StoreError."""
         with os_errors(self.path):
             yield
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Within the block, hold the store's shared lock and turn OSError into StoreError.
+        """Context manager: while it is active, the store's main lock is held shared.
 
-        The lock keeps garbage collection out.
+        The lock keeps garbage collection out. An OSError becomes a StoreError.
 
         Raises:
-            StoreBusyError: garbage collection is running and did not end in two minutes.
+            StoreBusyError: Garbage collection is running and did not end within two minutes.
         """
         with os_errors(self.path), session(self.files, self.objects.layout):
             yield
 
     @contextmanager
     def session(self, *, update: bool = True) -> Iterator[tuple[StoreIndex, Hasher]]:
-        """Like `locked`, and provide the store's index and a hasher within the block.
+        """Context manager: while it is active, the store is in use and its index is open.
 
-        The index is brought up to date first unless `update` is False.
+        It provides the index and a hasher. Like `locked`, it holds the store's main lock shared and
+        turns an OSError into a StoreError. The index is brought up to date first unless `update` is
+        False.
+
+        Raises:
+            StoreBusyError: Garbage collection is running and did not end within two minutes.
         """
         with self.locked(), ExitStack() as undo:
             hasher = Hasher(self.files, self.worker_count)
@@ -61,7 +66,10 @@ class StoreHandle:
 
     @contextmanager
     def saying_near(self, name: str) -> Iterator[None]:
-        """Within the block, add the most similar existing name to an UnknownNameError."""
+        """Context manager: while it is active, an UnknownNameError suggests the most similar name.
+
+        `name` is the unknown name.
+        """
         try:
             yield
         except UnknownNameError as error:

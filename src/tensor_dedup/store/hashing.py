@@ -1,12 +1,12 @@
-"""Parallel hashing of file ranges and memory; file ranges can be copied at the same time.
+"""Parallel hashing of file ranges and memory. File ranges can be copied at the same time.
 
-Each range is read once, through one buffer per thread. With one worker, everything happens in the
-calling thread.
+Each range is read once, through a buffer of the thread that hashes it. With a single worker,
+everything happens in the calling thread.
 
-Besides the digest (BLAKE3, computed from leaves of 2 MiB) there is the change hash: a fast 128-bit
+Besides the digest (BLAKE3, computed from leaves of 2 MiB) there is the change hash, a fast 128-bit
 hash that only tells whether bytes have changed. It is seeded at random in each process, so that
-nothing can be crafted to collide, and it is never written to disk. The change hash of more than one
-leaf is computed from the change hashes of the leaves.
+nothing can be crafted to collide, and it is never written to disk. The change hash of bytes with
+more than one leaf is computed from the change hashes of the leaves.
 """
 
 import secrets
@@ -46,13 +46,13 @@ _Out = TypeVar("_Out")
 
 
 class ProgressListener(Protocol):
-    """A receiver of the progress of a long operation. `advance` is called from several threads."""
+    """A receiver of the progress of a long operation. Several threads may call `advance`."""
 
     def start(self, total_bytes: int) -> None:
         """Receive the total number of bytes to process, before the first `advance`."""
 
     def advance(self, nbytes: int) -> None:
-        """Receive the number of bytes processed since the last call."""
+        """Receive the number of bytes processed since the previous call."""
 
 
 class SilentListener:
@@ -67,7 +67,10 @@ class SilentListener:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A range of a file, and the offset `target` in another file to which it is copied, if any."""
+    """A range of a file, and `target`, the offset in another file to which the range is copied.
+
+    `target` has no meaning if the range is not copied.
+    """
 
     start: int
     nbytes: int
@@ -76,7 +79,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Hashed:
-    """The digest (32 bytes) of some bytes, and their concatenated leaf digests."""
+    """The hashes of some bytes: their digest (32 bytes) and their concatenated leaf digests."""
 
     digest: bytes
     leaves: bytes
@@ -88,7 +91,7 @@ class Hashed:
 
 
 class Hasher:
-    """A pool of threads that hash ranges of open files. For one calling thread at a time."""
+    """A pool of threads that hash ranges of open files. Use it from one thread at a time."""
 
     def __init__(self, files: Files, workers: int) -> None:
         self._files = files
@@ -102,7 +105,10 @@ class Hasher:
         self._local = threading.local()
 
     def close(self, *, wait: bool = True) -> None:
-        """Stop the threads after their current work. With `wait`, return when they have ended."""
+        """Stop the threads; work that has not begun is cancelled.
+
+        With `wait`, return only when the threads have ended.
+        """
         for pool in (self._pool, self._writers):
             if pool is not None:
                 pool.shutdown(wait, cancel_futures=True)
@@ -115,10 +121,12 @@ class Hasher:
         target: Handle | None = None,
         progress: ProgressListener | None = None,
     ) -> list[Hashed]:
-        """Hash ranges of a file, in order; with `target`, also copy them to that file.
+        """Return the hashes of `ranges` of the file `source`, in order.
+
+        If `target` is given, the ranges are also copied to that file.
 
         Raises:
-            ChangedFileError: the file ends within a range.
+            ChangedFileError: The file ends within a range.
         """
 
         def work(piece: Range) -> list[bytes]:
@@ -131,10 +139,12 @@ class Hasher:
     def hash_readable(
         self, source: Handle, ranges: Sequence[Range], progress: ProgressListener | None = None
     ) -> list[Hashed | None]:
-        """Hash ranges of a file like `hash`, with None for a range that the disk cannot read.
+        """Hash `ranges` of `source` like `hash`, without failing where the disk cannot read.
+
+        The result is None for each range that cannot be read.
 
         Raises:
-            ChangedFileError: the file ends within a range.
+            ChangedFileError: The file ends within a range.
         """
 
         def work(piece: Range) -> list[bytes] | None:
@@ -177,7 +187,10 @@ class Hasher:
         return buffer
 
     def each(self, work: Callable[[_In], _Out], pieces: Iterable[_In]) -> Iterator[_Out]:
-        """Yield `work(piece)` for each piece, in order, computed by several threads in advance."""
+        """Yield `work(piece)` for each of `pieces`, in order.
+
+        Several threads compute the results in advance.
+        """
         if self._pool is None:
             yield from map(work, pieces)
             return
@@ -195,11 +208,12 @@ class Hasher:
     def hand(
         self, work: Callable[[_In], _Out], piece: _In, *, waits: bool = False
     ) -> "Future[_Out]":
-        """Run `work(piece)` in a thread, or in this one if there is a single worker.
+        """Run `work(piece)` in another thread; return its future.
 
-        `waits` says that the work mostly waits for the disk; it then runs in a separate pool and
-        does not occupy a hashing thread. Whatever happens, the caller must wait for the result
-        before it closes files that `work` uses.
+        If there is only one worker, the work runs in the calling thread. `waits` says that the work
+        mostly waits for the disk. It then runs in a separate pool, so it occupies no hashing
+        thread. Before the caller closes files that `work` uses, it must wait for the result, even
+        after an error.
         """
         pool = self._writers if waits else self._pool
         if pool is None:
@@ -210,9 +224,9 @@ class Hasher:
 
 
 def settle(waiting: Iterable["Future[Any]"]) -> None:
-    """Cancel futures, or wait for those already running, and ignore their results and errors.
+    """Cancel the futures in `waiting`, and wait for those that are running already.
 
-    Afterwards their files can be closed.
+    Their results and errors are ignored. Afterwards, files that the work used can be closed.
     """
     for future in waiting:
         if not future.cancel():
@@ -233,14 +247,20 @@ def _joined(nbytes: int, found: Iterator[list[bytes]]) -> Hashed:
 
 
 def changed(source: Handle, how: str) -> ChangedFileError:
-    """Return a ChangedFileError about a file that changed during the operation, to be raised."""
+    """Return a ChangedFileError for the caller to raise: `source` changed during the operation.
+
+    `how` describes the change.
+    """
     return ChangedFileError(
         f"{source.path}: {how}; import it again when nobody writes it", path=str(source.path)
     )
 
 
 def change_hash(data: "Buffer | Gathered") -> bytes:
-    """Return the change hash (16 bytes) of some bytes. Safe from any thread."""
+    """Return the change hash (16 bytes) of `data`. Safe from any thread.
+
+    A change hash is a fast hash that only tells whether bytes have changed.
+    """
     view = flat_bytes(data)
     if view.nbytes <= LEAF_BYTES:
         return change_hash_of_leaf(view[:])
@@ -248,12 +268,12 @@ def change_hash(data: "Buffer | Gathered") -> bytes:
 
 
 def change_hash_of_leaf(leaf: memoryview) -> bytes:
-    """Return the change hash of at most one leaf (2 MiB) of bytes."""
+    """Return the change hash of `leaf`, which has at most 2 MiB."""
     return xxh3_128_digest(leaf, SEED)
 
 
 def change_hash_of_leaves(leaves: Sequence[bytes]) -> bytes:
-    """Combine the change hashes of all leaves of some bytes into the change hash of those bytes."""
+    """Combine `leaves`, the change hashes of all leaves of some bytes, into that of the bytes."""
     return leaves[0] if len(leaves) == 1 else xxh3_128_digest(b"".join(leaves), _SEED_OF_LEAVES)
 
 
@@ -265,7 +285,10 @@ def _change_hashes_of_leaves(part: _Part) -> list[bytes]:
 
 
 def change_hashes(hasher: Hasher, data: "Sequence[Buffer | Gathered]") -> list[bytes]:
-    """Return the change hash of each item, in order; large items are hashed by several threads."""
+    """Return the change hash of each item of `data`, in order.
+
+    Several threads hash a large item.
+    """
     parts: dict[int, list[_Part]] = {}
     if len(data) <= _MANY:
         parts = {

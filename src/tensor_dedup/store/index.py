@@ -1,8 +1,8 @@
 """The index from digests to containers: a SQLite database that is a cache and may be deleted.
 
 The tables in the containers are authoritative. When a session opens the index, entries of missing
-containers are dropped and those of new containers are added. If the SQLite file cannot be used, the
-index is built in memory for that session.
+containers are dropped, and entries of new containers are added. If the SQLite file cannot be used,
+the index is built in memory for that session.
 """
 
 import contextlib
@@ -96,9 +96,10 @@ _KIND = re.compile("[a-z0-9_]+")
 
 @dataclass(frozen=True, slots=True)
 class PieceLocation:
-    """The location of a stored piece. `file_bytes` is the size of the container's file.
+    """The location of a stored piece: its container, its offset there, and its decoded size.
 
-    `base` and `parts` are the digests of the pieces it is encoded against, if it is.
+    `file_bytes` is the size of the container's file. If the piece is stored as a difference from
+    other pieces, `base` and `parts` are the digests of these pieces.
     """
 
     container: ContainerId
@@ -110,13 +111,13 @@ class PieceLocation:
 
     @property
     def bases(self) -> tuple[bytes, ...]:
-        """The digests of all pieces that are needed to decode this one at this location."""
+        """The digests of all other pieces that are needed to decode the piece at this location."""
         return () if self.base is None else (self.base, *self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class PieceAlike:
-    """The location of a piece that shares leaves with another one."""
+    """The location of a stored piece that shares leaves with the piece that was searched for."""
 
     container: ContainerId
     offset: int
@@ -127,13 +128,16 @@ Entry: TypeAlias = tuple[bytes, int, int, bytes | None, tuple[bytes, ...]]
 
 
 def entry_of(record: Record) -> Entry:
-    """Return the index entry of a record."""
+    """Return the index entry for `record`, a piece in the table of a container."""
     parts = tuple(record.parts.values())
     return record.digest, record.offset, record.nbytes, record.base, parts
 
 
 class StoreIndex:
-    """The index during one session; use it from one thread. `open_index` returns it."""
+    """The index from digests to containers, as it is open during one session.
+
+    `open_index` returns it. Use it from one thread.
+    """
 
     def __init__(self, db: sqlite3.Connection, objects: Objects) -> None:
         self.broken = False
@@ -146,15 +150,18 @@ class StoreIndex:
         self._db.close()
 
     def relax(self) -> None:
-        """Commit without waiting for the disk; lost entries are rebuilt from the containers."""
+        """Let later commits return without waiting for the disk.
+
+        Entries that a crash loses are rebuilt from the containers.
+        """
         with contextlib.suppress(sqlite3.DatabaseError):
             self._db.execute("PRAGMA synchronous = NORMAL")
 
     def refresh(self, written: Collection[ContainerId] = ()) -> None:
         """Add entries of new containers and drop those of missing ones.
 
-        The tables of the containers in `written` are read in any case, because existing entries may
-        be damaged. If SQLite fails, the index continues in memory.
+        The tables of the containers in `written` are read even if they have entries, because those
+        entries may be damaged. If SQLite fails, the index continues in memory.
         """
         try:
             self.update(written)
@@ -162,7 +169,7 @@ class StoreIndex:
             self._fall_back()
 
     def update(self, written: Collection[ContainerId] = ()) -> None:
-        """Like `refresh`, but let errors of SQLite propagate."""
+        """Do the same as `refresh`, but let errors of SQLite propagate."""
         rows = self._rows("SELECT name, kind, state FROM container")
         known = {_container(name, kind): str(state) for name, kind, state in rows}
         bad = set(self._objects.bad_containers())
@@ -178,7 +185,10 @@ class StoreIndex:
         self.fresh = True
 
     def add(self, container: ContainerId, table: Table, file_bytes: int) -> None:
-        """Add the entries of a container that was just written; `file_bytes` is its file's size."""
+        """Add the entries of a container that was just written.
+
+        `table` is its table, and `file_bytes` is the size of its file.
+        """
         try:
             with transaction(self._db):
                 # To delete looks at every place of every container.
@@ -189,7 +199,7 @@ class StoreIndex:
             self._fall_back()
 
     def still_so(self, containers: Iterable[ContainerId]) -> bool:
-        """Return whether these containers exist and have not changed since they were indexed."""
+        """Return whether `containers` all exist and have not changed since they were indexed."""
         wanted = list(containers)
         bad = set(self._objects.bad_containers())
         try:
@@ -216,10 +226,10 @@ class StoreIndex:
     def find(
         self, digests: Iterable[bytes], *, external: bool = False
     ) -> dict[bytes, list[PieceLocation]]:
-        """Return the readable locations of each digest. Digests without any are left out.
+        """Return the readable locations of each digest. Digests without a location are left out.
 
-        With `external`, locations in files outside the store, which may change, are added at the
-        end.
+        With `external`, the locations in files outside the store follow the others; these files may
+        change.
         """
         wanted = list(digests)
         try:
@@ -268,9 +278,10 @@ class StoreIndex:
     def find_alike(self, leaves: bytes) -> list[PieceAlike]:
         """Return locations of pieces that share leaves with a new piece, at the same offsets.
 
-        `leaves` are the new piece's concatenated leaf digests. The result is sorted by the number
-        of shared leaves, most first. Deltas are left out. Digests are compared by a prefix only, so
-        the caller must compare the leaf digests in the containers' tables.
+        `leaves` are the concatenated leaf digests of the new piece. The locations are sorted by the
+        number of shared leaves, most first, and limited in number. Pieces that are stored as
+        differences from others are left out. Only a prefix of each digest is compared, so the
+        caller must compare the leaf digests in the containers' tables.
         """
         try:
             return self._find_alike(leaves)
@@ -297,7 +308,10 @@ class StoreIndex:
         return [PieceAlike(_container(name, kind), at) for kind, name, at in best]
 
     def places(self, container: ContainerId) -> set[Entry]:
-        """Return all entries of one container."""
+        """Return all entries of one container.
+
+        The set is empty if the container is not in the index.
+        """
         try:
             return self._places(container)
         except sqlite3.DatabaseError:
@@ -525,10 +539,11 @@ class _IndexFile:
 
 @contextlib.contextmanager
 def open_index(objects: Objects, *, update: bool = True) -> Iterator[StoreIndex]:
-    """Open the index of a store within the block; by default, bring it up to date first.
+    """Context manager: while it is active, the index of a store is open; it provides the index.
 
-    A broken index is rebuilt, or replaced by one in memory. With `update` off, the time does not
-    depend on the size of the store, but entries may be outdated and new pieces missing.
+    The index is brought up to date first unless `update` is False. Without the update, opening
+    takes the same time for a store of any size, but entries may be outdated and new pieces missing.
+    A broken index is rebuilt, or replaced by an index in memory.
     """
     with contextlib.ExitStack() as undo:
         index = _usable(objects, undo, update=update)
@@ -579,7 +594,10 @@ def _in_memory(objects: Objects) -> sqlite3.Connection:
 
 
 def drop_index(objects: Objects) -> None:
-    """Delete the index, unless another process is using it; the next session rebuilds it."""
+    """Delete the index. The next session rebuilds it.
+
+    If another process is using the index, do nothing.
+    """
     _IndexFile(objects).remove()
 
 

@@ -1,4 +1,4 @@
-"""The default location of a store, and the creation and check of its folder."""
+"""The default location of a store, and the creation and the checks of its folder."""
 
 import os
 import re
@@ -25,17 +25,20 @@ _LATER = re.compile(rb"tensor-dedup store\nversion (?!1\n)[0-9]+\n")
 
 
 def default_path() -> Path:
-    """Return the path of the store that is used when none is given.
+    """Return the path of the store that is used when no path is given.
 
-    That is the environment variable TENSOR_DEDUP_STORE, else the configured path, else
-    `own_path()`.
+    It is the first of these:
+
+    1. the value of the environment variable TENSOR_DEDUP_STORE, if it is set
+    2. the path in the configuration, if there is one
+    3. `own_path()`
     """
     named = os.environ.get(ENVIRONMENT)
     return Path(named) if named else configured_path("store") or own_path()
 
 
 def own_path() -> Path:
-    """Return the default path of a store: a folder in the user's data folder."""
+    """Return the default path of a store, a folder in the user's data folder."""
     return platformdirs.user_data_path("tensor-dedup") / "store"
 
 
@@ -45,17 +48,19 @@ def workers() -> int:
 
 
 def initialise(store: StoreFolder, *, create: bool, mend: bool) -> None:
-    """Check that the folder holds a store of this version; with `create`, make one if it is empty.
+    """Check that the folder holds a store of this format version.
 
-    With `mend`, a missing or damaged marker file is written anew.
+    With `create`, make a store if the folder is empty or missing. With `mend`, write a missing or
+    damaged marker file anew.
 
     Raises:
-        NotAStoreError: the folder holds other files.
-        NoStoreError: the folder is empty, missing or not completely initialised, and `create` is
-            off.
-        NewerFormatError: a later version made the store.
-        DamagedFileError: the marker file is missing or damaged, and `mend` is off or the store may
-            be of a later version.
+        NotAStoreError: The folder holds other files.
+        NoStoreError: The folder is empty, missing or not completely initialised, and `create` is
+            False.
+        NewerFormatError: A later version of this program made the store.
+        DamagedFileError: The marker file is missing or damaged, and it is not written anew. Either
+            `mend` is False, or folders of the store are missing, or the store may be of a later
+            version.
     """
     files, layout = store.files, store.layout
     names = set(files.listdir(layout.root))

@@ -1,9 +1,9 @@
 """The locks of a store.
 
-A session (any use of the store) holds the main lock shared. A sweep (garbage collection, which
-deletes files) holds it exclusively. Further locks protect changes of references, pulls and drains.
-All are advisory `flock` locks on files in the store's folder; the kernel releases them when the
-process ends.
+A session is any use of the store and holds the main lock shared. A sweep is a garbage collection,
+which deletes files, and holds the main lock exclusively. Further locks protect changes of
+references, pulls and drains. All of them are advisory `flock` locks on files in the store's folder.
+The kernel releases them when the process ends.
 """
 
 from collections.abc import Iterator
@@ -27,10 +27,12 @@ _REMOTE_WAIT_S = 600.0
 
 @contextmanager
 def session(files: Files, layout: StoreLayout, *, wait_s: float = SESSION_WAIT_S) -> Iterator[None]:
-    """Hold the store's main lock shared within the block, so that no garbage collection runs.
+    """Context manager: while it is active, the store's main lock is held shared.
+
+    No garbage collection runs meanwhile.
 
     Raises:
-        StoreBusyError: a garbage collection did not end in `wait_s` seconds.
+        StoreBusyError: A garbage collection did not end within `wait_s` seconds.
     """
     busy = f"a gc is running and did not end in {wait_s:g} s"
     with _held(files, layout.lock, layout.root, busy, exclusive=False, wait_s=wait_s):
@@ -39,12 +41,12 @@ def session(files: Files, layout: StoreLayout, *, wait_s: float = SESSION_WAIT_S
 
 @contextmanager
 def sweep(files: Files, layout: StoreLayout, *, wait_s: float = SWEEP_WAIT_S) -> Iterator[None]:
-    """Hold the store's main lock exclusively within the block, to delete files.
+    """Context manager: while it is active, the store's main lock is held exclusively.
 
-    No session is open meanwhile.
+    No session is open meanwhile, so files can be deleted.
 
     Raises:
-        StoreBusyError: open sessions did not end in `wait_s` seconds.
+        StoreBusyError: Open sessions did not end within `wait_s` seconds.
     """
     busy = (
         f"an import, export, verify or repair is running, or a checkpoint of very many containers "
@@ -56,10 +58,12 @@ def sweep(files: Files, layout: StoreLayout, *, wait_s: float = SWEEP_WAIT_S) ->
 
 @contextmanager
 def naming(files: Files, layout: StoreLayout) -> Iterator[None]:
-    """Hold the lock for changing references within the block, which should be short.
+    """Context manager: while it is active, the lock for changing references is held.
+
+    Hold the lock for a few file operations only.
 
     Raises:
-        StoreBusyError: another process has held the lock for a minute.
+        StoreBusyError: Another process has held the lock for a minute.
     """
     path, wait_s = layout.names_lock, _NAMING_WAIT_S
     busy = f"whoever changes a name has held it for {wait_s:g} s"
@@ -69,12 +73,13 @@ def naming(files: Files, layout: StoreLayout) -> Iterator[None]:
 
 @contextmanager
 def pulling(files: Files, layout: StoreLayout) -> Iterator[None]:
-    """Hold the lock for automatic pulls within the block, so that no checkpoint is pulled twice.
+    """Context manager: while it is active, the lock for automatic pulls is held.
 
-    Automatic pulls are those that loading a checkpoint starts.
+    An automatic pull is a pull that loading a checkpoint starts. The lock ensures that no
+    checkpoint is pulled twice at once.
 
     Raises:
-        StoreBusyError: another process has held the lock for a day.
+        StoreBusyError: Another process has held the lock for a day.
     """
     busy = f"another process has been pulling for {_PULL_WAIT_S / 3600:g} hours"
     path = layout.pull_lock
@@ -84,12 +89,13 @@ def pulling(files: Files, layout: StoreLayout) -> Iterator[None]:
 
 @contextmanager
 def draining(files: Files, layout: StoreLayout, wait_s: float = _REMOTE_WAIT_S) -> Iterator[None]:
-    """Hold the lock for changing names that exist both here and on a second tier.
+    """Context manager: while it is active, the lock for draining steps is held.
 
-    It also protects the notes about what was drained.
+    Hold it to change names that exist both in this store and on a second tier, or the notes about
+    drained steps.
 
     Raises:
-        StoreBusyError: another process has held the lock for `wait_s` seconds.
+        StoreBusyError: Another process has held the lock for `wait_s` seconds.
     """
     busy = f"whoever changes a name on the remote behind it has held it for {wait_s:g} s"
     with _held(files, layout.drain_lock, layout.root, busy, exclusive=True, wait_s=wait_s):
@@ -97,9 +103,10 @@ def draining(files: Files, layout: StoreLayout, wait_s: float = _REMOTE_WAIT_S) 
 
 
 def lock_of(files: Files, path: Path) -> Handle | None:
-    """Lock a file exclusively until the returned handle is closed, without waiting.
+    """Lock the file at `path` exclusively, without waiting; return the handle that holds the lock.
 
-    Return None if another handle holds the lock, or if the file was removed meanwhile.
+    Closing the handle releases the lock. Return None if another handle holds the lock, or if the
+    file was removed meanwhile.
     """
     try:
         lock = files.open(path, "lock")

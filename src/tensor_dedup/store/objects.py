@@ -1,6 +1,7 @@
-"""The metadata of a store: manifests and their pages, references, lists of damaged records.
+"""The metadata of a store: manifests and their pages, references, lists of damaged pieces.
 
-A reference is a small text file that maps a checkpoint's name to the name of its manifest.
+A reference is a small text file that maps the name of a checkpoint to the name of its manifest. A
+page lists up to 256 pieces of a manifest.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,7 @@ def _nothing() -> None:
 
 
 class Objects(StoreFolder):
-    """Read and write access to the metadata of one store, and to its `containers`.
+    """Access to the metadata of one store, for reading and writing, and to its `containers`.
 
     No file stays open between calls. Safe from any thread and process.
     """
@@ -41,7 +42,7 @@ class Objects(StoreFolder):
         self.containers = Containers(StoreFolder(files, layout))
 
     def aliens(self) -> Iterator[Path]:
-        """Iterate over the files that format version 1 does not define.
+        """Iterate over the alien files: those that format version 1 does not define.
 
         While there are any, the store can be read, but nothing is deleted from it.
         """
@@ -54,14 +55,17 @@ class Objects(StoreFolder):
     # Lists of damaged records
 
     def bad_offsets(self, container: str) -> frozenset[int]:
-        """Return the offsets of the damaged records in a container."""
+        """Return the offsets of the damaged pieces in a container, which is given by name."""
         path = self.layout.bad(container)
         if self.files.status(path) is None:
             return frozenset()
         return frozenset(frames.decode(self.read(path), _BAD, list[int], path))
 
     def set_bad_offsets(self, container: str, offsets: Sequence[int]) -> None:
-        """Replace the list of damaged records of a container; an empty one is removed."""
+        """Replace the list of the damaged pieces in a container; an empty list is removed.
+
+        `container` is the container's name, and `offsets` are the offsets of the pieces.
+        """
         path = self.layout.bad(container)
         if offsets:
             self.publish(frames.encode(_BAD, sorted(offsets)), path)
@@ -70,44 +74,47 @@ class Objects(StoreFolder):
             self.files.sync_folder(path.parent)
 
     def add_bad_offset(self, container: str, offset: int) -> None:
-        """Mark the record at `offset` of a container as damaged, so that it is not read again."""
+        """Mark the piece at `offset` in a container as damaged, so that it is not read again.
+
+        `container` is the container's name.
+        """
         with self.naming():
             self.set_bad_offsets(container, sorted(self.bad_offsets(container) | {offset}))
 
     def bad_containers(self) -> list[str]:
-        """Return the names of the containers with damaged records."""
+        """Return the names of the containers with damaged pieces."""
         found = [Path(name) for name in self.files.listdir(self.layout.quarantine)]
         return [p.stem for p in found if p.suffix == BAD_SUFFIX and is_digest(p.stem)]
 
     # Manifests
 
     def manifest_names(self) -> Iterator[str]:
-        """Iterate over the names of all stored manifests and pages."""
+        """Iterate over the names of all stored manifests and of their pages (lists of pieces)."""
         return (path.name for path in self.tree("manifests") if _is_object(path))
 
     def manifest(self, name: str) -> Manifest:
-        """Read the manifest of this name.
+        """Read the manifest that is called `name`.
 
         Raises:
-            MissingObjectError, DamagedFileError, NewerFormatError: the manifest cannot be read.
+            MissingObjectError, DamagedFileError, NewerFormatError: The manifest cannot be read.
         """
         path = self.layout.manifest(name)
         return manifests.decode_manifest(self.read(path), name, path)
 
     def page(self, name: str) -> manifests.ManifestPage:
-        """Read the page of this name.
+        """Read the page that is called `name`. A page lists up to 256 pieces of a manifest.
 
         Raises:
-            MissingObjectError, DamagedFileError, NewerFormatError: the page cannot be read.
+            MissingObjectError, DamagedFileError, NewerFormatError: The page cannot be read.
         """
         path = self.layout.manifest(name)
         return manifests.decode_page(self.read(path), name, path)
 
     def pieces(self, name: str, manifest: Manifest) -> list[Piece]:
-        """Read the pages of `manifest`, which is called `name`; return all its pieces, in order.
+        """Read all pages of `manifest`; return its pieces, in order. `name` is the manifest's name.
 
         Raises:
-            MissingObjectError, DamagedFileError, NewerFormatError: a page cannot be read.
+            MissingObjectError, DamagedFileError, NewerFormatError: A page cannot be read.
         """
         # A page that is there a thousand times is read and held once.
         pages = {page: self.page(page.hex()).pieces for page in dict.fromkeys(manifest.pages)}
@@ -123,11 +130,11 @@ class Objects(StoreFolder):
         return sorted(name for name in found if name is not None)
 
     def ref(self, name: str) -> str:
-        """Return the name of the manifest that a checkpoint's name refers to.
+        """Return the name of the manifest to which the reference of the checkpoint `name` points.
 
         Raises:
-            UnknownNameError: no checkpoint has this name.
-            DamagedFileError, NewerFormatError: its reference cannot be read.
+            UnknownNameError: No checkpoint has this name.
+            DamagedFileError, NewerFormatError: The reference cannot be read.
         """
         path = self.layout.refs / file_of(name)
         try:
@@ -149,11 +156,11 @@ class Objects(StoreFolder):
     ) -> None:
         """Make the checkpoint `name` refer to the manifest called `manifest`, durably.
 
-        `check_name` is called under the lock of names, just before the change; if it raises,
-        nothing changes.
+        `check_name` is called just before the change, while the lock for changing references is
+        held. If it raises, nothing changes.
 
         Raises:
-            NameTakenError: the name exists, and `replace` is off.
+            NameTakenError: The name exists, and `replace` is False.
         """
         path = self.layout.refs / file_of(name)
         with self.naming():
@@ -163,13 +170,13 @@ class Objects(StoreFolder):
             self.publish(ref_text(name, manifest), path)
 
     def drop_ref(self, name: str, *, check_name: Callable[[], None] = _nothing) -> None:
-        """Remove the checkpoint's name, durably.
+        """Remove the name of a checkpoint, durably.
 
-        `check_name` is called under the lock of names, just before the change; if it raises,
-        nothing changes.
+        `check_name` is called just before the change, while the lock for changing references is
+        held. If it raises, nothing changes.
 
         Raises:
-            UnknownNameError: no checkpoint has this name.
+            UnknownNameError: No checkpoint has this name.
         """
         path = self.layout.refs / file_of(name)
         with self.naming():
@@ -185,14 +192,15 @@ class Objects(StoreFolder):
     def move_ref(
         self, name: str, new_name: str, *, check_name: Callable[[], None] = _nothing
     ) -> None:
-        """Rename a checkpoint, durably. A crash may leave both names, but never neither.
+        """Rename the checkpoint `name` to `new_name`, durably.
 
-        `check_name` is called under the lock of names, just before the change; if it raises,
+        After a crash, at least one of the two names exists, perhaps both. `check_name` is called
+        just before the change, while the lock for changing references is held. If it raises,
         nothing changes.
 
         Raises:
-            UnknownNameError: no checkpoint is called `name`.
-            NameTakenError: a checkpoint is called `new_name` already.
+            UnknownNameError: No checkpoint is called `name`.
+            NameTakenError: A checkpoint is called `new_name` already.
         """
         path, target = (self.layout.refs / file_of(each) for each in (name, new_name))
         with self.naming():

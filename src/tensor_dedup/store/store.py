@@ -1,7 +1,8 @@
 """`LocalStore`: a store of checkpoints in a folder, each distinct tensor once on disk.
 
-Its methods take the store's lock, open the index if they need it, and call the modules in
-`writing`, `reading` and `upkeep`. `tensor_dedup.Store` extends it with push and pull.
+The methods of `LocalStore` take the store's lock, open the index if they need it, and call the
+modules in `writing`, `reading` and `upkeep`. `tensor_dedup.Store` extends `LocalStore` with push
+and pull.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -51,15 +52,15 @@ if TYPE_CHECKING:
 
 
 class LocalStore:
-    """A content-addressed store of checkpoints in one folder. `open` opens or creates one.
+    """A content-addressed store of checkpoints in a folder. `open` opens or creates a store.
 
-    No file stays open between calls: any number of handles, threads and processes may use one
+    No file stays open between calls. Any number of store objects, threads and processes may use a
     folder at once, also after a fork. `handle` is for the modules of this package. Every method may
     raise the following errors.
 
     Raises:
-        StoreError: the store, its files or its disk failed; the subclass tells how.
-        CheckpointError: a path passed to a method holds no checkpoint.
+        StoreError: The store, its files or its disk failed; the subclass tells how.
+        CheckpointError: A path passed to a method holds no checkpoint.
     """
 
     def __init__(self, path: Path, files: Files, worker_count: int) -> None:
@@ -82,19 +83,25 @@ class LocalStore:
         files: Files | None = None,
         worker_count: int | None = None,
     ) -> Self:
-        """Open the store in a folder; create one if the folder is empty or missing.
+        """Open the store in the folder `path`; create one if the folder is empty or missing.
 
-        `path` defaults to the environment variable TENSOR_DEDUP_STORE, then to `store` of a
-        configuration file (`tensor_dedup.settings`), then to `tensor-dedup/store` in the user's
-        data folder. With `mend`, a missing or damaged marker file is written anew. `files` replaces
-        the file system interface in tests. `worker_count` is the number of hashing threads, by
-        default one for each CPU.
+        Without `path`, the folder is the first of these that is set:
+
+        1. the value of the environment variable TENSOR_DEDUP_STORE
+        2. `store` in a configuration file (`tensor_dedup.settings`)
+        3. the default, which is `tensor-dedup/store` in the user's data folder
+
+        With `mend`, a missing or damaged marker file is written anew. `files` replaces the file
+        system interface in tests. `worker_count` is the number of hashing threads; the default is
+        one for each CPU.
 
         Raises:
-            NotAStoreError: the folder holds other files.
-            NoStoreError: the folder is empty or missing, and `create` is off.
-            NewerFormatError: a later version made the store.
-            DamagedFileError: the marker file is missing or damaged, and `mend` is off.
+            NotAStoreError: The folder holds other files.
+            NoStoreError: The folder is empty or missing, and `create` is False.
+            NewerFormatError: A later version of this program made the store.
+            DamagedFileError: The marker file is missing or damaged and is not written anew. Either
+                `mend` is False, or folders of the store are missing, or the store may be of a later
+                version.
         """
         root = (Path(path) if path is not None else default_path()).absolute()
         interface = files or RealFiles()
@@ -111,7 +118,7 @@ class LocalStore:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Do nothing: nothing is held open, and the store may be used again."""
+        """Do nothing, because the store holds no file open. It may be used again."""
 
     def import_(
         self,
@@ -126,32 +133,34 @@ class LocalStore:
         external: bool = False,
         follow_links: bool = False,
     ) -> ImportResult:
-        """Import a checkpoint: a file of weights, an index, or a folder with its other files.
+        """Import the checkpoint at `path`: a file of weights, an index, or a folder with its files.
 
-        `name` defaults to the name of the folder or file. The checkpoint is committed when this
-        returns. If it raises, nothing is committed, except that after a disk failure the name may
-        or may not exist. If the name holds the same files already, nothing is written
-        (`unchanged`), except that damaged parts are stored again. Every byte is read and hashed,
-        even if digests of the files are remembered. `hints` receives the digests.
+        `name` defaults to the name of the folder or file. The checkpoint is committed when the call
+        returns. After an error, nothing is committed; only after a disk failure may the name exist
+        nevertheless. If the name holds the same files already, nothing is written (`unchanged` in
+        the result), except that damaged parts are stored again. Every byte is read and hashed, even
+        if digests of the files are remembered. `hints` receives the digests.
 
-        Leaves (2 MiB) that a new tensor shares with a stored one, at the same offset, are not
-        stored again if that saves a tenth. So a vocabulary that grew costs its new rows. With
-        `compress`, new tensors are stored encoded if samples show that this saves a tenth: on their
-        own, or as the difference from a tensor of the checkpoint `base`, by default the most
-        similar one in the store. `base` implies `compress`. With `external`, the weights stay where
-        they are and are indexed there. The store then has no copy of them, and only guarantees that
-        changes are noticed.
+        A new tensor may share leaves (2 MiB) with a stored tensor, at the same offset. These leaves
+        are not stored again if that saves a tenth. A vocabulary that grew therefore costs only its
+        new rows. The other parameters are:
 
-        Symbolic links are followed within the folder and, in a Hugging Face cache, to the blobs of
-        the same repository. Links to other places are refused unless `follow_links` is set.
+        - `compress` stores new tensors encoded if samples show that this saves a tenth. They are
+          encoded on their own, or as the difference from a tensor in another checkpoint.
+        - `base` names that other checkpoint and implies `compress`. The default is the most similar
+          checkpoint in the store.
+        - `external` leaves the weights where they are and indexes them there. The store then has no
+          copy of them, and only guarantees that changes are noticed.
+        - `follow_links` allows symbolic links to any place. Without it, links may lead only to
+          places in the folder or, in a Hugging Face cache, to the blobs of the same repository.
 
         Raises:
-            CheckpointFilesError: a link leads out of the folder, or the files do not fit together.
-            NameTakenError: the name holds another checkpoint, and `replace` is off.
-            TakenStepError: the name is that of a training step or of a pin, which imports never
-                replace.
-            ChangedFileError: a file was modified during the import.
-            UnknownNameError: no checkpoint is called `base`.
+            CheckpointFilesError: A link leads out of the folder, or the files do not fit together.
+            NameTakenError: The name holds another checkpoint, and `replace` is False.
+            TakenStepError: The name is that of a training step or of a pin. Imports never replace
+                these.
+            ChangedFileError: A file was modified during the import.
+            UnknownNameError: No checkpoint is called `base`.
         """
         from tensor_dedup.store.steps.runs import check_no_step
 
@@ -177,10 +186,11 @@ class LocalStore:
             )
 
     def expected_manifest(self, path: StrPath, known: KnownDigests) -> str:
-        """Return the name of the manifest that an import of `path` would make; write nothing.
+        """Return the name of the manifest that an import of `path` would make. Write nothing.
 
-        `known(path, fd)` returns the known digests of an open file, by (start, nbytes). Ranges
-        without a known digest are hashed. Raises the errors of `import_` about the path.
+        `known(path, fd)` returns the known digests of an open file as a mapping from (start,
+        nbytes). Ranges without a known digest are hashed. Raises the errors of `import_` about the
+        path.
         """
         with self.handle.session() as (_, hasher):
             return expected_manifest(
@@ -188,17 +198,18 @@ class LocalStore:
             )
 
     def manifest(self, name: str) -> str | None:
-        """Return the name of a checkpoint's manifest, or None if there is no such checkpoint."""
+        """Return the name of the manifest of the checkpoint `name`, or None if there is none."""
         with self.handle.locked(), suppress(UnknownNameError):
             return self.handle.objects.ref(check_name(name))
         return None
 
     def checkpoint(self, name: str) -> StoredCheckpoint:
-        """Open a checkpoint for reading; close it, or use it as a context manager.
+        """Open a checkpoint for reading. Close it, or use it as a context manager.
 
         Raises:
-            UnknownNameError: no checkpoint has this name.
-            MissingObjectError, DamagedFileError: its reference, manifest or pages are damaged.
+            UnknownNameError: No checkpoint has this name.
+            MissingObjectError, DamagedFileError: The reference, the manifest or one of its pages is
+                missing or damaged.
         """
         with self.handle.session(update=False) as (index, _), self.handle.saying_near(name):
             return StoredCheckpoint(self.handle.objects, index, check_name(name))
@@ -208,14 +219,15 @@ class LocalStore:
     ) -> "dict[str, torch.Tensor]":
         """Load all tensors of a checkpoint, or those in `names`, as torch tensors on the CPU.
 
-        Every byte is compared with its digest unless `verify` is off. The tensors are writable and
-        belong to the caller. The first call imports torch. `tensor_dedup.store.reading.tensors`
-        also loads in bounded memory, as mappings, or into reused buffers.
+        Every byte is compared with its digest. If `verify` is False, only encoded tensors are. The
+        tensors are writable and belong to the caller. The first call imports torch.
+        `tensor_dedup.store.reading.tensors` can also load in bounded memory, as mappings, or into
+        reused buffers.
 
         Raises:
-            UnknownNameError: there is no such checkpoint.
-            UnknownTensorError: the checkpoint has no tensor of one of these names.
-            CorruptTensorError, MissingObjectError: no intact copy of a tensor is in the store.
+            UnknownNameError: No checkpoint is called `name`.
+            UnknownTensorError: The checkpoint has no tensor of one of these names.
+            CorruptTensorError, MissingObjectError: No intact copy of a tensor is in the store.
         """
         from tensor_dedup.store.reading.tensors import load_tensors  # and with it torch
 
@@ -223,7 +235,7 @@ class LocalStore:
             return load_tensors(checkpoint, names, verify=verify)
 
     def open_pieces(self, digests: Iterable[str]) -> StoredPieces:
-        """Open pieces of any checkpoint by digest (64 hex digits) for reading.
+        """Open pieces of any checkpoints for reading. `digests` are their digests (64 hex digits).
 
         Digests that the store does not have are ignored. Close the result, or use it as a context
         manager.
@@ -236,11 +248,12 @@ class LocalStore:
     def export(
         self, name: str, directory: StrPath, *, progress: ProgressListener | None = None
     ) -> list[Path]:
-        """Write a checkpoint's files, byte for byte, to a folder that is empty or missing.
+        """Write a checkpoint's files, byte for byte, to `directory`, an empty or missing folder.
 
         Return the paths of the files. Each file appears when it is complete and durable.
 
         Raises:
+            UnknownNameError: No checkpoint is called `name`.
             ExportTargetError: `directory` is not empty, or is not a folder.
         """
         with self.checkpoint(name) as checkpoint, os_errors(Path(directory)):
@@ -256,7 +269,7 @@ class LocalStore:
     def runs(self) -> "list[str]":
         """Return the sorted names of the training runs with steps in this store.
 
-        `CheckpointStore(store, run)` opens one.
+        `CheckpointStore(store, run)` opens a run.
         """
         from tensor_dedup.store.steps.runs import run_names
 
@@ -264,10 +277,10 @@ class LocalStore:
             return run_names(self.handle.objects)
 
     def steps(self, run: str) -> "list[Step]":
-        """Return the steps of a run, ordered by number; an unknown run has none.
+        """Return the steps of a run, ordered by number. For an unknown run, the list is empty.
 
-        Imported checkpoints with the name of a step are left out, as are, with a logged warning,
-        steps that cannot be read.
+        Imported checkpoints with the name of a step are left out. Steps that cannot be read are
+        left out, too, and a warning is logged for each.
         """
         from tensor_dedup.store.steps.runs import describe_all
 
@@ -275,7 +288,10 @@ class LocalStore:
             return describe_all(self.handle.objects, run)
 
     def run_stats(self, run: str | None = None) -> "RunStats":
-        """Return the sizes of a run, or of all runs together. No tensor data is read."""
+        """Return the sizes of `run`, or of all runs together if it is None.
+
+        No tensor data is read.
+        """
         from tensor_dedup.store.upkeep.run_sizes import run_stats as measure
 
         runs = self.runs() if run is None else [run]
@@ -283,10 +299,12 @@ class LocalStore:
             return measure(self.handle.objects, runs, run)
 
     def run_cost(self, run: str | None = None) -> "RunCost":
-        """Return what a run, or all runs together, costs on disk. No tensor data is read.
+        """Return what `run` costs on disk, or all runs together if it is None.
+
+        No tensor data is read.
 
         Raises:
-            UnfitForCollectionError: the store is damaged, so it is uncertain what is in use.
+            UnfitForCollectionError: The store is damaged, so it is uncertain what is in use.
         """
         from tensor_dedup.store.upkeep.run_sizes import run_cost
 
@@ -295,25 +313,30 @@ class LocalStore:
             return run_cost(self.handle.objects, runs)
 
     def tensor_changes(self, run: str) -> "list[TensorChanges]":
-        """Count in how many steps of a run each tensor changed. No tensor data is read."""
+        """Count for each tensor of a run in how many steps it changed. No tensor data is read."""
         from tensor_dedup.store.upkeep.run_sizes import tensor_changes
 
         with self.handle.locked():
             return tensor_changes(self.handle.objects, run)
 
     def run_growth(self, run: str) -> "list[Growth]":
-        """Return what each step of a run added to it, in order. No tensor data is read."""
+        """Return what each step of a run added to it, in the order of step numbers.
+
+        No tensor data is read.
+        """
         from tensor_dedup.store.upkeep.run_sizes import growth
 
         with self.handle.locked():
             return growth(self.handle.objects, run)
 
     def step_difference(self, one: tuple[str, int], two: tuple[str, int]) -> "Difference":
-        """Compare two steps, each given as run and number: names and bytes of tensors, and metrics.
+        """Compare two steps: names and bytes of tensors, and metrics.
+
+        `one` and `two` each consist of a run and a step number.
 
         Raises:
-            UnknownStepError: a run has no such step.
-            NotATrainingError: the checkpoint of that name was imported.
+            UnknownStepError: A run has no such step.
+            NotATrainingError: The checkpoint with the name of the step was imported.
         """
         from tensor_dedup.store.steps.runs import difference
 
@@ -321,7 +344,9 @@ class LocalStore:
             return difference(self.handle.objects, one, two)
 
     def find(self, digest: str) -> "list[TensorPlace]":
-        """Return the tensors whose digest begins with these hex digits, ordered by checkpoint.
+        """Return the tensors whose digest begins with `digest`, ordered by checkpoint.
+
+        If there is no such tensor, the list is empty.
 
         Raises:
             BadDigestError: `digest` is not 4 to 64 hex digits.
@@ -332,7 +357,7 @@ class LocalStore:
             return find(self.handle.objects, digest)
 
     def list(self) -> "list[Listed]":
-        """Return all checkpoints, ordered by name; damaged ones have a `damage` text."""
+        """Return all checkpoints, ordered by name. A damaged checkpoint has a text in `damage`."""
         with self.handle.locked():
             return listed(self.handle.objects)
 
@@ -344,7 +369,8 @@ class LocalStore:
     def usage(self, name: str | None = None) -> "StoreUsage":
         """Return the disk usage of each checkpoint and each run. No tensor data is read.
 
-        If `name` is a step, it is listed by itself and not as a part of its run.
+        If `name` is the name of a step, that step is listed separately and not as a part of its
+        run.
         """
         from tensor_dedup.store.upkeep.usage import usage
 
@@ -352,12 +378,12 @@ class LocalStore:
             return usage(self.handle.objects, name)
 
     def rename(self, name: str, new_name: str) -> None:
-        """Rename a checkpoint. After a crash it has the old name, the new one, or both.
+        """Rename a checkpoint. After a crash, it has the old name, the new name, or both.
 
         Raises:
-            UnknownNameError: no checkpoint is called `name`.
-            NameTakenError: another checkpoint is called `new_name`.
-            TakenStepError: one of the names is that of a training step, or of a pin.
+            UnknownNameError: No checkpoint is called `name`.
+            NameTakenError: A checkpoint is called `new_name` already.
+            TakenStepError: One of the names is the name of a training step or of a pin.
         """
         from tensor_dedup.store.steps.runs import check_no_step
 
@@ -371,11 +397,11 @@ class LocalStore:
             self.handle.objects.move_ref(*names, check_name=check)
 
     def delete(self, name: str) -> None:
-        """Remove a checkpoint's name. Its bytes stay until `gc` finds that they are not used.
+        """Remove the name of a checkpoint. Its bytes stay until `gc` finds that they are not used.
 
         Raises:
-            UnknownNameError: no checkpoint has this name.
-            PinnedStepError: it is a pinned step of a run.
+            UnknownNameError: No checkpoint has this name.
+            PinnedStepError: The checkpoint is a pinned step of a run.
         """
         from tensor_dedup.store.steps.runs import check_no_kept_step
 
@@ -386,7 +412,12 @@ class LocalStore:
             self.handle.objects.drop_ref(check_name(name), check_name=check)
 
     def check_deletable(self, name: str) -> None:
-        """Raise the error that `delete` would raise for this checkpoint, if any."""
+        """Check that `delete` could remove the checkpoint `name`.
+
+        Raises:
+            UnknownNameError: No checkpoint has this name.
+            PinnedStepError: The checkpoint is a pinned step of a run.
+        """
         from tensor_dedup.store.steps.runs import check_no_kept_step
 
         self.check_exists(name)
@@ -397,7 +428,7 @@ class LocalStore:
         """Check that a checkpoint exists.
 
         Raises:
-            UnknownNameError: it does not; the error suggests the most similar name.
+            UnknownNameError: No checkpoint has this name. The error suggests the most similar name.
         """
         with self.handle.locked(), self.handle.saying_near(name):
             if check_name(name) not in self.handle.objects.names():
@@ -410,15 +441,16 @@ class LocalStore:
         dry_run: bool = False,
         wait_s: float = SWEEP_WAIT_S,
     ) -> GcPlan:
-        """Move unused files to the trash; delete files that have been there for `grace_hours`.
+        """Collect garbage: move unused files to the trash, and delete old files from the trash.
 
-        With `dry_run`, only the plan is computed. Open checkpoints remain readable. They delay gc
-        only if they lie in more containers than a process may hold open, or if damage was found in
-        them.
+        Files are deleted when they have been in the trash for `grace_hours`. With `dry_run`, only
+        the plan is computed. Open checkpoints remain readable. They delay `gc` only if they lie in
+        more containers than a process may hold open, or if damage was found in them.
 
         Raises:
-            StoreBusyError: other uses of the store did not end within `wait_s` seconds.
-            UnfitForCollectionError: something is damaged or lost; nothing was changed.
+            StoreBusyError: Other uses of the store did not end within `wait_s` seconds.
+            UnfitForCollectionError: Something is damaged or lost; nothing was changed.
+            BadRangeError: `grace_hours` is negative.
         """
         if not grace_hours >= 0:
             raise BadRangeError.at(self.path, f"a grace of {grace_hours} hours")
@@ -437,9 +469,11 @@ class LocalStore:
         seed: int | None = None,
         progress: ProgressListener | None = None,
     ) -> VerifyResult:
-        """Check the metadata and a share of the pieces (`sample`, 0.0 to 1.0), or all (`full`).
+        """Check the metadata of the store and a share of the pieces.
 
-        Faults are listed in the result and quarantined. `seed` makes a sample repeatable.
+        `sample` is the share, from 0.0 to 1.0; `full` checks all pieces. By default, only the
+        metadata is checked. `seed` makes a sample repeatable. The result lists the faults, which
+        are also quarantined.
         """
         share = 1.0 if full else sample or 0.0
         if not 0 <= share <= 1:
@@ -454,7 +488,8 @@ class LocalStore:
         """Restore what `verify` found damaged, from the trash and from the checkpoints at `paths`.
 
         Raises:
-            CheckpointError, UnsupportedError: a path is not a checkpoint; nothing was restored.
+            CheckpointError, UnsupportedError: A path does not lead to a checkpoint; nothing was
+                restored.
         """
         with self.handle.session() as (index, hasher):
             work = Repair(self.handle.objects, index, hasher, progress or SilentListener())

@@ -35,7 +35,11 @@ CODECS: Mapping[str, Codec] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A sample of a tensor's bytes, and the base's bytes at the same place, if there is a base."""
+    """A sample of a tensor's bytes, for choosing a codec.
+
+    `base` has the bytes at the same place in the base, the tensor that this one would be encoded
+    against. It is None if there is no base.
+    """
 
     data: memoryview
     base: memoryview | None = None
@@ -43,7 +47,10 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class CodecChoice:
-    """A chosen codec, its effort, and `share`, the encoded size of the samples as a fraction."""
+    """A chosen codec, its compression effort, and the size it achieved on the samples.
+
+    `share` is the encoded size of the samples divided by their original size.
+    """
 
     codec: Codec
     effort: Effort
@@ -53,7 +60,8 @@ class CodecChoice:
 def places(nbytes: int, width: int) -> list[tuple[int, int]]:
     """Return the (start, stop) byte ranges to sample: at the start, the middle and the end.
 
-    `nbytes` is the size of the tensor and `width` its element size, to which starts are aligned.
+    `nbytes` is the size of the tensor. The starts are multiples of `width`, its element size in
+    bytes.
     """
     size = min(SAMPLE_BYTES, nbytes)
     step = (nbytes - size) // (_SAMPLES - 1)
@@ -64,7 +72,8 @@ def places(nbytes: int, width: int) -> list[tuple[int, int]]:
 def choose(samples: Sequence[Sample], width: int) -> CodecChoice | None:
     """Return the best codec for elements of `width` bytes, or None if no codec saves a tenth.
 
-    Codecs that need a base are tried only if every sample has one.
+    Codecs that need a base are tried only if every sample has a base. Without samples, the result
+    is None.
     """
     total = sum(sample.data.nbytes for sample in samples)
     if not total:
@@ -79,9 +88,9 @@ def choose(samples: Sequence[Sample], width: int) -> CodecChoice | None:
 
 
 def distance(sample: Sample) -> float:
-    """Return the share of bits in which a sample differs from its base, from 0.0 to 1.0.
+    """Return the share of bits in which `sample` differs from its base, from 0.0 to 1.0.
 
-    Without a base the result is 1.0.
+    If the sample is empty or has no base, the result is 1.0.
     """
     if sample.base is None or not sample.data.nbytes:
         return 1.0

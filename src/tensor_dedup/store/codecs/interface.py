@@ -16,14 +16,14 @@ Effort: TypeAlias = Literal["entropy", "matches"]
 
 
 class Codec(Protocol):
-    """A lossless encoding of up to CHUNK_BYTES bytes. It has no state and is safe from any thread.
+    """A lossless encoding of up to CHUNK_BYTES bytes.
 
-    The GIL is released during the long computations.
+    A codec has no state and is safe from any thread. It releases the GIL during long computations.
     """
 
     @property
     def name(self) -> str:
-        """The name by which container tables refer to this codec."""
+        """The name of this codec in the tables of containers."""
 
     @property
     def width(self) -> int:
@@ -34,19 +34,23 @@ class Codec(Protocol):
 
     @property
     def against_base(self) -> bool:
-        """Whether the codec stores a difference from a base, which decoding then needs."""
+        """Whether the codec stores a difference from a base, which `decode` then needs, too."""
 
     def encode(self, data: memoryview, base: memoryview | None, effort: Effort) -> bytes:
-        """Encode `data`. `base` has the same length, or is None if `against_base` is False."""
+        """Return `data` in encoded form, compressed with `effort`.
+
+        `base` has the same size as `data`, or is None if `against_base` is False.
+        """
 
     def decode(self, blob: memoryview, base: memoryview | None, out: memoryview) -> None:
-        """Decode `blob`, which is not trusted, into `out`, which has the size of the decoded data.
+        """Decode `blob` into `out`, which has the size of the decoded data.
 
-        However malformed `blob` is, decoding takes at most a few times the memory of `out`.
+        `base` is what `encode` was given. `blob` is not trusted: however malformed it is, decoding
+        takes at most a few times the memory of `out`.
 
         Raises:
-            CorruptFrameError: `blob` does not decode to exactly the size of `out`, whose content is
-                then undefined.
+            CorruptFrameError: `blob` does not decode to exactly the size of `out`. The content of
+                `out` is then undefined.
         """
 
 

@@ -7,8 +7,8 @@ An encoded tensor has one chunk for each leaf (2 MiB):
           | u8 0, the leaf unencoded
 
 The base may have another size, so a vocabulary that grew is stored against its earlier state. Equal
-leaves are found by their digests, without reading the base. Decoding takes each leaf from one of
-two records and reads no more bytes than the tensor has.
+leaves are found by their digests, without reading the base. To decode a tensor, each leaf is taken
+either from the encoded tensor or from the base, so no more bytes are read than the tensor has.
 """
 
 from tensor_dedup.store.codecs.interface import AGAINST_BASE, LEAVES
@@ -19,15 +19,20 @@ AS_IT_IS = ""
 
 
 def wrap(name: str, chunk: bytes | memoryview) -> bytes:
-    """Return the chunk of a leaf: the name of the codec that encoded it, then the encoded bytes."""
+    """Return the stored form of a leaf: the name of its codec, then the encoded bytes.
+
+    `chunk` has the encoded bytes, and `name` is the codec that encoded them.
+    """
     return b"".join((bytes([len(name)]), name.encode("ascii"), chunk))
 
 
 def unwrap(blob: memoryview) -> tuple[str, memoryview]:
-    """Split a non-empty chunk into the name of the leaf's codec and the encoded bytes.
+    """Split `blob`, a leaf as stored by `wrap`, into the codec's name and the encoded bytes.
+
+    `blob` is not empty.
 
     Raises:
-        CorruptFrameError: no codec has that name.
+        CorruptFrameError: No codec has that name.
     """
     start = 1 + blob[0]
     name = bytes(blob[1:start]).decode("ascii", "replace")

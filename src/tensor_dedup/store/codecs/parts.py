@@ -1,14 +1,14 @@
 """The codec `parts`: a tensor whose changed leaves are stored as pieces of their own.
 
-A record of this codec has no bytes, only references:
+The encoded tensor has no bytes for its leaves, only references:
 
     codec = "parts:" and a hexadecimal number, whose bit n is set where leaf n is a piece
     chunk = empty, for every leaf
 
 A leaf whose bit is set is stored as a separate piece, which consists of this leaf alone. Every
-other leaf equals that of the base at the same offset. The digest of a leaf's piece follows from the
-digest of the leaf, so the table of a container tells which pieces a tensor needs. Training steps
-that have a changed leaf in common refer to the same piece.
+other leaf equals the leaf of the base at the same offset. The digest of a separate piece follows
+from the digest of its leaf, so the table of a container tells which pieces a tensor needs. Training
+steps that have a changed leaf in common refer to the same piece.
 """
 
 import re
@@ -21,14 +21,14 @@ _NAME = re.compile(rf"{PARTS}:([1-9a-f][0-9a-f]*)")
 
 
 def codec_of(numbers: Iterable[int]) -> str:
-    """Return the codec name of a record whose leaves with these numbers are separate pieces."""
+    """Return the codec name for a tensor whose leaves in `numbers` are separate pieces."""
     return f"{PARTS}:{sum(1 << number for number in {*numbers}):x}"
 
 
 def numbers_in(codec: str) -> list[int] | None:
-    """Return the numbers of the leaves that are separate pieces, ascending.
+    """Return the numbers of the leaves that `codec` marks as separate pieces, ascending.
 
-    Return None if `codec` is not a `parts` codec.
+    Return None if `codec` is not the name of a `parts` codec.
     """
     found = _NAME.fullmatch(codec)
     if found is None:
@@ -38,16 +38,22 @@ def numbers_in(codec: str) -> list[int] | None:
 
 
 def is_part(codec: str, number: int) -> bool:
-    """Return whether a codec name marks the leaf of this number as a separate piece."""
+    """Return whether `codec` marks the leaf `number` as a separate piece.
+
+    The result is False if `codec` is not the name of a `parts` codec.
+    """
     found = _NAME.fullmatch(codec)
     return found is not None and bool(int(found[1], 16) >> number & 1)
 
 
 def leaf_bytes(number: int, nbytes: int) -> int:
-    """Return the size in bytes of leaf `number` of a tensor of `nbytes`."""
+    """Return the size in bytes of leaf `number` in a tensor of `nbytes`."""
     return min(LEAF_BYTES, nbytes - number * LEAF_BYTES)
 
 
 def part_digest(leaf: bytes, nbytes: int) -> bytes:
-    """Return the digest of the piece of `nbytes` that consists of one leaf with digest `leaf`."""
+    """Return the digest of a piece of `nbytes` that consists of the single leaf `leaf`.
+
+    `leaf` is the digest of that leaf.
+    """
     return bytes.fromhex(combine(nbytes, [leaf]))

@@ -3,8 +3,8 @@
     head  = for each leaf: u32 size of its chunk, first 12 bytes of the chunk's BLAKE3
     chunk = the encoded leaf; a codec with a base encodes it against the same leaf of the base
 
-To read a range, only the leaves in it are decoded. The checksums reveal a damaged chunk without its
-base. No I/O.
+To read a range of a tensor, only the leaves in the range are decoded. The checksums reveal a
+damaged chunk even if the base is missing. No I/O.
 """
 
 import struct
@@ -21,7 +21,10 @@ _CHECK_BYTES = 12
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The offset of a chunk within its record, its size in bytes, and its checksum."""
+    """A chunk, which is one encoded leaf: its offset, its size in bytes, and its checksum.
+
+    The offset counts from the start of the encoded tensor.
+    """
 
     offset: int
     size: int
@@ -33,20 +36,25 @@ class Chunk:
 
 
 def head_bytes(nbytes: int) -> int:
-    """Return the size of the head of a record whose decoded size is `nbytes`."""
+    """Return the size of the head of an encoded tensor.
+
+    `nbytes` is the size of the tensor when it is decoded.
+    """
     return -(-nbytes // CHUNK_BYTES) * _ENTRY.size
 
 
 def entry(chunk: bytes) -> bytes:
-    """Return the head's entry for a chunk: its size and its checksum."""
+    """Return the entry for `chunk` in the head: its size and its checksum."""
     return _ENTRY.pack(len(chunk), _check(memoryview(chunk)))
 
 
 def chunks(head: bytes, stored: int) -> list[Chunk]:
-    """Parse the head of a record of `stored` bytes; return its chunks, in the order of the leaves.
+    """Parse `head`, the head of an encoded tensor; return its chunks in the order of the leaves.
+
+    `stored` is the size of the encoded tensor in bytes, with its head.
 
     Raises:
-        CorruptFrameError: head and chunks do not add up to `stored` bytes.
+        CorruptFrameError: The sizes of the head and the chunks do not add up to `stored`.
     """
     found, at = [], len(head)
     for size, check in _ENTRY.iter_unpack(head):

@@ -1,6 +1,6 @@
 """The codec `sparse`: positions and values of the few elements that differ from a base.
 
-A position is stored as the number of equal elements since the previous position.
+A position is stored as the number of equal elements between it and the previous position.
 """
 
 from dataclasses import dataclass
@@ -16,15 +16,18 @@ _WIDTH = 4
 
 
 def streams_of(places: Places) -> list[Bytes]:
-    """Encode ascending positions: return the byte planes of the gaps between them."""
+    """Encode the positions in `places`, which ascend, as gaps; return the gaps' byte planes.
+
+    A gap is the number of elements between two neighbouring positions.
+    """
     return split(np.diff(places, prepend=-1).astype(UNSIGNED[_WIDTH]) - np.uint32(1))
 
 
 def read_places(reader: Reader, count: int) -> Places:
-    """Decode ascending positions, all below `count`.
+    """Read the ascending positions that `streams_of` encoded; each must be below `count`.
 
     Raises:
-        CorruptFrameError: the streams do not hold valid positions.
+        CorruptFrameError: The streams do not hold valid positions.
     """
     first = reader.take_up_to(count)
     gaps = np.empty(len(first), UNSIGNED[_WIDTH])

@@ -3,13 +3,13 @@
     stream = u8 how, u32 stored, u32 plain, `stored` bytes
     how    = 0: the bytes are not compressed; 1: they are one zstd frame
 
-`stored` and `plain` are the compressed and the plain size. All numbers are little-endian. A zstd
-frame states the size of its content; if that is not `plain`, the frame is refused before memory is
-allocated, so no input makes the reader allocate more than it expects.
+`stored` is the compressed size, and `plain` is the uncompressed size. All numbers are
+little-endian. A zstd frame states the size of its content. If that size is not `plain`, the frame
+is refused before memory is allocated, so no input makes the reader allocate more than it expects.
 
 A word is an element of a tensor as an unsigned integer of 1, 2, 4 or 8 bytes. The first plane has
 the lowest byte of every word, the second plane the next byte, and so on. Words are processed in
-blocks that fit into a processor's cache.
+runs that fit into a processor's cache.
 """
 
 import struct
@@ -75,7 +75,7 @@ _LOCAL = _Local()
 
 
 def pack(streams: Sequence[Bytes], effort: Effort) -> bytes:
-    """Return the concatenation of these streams, each compressed if that saves 3 %."""
+    """Return the concatenation of `streams`, each compressed if that saves 3 %."""
     parts: list[bytes | memoryview] = []
     for stream in streams:
         plain = np.ascontiguousarray(stream).data
@@ -90,7 +90,7 @@ class Reader:
     """A reader of the streams in `blob`, which is not trusted. `codec` is named in errors.
 
     Raises:
-        CorruptFrameError: from every method that reads, for any unexpected input.
+        CorruptFrameError: A method that reads met unexpected input.
     """
 
     def __init__(self, blob: memoryview, codec: str) -> None:
@@ -99,9 +99,9 @@ class Reader:
         self._codec = codec
 
     def take(self, nbytes: int) -> Bytes:
-        """Read the next stream, whose plain size is exactly `nbytes`.
+        """Read and return the next stream, which has exactly `nbytes` when uncompressed.
 
-        The result is read-only, and may share the memory of the blob.
+        The result is read-only and may share the memory of the blob.
         """
         how, stored, plain = self._head()
         if plain != nbytes:
@@ -109,9 +109,9 @@ class Reader:
         return self._content(how, stored, plain)
 
     def take_up_to(self, most: int) -> Bytes:
-        """Read the next stream, whose plain size is at most `most` bytes.
+        """Read and return the next stream, which has at most `most` bytes when uncompressed.
 
-        The result is read-only, and may share the memory of the blob.
+        The result is read-only and may share the memory of the blob.
         """
         how, stored, plain = self._head()
         if plain > most:
@@ -119,12 +119,12 @@ class Reader:
         return self._content(how, stored, plain)
 
     def end(self) -> None:
-        """Check that no bytes follow the last stream."""
+        """Check that no bytes follow the last stream, and raise CorruptFrameError otherwise."""
         if self._at != len(self._blob):
             raise self.bad(f"{len(self._blob) - self._at} bytes behind its end")
 
     def bad(self, what: str) -> CorruptFrameError:
-        """Return a CorruptFrameError about this codec, for the caller to raise."""
+        """Return a CorruptFrameError for the caller to raise; `what` describes the fault."""
         return CorruptFrameError.at(f"codec {self._codec}", what, codec=self._codec)
 
     def _head(self) -> tuple[int, int, int]:
@@ -160,9 +160,9 @@ class Reader:
 
 
 def words(data: memoryview, width: int) -> tuple[Words, Bytes]:
-    """Return `data` as words of `width` bytes, and the incomplete rest.
+    """Return `data` as words of `width` bytes, and the bytes after the last whole word.
 
-    Both share the memory of `data`.
+    Both results share the memory of `data`.
     """
     flat = np.frombuffer(data, np.uint8)
     body = len(flat) - len(flat) % width
@@ -170,7 +170,7 @@ def words(data: memoryview, width: int) -> tuple[Words, Bytes]:
 
 
 def split(values: Words) -> list[Bytes]:
-    """Return the byte planes of words, beginning with the lowest byte."""
+    """Return the byte planes of the words in `values`, beginning with the lowest byte."""
     return [
         np.right_shift(values, values.dtype.type(8 * n)).astype(np.uint8)
         for n in range(values.dtype.itemsize)
@@ -178,17 +178,17 @@ def split(values: Words) -> list[Bytes]:
 
 
 def blocks(count: int) -> Iterator[slice]:
-    """Return slices that cut `count` elements into blocks of BLOCK elements."""
+    """Yield slices that cut `count` elements into runs of BLOCK elements, the last one shorter."""
     return (slice(at, min(at + BLOCK, count)) for at in range(0, count, BLOCK))
 
 
 def join(
     planes: Sequence[Bytes], out: Words, then: Callable[[Words, slice], None] | None = None
 ) -> None:
-    """Interleave byte planes into the words `out`; the inverse of `split`.
+    """Interleave the byte planes in `planes` into the words `out`; the inverse of `split`.
 
-    `then` is called with each finished block and its slice of `out`, while the block is in the
-    processor's cache.
+    The words are made in runs that fit into the processor's cache. `then` is called after each run
+    with the words of the run and their slice of `out`.
     """
     for part in blocks(len(out)):
         _join_block([plane[part] for plane in planes], out[part])
@@ -226,7 +226,7 @@ def fold(differences: Words) -> Words:
 
 
 def unfold(values: Words) -> None:
-    """Map the results of `fold` back to the differences, in place."""
+    """Map the results of `fold` in `values` back to the differences, in place."""
     one = values.dtype.type(1)
     signs = np.bitwise_and(values, one)
     np.negative(signs, out=signs)

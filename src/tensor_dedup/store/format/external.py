@@ -1,7 +1,8 @@
 """External containers: tables that index a file outside the store, which stays where it is.
 
-The table holds the status of the file at the time it was hashed. As long as the file has the same
-status, its tensors can be read, and are verified like any others. Otherwise they count as absent.
+The table holds the status that the file had when it was hashed. While the file still has this
+status, its tensors can be read, and they are verified like any others. Otherwise they count as
+absent.
 """
 
 import os
@@ -19,7 +20,10 @@ _MAX_DIGITS = 20  # of 64 bits
 
 @dataclass(frozen=True, slots=True)
 class ExternalFile:
-    """The file that an external container indexes: absolute path, and status when it was hashed."""
+    """The file that an `external` container indexes.
+
+    It has the absolute path of the file and the file's status when it was hashed.
+    """
 
     path: Path
     size: int
@@ -30,7 +34,7 @@ class ExternalFile:
 
     @classmethod
     def of(cls, path: Path, status: FileStatus) -> Self:
-        """Return the entry for the file at `path`, whose status is `status`."""
+        """Return the description of the file at `path`, whose status is `status`."""
         return cls(
             path,
             status.size,
@@ -41,7 +45,10 @@ class ExternalFile:
         )
 
     def is_still(self, status: FileStatus | None) -> bool:
-        """Return whether `status` equals the status that the file had when it was hashed."""
+        """Return whether the file, whose status is now `status`, is unchanged since it was hashed.
+
+        The result is False if `status` is None, which means that the file does not exist.
+        """
         return (
             status is not None
             and status.kind == "file"
@@ -51,19 +58,20 @@ class ExternalFile:
     def to_texts(self) -> list[str]:
         """Return the strings that a table stores: the path, then the numbers in decimal.
 
-        The path is encoded as UTF-8 independently of the locale.
+        The path is encoded as UTF-8, whatever the locale is.
         """
         numbers = (self.size, self.device, self.inode, self.mtime_ns, self.ctime_ns)
         return [os.fsencode(self.path).decode("utf-8", "surrogateescape"), *map(str, numbers)]
 
     @classmethod
     def from_texts(cls, texts: list[str] | None, data_bytes: int, table: PurePath) -> Self:
-        """Parse the strings that a table stores; the inverse of `to_texts`.
+        """Return the file that the strings `texts` of a table describe; the inverse of `to_texts`.
 
-        `data_bytes` is the size that the table states. `table` is the path for errors.
+        `data_bytes` is the size that the table states. `table` is the table's path, which errors
+        name.
 
         Raises:
-            DamagedFileError: the strings are malformed or contradict `data_bytes`.
+            DamagedFileError: The strings are malformed or contradict `data_bytes`.
         """
         path, *numbers = texts or [""]
         fit = all(text.removeprefix("-").isdecimal() for text in numbers)

@@ -1,7 +1,7 @@
 """Frames: the versioned and checksummed encoding of a store's metadata files. No I/O.
 
 A frame is a head of 24 bytes (magic, kind, version, flags, length of the payload; little-endian),
-the payload (MessagePack) and the BLAKE3-256 of both. The text files of a store (its marker,
+the payload (MessagePack) and the BLAKE3-256 of both. The text files of a store (its marker and its
 references) end in a line with the BLAKE3-256 of the lines before it.
 """
 
@@ -42,8 +42,9 @@ def decode(blob: bytes, kind: bytes, form: type[_T], path: PurePath) -> _T:
     """Return the payload of a frame, validated as the type `form`. Errors name `path`.
 
     Raises:
-        DamagedFileError: the frame is damaged, or its kind or content is another one.
-        NewerFormatError: a later version of this program wrote the frame.
+        DamagedFileError: The frame is damaged, is not of the kind `kind`, or its payload is not
+            valid.
+        NewerFormatError: A later version of this program wrote the frame.
     """
     body = _checked_body(blob, kind, path)
     try:
@@ -80,7 +81,7 @@ def decode_text(blob: bytes, path: PurePath) -> list[str]:
     """Return the lines of a text file without the checksum line. Errors name `path`.
 
     Raises:
-        DamagedFileError: the checksum does not match the lines.
+        DamagedFileError: The file is not ASCII text, or the checksum does not match the lines.
     """
     try:
         lines = blob.decode("ascii").split("\n")
@@ -92,7 +93,10 @@ def decode_text(blob: bytes, path: PurePath) -> list[str]:
 
 
 def distance(a: bytes, b: bytes) -> int:
-    """Return the number of differing bytes, or the greater length if the lengths differ."""
+    """Return the number of bytes in which `a` and `b` differ.
+
+    If their lengths differ, return the greater length.
+    """
     if len(a) != len(b):
         return max(len(a), len(b))
     return sum(x != y for x, y in zip(a, b, strict=True))

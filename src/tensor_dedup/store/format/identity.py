@@ -1,7 +1,7 @@
 """Text files about tiers: the identity of a second tier, and a store's notes about it. No I/O.
 
-A run can save its steps to a fast local store (the fast tier) and have them copied, or drained, to
-another store or a remote (the second tier).
+A run can save its steps to a fast local store, which is the fast tier. From there they can be
+copied, or drained, to another store or a remote, which is the second tier.
 """
 
 import json
@@ -25,7 +25,10 @@ _TIERS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class TierNote:
-    """The second tier that a run was drained to: its identity, and its path or address then."""
+    """A note about the second tier that a run was drained to.
+
+    It has the identity of the second tier, and the path or address at which the tier was then.
+    """
 
     identity: str
     where: str
@@ -36,9 +39,9 @@ class SeenPlaces:
     """What a fast tier has recorded about the steps of a run on one second tier.
 
     A place is the number of a step in the order of saving. All steps of the fast tier up to the
-    place `drained` were drained to the second tier. `last` has, in ascending order, the greatest
-    place seen there of each fast tier that drains to it. `sent` has the names of the manifests that
-    were copied last, including copies whose completion is unknown.
+    place `drained` were drained to the second tier. Several fast tiers may drain to one second
+    tier: for each of them, `last` has the greatest place seen there, in ascending order. `sent` has
+    the names of the manifests that were copied last, including copies that may be incomplete.
     """
 
     drained: int = 0
@@ -47,12 +50,15 @@ class SeenPlaces:
 
 
 def new_text() -> bytes:
-    """Return the content of an identity file with a new random identity."""
+    """Return the content for an identity file, with a new random identity."""
     return frames.encode_text([_TITLE, f"{_ID}{secrets.token_hex(16)}"])
 
 
 def identity_in(text: bytes) -> str | None:
-    """Parse an identity file; return the identity, or None if the text is not valid."""
+    """Return the identity in `text`, the content of an identity file.
+
+    Return None if the text is not valid.
+    """
     lines = _lines(text)
     if len(lines) != 2 or lines[0] != _TITLE or not lines[1].startswith(_ID):
         return None
@@ -60,7 +66,7 @@ def identity_in(text: bytes) -> str | None:
 
 
 def note_text(run: str, note: TierNote) -> bytes:
-    """Return the content of the file that notes the second tier of `run`."""
+    """Return the content for the file that stores `note` about the second tier of `run`."""
     where = json.dumps(note.where)  # a path may hold anything
     return frames.encode_text(
         [_NOTE_TITLE, f"{_RUN}{run}", f"{_ID}{note.identity}", f"{_WHERE}{where}"]
@@ -68,9 +74,10 @@ def note_text(run: str, note: TierNote) -> bytes:
 
 
 def note_in(text: bytes, run: str) -> TierNote | None:
-    """Parse the note of `run`; return None if the text is damaged or belongs to another run.
+    """Return the note in `text`, the content of the file with the note about `run`.
 
-    Additional lines, which later versions may write, are ignored.
+    Return None if the text is damaged or belongs to another run. Additional lines, which later
+    versions may write, are ignored.
     """
     lines = _lines(text)
     if len(lines) < 4 or lines[:2] != [_NOTE_TITLE, f"{_RUN}{run}"]:
@@ -83,9 +90,10 @@ def note_in(text: bytes, run: str) -> TierNote | None:
 
 
 def seen_text(run: str, seen: Mapping[str, SeenPlaces]) -> bytes:
-    """Return the content of the file that records what `run` has seen on second tiers.
+    """Return the content for the file that records which steps `run` has seen on second tiers.
 
-    `seen` is by identity, in the order of last use; the most recent ones are kept.
+    `seen` maps the identity of each second tier to its record, in the order of last use. Only the
+    most recently used tiers are kept.
     """
     tiers = [*seen.items()][-_TIERS:]
     lines = [
@@ -96,9 +104,10 @@ def seen_text(run: str, seen: Mapping[str, SeenPlaces]) -> bytes:
 
 
 def seen_in(text: bytes, run: str) -> dict[str, SeenPlaces]:
-    """Parse a file made by `seen_text`, by the identity of the second tier.
+    """Return what `text`, made by `seen_text`, records about `run`.
 
-    Return an empty dict if the text is damaged or belongs to another run.
+    The result maps the identity of each second tier to its record. It is empty if the text is
+    damaged or belongs to another run.
     """
     lines, found = _lines(text), dict[str, SeenPlaces]()
     if lines[:2] != [_SEEN_TITLE, f"{_RUN}{run}"]:

@@ -51,42 +51,51 @@ class StoreLayout:
 
     @cached_property
     def names_lock(self) -> Path:
-        """The lock file held exclusively while a reference is created, changed or removed."""
+        """The lock file that is held exclusively to create, change or remove a reference."""
         return self.root / NAMES_LOCK
 
     @cached_property
     def pull_lock(self) -> Path:
-        """The lock file held exclusively while a load pulls a checkpoint from a remote."""
+        """The lock file that is held exclusively while a load pulls a checkpoint from a remote."""
         return self.root / PULL_LOCK
 
     @cached_property
     def drain_lock(self) -> Path:
-        """The lock file held exclusively while steps are added to or deleted from a second tier."""
+        """The lock file that is held exclusively to add or delete steps on a second tier."""
         return self.root / DRAIN_LOCK
 
     @cached_property
     def index_lock(self) -> Path:
-        """The lock file held shared while the index is open, and exclusively to replace it."""
+        """The lock file that is held shared while the index is open.
+
+        It is held exclusively to delete a broken index.
+        """
         return self.root / INDEX_LOCK
 
     @cached_property
     def sequence(self) -> Path:
-        """The file with the last sequence number given to a step. It may be missing."""
+        """The file with the last sequence number given to a step. It may be missing.
+
+        Sequence numbers order the steps of a run by the time of saving.
+        """
         return self.root / SEQUENCE
 
     @cached_property
     def identity(self) -> Path:
-        """The file with this store's random identity. It exists if this store was a second tier."""
+        """The file with the random identity of this store.
+
+        It exists if this store was used as a second tier.
+        """
         return self.root / IDENTITY
 
     @cached_property
     def tiers(self) -> Path:
-        """The folder of notes, one for each run, about the second tier the run is drained to."""
+        """The folder of notes about second tiers, one file for each run that is drained."""
         return self.root / TIERS
 
     @cached_property
     def drains(self) -> Path:
-        """The folder of records, one for each run, of the steps seen on its second tiers."""
+        """The folder of records about the steps seen on second tiers, one file for each run."""
         return self.root / DRAINS
 
     @cached_property
@@ -101,7 +110,7 @@ class StoreLayout:
 
     @cached_property
     def quarantine(self) -> Path:
-        """The folder of damaged files, and of lists of damaged records in containers."""
+        """The folder of damaged files, and of the lists of damaged pieces in containers."""
         return self.root / "quarantine"
 
     @cached_property
@@ -116,7 +125,11 @@ class StoreLayout:
 
     @cached_property
     def containers(self) -> Path:
-        """The folder of containers, in subfolders named by the first two digits of their names."""
+        """The folder of containers.
+
+        A container lies in the subfolder that is named by the first two digits of the container's
+        name.
+        """
         return self.root / "containers"
 
     @cached_property
@@ -124,26 +137,29 @@ class StoreLayout:
         return self.root / "manifests"
 
     def container(self, name: str, kind: str) -> Path:
-        """Return the path of a container's data file."""
+        """Return the path of the data file of the container `name`, which is of `kind`."""
         return self.containers / f"{name[:2]}/{name}.{kind}"
 
     def table(self, name: str, kind: str) -> Path:
-        """Return the path of the file with a container's table.
+        """Return the path of the file with the table of the container `name`, which is of `kind`.
 
-        For a `raw` container that is a file beside the data, for any other kind the container
-        itself.
+        The file with the table lies beside the data for the kind `raw`. For any other kind, it is
+        the container's only file.
         """
         suffix = TABLE_SUFFIX if kind == "raw" else f".{kind}"
         return self.containers / f"{name[:2]}/{name}{suffix}"
 
     def manifest(self, name: str) -> Path:
-        """Return the path of a manifest, or of a manifest's page, by its name."""
+        """Return the path of the manifest `name`, or of the page of a manifest with that name.
+
+        A page lists up to 256 of the manifest's pieces.
+        """
         return self._manifests / f"{name[:2]}/{name}"
 
     def bad(self, name: str) -> Path:
-        """Return the path of the list of damaged records in a container."""
+        """Return the path of the list of the damaged pieces in the container `name`."""
         return self.quarantine / f"{name}{BAD_SUFFIX}"
 
     def database_files(self) -> list[Path]:
-        """Return the paths of all files of the index: the database and SQLite's side files."""
+        """Return the paths of all files of the index: the database and the side files of SQLite."""
         return [self.root / name for name in INDEX_FILES]

@@ -1,13 +1,14 @@
 """Manifests: the files of a checkpoint, each a sequence of pieces named by digest. No I/O.
 
-A piece is a tensor, or bytes that are kept verbatim: a safetensors header or a whole small file.
-The concatenated pieces of a file are the file. Pieces are listed in pages of 256. A manifest lists
-its files and pages. Manifests and pages are named by the digest of their frame, so a checkpoint
-that grows at its end shares its full pages with its earlier state.
+A piece is a tensor, or bytes that are kept verbatim: a safetensors header or a whole small file. A
+file consists of its pieces, one after the other. The pieces of a checkpoint are listed in pages of
+256, and the manifest lists its files and its pages. Manifests and pages are named by the digest of
+their frame. A checkpoint that grows at its end therefore shares its full pages with its earlier
+state.
 
 The tensors of a training step belong to no file. When a step is exported, its files and their
-headers are generated from the names, dtypes and shapes in the manifest; the result is always the
-same. Storing a header with each step would take space for every tensor's name again.
+headers are generated from the names, dtypes and shapes in the manifest. The result is always the
+same. Storing a header with each step would take space for the name of every tensor again.
 """
 
 import json
@@ -46,7 +47,10 @@ _NAME_END = re.compile("[./]")
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """A tensor, with name, dtype and shape, or bytes that are kept verbatim, without them."""
+    """A piece in a manifest: a tensor, or bytes that are kept verbatim.
+
+    Only a tensor has a name, a dtype and a shape.
+    """
 
     digest: bytes
     nbytes: int
@@ -56,9 +60,10 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class FileEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A file: its path, its size, and the number of pieces it takes from the manifest's list.
+    """A file in a manifest: its path, its size, and how many of the manifest's pieces it has.
 
-    `prefix` is put before the names of its tensors.
+    The names of the file's tensors in the checkpoint begin with `prefix`; their names in the file
+    lack it.
     """
 
     path: str
@@ -68,9 +73,10 @@ class FileEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The description of a checkpoint: its files, the digests of its pages, totals, and notes.
+    """The manifest of a checkpoint: its files, the digests of its pages, totals, and notes.
 
-    `pieces` and `nbytes` are the number of pieces and the sum of their sizes.
+    `pieces` is the number of pieces, and `nbytes` is the sum of their sizes. The pieces themselves
+    are listed in the pages.
     """
 
     files: list[FileEntry]
@@ -81,7 +87,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class ManifestPage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One page of a manifest: 256 pieces, or fewer in the last page."""
+    """A page of a manifest, which lists 256 of the manifest's pieces, or fewer in the last page."""
 
     pieces: list[Piece]
 
@@ -94,10 +100,10 @@ def build(
     pieces: Sequence[Piece],
     second_names: Mapping[str, str] | None = None,
 ) -> tuple[str, dict[str, bytes]]:
-    """Build a manifest and its pages; return its name, and the frames of all by name.
+    """Build a manifest and its pages; return the manifest's name, and all frames by name.
 
-    The frames are in order: pages first, then the manifest. `second_names` maps aliases of tensors
-    to the names under which they are stored.
+    The frames are in order: pages first, then the manifest. `second_names` maps additional names of
+    tensors (aliases) to the names under which the tensors are stored.
     """
     objects: dict[str, bytes] = {}
     pages = []
@@ -113,12 +119,12 @@ def build(
 
 
 def check_built(manifest: str, objects: Objects, path: PurePath) -> None:
-    """Check that a manifest and its pages, all of them in `objects`, can be decoded and agree.
+    """Check that the manifest called `manifest` and its pages can be decoded and agree.
 
-    `manifest` is the manifest's name. Errors name `path`.
+    `objects` has the frames of all of them by name. Errors name `path`.
 
     Raises:
-        DamagedFileError: a frame is damaged, or manifest and pages contradict each other.
+        DamagedFileError: A frame is damaged, or manifest and pages contradict each other.
     """
     content = decode_manifest(objects[manifest], manifest, path)
     pages = (page.hex() for page in content.pages)
@@ -127,10 +133,11 @@ def check_built(manifest: str, objects: Objects, path: PurePath) -> None:
 
 
 def check_object(name: str, blob: bytes, path: PurePath) -> None:
-    """Check that the frame of one manifest or page can be decoded. Errors name `path`.
+    """Check that `blob`, the frame of the manifest or page `name`, can be decoded.
 
     Raises:
-        DamagedFileError: the frame is not valid.
+        DamagedFileError: The frame is not valid; the error names `path`.
+        NewerFormatError: A later version of this program wrote the frame.
     """
     if frames.kind_of(blob) == MANIFEST:
         decode_manifest(blob, name, path)
@@ -139,7 +146,7 @@ def check_object(name: str, blob: bytes, path: PurePath) -> None:
 
 
 def encode_page(pieces: Sequence[Piece]) -> tuple[str, bytes]:
-    """Return the name and the frame of a page of up to PAGE_ENTRIES pieces."""
+    """Return the name and the frame of the page that lists `pieces`, at most PAGE_ENTRIES."""
     blob = frames.encode(PAGE, ManifestPage(list(pieces)))
     return digest(blob), blob
 
@@ -151,11 +158,13 @@ def encode_manifest(manifest: Manifest) -> tuple[str, bytes]:
 
 
 def decode_manifest(blob: bytes, name: str, path: PurePath) -> Manifest:
-    """Decode the manifest `name` and check it; all its file paths stay inside an export's folder.
+    """Decode `blob`, the frame of the manifest `name`, and check it.
+
+    All file paths in a manifest that passes stay inside the folder of an export.
 
     Raises:
-        DamagedFileError: the manifest is damaged; the error names `path`.
-        NewerFormatError: a later version of this program wrote the manifest.
+        DamagedFileError: The manifest is damaged; the error names `path`.
+        NewerFormatError: A later version of this program wrote the manifest.
     """
     manifest = frames.decode(_named(blob, name, path), MANIFEST, Manifest, path)
     expected = -(-manifest.pieces // PAGE_ENTRIES)
@@ -175,17 +184,20 @@ def decode_manifest(blob: bytes, name: str, path: PurePath) -> Manifest:
 
 
 def aliases(manifest: Manifest) -> dict[str, str]:
-    """Return the aliases of tensors: their second names, mapped to the names they are stored by."""
+    """Return the aliases in a manifest, which are additional names of tensors.
+
+    Each alias is mapped to the name under which the tensor is stored.
+    """
     notes = manifest.notes.items()
     return {key.removeprefix(_ALIAS): name for key, name in notes if key.startswith(_ALIAS)}
 
 
 def decode_page(blob: bytes, name: str, path: PurePath) -> ManifestPage:
-    """Decode the page `name` and check it.
+    """Decode `blob`, the frame of the page `name`, and check it.
 
     Raises:
-        DamagedFileError: the page is damaged; the error names `path`.
-        NewerFormatError: a later version of this program wrote the page.
+        DamagedFileError: The page is damaged; the error names `path`.
+        NewerFormatError: A later version of this program wrote the page.
     """
     page = frames.decode(_named(blob, name, path), PAGE, ManifestPage, path)
     if len(page.pieces) > PAGE_ENTRIES:
@@ -205,10 +217,10 @@ def _named(blob: bytes, name: str, path: PurePath) -> bytes:
 
 
 def check_pieces(manifest: Manifest, pieces: Sequence[Piece], path: PurePath) -> None:
-    """Check that the counts and sizes in a manifest match `pieces`, all of its pieces.
+    """Check that the counts and sizes in `manifest` match its pieces. `pieces` are all of them.
 
     Raises:
-        DamagedFileError: a count or a size differs; the error names `path`.
+        DamagedFileError: A count or a size differs; the error names `path`.
     """
     if len(pieces) != manifest.pieces or sum(p.nbytes for p in pieces) != manifest.nbytes:
         raise DamagedFileError.at(path, f"{manifest.pieces} pieces expected, {len(pieces)} found")
@@ -220,7 +232,10 @@ def check_pieces(manifest: Manifest, pieces: Sequence[Piece], path: PurePath) ->
 def by_file(
     manifest: Manifest, pieces: Sequence[Piece]
 ) -> Iterator[tuple[FileEntry, Sequence[Piece]]]:
-    """Yield each file of a manifest with its pieces. `pieces` are all pieces of the manifest."""
+    """Yield each file of `manifest` with its pieces.
+
+    `pieces` are all pieces of the manifest. Pieces that belong to no file are left out.
+    """
     at = 0
     for file in manifest.files:
         yield file, pieces[at : at + file.pieces]
@@ -228,13 +243,19 @@ def by_file(
 
 
 def loose(manifest: Manifest, pieces: Sequence[Piece]) -> Sequence[Piece]:
-    """Return the pieces that belong to no file: the tensors of a training step."""
+    """Return the pieces of `manifest` that belong to no file: the tensors of a training step.
+
+    `pieces` are all pieces of the manifest.
+    """
     return pieces[sum(file.pieces for file in manifest.files) :]
 
 
 @dataclass(frozen=True, slots=True)
 class SynthesizedFile:
-    """A safetensors file that an export generates: path, header, and the tensors in their order."""
+    """A safetensors file that an export generates.
+
+    It has a path, a header, and tensors in the order in which the file stores them.
+    """
 
     path: str
     header: bytes
@@ -254,12 +275,13 @@ class SynthesizedFile:
 def synthesized_files(
     loose: Sequence[Piece], part: str, taken: Collection[str]
 ) -> Iterator[SynthesizedFile]:
-    """Generate the files of a step's tensors: one of weights, one of other training state.
+    """Generate the safetensors files for the tensors of a step, which are `loose`.
 
-    With `part`, only tensors whose names begin with `part` and a dot are weights, and their names
-    lose that prefix. Tensors whose dtype safetensors does not know count as state and become U8.
-    `taken` are the paths of the checkpoint's other files, with which the generated paths do not
-    collide.
+    There is a file for the weights and one for the other training state; a file without tensors is
+    left out. If `part` is not empty, only tensors whose names begin with `part` and a dot are
+    weights, and their names in the file lack this prefix. Tensors whose dtype safetensors does not
+    know count as state and are written as U8. `taken` has the paths of the checkpoint's other
+    files; the generated paths do not collide with them.
     """
     start = f"{part}." if part else ""
     weights = [
@@ -280,10 +302,10 @@ def synthesized_files(
 
 
 def free_path(path: str, taken: Collection[str]) -> str:
-    """Return `path`, changed if it collides with one of the paths in `taken`.
+    """Return `path`, changed if it collides with a path in `taken`.
 
-    Two paths collide if they are equal or if one is a folder of the other. Underscores are appended
-    to the first name in `path`, before its suffix, until there is no collision.
+    Two paths collide if they are equal or if one of them is a folder in the other path. Underscores
+    are appended to the first name in `path`, before its suffix, until there is no collision.
     """
     others = [PurePosixPath(other) for other in taken]
     while any(_collide(PurePosixPath(path), other) for other in others):

@@ -1,4 +1,4 @@
-"""Names of checkpoints and of their files, and checks that none escapes its folder. No I/O."""
+"""Names of checkpoints and of their files, and checks that no name escapes its folder. No I/O."""
 
 import re
 from pathlib import Path, PurePath, PurePosixPath
@@ -18,10 +18,12 @@ _HUB = re.compile(r"models--(?P<name>.+)")
 
 
 def check_name(name: str) -> str:
-    """Return `name` if it is a valid checkpoint name whose reference has a valid file name.
+    """Return `name` if it is a valid checkpoint name.
+
+    The name of the file that stores the checkpoint's reference must also be valid.
 
     Raises:
-        BadNameError: the name is invalid or too long.
+        BadNameError: The name is invalid or too long.
     """
     if not _fits(check_form(name)):
         what = (
@@ -35,10 +37,10 @@ def check_name(name: str) -> str:
 def check_form(name: str) -> str:
     """Return `name` if it has the syntax of a checkpoint name.
 
-    The length of the reference's file name is not checked.
+    Unlike `check_name`, this does not check the length of the name of the reference's file.
 
     Raises:
-        BadNameError: the name has another syntax or is too long.
+        BadNameError: The name does not have that syntax or is too long.
     """
     if len(name) > MAX_NAME or not _NAME.fullmatch(name):
         raise BadNameError.at(
@@ -48,11 +50,13 @@ def check_form(name: str) -> str:
 
 
 def name_of(path: Path) -> str:
-    """Return the default checkpoint name for a folder or file.
+    """Return the default checkpoint name for the folder or file at `path`.
 
-    That is the name of the folder, or of the file without its suffix. A snapshot in a Hugging Face
-    cache is named after its repository, and a file with a generic name (`model.safetensors`, an
-    index) after its folder.
+    The first of these rules that applies decides:
+
+    1. A folder or file in a Hugging Face cache is named after its repository.
+    2. A file with a generic name (`model.safetensors`, an index) is named after its folder.
+    3. Any other file is named by its file name without the suffix, and a folder by its folder name.
     """
     for part in reversed(path.parts):
         if match := _HUB.fullmatch(part):
@@ -68,7 +72,7 @@ def _fit(text: str) -> str:
 
 
 def shortened(name: str, ending: str = "") -> str:
-    """Return `name` followed by `ending`, with `name` cut so that the result is a valid length."""
+    """Return `name` followed by `ending`; `name` is cut if the result would be too long."""
     name = name[: max(0, MAX_NAME - len(ending))]
     while name and not _fits(name + ending):
         name = name[:-1]
@@ -76,12 +80,12 @@ def shortened(name: str, ending: str = "") -> str:
 
 
 def file_of(name: str) -> str:
-    """Return the file name of the reference for a checkpoint name.
+    """Return the name of the file that stores the reference of the checkpoint `name`.
 
-    Different names have different file names.
+    Different checkpoint names give different file names.
 
     Raises:
-        BadNameError: the name is invalid.
+        BadNameError: The name is invalid.
     """
     return _file(check_name(name))
 
@@ -95,18 +99,21 @@ def _fits(name: str) -> bool:
 
 
 def name_in(file: str) -> str | None:
-    """Return the checkpoint name for a reference's file name, or None if it is not one."""
+    """Return the checkpoint name that `file`, the file name of a reference, stands for.
+
+    Return None if `file` is not the file name of a reference.
+    """
     name = file.replace(_SLASH, "/")
     return name if len(name) <= MAX_NAME and _NAME.fullmatch(name) else None
 
 
 def check_path(text: str, manifest: PurePath) -> PurePosixPath:
-    """Return the path of a file in an export, after checking that it stays inside the folder.
+    """Return `text`, the path of a file in an export, if it stays inside the folder of the export.
 
-    `manifest` is the path of the manifest, for errors.
+    `manifest` is the path of the manifest that contains the path; errors name it.
 
     Raises:
-        EscapingPathError: the path is absolute, contains `..`, or is not in normal form.
+        EscapingPathError: The path is absolute, contains `..`, or is not in normal form.
     """
     path = PurePosixPath(text)
     unsafe = not path.parts or path.is_absolute() or ".." in path.parts or "\0" in text

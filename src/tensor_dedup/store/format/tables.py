@@ -1,8 +1,9 @@
 """Tables of containers: the places and digests of the pieces in a container. No I/O.
 
-A container is an immutable file of pieces. In a `slab`, `pack` or `delta` the table is the frame at
-the end of the file; for a `raw` container it is a separate file. A container is named by the digest
-of its table's frame, and the table holds the digests of all its pieces.
+A container is an immutable file of pieces. In a `slab`, `pack` or `delta`, the table is a frame
+near the end of the file. For a `raw` container, it is a separate file. An `external` container is
+only a table. A container is named by the digest of its table's frame, and the table holds the
+digests of all its pieces.
 """
 
 import struct
@@ -33,10 +34,11 @@ TAIL_BYTES = _TAIL.size
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """A stored piece: `stored` bytes at `offset`, which `codec` decodes to `nbytes`.
+    """A record in a container's table: where and how a piece is stored.
 
-    `base` is the digest of the piece that this one is encoded against, or None. `leaves` are the
-    concatenated digests of the decoded leaves (2 MiB each).
+    The `stored` bytes at `offset` are decoded by `codec` to the `nbytes` of the piece. `base` is
+    the digest of the piece that this one is encoded against, or None. `leaves` are the concatenated
+    digests of the decoded leaves (2 MiB each).
     """
 
     digest: bytes
@@ -54,7 +56,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     @property
     def codec_name(self) -> str:
-        """The name of the codec, without the parameters after the colon."""
+        """The name of the codec, without any parameters, which follow a colon."""
         return self.codec.partition(":")[0]
 
     @property
@@ -64,14 +66,14 @@ class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     @property
     def bases(self) -> tuple[bytes, ...]:
-        """The digests of all pieces needed to decode this one: its base, then its parts."""
+        """The digests of all other pieces needed to decode this one: its base, then its parts."""
         return () if self.base is None else (self.base, *self.parts.values())
 
     def leaf_in(self, start: int) -> tuple[bytes, int]:
-        """Return the piece that holds a leaf which this record does not store itself.
+        """Return where a leaf is stored that this piece takes from another piece.
 
         `start` is the offset of the leaf in this piece. The result is the digest of the other piece
-        and the leaf's offset in it.
+        and the offset of the leaf in that piece.
         """
         number = start // LEAF_BYTES
         if is_part(self.codec, number):
@@ -83,9 +85,9 @@ class Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 def part_of(leaves: bytes, number: int, nbytes: int) -> bytes:
-    """Return the digest that leaf `number` of a piece of `nbytes` has as a piece of its own.
+    """Return the digest of the separate piece that consists of leaf `number` of a piece.
 
-    `leaves` are the concatenated leaf digests of the piece.
+    The piece has `nbytes`, and `leaves` are its concatenated leaf digests.
     """
     at = number * DIGEST_BYTES
     return part_digest(leaves[at : at + DIGEST_BYTES], leaf_bytes(number, nbytes))
@@ -94,8 +96,8 @@ def part_of(leaves: bytes, number: int, nbytes: int) -> bytes:
 class Table(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The table of a container: its kind, the size of its data, and its records by offset.
 
-    For an `external` container, `origin` describes the indexed file (`ExternalFile.to_texts`);
-    otherwise it is None.
+    For an `external` container, `origin` describes the indexed file (`ExternalFile.to_texts`). For
+    any other kind, it is None.
     """
 
     kind: str
@@ -105,30 +107,33 @@ class Table(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Encoded(NamedTuple):
-    """The frame of a table, and the name of the container, which is the frame's digest."""
+    """The frame of a table, and the name of the container, which is the digest of the frame."""
 
     name: str
     blob: bytes
 
 
 def encode(table: Table) -> Encoded:
-    """Encode a table; return its frame and the name of the container."""
+    """Encode `table`; return its frame and the name of the container."""
     blob = frames.encode(KIND, table)
     return Encoded(digest(blob), blob)
 
 
 def tail(table_at: int) -> bytes:
-    """Return the last bytes of a slab, pack or delta, which hold the offset of its table."""
+    """Return the last bytes for a slab, pack or delta whose table begins at offset `table_at`.
+
+    They hold that offset.
+    """
     return _TAIL.pack(table_at, _TAIL_MAGIC)
 
 
 def table_start(ending: bytes, size: int, path: PurePath) -> int:
     """Return the offset of the table in a slab, pack or delta of `size` bytes.
 
-    `ending` are the last TAIL_BYTES of the file.
+    `ending` has the last TAIL_BYTES of the file.
 
     Raises:
-        DamagedFileError: the ending does not hold a valid offset; the error names `path`.
+        DamagedFileError: The ending does not hold a valid offset; the error names `path`.
     """
     if len(ending) != TAIL_BYTES:
         raise DamagedFileError.at(path, f"{size} bytes are no container", size=size)
@@ -141,11 +146,13 @@ def table_start(ending: bytes, size: int, path: PurePath) -> int:
 
 
 def decode(blob: bytes, name: str, kind: str, path: PurePath) -> Table:
-    """Decode the table of the container `name` and check all its records.
+    """Decode `blob`, the table of the container `name`, and check all its records.
+
+    `kind` is the kind of the container.
 
     Raises:
-        DamagedFileError: it is not a valid table of this container; the error names `path`.
-        NewerFormatError: a later version wrote the table, or it uses an unknown codec.
+        DamagedFileError: It is not a valid table of this container; the error names `path`.
+        NewerFormatError: A later version of this program wrote the table, or a codec is unknown.
     """
     table = frames.decode(blob, KIND, Table, path)
     if digest(blob) != name or table.kind != kind:
@@ -211,7 +218,7 @@ def _check_places(table: Table, path: PurePath) -> None:
 
 
 def gaps(table: Table) -> list[tuple[int, int]]:
-    """Return the (offset, length) of each gap between records: the padding of a container."""
+    """Return the (offset, length) of each gap between the records: the padding of a container."""
     found, at = [], 0
     for record in table.records:
         if record.offset > at:

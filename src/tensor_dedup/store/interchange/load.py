@@ -1,6 +1,6 @@
-"""Loading a state dict from a folder of numbered data files with an index. Needs torch.
+"""Loading of a state dict from a folder of numbered data files with an index. Needs torch.
 
-The folder is either on disk (ArtifactFolder) or was imported into a store (StoredArtifact).
+The folder either lies on disk (ArtifactFolder) or was imported into a store (StoredArtifact).
 """
 
 import hashlib
@@ -64,20 +64,20 @@ _DATA = re.compile(re.escape(DATA_NAME) + r"(0|[1-9][0-9]{0,5})")
 
 
 class ArtifactFolder:
-    """A folder of data files on disk, opened: its index and descriptor, checked, and its data.
+    """An opened folder on disk: its index and descriptor, which were checked, and its data.
 
-    The data files are read as one contiguous range of `data_bytes`. Any thread may read. Close the
-    folder, or use it as a context manager.
+    The data files are read as if they were one range of `data_bytes`. Any thread may read. Close
+    the folder, or use it as a context manager.
     """
 
     verified = False
 
     def __init__(self, files: Files, path: Path) -> None:
-        """Open the folder.
+        """Open the folder at `path`.
 
         Raises:
-            CheckpointNotFoundError: there is no index.
-            FormatError: index, descriptor and data contradict each other.
+            CheckpointNotFoundError: The folder has no index.
+            FormatError: Index, descriptor and data contradict each other.
         """
         self.path = path
         self._files = files
@@ -143,7 +143,10 @@ class ArtifactFolder:
         return handle
 
     def optional(self, name: str) -> tuple[Path, bytes | None]:
-        """Return the path of a small file in the folder, and its bytes or None if it is missing."""
+        """Return the path and the content of the small file `name`, which the folder may lack.
+
+        The content is None if the file does not exist.
+        """
         path = self.path / name
         try:
             handle = self._files.open(path, "read")
@@ -166,7 +169,7 @@ class ArtifactFolder:
         """Fill `view` with the data from offset `start`.
 
         Raises:
-            ChangedFileError: a data file has become shorter.
+            ChangedFileError: A data file is now shorter than when the folder was opened.
         """
         done = 0
         ends = [at for at, _ in self._starts[1:]] + [self.data_bytes]
@@ -190,25 +193,26 @@ class ArtifactFolder:
         self.close()
 
     def close(self) -> None:
-        """Close all files. Closing twice has no effect."""
+        """Close all files. A second call has no effect."""
         self._undo.close()
 
 
 class StoredArtifact:
-    """A folder of data files that was imported into a store; every byte read is verified.
+    """A folder of data files that was imported into a store. Every byte read is verified.
 
-    Any thread may read. The checkpoint must stay open; this object does not close it.
+    Any thread may read. Keep the checkpoint open while this object is in use; the object does not
+    close it.
     """
 
     verified = True
     descriptor: ArtifactDescriptor | None = None
 
     def __init__(self, checkpoint: StoredCheckpoint) -> None:
-        """Read the index from the checkpoint.
+        """Read the index from `checkpoint`.
 
         Raises:
-            CheckpointNotFoundError: the checkpoint was not such a folder.
-            FormatError: index and data contradict each other.
+            CheckpointNotFoundError: The checkpoint was not imported from a folder of this format.
+            FormatError: Index and data contradict each other.
         """
         self.path = Path(checkpoint.name)
         self._checkpoint = checkpoint
@@ -232,10 +236,13 @@ class StoredArtifact:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Do nothing: there is nothing to close."""
+        """Do nothing, because this object opened nothing."""
 
     def optional(self, name: str) -> tuple[Path, bytes | None]:
-        """Return the path of a small file in the folder, and its bytes or None if it is missing."""
+        """Return the path and the content of the small file `name`, which the folder may lack.
+
+        The content is None if the file does not exist.
+        """
         pieces = self._files.get(name)
         if pieces is None:
             return self.path / name, None
@@ -245,10 +252,10 @@ class StoredArtifact:
         return bytes(self._checkpoint.read_piece(piece.digest, 0, piece.nbytes, piece.nbytes))
 
     def read(self, view: memoryview, start: int) -> None:
-        """Fill `view` with the data from offset `start`.
+        """Fill `view` with the data from offset `start`, verified.
 
         Raises:
-            CorruptTensorError, MissingObjectError: no intact copy of the bytes is in the store.
+            CorruptTensorError, MissingObjectError: No intact copy of the bytes is in the store.
         """
         done, number = 0, max(0, bisect_right(self._starts, start) - 1)
         while done < view.nbytes:
@@ -270,23 +277,29 @@ def load_dict(
     verify: bool = True,
     files: Files | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Load the tensors of a folder by name, as CPU tensors; views of one storage share it again.
+    """Load the tensors in a folder by name, as CPU tensors. Views of one storage share it again.
 
-    `path` is a folder written by `save_dict`, tensorcast or ServerlessLLM, or an open checkpoint of
-    an imported folder. `names` selects tensors; only their storages are read. Any thread may call
-    it.
+    `path` is a folder written by `save_dict`, tensorcast or ServerlessLLM, or an open checkpoint
+    that was imported from such a folder. `names` selects tensors, and only their storages are read.
+    `view` is an id under which `save_dict` saved a selection of names; give the names, too. `files`
+    replaces the file system in tests. Safe from any thread.
 
-    With `verify`, data from a folder is compared with the checksums in it. A whole load uses the
-    SHA-256 of the descriptor if there is one, otherwise `verification.json`. A `view` is an id
-    under which `save_dict` saved a selection of names; its own verification file is used. Other
-    selections and folders of ServerlessLLM are not verified. Data from a store is always verified.
+    If `verify` is True, the data read from a folder is compared with checksums in the folder:
+
+    - Data loaded with a `view` is compared with the verification file of that view.
+    - Data loaded as a whole is compared with the SHA-256 in the descriptor. Without a descriptor,
+      it is compared with `verification.json`.
+    - Data selected by `names` without a `view` is not verified. Nor is data in folders of
+      ServerlessLLM.
+
+    Data from a store is always verified, whatever `verify` is.
 
     Raises:
-        ConfigError: a name or a view does not exist.
-        CheckpointNotFoundError, FormatError: the folder has another format or is damaged.
-        ChangedFileError: a file changed while it was read.
-        IntegrityError: the data does not match its checksum.
-        StoreError: the store or the disk failed.
+        ConfigError: A name or a view does not exist, or a view is given without names.
+        CheckpointNotFoundError, FormatError: The folder has another format or is damaged.
+        ChangedFileError: A file changed while it was read.
+        IntegrityError: The data does not match its checksum.
+        StoreError: The store or the disk failed.
     """
     if view is not None and names is None:
         raise ConfigError(f"load the view {view!r} with the names of its tensors")

@@ -1,8 +1,8 @@
-"""Writing a state dict as a new folder of numbered data files with an index. Needs torch.
+"""Writing of a state dict as a new folder of numbered data files with an index. Needs torch.
 
-The folder appears atomically, complete and durable, or not at all. Bytes go through a few reused
-buffers: the calling thread fills them, other threads write them with O_DIRECT and hash them. The
-buffers take at most `num_buffers` times `buffer_size_mb` MiB of memory.
+The folder appears atomically, complete and durable, or not at all. The bytes go through a few
+reused buffers: the calling thread fills them, and other threads hash them and write them with
+O_DIRECT. The buffers take at most `num_buffers` times `buffer_size_mb` MiB of memory.
 """
 
 import json
@@ -59,11 +59,11 @@ _VIEW_STEP = 8 << 20
 class StreamingConfig:
     """The buffers and threads of a save. The defaults are tensorcast's.
 
-    There are up to `num_buffers` buffers of at most `buffer_size_mb` MiB; a save never uses more
-    than 8 MiB for one. With `enable_async_write`, other threads write and hash.
+    A save uses at most `num_buffers` buffers, each of at most `buffer_size_mb` MiB and never more
+    than 8 MiB. With `enable_async_write`, other threads write and hash.
 
     Raises:
-        ConfigError: a number is not a positive integer.
+        ConfigError: A number is not a positive integer.
     """
 
     num_buffers: int = 4
@@ -78,10 +78,12 @@ class StreamingConfig:
 
     @classmethod
     def of(cls, given: "Mapping[str, Any] | StreamingConfig | None") -> "StreamingConfig":
-        """Return a configuration from a mapping of its fields; None gives the defaults.
+        """Return a configuration made from `given`, a mapping of its fields.
+
+        A StreamingConfig is returned as it is. None gives the defaults.
 
         Raises:
-            ConfigError: a key is unknown or a value is invalid.
+            ConfigError: A key is unknown or a value is invalid.
         """
         if isinstance(given, StreamingConfig):
             return given
@@ -108,6 +110,9 @@ class DataFiles:
     """A writer of the data files `tensor.data_0`, `tensor.data_1`, ... as one range of bytes.
 
     Each file has at most `limit` bytes, rounded down to whole pages.
+
+    Raises:
+        ConfigError: `limit` is smaller than a page.
     """
 
     def __init__(self, files: Files, folder: Path, limit: int) -> None:
@@ -122,7 +127,10 @@ class DataFiles:
         self._direct: list[DirectFile] = []
 
     def write(self, view: memoryview, start: int) -> None:
-        """Write bytes at offset `start` of the range, creating files as needed. Thread-safe."""
+        """Write the bytes in `view` at offset `start` of the range. Safe from any thread.
+
+        Files are created as needed.
+        """
         done = 0
         while done < view.nbytes:
             number, at = divmod(start + done, self._limit)
@@ -142,14 +150,17 @@ class DataFiles:
                 self._direct.append(DirectFile(self._files, self._handles[-1]))
 
     def sync(self) -> None:
-        """Make all bytes durable, with at least one file. No thread may be writing."""
+        """Make all bytes durable. No thread may be writing.
+
+        If nothing was written, an empty first file is created.
+        """
         self._open(0)
         for handle, direct in zip(self._handles, self._direct, strict=True):
             direct.finish()
             self._files.fsync(handle)
 
     def close(self) -> None:
-        """Close all files. No thread may be writing."""
+        """Close all files. No thread may be writing. A second call has no effect."""
         for direct in self._direct:
             direct.close()
         while self._handles:
@@ -157,7 +168,10 @@ class DataFiles:
 
 
 class DataHashes:
-    """The checksums of the data while it is written, computed without the padding at its end."""
+    """The checksums of the data, computed while it is written.
+
+    They leave out the padding at the end of the data.
+    """
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -165,10 +179,10 @@ class DataHashes:
         self.verifier = Verifier(total)
 
     def work(self, view: memoryview, start: int) -> Iterator[tuple[bool, Callable[[], None]]]:
-        """Yield the hashing jobs for a buffer that begins at offset `start` of the data.
+        """Yield the jobs that hash `view`, a buffer that begins at offset `start` of the data.
 
         Each job is a pair (ordered, function). Ordered jobs must run in one thread, in the order of
-        the buffers; other jobs may run in any thread.
+        the buffers. Other jobs may run in any thread.
         """
         counted = view[: max(0, self._total - start)]
         yield True, partial(self.verifier.update, counted)
@@ -182,11 +196,11 @@ class DataHashes:
 
 
 class Stream:
-    """A byte stream that one thread fills and background threads write and hash.
+    """A byte stream that one thread fills while background threads write and hash it.
 
-    Fill the memory that `room` returns, then report the number of bytes by `commit`. `finish` waits
-    until all bytes are written. `close` stops the threads and must always be called. `room`,
-    `commit` and `finish` raise errors of the background threads.
+    Fill the memory that `room` returns, then call `commit` with the number of bytes. `finish` waits
+    until all bytes are written. Always call `close`, which stops the threads. `room`, `commit` and
+    `finish` raise the errors of the background threads.
     """
 
     def __init__(
@@ -213,7 +227,10 @@ class Stream:
             ]
 
     def room(self) -> memoryview:
-        """Return free buffer memory to fill, at least one byte."""
+        """Return at least one byte of free buffer memory to fill.
+
+        If all buffers are in use, wait until one is free.
+        """
         if self._current is None:
             self._current = self._buffer()
         return self._current[self._filled :]
@@ -228,7 +245,7 @@ class Stream:
         return buffer
 
     def commit(self, nbytes: int) -> None:
-        """Append the first `nbytes` of the memory that `room` returned to the stream."""
+        """Append the first `nbytes` of the memory returned by `room` to the stream."""
         self._filled += nbytes
         if self._filled == self._size:
             self._send()
@@ -299,25 +316,31 @@ def save_dict(
 ) -> dict[str, Any]:
     """Write tensors to a new folder, each storage once; return the descriptor as a dict.
 
-    `path` is a folder that is empty or does not exist. It appears when everything is durable, or
-    not at all. `streaming_config` has the fields of StreamingConfig and bounds the memory used.
-    `views` maps ids to selections of tensor names; each gets its own verification file, for
-    `load_dict(view=...)`. `fields` is the number of fields of an index entry: 6, or 5 for
-    ServerlessLLM, which does not support storage offsets. `max_file_bytes` limits the size of each
-    data file. `files` replaces the file system in tests.
+    The arguments are:
 
-    The descriptor has tensorcast's fields, and `storage_entries` and `tensor_aliases`, from which
-    `rebuild_index` restores `tensor_index.json`. With `verification=False`, nothing is hashed:
-    neither `verification.json` nor `artifact_descriptor.json` is written, `load_dict` cannot
-    verify, and the descriptor has only the last two fields.
+    - `path` is a folder that is empty or does not exist. It appears when everything is durable, or
+      not at all.
+    - `streaming_config` has the fields of StreamingConfig and bounds the memory that is used.
+    - `views` maps ids to selections of tensor names. Each selection gets its own verification file,
+      for `load_dict(view=...)`.
+    - `fields` is the number of fields in an index entry: 6, or 5 for ServerlessLLM, which does not
+      support storage offsets.
+    - `max_file_bytes` limits the size of each data file.
+    - `files` replaces the file system in tests.
+
+    The descriptor has tensorcast's fields. It also has `storage_entries` and `tensor_aliases`, from
+    which `rebuild_index` restores `tensor_index.json`. If `verification` is False, nothing is
+    hashed, and neither `verification.json` nor `artifact_descriptor.json` is written. `load_dict`
+    then cannot verify the data, and the returned descriptor has only `storage_entries` and
+    `tensor_aliases`.
 
     The tensors must not be modified during the call.
 
     Raises:
-        ConfigError: an argument is invalid.
-        UnsupportedError: a tensor has no dense storage, or 5 fields cannot describe it.
-        ExportTargetError: the folder exists and is not empty.
-        StoreError: the disk failed.
+        ConfigError: An argument is invalid.
+        UnsupportedError: A tensor has no dense storage, or 5 fields cannot describe it.
+        ExportTargetError: The target exists and is not an empty folder.
+        StoreError: The disk failed.
     """
     config = StreamingConfig.of(streaming_config)
     held = hold(state_dict)
@@ -412,10 +435,11 @@ def _verify_view(held: HeldStorages, view: str, names: Collection[str]) -> bytes
 
 @contextmanager
 def new_folder(files: Files, target: Path) -> Iterator[Path]:
-    """Provide a temporary folder to fill within the block; then rename it to `target`.
+    """Context manager: while it is active, a temporary folder exists; it provides the path.
 
-    The caller makes its files durable within the block. If the block raises, the folder is removed.
-    A crash leaves at most a hidden folder `.NAME.*.partial` beside the target.
+    The caller fills the folder and makes the files in it durable. At the end, the folder is renamed
+    to `target`. After an exception, the folder is removed instead. A crash leaves at most a hidden
+    folder `.NAME.*.partial` beside `target`.
 
     Raises:
         ExportTargetError: `target` exists and is not an empty folder.
@@ -443,14 +467,18 @@ def _check_free(files: Files, target: Path) -> None:
 
 
 def remove_folder(files: Files, folder: Path) -> None:
-    """Remove a folder that contains only files, and the files."""
+    """Remove `folder` and the files in it. It must not contain folders."""
     for name in files.listdir(folder):
         files.unlink(folder / name)
     files.rmdir(folder)
 
 
 def write_file(files: Files, path: Path, blob: bytes) -> None:
-    """Write a new file and sync it. Its name is durable after a sync of its folder."""
+    """Write the new file `path` with the content `blob` and sync it.
+
+    The file's name is durable after its folder is synced. If the file exists already,
+    FileExistsError is raised.
+    """
     handle = files.open(path, "create")
     try:
         files.pwrite(handle, blob, 0)

@@ -1,4 +1,4 @@
-"""The storages of the tensors in a state dict, as flat bytes, and their views. Needs torch."""
+"""The storages of the tensors in a state dict, as flat bytes. Needs torch."""
 
 import ctypes
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class HeldStorages:
-    """The storage graph of a state dict, and its storages as flat bytes by id.
+    """The storage graph of a state dict, and its storages.
 
-    The bytes are on the tensors' own devices.
+    `storages` maps the id of each storage to its bytes, as a flat tensor on the storage's device.
     """
 
     graph: StorageGraph
@@ -30,19 +30,22 @@ class HeldStorages:
 
 
 def storage_graph(state_dict: Mapping[str, torch.Tensor]) -> StorageGraph:
-    """Return the distinct storages of the tensors, and the tensors as views of them.
+    """Return the distinct storages of the tensors, and a description of each tensor as a view.
 
     Raises:
-        UnsupportedError: a tensor has no dense storage of its own (sparse, quantised, meta).
+        UnsupportedError: A tensor has no dense storage of its own (sparse, quantised, meta).
     """
     return hold(state_dict).graph
 
 
 def hold(state_dict: Mapping[str, torch.Tensor]) -> HeldStorages:
-    """Return the storage graph and the storages, which keep the memory alive.
+    """Return the storage graph of a state dict and its storages. They keep the memory alive.
 
     Lazily conjugated or negated tensors are materialised. Storages that begin at the same address
-    count as one, with the size of the largest.
+    count as one storage, which has the size of the largest.
+
+    Raises:
+        UnsupportedError: A tensor has no dense storage of its own (sparse, quantised, meta).
     """
     plain = {name: _plain(name, state_dict[name]) for name in sorted(state_dict)}
     largest: dict[tuple[str, int], torch.Tensor] = {}
@@ -96,9 +99,9 @@ def _alias(name: str, tensor: torch.Tensor, storage_id: str) -> TensorAlias:
 
 
 def copy_into(room: memoryview, storage: torch.Tensor, start: int) -> int:
-    """Copy bytes of a storage, from offset `start`, into `room`; return the number copied.
+    """Copy bytes of `storage` from offset `start` into `room`; return the number of bytes copied.
 
-    It stops where `room` is full or the storage ends.
+    Copying stops when `room` is full or the storage ends.
     """
     part = storage[start : start + room.nbytes]
     with room[: part.nbytes] as target:

@@ -1,9 +1,9 @@
-"""Reading many pieces at once into large regions of memory, verified leaf by leaf.
+"""Reading of many pieces at once into large regions of memory, verified leaf by leaf.
 
-Pieces that are close together in a container form a span, which is read into one region of memory
-with the container's own layout, in large blocks and by several threads. The thread that reads the
-last bytes of a leaf (2 MiB) hashes it while it is in the processor's cache. Bytes in the page cache
-are read from there. Other bytes are read with O_DIRECT where the file system supports it, because
+Pieces that are close together in a container form a span. Several threads read a span in large
+parts into a region of memory that has the container's layout. The thread that reads the last bytes
+of a leaf (2 MiB) hashes the leaf while it is in the processor's cache. Bytes in the page cache are
+read from there. Other bytes are read with O_DIRECT where the file system supports it, because
 filling the page cache would cost more than reading the disk.
 """
 
@@ -62,38 +62,44 @@ class _Block:
 
 @dataclass(eq=False)
 class ReadSpan:
-    """Neighbouring records of one container, which are read together into one region of memory."""
+    """A span: pieces of one container that lie close together and are read as one region.
+
+    `records` are the pieces' entries in the container's table, by offset.
+    """
 
     container: ContainerId
     records: list[Record]
 
     @property
     def start(self) -> int:
-        """The offset in the container at which the span's memory begins, a multiple of PAGE."""
+        """The offset in the container that corresponds to the start of the span's memory.
+
+        It is a multiple of PAGE.
+        """
         return self.records[0].offset // PAGE * PAGE
 
     @property
     def stop(self) -> int:
-        """The offset in the container at which the span's memory ends, a multiple of PAGE.
+        """The offset in the container that corresponds to the end of the span's memory.
 
-        It may lie beyond the end of the file.
+        It is a multiple of PAGE and may lie beyond the end of the file.
         """
         return -(-_end(self.records[-1]) // PAGE) * PAGE
 
 
 @dataclass(frozen=True)
 class Filled:
-    """A span in memory: each record begins at `record.offset - span.start`."""
+    """A span that was read into `memory`. Each record begins at `record.offset - span.start`."""
 
     span: ReadSpan
     memory: memoryview
 
 
 def plan(pieces: StoredPieces, digests: Collection[bytes], span_bytes: int) -> list[ReadSpan]:
-    """Group pieces into spans, ordered by container and offset. No I/O.
+    """Group the pieces with these digests into spans, ordered by container and offset. No I/O.
 
-    Pieces without an unencoded copy in the store (deltas, missing pieces) are left out. A span has
-    at most `span_bytes`, unless it consists of one larger piece.
+    A piece without an unencoded copy in the store is left out; `BulkReader.read` reads it. A span
+    has at most `span_bytes`, unless it consists of a single larger piece.
     """
     places = [found[0] for digest in digests if (found := pieces.plain_places(digest))]
     places.sort(key=lambda place: (place[0], place[1].offset))
@@ -118,15 +124,17 @@ def _end(record: Record) -> int:
 
 
 class BulkReader:
-    """A reader that fills spans with several threads. Not thread-safe; close it, or use `with`.
+    """A reader that fills spans with several threads. Use it from one thread at a time.
 
-    Without `verify`, unencoded pieces are not compared with their digests. With `mapped`,
-    containers are mapped into memory instead of copied. The memory is then shared with the page
-    cache, and pages that the kernel drops and reads again later are not verified again. If the disk
-    cannot read a page of a mapped span, the span is copied from intact copies if that is found
-    during verification. Later, or without `verify`, an access to that page ends the process
-    (SIGBUS). Each mapped span takes a file descriptor; when two thirds of the free ones are in use,
-    further spans are copied.
+    Close the reader, or use it as a context manager. Without `verify`, unencoded pieces are not
+    compared with their digests.
+
+    With `mapped`, containers are mapped into memory instead of copied. The memory is then shared
+    with the page cache. Pages that the kernel drops and reads again later are not verified again.
+    If verification finds a page that the disk cannot read, the whole span is copied from intact
+    copies instead. If an access finds such a page later, or without `verify`, the process ends
+    (SIGBUS). Each mapped span takes a file descriptor. When two thirds of the free descriptors are
+    in use, further spans are copied.
     """
 
     def __init__(
@@ -158,11 +166,13 @@ class BulkReader:
         self._undo.close()
 
     def fill(self, spans: Sequence[ReadSpan], ahead: int | None = None) -> Iterator[Filled]:
-        """Yield the spans in memory, in order; up to `ahead` spans (None: all) are read in advance.
+        """Read `spans`; yield each of them in memory, in order.
+
+        Up to `ahead` spans are read in advance; None means all.
 
         Raises:
-            CorruptTensorError, MissingObjectError: no intact copy of a piece is in the store.
-            StoreIOError: the disk failed.
+            CorruptTensorError, MissingObjectError: No intact copy of a piece is in the store.
+            StoreIOError: The disk failed.
         """
         waiting = list(reversed(spans))
         started: deque[tuple[_Work, list[Future[None]]]] = deque()
@@ -174,11 +184,11 @@ class BulkReader:
     def read(
         self, pieces: Sequence[tuple[bytes, int]], ahead_bytes: int | None = None
     ) -> Iterator[tuple[bytes, memoryview]]:
-        """Yield the digest and bytes of single pieces, in order, decoded and always verified.
+        """Read single pieces; yield the digest and the decoded bytes of each, in order.
 
-        It serves the pieces that `plan` leaves out. `pieces` has the digest and size of each; the
-        yielded memory may be larger than the piece. Up to `ahead_bytes` (None: all) are read in
-        advance. Raises the errors of `fill`.
+        Use it for the pieces that `plan` leaves out. They are always verified. `pieces` has the
+        digest and size of each piece. The yielded memory may be larger than the piece. Up to
+        `ahead_bytes` are read in advance; None means all. Raises the errors of `fill`.
         """
         waiting = deque(pieces)
         started: deque[tuple[bytes, int, memoryview, list[Future[None]]]] = deque()

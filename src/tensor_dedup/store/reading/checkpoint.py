@@ -21,9 +21,9 @@ from tensor_dedup.store.reading.reader import StoredPieces
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a stored checkpoint. `digest` is 64 hex digits.
+    """A tensor in a stored checkpoint. `digest` is 64 hex digits.
 
-    If `alias_of` is not None, `name` is a second name of the tensor called `alias_of`.
+    If `alias_of` is not None, `name` is an additional name of the tensor called `alias_of`.
     """
 
     name: str
@@ -36,9 +36,9 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file of a stored checkpoint, as an export writes it.
+    """A file in a stored checkpoint, as an export writes it.
 
-    `prefix` is put before the names that its tensors have in the file.
+    The names of its tensors in the checkpoint begin with `prefix`; their names in the file lack it.
     """
 
     path: str
@@ -50,10 +50,12 @@ class StoredFile:
 class StoredCheckpoint(StoredPieces):
     """A stored checkpoint, open for reading: its tensors by name, and its files.
 
-    `in`, `[]`, `len`, `keys()`, `values()` and `items()` work as in a mapping from names to
-    StoredTensor. Iteration yields the tensors, not the names, in the order of the files. `in` also
-    accepts a digest (32 bytes). Any thread may read. Close it, or use it as a context manager, when
-    no read is running any more.
+    It works like a mapping from names to StoredTensor (`in`, `[]`, `len`, `keys()`, `values()`,
+    `items()`), with two exceptions: iteration yields the tensors, not their names, and `in` also
+    accepts a digest (32 bytes). The order is that of the files.
+
+    Any thread may read. Close the checkpoint, or leave its `with` statement, only when no read is
+    running any more.
     """
 
     def __init__(
@@ -63,13 +65,15 @@ class StoredCheckpoint(StoredPieces):
         name: str,
         found: tuple[str, Manifest, Sequence[Piece]] | None = None,
     ) -> None:
-        """Open the checkpoint of this name, in a session.
+        """Open the checkpoint `name`. Call it inside `with locks.session(...):`.
 
-        `found` is that of another store or remote: its manifest's name, its manifest, its pieces.
+        If the checkpoint is in another store or a remote, `found` has the name of its manifest, the
+        manifest, and its pieces.
 
         Raises:
-            UnknownNameError: no checkpoint has this name.
-            MissingObjectError, DamagedFileError: its bookkeeping is damaged.
+            UnknownNameError: No checkpoint has this name.
+            MissingObjectError, DamagedFileError: The reference, the manifest or one of its pages is
+                missing or damaged.
         """
         if found is None:
             manifest = objects.ref(name)
@@ -112,7 +116,10 @@ class StoredCheckpoint(StoredPieces):
         return len(self._tensors)
 
     def __contains__(self, wanted: object) -> bool:
-        """Return whether there is a tensor of this name or, given bytes, a piece of this digest."""
+        """Return whether there is a tensor of this name or, if `wanted` is bytes, such a piece.
+
+        The bytes are the digest of the piece.
+        """
         return wanted in self._tensors if isinstance(wanted, str) else super().__contains__(wanted)
 
     def __repr__(self) -> str:
@@ -133,10 +140,10 @@ class StoredCheckpoint(StoredPieces):
         return self._tensors.items()
 
     def __getitem__(self, name: str) -> StoredTensor:
-        """Return the tensor of this name.
+        """Return the tensor called `name`.
 
         Raises:
-            UnknownTensorError: the checkpoint has no tensor of this name.
+            UnknownTensorError: The checkpoint has no tensor of this name.
         """
         try:
             return self._tensors[name]
@@ -152,9 +159,9 @@ class StoredCheckpoint(StoredPieces):
         """Return all bytes of a tensor, verified.
 
         Raises:
-            CorruptTensorError, MissingObjectError: no intact copy of the bytes is in the store.
-            UnknownTensorError: the checkpoint has no tensor of this name.
-            ClosedCheckpointError: the checkpoint was closed.
+            CorruptTensorError, MissingObjectError: No intact copy of the bytes is in the store.
+            UnknownTensorError: The checkpoint has no tensor of this name.
+            ClosedCheckpointError: The checkpoint was closed.
         """
         wanted = self[tensor] if isinstance(tensor, str) else tensor
         return self.read_piece(bytes.fromhex(wanted.digest), 0, wanted.nbytes, wanted.nbytes)
@@ -162,11 +169,11 @@ class StoredCheckpoint(StoredPieces):
     def read_range(self, tensor: StoredTensor | str, start: int, stop: int) -> bytearray:
         """Return the bytes from `start` to `stop` of a tensor, verified.
 
-        The leaves (2 MiB each) that contain the range are read as a whole. Raises the errors of
+        All leaves (2 MiB each) that the range touches are read as a whole. Raises the errors of
         `read`, too.
 
         Raises:
-            BadRangeError: the range lies outside the tensor.
+            BadRangeError: The range lies outside the tensor.
         """
         wanted = self[tensor] if isinstance(tensor, str) else tensor
         if not 0 <= start <= stop <= wanted.nbytes:
@@ -182,9 +189,10 @@ class StoredCheckpoint(StoredPieces):
     def stored(self, tensor: StoredTensor) -> tuple[str, int, str | None]:
         """Return how a tensor is stored: the codec, the bytes on disk, and the digest of its base.
 
-        The base is the tensor it is encoded against, or None. The codec is "" if the store does not
-        hold the tensor. Leaves that are stored as pieces of their own count in full for each tensor
-        that uses them.
+        The base is the tensor that this one is stored as a difference from; without a base, the
+        digest is None. If the store does not hold the tensor, the codec is "" and the number of
+        bytes is 0. Some leaves may be stored as separate pieces that several tensors share; the
+        bytes of these leaves count in full.
         """
         records = self.records(bytes.fromhex(tensor.digest))
         if not records:

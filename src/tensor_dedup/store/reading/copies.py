@@ -1,6 +1,7 @@
 """The copies of pieces in a store's containers, and the open files they are read from.
 
-A piece may be stored several times, unencoded or as a delta (encoded against another piece).
+A piece may be stored several times: unencoded, encoded on its own, or as a delta, which is encoded
+against another piece.
 """
 
 import threading
@@ -37,31 +38,35 @@ _DENSE = 1 / 4
 
 @dataclass(frozen=True, slots=True)
 class PieceCopy:
-    """A copy of a piece: a record in a container."""
+    """A copy of a piece: the container that holds it, and its record in the container's table."""
 
     container: ContainerId
     record: Record
 
     @property
     def may_be_base(self) -> bool:
-        """Whether deltas may be decoded against this copy.
+        """Whether other pieces may be decoded against this copy, as their base.
 
-        That is so if it is no delta itself and lies in the store, not in a file indexed in place.
+        The copy must not be a delta itself, and it must lie in the store, not in a file indexed in
+        place.
         """
         return self.record.base is None and self.container.kind != EXTERNAL
 
 
 class PieceCopies:
-    """The copies of some pieces in a store's containers, which are held open until `close`.
+    """The copies of some pieces in a store's containers. Safe from any thread.
 
-    If there are more containers than a reader may hold open, the least recently used are closed and
-    opened again. If no known copy of a piece is intact, all containers are searched for others. In
-    both cases a session is held from then on, so that garbage collection removes nothing. Safe from
-    any thread.
+    The containers are held open until `close`. If there are more of them than a reader may hold
+    open, the least recently used are closed, and opened again when needed. If no known copy of a
+    piece is intact, all containers are searched for other copies. In both cases a session is held
+    from then on, so that garbage collection removes nothing.
     """
 
     def __init__(self, objects: Objects, index: StoreIndex, wanted: set[bytes]) -> None:
-        """Open the containers of the pieces with these digests, in a session."""
+        """Open the containers of the pieces whose digests are in `wanted`.
+
+        Call it inside `with locks.session(...):`.
+        """
         self._objects = objects
         self._lock = threading.Lock()
         # The containers that were found, and the files that they index in place, if they do.
@@ -141,7 +146,7 @@ class PieceCopies:
         return self._objects.containers.table(container), self._objects.bad_offsets(container.name)
 
     def close(self) -> None:
-        """Close the containers and end the session. Closing twice has no effect."""
+        """Close the containers and end the session. A second call has no effect."""
         self._handles.close()
         self._session.close()
 
@@ -157,29 +162,31 @@ class PieceCopies:
         )
 
     def using(self, container: ContainerId) -> AbstractContextManager[Handle]:
-        """Provide the open file of a container for reading within the block.
+        """Return a context manager: while it is active, a container's data file is open.
+
+        It provides a handle for reading.
 
         Raises:
-            OSError: the file was removed or cannot be opened.
-            ChangedExternalError: the file was indexed in place and has changed.
+            OSError: The file was removed or cannot be opened.
+            ChangedExternalError: The file was indexed in place and has changed.
         """
         return self._handles.using(container)
 
     def path(self, container: ContainerId) -> Path:
-        """Return the path of a container's data file."""
+        """Return the path of the data file of a container that this object uses."""
         origin = self._origins[container]
         own = self._objects.layout.container(container.name, container.kind)
         return own if origin is None else origin.path
 
     def known(self, digest: bytes) -> list[PieceCopy]:
-        """Return the known copies of a piece, in the order in which they are to be tried."""
+        """Return the known copies of a piece in the order in which to try them."""
         with self._lock:
             return list(self._copies.get(digest, ()))
 
     def may_have(self, digest: bytes, nbytes: int) -> bool:
-        """Return whether a piece of this digest and size may be read here.
+        """Return whether a piece with this digest and size may be read from this object.
 
-        It must have been asked for or found, and no known copy may have another size.
+        That is so if the piece was asked for or found, and no known copy has another size.
         """
         with self._lock:
             copies = self._copies.get(digest)
@@ -187,9 +194,10 @@ class PieceCopies:
         return not unknown and all(copy.record.nbytes == nbytes for copy in copies or ())
 
     def anchor(self, digest: bytes) -> bytes | None:
-        """Return the digest of the anchor for new deltas against a piece, or None if there is none.
+        """Return the digest of the anchor to use for new deltas against a piece.
 
         An anchor is a piece that is not stored as a delta: the piece itself, or else its base.
+        Return None if neither can serve.
         """
         bases = [copy.record.base for copy in self.known(digest) if copy.record.base is not None]
         # One step, never more: two deltas may be against each other when no plain copy is left.
@@ -199,9 +207,10 @@ class PieceCopies:
         return any(copy.may_be_base for copy in self.known(digest))
 
     def all_of(self, digest: bytes) -> Iterator[PieceCopy]:
-        """Iterate over the copies of a piece: first the known ones, then those found by a search.
+        """Iterate over all copies of a piece: first the known copies, then those found by a search.
 
-        The search reads the tables of all containers.
+        The search reads the tables of all containers. It is left out if a garbage collection does
+        not end.
         """
         known = self.known(digest)
         yield from known
@@ -258,8 +267,8 @@ class PieceCopies:
 def choose_containers(places: Mapping[bytes, Sequence[PieceLocation]]) -> list[ContainerId]:
     """Choose the containers to open for reading pieces.
 
-    `places` has the locations of each piece. The result is a small set that holds every piece, and
-    some containers with second copies in which little else is stored.
+    `places` maps the digest of each piece to its locations. The result is a small set that holds
+    every piece. It also has some containers with second copies, if they hold little else.
     """
     wanted: Counter[ContainerId] = Counter()
     sizes: dict[ContainerId, int] = {}

@@ -1,4 +1,4 @@
-"""Decoding stored records, and verifying them against their leaf digests."""
+"""Decoding of stored pieces, and verification against their leaf digests."""
 
 from collections.abc import Callable
 from typing import TypeAlias
@@ -23,10 +23,11 @@ Raises:
 
 
 def base_of(record: Record, read_leaf: Callable[[bytes, int, memoryview], bytes]) -> Base:
-    """Return a function that provides the leaves which a record takes from other pieces.
+    """Return a function that provides the leaves which `record` takes from other pieces.
 
-    `read_leaf` fills memory with the leaf of a piece (by digest) at an offset, and returns the
-    leaf's digest.
+    The function is called with the offset of a leaf in the piece and with memory to fill. It finds
+    the other piece, calls `read_leaf` with that piece's digest, the leaf's offset there and the
+    memory, and returns the digest of the leaf, which `read_leaf` returns.
     """
 
     def fill(start: int, view: memoryview) -> bytes:
@@ -39,11 +40,12 @@ def base_of(record: Record, read_leaf: Callable[[bytes, int, memoryview], bytes]
 def fill_leaves(
     files: Files, handle: Handle, record: Record, start: int, view: memoryview, base: Base
 ) -> bool:
-    """Fill `view` with whole leaves of a record from `start`; return whether they are intact.
+    """Fill `view` with whole leaves of a piece from `start`; return whether they are intact.
 
-    `base` is called only for records that are encoded against other pieces. Its errors propagate,
-    as does the OSError of a failed read. Encoded leaves are decoded and hashed by the process's
-    hashing threads.
+    `record` says where and how the piece is stored in the file `handle`. `base` provides leaves of
+    other pieces (see `base_of`) and is called only if the piece is encoded against them. Errors of
+    `base` propagate, as does the OSError of a failed read. The hashing threads of the process
+    decode and hash encoded leaves.
     """
     if record.codec != PLAIN:
         return _decode(files, handle, record, start, view, base)
@@ -53,7 +55,10 @@ def fill_leaves(
 
 
 def are_leaves(nbytes: int, start: int, stop: int) -> bool:
-    """Return whether a range consists of whole leaves of a piece of `nbytes`."""
+    """Return whether the range from `start` to `stop` consists of whole leaves of a piece.
+
+    The piece has `nbytes`.
+    """
     inside = 0 <= start < stop <= nbytes
     return inside and not start % LEAF_BYTES and (not stop % LEAF_BYTES or stop == nbytes)
 
@@ -61,9 +66,9 @@ def are_leaves(nbytes: int, start: int, stop: int) -> bool:
 def read_range(
     files: Files, handle: Handle, record: Record, start: int, stop: int, base: Base
 ) -> bytearray | None:
-    """Return the bytes from `start` to `stop` of a record, or None if they are damaged.
+    """Return the bytes from `start` to `stop` of a piece, or None if they are damaged.
 
-    `base` is that of `fill_leaves`.
+    `handle`, `record` and `base` are as for `fill_leaves`, whose errors are raised.
     """
     first = start // LEAF_BYTES * LEAF_BYTES
     last = min(-(-stop // LEAF_BYTES) * LEAF_BYTES, record.nbytes)
@@ -74,10 +79,10 @@ def read_range(
 
 
 def read_head(files: Files, handle: Handle, record: Record) -> list[Chunk]:
-    """Read the head of an encoded record; return the place of each leaf's chunk.
+    """Read the head of an encoded piece; return the chunk (place and checksum) of each leaf.
 
     Raises:
-        CorruptFrameError: the head is malformed.
+        CorruptFrameError: The head is malformed.
     """
     head = bytearray(head_bytes(record.nbytes))
     files.pread(handle, memoryview(head), record.offset)
@@ -85,7 +90,7 @@ def read_head(files: Files, handle: Handle, record: Record) -> list[Chunk]:
 
 
 def read_chunk(files: Files, handle: Handle, record: Record, chunk: Chunk) -> memoryview:
-    """Read the encoded bytes of one leaf."""
+    """Return the encoded bytes of a leaf, which are stored as `chunk`. They are not verified."""
     blob = memoryview(bytearray(chunk.size))
     files.pread(handle, blob, record.offset + chunk.offset)
     return blob
@@ -94,13 +99,13 @@ def read_chunk(files: Files, handle: Handle, record: Record, chunk: Chunk) -> me
 def decode_leaf(
     codec: str, chunk: memoryview, start: int, view: memoryview, base: Base
 ) -> bytes | None:
-    """Decode the chunk of the leaf at `start` into `view`.
+    """Decode `chunk`, the encoded leaf at offset `start` of a piece, into `view`.
 
-    Return the digest of the leaf if it was copied, verified, from another piece, and otherwise
-    None.
+    If the leaf was copied from another piece, it is verified, and the result is its digest.
+    Otherwise the leaf is not verified, and the result is None.
 
     Raises:
-        CorruptFrameError: the chunk is malformed.
+        CorruptFrameError: The chunk is malformed.
     """
     if codec.startswith(PARTS):
         if chunk:
@@ -163,9 +168,9 @@ def _decode(
 
 
 def leaves_of(record: Record, start: int, nbytes: int) -> bytes:
-    """Return the concatenated digests of the leaves in a range of a record.
+    """Return the concatenated digests of the leaves in a range of a piece.
 
-    `start` is the offset at which the first leaf begins.
+    The range has `nbytes` and begins at `start`, where a leaf begins.
     """
     first = start // LEAF_BYTES
     count = -(-nbytes // LEAF_BYTES)

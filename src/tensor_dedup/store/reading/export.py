@@ -1,4 +1,4 @@
-"""Writing the files of a stored checkpoint, byte for byte as they were imported."""
+"""Writing of the files of a stored checkpoint, byte for byte as they were imported."""
 
 from pathlib import Path
 
@@ -15,10 +15,10 @@ _STEP = 32 << 20
 def export(
     files: Files, checkpoint: StoredCheckpoint, directory: Path, progress: ProgressListener
 ) -> list[Path]:
-    """Write all files of an open checkpoint to a folder that is empty or missing.
+    """Write all files of an open checkpoint to `directory`, which is an empty or missing folder.
 
-    Return their paths. Each file appears under its name when it is complete and durable. Errors of
-    reading the checkpoint propagate.
+    Return the paths of the files. Each file appears under its name when it is complete and durable.
+    Errors of reading the checkpoint propagate.
 
     Raises:
         ExportTargetError: `directory` is not empty, or is not a folder.

@@ -1,4 +1,4 @@
-"""Finding stored tensors by their digest or the beginning of it."""
+"""A search for stored tensors by their digest or the beginning of it."""
 
 import logging
 import re
@@ -17,7 +17,10 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{4,64}")
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """A tensor and the checkpoint it belongs to. `nbytes` is its plain size, not that on disk."""
+    """A tensor that was found, and the checkpoint it belongs to.
+
+    `nbytes` is the size of the tensor when it is decoded, not the space it takes on disk.
+    """
 
     checkpoint: str
     tensor: str
@@ -34,8 +37,8 @@ class TensorPlace:
 def find(objects: Objects, digest: str) -> list[TensorPlace]:
     """Return the tensors whose digest begins with `digest`, ordered by checkpoint.
 
-    Checkpoints that cannot be read are left out, with a logged warning. The caller must hold a
-    session (`locks.session`).
+    Checkpoints that cannot be read are left out, and a warning is logged for each. Call it inside
+    `with locks.session(...):`.
 
     Raises:
         BadDigestError: `digest` is not 4 to 64 hex digits.

@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 def spare_handles(files: Files) -> int:
-    """Return how many files one reader may keep open in one cache: at least 1."""
+    """Return the number of files that a reader may keep open in a cache, at least 1."""
     return max(1, min(_MOST, files.free_handles() // _SHARE))
 
 
@@ -29,10 +29,10 @@ class _OpenFile:
 
 
 class HandleCache(Generic[_Key]):
-    """A cache of open files by key; beyond `limit`, the least recently used are closed.
+    """A cache of open files by key. Safe from any thread.
 
-    `open_file` opens the file of a key. Files in use are never closed, so more than `limit` may be
-    open. Safe from any thread.
+    `open_file` opens the file for a key. If more than `limit` files are open, the least recently
+    used are closed. Files in use are never closed, so more than `limit` may stay open.
     """
 
     def __init__(self, files: Files, open_file: Callable[[_Key], Handle], limit: int) -> None:
@@ -48,10 +48,12 @@ class HandleCache(Generic[_Key]):
 
     @contextmanager
     def using(self, key: _Key) -> Iterator[Handle]:
-        """Provide the open file of this key within the block.
+        """Context manager: while it is active, the file for `key` is open; it provides the handle.
+
+        Errors of `open_file` propagate.
 
         Raises:
-            OSError: the file cannot be opened. Other errors of `open_file` propagate, too.
+            OSError: The file cannot be opened.
         """
         with self._lock:
             found = self._kept.pop(key, None)
@@ -68,7 +70,10 @@ class HandleCache(Generic[_Key]):
                 self._trim()
 
     def with_room(self, act: Callable[[], _T]) -> _T:
-        """Return `act()`; if it fails for lack of descriptors, close cached files and try again."""
+        """Return `act()`. If it fails for lack of descriptors, close cached files and try again.
+
+        If no cached file can be closed, raise the OSError.
+        """
         with self._lock:
             return self._with_room(act)
 

@@ -1,4 +1,4 @@
-"""Reading pieces from a store, verified against their digests.
+"""Reading of pieces from a store, verified against their digests.
 
 A piece is a tensor, a file header or a small file. It may have several copies in containers.
 """
@@ -44,18 +44,21 @@ class _BaseLostError(Exception):
 class StoredPieces:
     """Pieces of a store, open for reading. They stay readable if garbage collection runs.
 
-    The containers are held open, and an open file can be read after it was unlinked. With more
-    containers than a reader may hold open, or after damage was found, a session is held until
-    `close`, which delays garbage collection. Any thread may read. Close the object, or use it as a
-    context manager, when no read is running any more. Do not use it in a forked child.
+    The containers are held open, and an open file can be read even after it was deleted. If there
+    are more containers than a reader may hold open, or if damage was found, a session is held until
+    `close`, which delays garbage collection.
+
+    Any thread may read. Close the object, or leave its `with` statement, only when no read is
+    running any more. Do not use it in a forked child.
     """
 
     def __init__(
         self, objects: Objects, index: StoreIndex, wanted: set[bytes], name: str = ""
     ) -> None:
-        """Open the containers of the pieces with these digests, in a session.
+        """Open the containers of the pieces whose digests are in `wanted`.
 
-        `name` is the name of their checkpoint in error messages.
+        Call it inside `with locks.session(...):`. `name` is the name of the pieces' checkpoint,
+        which error messages use.
         """
         self.name = name or str(objects.layout.root)
         self._objects = objects
@@ -69,7 +72,7 @@ class StoredPieces:
         self.close()
 
     def close(self) -> None:
-        """Close the containers. Closing twice has no effect."""
+        """Close the containers. A second call has no effect."""
         self._open = False
         self._copies.close()
 
@@ -83,28 +86,34 @@ class StoredPieces:
         return f"{type(self).__name__}({self.name!r}, {what})"
 
     def container(self, container: ContainerId) -> AbstractContextManager[Handle]:
-        """Provide the open file of a container for reading within the block.
+        """Return a context manager: while it is active, a container's data file is open.
+
+        It provides a handle for reading.
 
         Raises:
-            OSError: the file was removed or cannot be opened.
-            ChangedExternalError: the file was indexed in place and has changed.
-            ClosedCheckpointError: this object was closed.
+            OSError: The file was removed or cannot be opened.
+            ChangedExternalError: The file was indexed in place and has changed.
+            ClosedCheckpointError: This object was closed.
         """
         self._check_open()
         return self._copies.using(container)
 
     def path(self, container: ContainerId) -> Path:
-        """Return the path of a container's data file."""
+        """Return the path of the data file of a container that this object uses."""
         return self._copies.path(container)
 
     def records(self, digest: bytes) -> list[Record]:
-        """Return the records of a piece's copies, in the order in which they are tried."""
+        """Return the entries for a piece in the tables of containers, one for each copy.
+
+        They are in the order in which the copies are tried.
+        """
         return [copy.record for copy in self._copies.known(digest)]
 
     def anchor(self, digest: bytes) -> bytes | None:
-        """Return the digest of the anchor for new deltas against a piece, or None if there is none.
+        """Return the digest of the anchor to use for new deltas against a piece.
 
         An anchor is a piece that is not stored as a delta: the piece itself, or else its base.
+        Return None if neither can serve.
         """
         return self._copies.anchor(digest)
 
@@ -114,16 +123,18 @@ class StoredPieces:
         return self._objects.files
 
     def plain_places(self, digest: bytes) -> list[tuple[ContainerId, Record]]:
-        """Return the unencoded copies of a piece, for callers that read and verify them themselves.
+        """Return the containers and records of the unencoded copies of a piece.
 
-        Copies in files that are indexed in place are left out, because those files may change.
+        The caller reads and verifies the copies itself. Copies in files that are indexed in place
+        are left out, because those files may change.
         """
         return [place for place in self.own_places(digest) if place[1].codec == PLAIN]
 
     def own_places(self, digest: bytes) -> list[tuple[ContainerId, Record]]:
-        """Return all copies of a piece in the store, without reading them; they may be encoded.
+        """Return the containers and records of all copies of a piece that are in the store.
 
-        Copies in files that are indexed in place are left out.
+        Nothing is read. The copies may be encoded. Copies in files that are indexed in place are
+        left out.
         """
         return [
             (copy.container, copy.record)
@@ -132,9 +143,9 @@ class StoredPieces:
         ]
 
     def read_stored(self, container: ContainerId, offset: int, view: memoryview) -> bool:
-        """Fill `view` with bytes of a container as they are stored, neither decoded nor verified.
+        """Fill `view` with the bytes at `offset` of a container, neither decoded nor verified.
 
-        Return False if the disk cannot read them or the file is too short.
+        Return False if the disk cannot read the bytes or the file is too short.
         """
         try:
             with self.container(container) as handle:
@@ -148,8 +159,8 @@ class StoredPieces:
         """Return the bytes from `start` to `stop` of a piece of `nbytes`, verified.
 
         Raises:
-            CorruptTensorError, MissingObjectError: no intact copy of the bytes is in the store.
-            ClosedCheckpointError: this object was closed.
+            CorruptTensorError, MissingObjectError: No intact copy of the bytes is in the store.
+            ClosedCheckpointError: This object was closed.
         """
         if start == stop:
             return bytearray()
@@ -182,8 +193,8 @@ class StoredPieces:
         """Fill `view` with the leaf at offset `start` of a piece, verified; return its digest.
 
         Raises:
-            CorruptFrameError: the piece has no leaf of that size there.
-            CorruptTensorError, MissingObjectError: no intact copy of the bytes is in the store.
+            CorruptFrameError: The piece has no leaf of the size of `view` at `start`.
+            CorruptTensorError, MissingObjectError: No intact copy of the bytes is in the store.
         """
         nbytes = self._check_leaf(digest, start, view.nbytes)
         return self.read_piece_into(digest, start, view, nbytes)
@@ -200,15 +211,15 @@ class StoredPieces:
         return nbytes
 
     def read_piece_into(self, digest: bytes, start: int, view: memoryview, nbytes: int) -> bytes:
-        """Fill `view` with bytes of a piece of `nbytes`, from offset `start`, verified.
+        """Fill `view` with the bytes from `start` of a piece of `nbytes`, verified.
 
-        If the range consists of whole leaves (2 MiB each), no additional buffer is used, and their
-        concatenated digests are returned. Otherwise the result is empty. After an error the content
-        of `view` is undefined.
+        If the range consists of whole leaves (2 MiB each), the bytes are read without an additional
+        buffer, and the result is the concatenated digests of the leaves. Otherwise the result is
+        empty. After an error, the content of `view` is undefined.
 
         Raises:
-            CorruptTensorError, MissingObjectError: no intact copy of the bytes is in the store.
-            ClosedCheckpointError: this object was closed.
+            CorruptTensorError, MissingObjectError: No intact copy of the bytes is in the store.
+            ClosedCheckpointError: This object was closed.
         """
         stop = start + view.nbytes
         whole_leaves = are_leaves(nbytes, start, stop)

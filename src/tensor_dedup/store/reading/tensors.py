@@ -1,4 +1,4 @@
-"""Loading stored checkpoints as torch tensors on the CPU.
+"""Loading of stored checkpoints as torch tensors on the CPU.
 
     from tensor_dedup.store.reading.tensors import iter_tensors, load_tensors
 
@@ -58,26 +58,27 @@ def load_tensors(
 ) -> dict[str, torch.Tensor]:
     """Load all tensors of an open checkpoint, or those in `names`, by name.
 
-    The tensors are writable and belong to the caller. Several may share one region of memory, which
-    is freed with the last of them. Any thread may call this, and the checkpoint may be closed
+    The tensors are writable and belong to the caller. Several tensors may share a region of memory,
+    which is freed with the last of them. Safe from any thread. The checkpoint may be closed
     afterwards.
 
-    With `verify`, every byte is compared with its digest; encoded tensors always are. With
-    `mapped`, tensors are private mappings of the containers: they share the page cache until they
-    are written, pages that the kernel drops and reads again are not verified again, and an access
-    to a page that the disk cannot read ends the process (SIGBUS). `pool` provides memory that is
-    reused.
+    Every byte is compared with its digest. If `verify` is False, only encoded tensors are. `pool`
+    provides memory that is reused.
 
-    A tensor of a dtype that torch lacks (GGUF, 4 and 6 bits) is returned as flat bytes. The tensors
-    of a torch.save file have the strides, shared storages and lazy conjugation or negation that
-    torch.load would give them, and all their names.
+    With `mapped`, tensors are private mappings of the containers and share the page cache until
+    they are written. Pages that the kernel drops and reads again are not verified again. An access
+    to a page that the disk cannot read ends the process (SIGBUS).
+
+    A tensor whose dtype torch lacks (GGUF, 4 and 6 bits) is returned as flat bytes. The tensors of
+    a torch.save file have all their names, and the strides, the shared storages and the lazy
+    conjugation or negation that torch.load would give them.
 
     Raises:
-        UnknownTensorError: the checkpoint has no tensor of one of these names.
-        UnsupportedError: a tensor is sparse; export the file and load it with torch.load.
-        FormatError: a torch.save file could be read differently by torch.load.
-        CorruptTensorError, MissingObjectError: no intact copy of a tensor is in the store.
-        StoreIOError: the disk failed.
+        UnknownTensorError: The checkpoint has no tensor of one of these names.
+        UnsupportedError: A tensor is sparse; export the file and load it with torch.load.
+        FormatError: A torch.save file could be read differently by torch.load.
+        CorruptTensorError, MissingObjectError: No intact copy of a tensor is in the store.
+        StoreIOError: The disk failed.
     """
     wanted = _wanted(checkpoint, names)
     memory = pool or BufferPool(0)
@@ -97,10 +98,10 @@ def iter_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the names and tensors of an open checkpoint in disk order, in bounded memory.
 
-    `ahead` buffers of `buffer_bytes`, or of the size of a larger tensor, are read in advance. A
-    buffer is reused when none of its tensors is referenced any more, so copy a tensor that is kept
-    for long. Keep the checkpoint open meanwhile. `names`, `verify` and errors are those of
-    `load_tensors`.
+    The tensors are read into buffers of `buffer_bytes`, or of the size of a larger tensor. `ahead`
+    buffers are read in advance. A buffer is reused when none of its tensors is referenced any more,
+    so copy a tensor that you keep for long. Keep the checkpoint open until the end. `names`,
+    `verify` and the errors are those of `load_tensors`.
     """
     wanted = _wanted(checkpoint, names)
     pool = BufferPool(buffer_bytes * (ahead + 2))

@@ -32,9 +32,9 @@ class UnknownStepError(UnknownNameError):
 
     @classmethod
     def of(cls, root: PurePath, run: str, step: int, has: str = "") -> Self:
-        """Return an error about a missing step of a run, for the caller to raise.
+        """Return an error about a run that lacks a step, for the caller to raise.
 
-        `root` is the store's folder. `has` describes the steps that the run has.
+        `root` is the store's folder. `has` describes the steps that exist in the run.
         """
         verb = "list" if has == "none" else f"show {shlex.quote(run)}"
         look = f"see `tensor-dedup runs {verb} --store {shlex.quote(str(root))}`"
@@ -65,7 +65,7 @@ class UnknownMetricError(BadMetricError):
 class UnknownGoalError(BadMetricError):
     """It is unknown whether the least or the greatest value of a metric is best.
 
-    Neither the run's `keep_best` nor the metric's name tells.
+    Neither the run's `keep_best` nor the name of the metric tells.
     """
 
     advice = 'say "min" or "max" (on the command line: --mode)'
@@ -79,7 +79,7 @@ class PinnedStepError(AdvisedError):
 
 
 class TakenStepError(NameTakenError):
-    """An import has the name of an existing step of a run, or of a pin."""
+    """The name for an import is the name of an existing step of a run, or of a pin."""
 
     advice = "choose another name; `tensor-dedup runs delete` is what deletes a step"
 
@@ -92,7 +92,7 @@ class NotATrainingError(AdvisedError):
 
 
 class BadOption(Enum):
-    """The kinds of invalid options; the value of each is the advice in the error's message."""
+    """The kinds of invalid options. The value of each kind is the advice in the error's message."""
 
     RETENTION = 'keep_last=5, keep_every=10 or keep_best=("val_loss", 3, "min")'
     LIMIT = "let one save or more be unfinished, and give the pool bytes, or none"
@@ -108,7 +108,7 @@ class BadOption(Enum):
 class BadOptionError(AdvisedError):
     """An option of CheckpointStore, or an argument of `register_provider`, is invalid.
 
-    `kind` tells which.
+    `kind` tells which option or argument it is.
     """
 
     exit_status = WRONG_USE
@@ -120,9 +120,10 @@ class BadOptionError(AdvisedError):
 
     @classmethod
     def of(cls, kind: BadOption, where: str, what: str, **facts: object) -> Self:
-        """Return an error about an option, for the caller to raise.
+        """Return an error about an invalid option, for the caller to raise.
 
-        The message consists of `where`, `what` and the advice of `kind`.
+        The message consists of `where`, the fault `what`, and the advice for `kind`. `facts` are
+        the error's facts as values.
         """
         return cls(f"{where}: {what}; {kind.value}", kind, path=where, **facts)
 

@@ -1,8 +1,8 @@
 """The notes that a step's manifest holds about its run, as strings. No I/O.
 
-A step is a checkpoint that a training run saved. The notes hold no time, because clocks may be set
-back: `sequence` orders the steps of a run. The modification time of the reference file tells people
-when a step was saved.
+A step is a checkpoint that a training run saved. The notes contain no time, because clocks may be
+set back. Instead, `sequence` orders the steps of a run. To show users when a step was saved, the
+modification time of the reference file is used.
 """
 
 import json
@@ -27,11 +27,12 @@ _TEXTS: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 class Notes:
     """The notes in a step's manifest.
 
-    `adapter` is the name of the adapter that took the training state apart. `part` is the prefix of
-    the tensors that engines load as the model ("" for all). `sequence` orders the steps of a run by
-    the time of saving: it is greater than that of every earlier step, and 0 until it is assigned.
-    `goals` tells whether the least or greatest value of a metric is best, as far as the run's
-    `keep_best` says so.
+    - `adapter` is the name of the adapter that took the training state apart.
+    - `part` is the prefix of the tensors that engines load as the model ("" for all tensors).
+    - `sequence` orders the steps of a run by the time of saving. It is greater than that of every
+      earlier step, and 0 until it is assigned.
+    - `goals` says whether the least or the greatest value of a metric is best. It covers only the
+      metric in the run's `keep_best`.
     """
 
     run: str
@@ -58,9 +59,9 @@ class Notes:
 
     @classmethod
     def from_texts(cls, texts: Mapping[str, str]) -> "Notes | None":
-        """Parse the notes of a manifest; the inverse of `to_texts`.
+        """Return the notes that `texts`, from a manifest, hold; the inverse of `to_texts`.
 
-        Return None if no training run saved the manifest, or the notes cannot be parsed.
+        Return None if no training run saved the manifest, or if the notes cannot be parsed.
         """
         try:
             metrics = {k: _number(v) for k, v in json.loads(texts[_METRICS]).items()}
@@ -74,9 +75,9 @@ class Notes:
 
 
 def content_name(manifest: Manifest) -> str:
-    """Return the name that a step's manifest would have without its sequence number.
+    """Return the name that the manifest of a step would have without its sequence number.
 
-    Two steps of equal content have the same result, whenever they were saved.
+    Two steps with equal content give the same name, whenever they were saved.
     """
     notes = {key: text for key, text in manifest.notes.items() if key != _SEQUENCE}
     return encode_manifest(structs.replace(manifest, notes=notes))[0]
@@ -100,10 +101,10 @@ def _number(wire: Any) -> float:
 def checked(metrics: Mapping[str, object] | None) -> dict[str, float]:
     """Return metrics as plain floats, sorted by name.
 
-    Scalars of numpy and torch, and arrays and tensors of one element, are converted.
+    Numpy and torch scalars are converted, as are arrays and tensors with a single element.
 
     Raises:
-        BadMetricError: `metrics` is not a mapping, or a value is not a number or too large for a
+        BadMetricError: `metrics` is not a mapping, or a value is not a number or is too large for a
             float.
     """
     if metrics is not None and not isinstance(metrics, Mapping):

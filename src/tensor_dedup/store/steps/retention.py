@@ -44,11 +44,13 @@ class Rules(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The retention rules of a run: a step that no rule keeps is deleted.
+    """The retention rules of a run. A step is deleted if no rule keeps it.
 
-    `last` is how many of the steps saved last are kept. `every` keeps the steps whose number is a
-    multiple of it. `best` (metric, count, "min" or "max") keeps the best steps by a metric. Without
-    any rule, all steps are kept.
+    - `last` is a count: as many of the steps saved last are kept.
+    - `every` keeps the steps whose number is a multiple of it.
+    - `best` (metric, count, "min" or "max") keeps as many steps with the best values of the metric.
+
+    If all three are None, all steps are kept.
     """
 
     last: int | None = None
@@ -75,7 +77,7 @@ class Retention:
 
     @property
     def goals(self) -> Goals:
-        """For the metric of the rule `best`, whether "min" or "max" is best."""
+        """The goal for the metric in the rule `best`: "min" or "max". Empty without that rule."""
         return {} if self.best is None else {self.best[0]: self.best[2]}
 
     def dropped(
@@ -83,10 +85,10 @@ class Retention:
     ) -> list[int]:
         """Return the steps to delete after the step `saved` was saved.
 
-        `metrics` has the metrics of all steps, by step. `saved` and the steps in `kept` are never
-        deleted. `order` is the steps in the order of saving, for the rule `last`. While no step has
-        a number for the metric of the rule `best`, nothing is deleted: the metric's name may be
-        misspelt.
+        `metrics` maps each step to its metrics. `order` has the steps in the order of saving, which
+        the rule `last` needs. `saved` and the steps in `kept` are never deleted. While no step has
+        a number for the metric in the rule `best`, nothing is deleted, because the name of the
+        metric may be misspelt.
         """
         if not self.any:
             return []
@@ -105,7 +107,10 @@ class Retention:
 
 
 def is_whole(value: object, least: int) -> bool:
-    """Return whether `value` is an integer (of Python or numpy, no bool) of at least `least`."""
+    """Return whether `value` is an integer and at least `least`.
+
+    Integers of Python and numpy count, but not bool.
+    """
     return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
 
 
@@ -116,8 +121,9 @@ def _is_count(value: object) -> bool:
 def goal(metric: str, noted: Iterable[Goals] = ()) -> Mode | None:
     """Return whether "min" or "max" of a metric is best, or None if that is unknown.
 
-    The first of `noted` that has the metric decides. Otherwise the parts of its name do: those of
-    `eval/top1_acc` are `eval`, `top1` and `acc`. Contradicting parts give None.
+    The first mapping in `noted` that has the metric decides. If none has it, the parts of the
+    metric's name decide: the parts of `eval/top1_acc` are `eval`, `top1` and `acc`. If the parts
+    contradict each other, the result is None.
     """
     for goals in noted:
         if metric in goals:
@@ -132,9 +138,9 @@ def goal(metric: str, noted: Iterable[Goals] = ()) -> Mode | None:
 
 
 def ranked(metrics: Metrics, metric: str, mode: Mode) -> Sequence[int]:
-    """Return the steps that have a metric, best first; of equal ones, the smaller number first.
+    """Return the steps that have `metric`, best first. Of equal steps, the smaller number is first.
 
-    Steps whose value is NaN are left out.
+    `mode` says whether "min" or "max" is best. Steps whose value is NaN are left out.
     """
     sign = 1 if mode == "min" else -1
     having = [
@@ -144,10 +150,12 @@ def ranked(metrics: Metrics, metric: str, mode: Mode) -> Sequence[int]:
 
 
 def best(metrics: Metrics, metric: str, mode: Mode | None, run: str) -> int:
-    """Return the number of the best step by a metric. `run` is for error messages.
+    """Return the number of the step with the best value of `metric`.
+
+    `mode` says whether "min" or "max" is best. `run` is the run's name for error messages.
 
     Raises:
-        UnknownMetricError: no step has that metric, or it is NaN in all that do.
+        UnknownMetricError: No step has this metric, or its value is NaN in every step.
         UnknownGoalError: `mode` is None.
         BadMetricError: `mode` is invalid.
     """

@@ -1,13 +1,13 @@
 """The training runs in a store: names, order, metrics and differences of their steps.
 
-A step is the checkpoint RUN@STEP. A further reference RUN@STEP@pin pins it: it is then kept
-whatever the retention rules say. Step numbers have no leading zeros. References sort as text, so
-functions that list steps sort them by number.
+A step is the checkpoint RUN@STEP. It is pinned by a further reference, RUN@STEP@pin, and is then
+kept whatever the retention rules say. Step numbers have no leading zeros. References sort as text,
+so functions that list steps sort them by number.
 
-Steps also have an order of saving. When a training went back to step 5 and saved step 6 again, the
+Steps also have an order of saving. If a training went back to step 5 and saved step 6 again, the
 steps 8 to 10 of the first attempt are older than the new step 6. Each step's manifest therefore has
 a sequence number that is greater than those of all earlier steps. No clock is used, because clocks
-may be set back. Of two steps with one sequence number, the one with the greater step number counts
+may be set back. If two steps have the same sequence number, the step with the greater number counts
 as later.
 """
 
@@ -55,7 +55,7 @@ _LARGEST = 10**18 - 1
 
 @dataclass(frozen=True, slots=True)
 class StepName:
-    """The parsed name of a step's reference or, if `kept` is True, of the pin of a step."""
+    """The parsed name of a step or, if `kept` is True, of the reference that pins a step."""
 
     run: str
     step: int
@@ -63,16 +63,16 @@ class StepName:
 
     @property
     def name(self) -> str:
-        """The name of the reference: RUN@STEP or RUN@STEP@pin."""
+        """The name as text: RUN@STEP or, for a pin, RUN@STEP@pin."""
         return f"{self.run}@{self.step}{PIN if self.kept else ''}"
 
 
 def step_name(run: str, step: int, *, kept: bool = False) -> str:
-    """Return the name of a step or, with `kept`, the name of its pin.
+    """Return the name of a step or, with `kept`, of the reference that pins it.
 
     Raises:
-        BadStepError: the step is not a whole number from 0 to 10**18 - 1.
-        BadNameError: the run's name is invalid.
+        BadStepError: The step is not a whole number from 0 to 10**18 - 1.
+        BadNameError: The run's name is invalid.
     """
     if type(step) is not int or not 0 <= step <= _LARGEST:
         raise BadStepError.at(f"run {run!r}", f"the step {step!r}", step=repr(step))
@@ -80,10 +80,10 @@ def step_name(run: str, step: int, *, kept: bool = False) -> str:
 
 
 def check_run(run: object) -> str:
-    """Return `run` if it is a valid name of a run.
+    """Return `run` if it is a valid name for a run.
 
     Raises:
-        BadNameError: it is not a string, too long, or not in the syntax of a name.
+        BadNameError: The value is not a string, is too long, or does not have the syntax of a name.
     """
     # With the longest step, so that a run that began can go on. Whether the file of a step can be
     # called so is for that step to say: steps with shorter numbers may be there, to be read.
@@ -102,10 +102,10 @@ def check_run(run: object) -> str:
 
 
 def check_no_step_s_name(run: str) -> None:
-    """Check that a run's name is not the name of a step (RUN@STEP).
+    """Check that the name of a run is not the name of a step (RUN@STEP).
 
     Raises:
-        BadOptionError: it is.
+        BadOptionError: The name is the name of a step.
     """
     found = parse_step_name(run)
     if found is not None and not found.kept:
@@ -114,24 +114,27 @@ def check_no_step_s_name(run: str) -> None:
 
 
 def parse_step_name(name: str) -> StepName | None:
-    """Parse the name of a step or of a pin; return None for any other name."""
+    """Return the parsed form of `name`, the name of a step or of a pin.
+
+    Return None for any other name.
+    """
     found = _NAME.fullmatch(name)
     return StepName(found["run"], int(found["step"]), bool(found["pin"])) if found else None
 
 
 def is_pin_among(name: str, names: Collection[str]) -> bool:
-    """Return whether `name` is the pin of a step whose own name is among `names`."""
+    """Return whether `name` is the pin of a step, and the step's own name is in `names`."""
     found = parse_step_name(name)
     return found is not None and found.kept and step_name(found.run, found.step) in names
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of a run, as listed.
+    """A step in a listing of a run.
 
-    `nbytes` counts its tensors and small files. `saved_at` is in seconds since 1970. `goals` tells
-    whether the least or greatest value of a metric is best, as far as the run's `keep_best` says
-    so.
+    `nbytes` is the size of the step's tensors and small files. `saved_at` is in seconds since 1970.
+    `goals` says whether the least or the greatest value of a metric is best. It covers only the
+    metric in the run's `keep_best`.
     """
 
     run: str
@@ -152,11 +155,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The difference between two steps: names of tensors, bytes, and metrics.
+    """The difference between two steps in names of tensors, in bytes, and in metrics.
 
-    `changed_bytes` is the size of the changed tensors in the second step. `metrics` has each metric
-    in both steps, None where it is missing. `renamed` maps old to new names of tensors that are
-    equal; these are neither in `added` nor in `removed`.
+    `changed_bytes` is the size of the changed tensors in the second step. `metrics` maps each
+    metric to its values in the two steps; a missing value is None. `renamed` maps old to new names
+    of tensors with equal content, which are neither in `added` nor in `removed`.
     """
 
     added: tuple[str, ...]
@@ -182,29 +185,29 @@ def steps_text(count: int) -> str:
 
 
 def step_numbers(objects: Objects, run: str) -> list[int]:
-    """Return the sorted numbers of all checkpoints with the name of a step of this run.
+    """Return the sorted numbers of all checkpoints that are named like a step of `run`.
 
-    Imported checkpoints with such a name are included.
+    Imported checkpoints with such names are included.
     """
     found = (parse_step_name(name) for name in objects.names())
     return sorted(each.step for each in found if each and each.run == run and not each.kept)
 
 
 def kept_steps(objects: Objects, run: str) -> set[int]:
-    """Return the numbers of the pinned steps of a run."""
+    """Return the numbers of the pinned steps of `run`."""
     found = (parse_step_name(name) for name in objects.names())
     return {each.step for each in found if each and each.run == run and each.kept}
 
 
 def check_replaceable(objects: Objects, run: str, step: int) -> None:
-    """Check that a save of this step may replace what has its name now.
+    """Check that saving a step may replace the checkpoint that now has the step's name.
 
-    An earlier state of the step may be replaced, even a damaged one. The answer holds only while
-    the caller holds the lock of names (`locks.naming`).
+    An earlier state of the step may be replaced, even a damaged one. The answer holds only inside
+    `with locks.naming(...):`.
 
     Raises:
-        PinnedStepError: the step is pinned.
-        NotATrainingError: a checkpoint that is no step of this run has the name.
+        PinnedStepError: The step is pinned.
+        NotATrainingError: A checkpoint that is not a step of this run has the name.
     """
     check_not_kept(objects, run, step)
     name = step_name(run, step)
@@ -222,12 +225,12 @@ def check_replaceable(objects: Objects, run: str, step: int) -> None:
 
 
 def check_no_step(objects: Objects, name: str) -> None:
-    """Check that an import under this name would replace neither a step nor a pin.
+    """Check that an import under `name` would replace neither a step nor a pin.
 
-    The answer holds only while the caller holds the lock of names (`locks.naming`).
+    The answer holds only inside `with locks.naming(...):`.
 
     Raises:
-        TakenStepError: it is the name of an existing step, or of a pin.
+        TakenStepError: The name is the name of an existing step, or of a pin.
     """
     found = parse_step_name(name)
     if found is None:
@@ -245,12 +248,12 @@ def check_no_step(objects: Objects, name: str) -> None:
 
 
 def check_pin(objects: Objects, run: str, step: int) -> None:
-    """Check that the name of a step's pin is not taken by another checkpoint.
+    """Check that the name for the pin of a step is not taken by an imported checkpoint.
 
-    The answer holds only while the caller holds the lock of names (`locks.naming`).
+    The answer holds only inside `with locks.naming(...):`.
 
     Raises:
-        NotATrainingError: an imported checkpoint has that name.
+        NotATrainingError: An imported checkpoint has the name.
     """
     name = step_name(run, step, kept=True)
     try:
@@ -265,11 +268,11 @@ def check_pin(objects: Objects, run: str, step: int) -> None:
 def pin_step(objects: Objects, run: str, step: int) -> None:
     """Pin a step, so that it is kept whatever the retention rules say.
 
-    The caller must hold a session (`locks.session`).
+    Call it inside `with locks.session(...):`. Pinning a pinned step has no effect.
 
     Raises:
-        UnknownStepError: the run has no such step.
-        NotATrainingError: the checkpoint with the step's or the pin's name was imported.
+        UnknownStepError: The run has no such step.
+        NotATrainingError: The checkpoint with the name of the step or of its pin was imported.
     """
     name = step_name(run, step, kept=True)
     manifest, _, _ = manifest_of(objects, run, step)
@@ -286,10 +289,10 @@ def pin_step(objects: Objects, run: str, step: int) -> None:
 def check_not_kept(objects: Objects, run: str, step: int) -> None:
     """Check that a step is not pinned.
 
-    The answer holds only while the caller holds the lock of names (`locks.naming`).
+    The answer holds only inside `with locks.naming(...):`.
 
     Raises:
-        PinnedStepError: it is pinned.
+        PinnedStepError: The step is pinned.
     """
     try:
         path = objects.layout.refs / file_of(step_name(run, step, kept=True))
@@ -301,12 +304,12 @@ def check_not_kept(objects: Objects, run: str, step: int) -> None:
 
 
 def check_no_kept_step(objects: Objects, name: str) -> None:
-    """Check that a checkpoint's name is not the name of a pinned step.
+    """Check that `name` is not the name of a pinned step.
 
-    The answer holds only while the caller holds the lock of names (`locks.naming`).
+    The answer holds only inside `with locks.naming(...):`.
 
     Raises:
-        PinnedStepError: it is.
+        PinnedStepError: The name is the name of a pinned step.
     """
     found = parse_step_name(name)
     if found is not None and not found.kept:
@@ -316,7 +319,7 @@ def check_no_kept_step(objects: Objects, name: str) -> None:
 def run_names(objects: Objects) -> list[str]:
     """Return the sorted names of the runs in a store that have at least one readable step.
 
-    Imported checkpoints with the name of a step do not count.
+    Imported checkpoints that are named like a step do not count.
     """
     found = {
         each.run for name in objects.names() if (each := parse_step_name(name)) and not each.kept
@@ -333,9 +336,10 @@ def _has_step(objects: Objects, run: str) -> bool:
 
 
 def manifests_of_run(objects: Objects, run: str) -> Iterator[tuple[int, Manifest]]:
-    """Yield the steps of a run, as number and manifest, ordered by number.
+    """Yield the number and the manifest of each step of a run, ordered by number.
 
-    Imported checkpoints with the name of a step, and steps deleted meanwhile, are left out.
+    Left out are imported checkpoints that are named like a step, and steps deleted during the
+    iteration.
     """
     for step in step_numbers(objects, run):
         with suppress(UnknownStepError, NotATrainingError):
@@ -346,8 +350,8 @@ def manifest_of(objects: Objects, run: str, step: int) -> tuple[str, Manifest, N
     """Return the name of a step's manifest, the manifest, and its parsed notes.
 
     Raises:
-        UnknownStepError: the run has no such step.
-        NotATrainingError: the checkpoint of this name is no step of this run.
+        UnknownStepError: The run has no such step.
+        NotATrainingError: The checkpoint with the name of the step was not saved by this run.
     """
     name = step_name(run, step)
     try:
@@ -366,7 +370,10 @@ def manifest_of(objects: Objects, run: str, step: int) -> tuple[str, Manifest, N
 
 
 def saved_ns(objects: Objects, run: str, step: int) -> int:
-    """Return the time at which a step was saved, in ns since 1970; 0 if it does not exist."""
+    """Return the time at which a step was saved, in ns since 1970.
+
+    The result is 0 if the step does not exist.
+    """
     status = objects.files.status(objects.layout.refs / file_of(step_name(run, step)))
     return status.mtime_ns if status is not None else 0
 
@@ -374,9 +381,9 @@ def saved_ns(objects: Objects, run: str, step: int) -> int:
 class StepPlace(NamedTuple):
     """The place of a step in the order of saving, and the state of its reference.
 
-    `sequence` is the place. `reference` changes whenever the reference changes: it is the status of
-    its file or, in a remote, the reference's target. `manifest` is the name of the manifest and
-    `content` its `content_name`; both are None if the manifest cannot be read.
+    `sequence` is the place. `reference` is a value that changes with the reference: the status of
+    the reference's file or, in a remote, the target of the reference. `manifest` is the name of the
+    manifest, and `content` is its `content_name`. Both are None if the manifest cannot be read.
     """
 
     sequence: int
@@ -391,7 +398,11 @@ class StepPlace(NamedTuple):
 
 
 def in_save_order(places: Mapping[int, StepPlace]) -> list[int]:
-    """Return the steps in the order of saving; of one sequence number, by step number."""
+    """Return the steps in `places` in the order of saving.
+
+    Among steps with the same sequence number, those whose manifest can be read come first, by step
+    number.
+    """
 
     def key(step: int) -> tuple[int, bool, int]:
         return places[step].sequence, not places[step].readable, step
@@ -400,9 +411,9 @@ def in_save_order(places: Mapping[int, StepPlace]) -> list[int]:
 
 
 def describe(objects: Objects, run: str, step: int, kept: Iterable[int]) -> Step:
-    """Describe a step, from its manifest alone; `kept` are the pinned steps.
+    """Return the description of a step, made from its manifest alone.
 
-    Raises the errors of `manifest_of`.
+    `kept` are the pinned steps. Raises the errors of `manifest_of`.
     """
     manifest, content, notes = manifest_of(objects, run, step)
     name = step_name(run, step)
@@ -422,10 +433,10 @@ def describe(objects: Objects, run: str, step: int, kept: Iterable[int]) -> Step
 
 
 def describe_all(objects: Objects, run: str) -> list[Step]:
-    """Describe all steps of a run, ordered by number.
+    """Return the descriptions of all steps of a run, ordered by number.
 
-    Imported checkpoints with the name of a step are left out, as are, with a logged warning, steps
-    that cannot be read.
+    Imported checkpoints that are named like a step are left out. Steps that cannot be read are left
+    out, too, and a warning is logged for each.
     """
     kept = kept_steps(objects, run)
     found = []
@@ -440,9 +451,10 @@ def describe_all(objects: Objects, run: str) -> list[Step]:
 
 
 def tensors_of(objects: Objects, content: Manifest, seen: dict[bytes, list[Piece]]) -> list[Piece]:
-    """Return the tensors of a manifest.
+    """Return the tensors that the manifest `content` lists.
 
-    `seen` is a cache of pages by digest: its pages are not read again, and new ones are added.
+    `seen` maps digests of the manifest's pages (lists of pieces) to their pieces. The function
+    reads only pages that are not in `seen`, and adds them.
     """
     pieces: list[Piece] = []
     for page in content.pages:
@@ -453,9 +465,10 @@ def tensors_of(objects: Objects, content: Manifest, seen: dict[bytes, list[Piece
 
 
 def latest_digests(objects: Objects, order: "StepOrder", least: int) -> dict[str, bytes]:
-    """Return the digests of the tensors of a run's latest readable step, by name.
+    """Return the digests of the tensors in the latest readable step of a run, by name.
 
-    Tensors of fewer than `least` bytes are left out. Without a readable step the result is empty.
+    `order` is the order of the run's steps. Tensors with fewer than `least` bytes are left out. If
+    no step is readable, the result is empty.
     """
     for step in reversed(in_save_order(order.places(readable=True))):
         with suppress(StoreError):
@@ -466,9 +479,9 @@ def latest_digests(objects: Objects, order: "StepOrder", least: int) -> dict[str
 
 
 def difference(objects: Objects, one: tuple[str, int], two: tuple[str, int]) -> Difference:
-    """Compare two steps, each given as run and step number.
+    """Compare the steps `one` and `two`, each given as a run and a step number.
 
-    The caller must hold a session (`locks.session`). Raises the errors of `manifest_of`.
+    Call it inside `with locks.session(...):`. Raises the errors of `manifest_of`.
     """
     seen: dict[bytes, list[Piece]] = {}
     (_, first, old_notes), (_, second, new_notes) = (
@@ -522,9 +535,9 @@ def _same_ending(one: str, other: str) -> int:
 
 
 class StepOrder:
-    """The order in which the steps of a run were saved. Safe from any thread; hold a session.
+    """The order in which the steps of a run were saved. Safe from any thread.
 
-    Each manifest is read once and remembered.
+    Use it inside `with locks.session(...):`. Each manifest is read once and remembered.
     """
 
     def __init__(self, objects: Objects, run: str) -> None:
@@ -538,8 +551,8 @@ class StepOrder:
     def places(self, *, readable: bool = False) -> dict[int, StepPlace]:
         """Return the place of each step in the order of saving, by step number.
 
-        A step whose manifest cannot be read is placed by the date of its reference, or left out
-        with `readable`.
+        A step whose manifest cannot be read is placed by the date of its reference. With
+        `readable`, it is left out instead.
         """
         found: dict[int, StepPlace] = {}
         unreadable: dict[int, FileStatus] = {}
@@ -563,7 +576,7 @@ class StepOrder:
         return {step: found[step] for step in sorted(found)}
 
     def place(self, step: int) -> StepPlace | None:
-        """Return the place of one step, or None if the run has no such step.
+        """Return the place of a step in the order of saving, or None if the run has no such step.
 
         A step whose manifest cannot be read has the sequence number 0.
         """
@@ -576,13 +589,17 @@ class StepOrder:
             return StepPlace(0, status, None)
 
     def status(self, step: int) -> FileStatus | None:
-        """Return the file status of a step's reference, or None if it does not exist."""
+        """Return the file status of the reference of a step, or None if it does not exist."""
         return self._objects.files.status(
             self._objects.layout.refs / file_of(step_name(self.run, step))
         )
 
     def next(self) -> int:
-        """Return a new sequence number, greater than those of all steps saved by any process."""
+        """Return a new sequence number, for the step that is saved next.
+
+        It is greater than the sequence numbers of all steps in the run, whichever process saved
+        them.
+        """
         with self._lock:
             if self._last is None:
                 self._last = self._greatest()
@@ -599,7 +616,7 @@ class StepOrder:
         return max((place.sequence for place in there), default=0)
 
     def renew_lock(self) -> None:
-        """Replace the internal lock after a fork, in the child."""
+        """Replace the internal lock by a new one. Call it in a forked child."""
         self._lock = threading.Lock()
 
     def _read(self, step: int, status: FileStatus) -> StepPlace | None:

@@ -1,6 +1,6 @@
-"""The file with the last sequence number given to a step, for all runs of a store.
+"""The file with the sequence number that was given to a step last, for all runs of a store.
 
-It is overwritten in place and not synced.
+The file is overwritten in place and not synced.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,11 @@ _LAST = "last "
 
 
 def next_sequence(folder: StoreFolder, above: int, greatest: Callable[[], int]) -> int:
-    """Return a number greater than `above` and than every number returned before.
+    """Return a new sequence number, greater than `above` and than every number returned before.
 
-    That holds across processes until the machine stops. If the file with the last number is missing
-    or damaged, `greatest()` gives the greatest number of the existing steps instead.
+    Numbers returned by other processes count, too, until the machine stops. If the file with the
+    last number is missing or damaged, `greatest` is called, which returns the greatest sequence
+    number of the existing steps.
     """
     with folder.naming():
         last = _last_given(folder)

@@ -1,7 +1,8 @@
 """Garbage collection: first a plan, computed without changes, then its execution.
 
-The store is locked exclusively. Files that no reference leads to are moved to the trash and deleted
-after a grace period. If it is uncertain what is in use, nothing is moved or deleted.
+The store is locked exclusively. Files to which no reference leads are moved to the trash and
+deleted after a grace period. If it is uncertain which files are in use, nothing is moved or
+deleted.
 """
 
 import logging
@@ -29,7 +30,7 @@ _NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class GarbageItem:
-    """A file to remove, and its size in bytes."""
+    """A file to remove, with its size in bytes."""
 
     path: Path
     nbytes: int
@@ -39,9 +40,12 @@ class GarbageItem:
 class GcPlan:
     """The plan or the result of a garbage collection.
 
-    `trash` are files to move to the trash, `delete` files to delete, and `unfinished` temporary
-    files to remove. A container is moved as a whole. `kept_bytes` is the size of the containers
-    that stay, `dead_bytes` that of unused pieces in them. `done` is False after a dry run.
+    - `trash` has the files to move to the trash. A container is moved as a whole.
+    - `delete` has the files to delete, from the trash and the quarantine.
+    - `unfinished` has the temporary files to remove.
+    - `kept_bytes` is the size of the containers that stay.
+    - `dead_bytes` is the size of the unused pieces in these containers.
+    - `done` is False if nothing was changed, as after a dry run.
     """
 
     trash: tuple[GarbageItem, ...]
@@ -53,9 +57,9 @@ class GcPlan:
 
     @property
     def freed_bytes(self) -> int:
-        """The bytes that are freed at once.
+        """The number of bytes that are freed at once.
 
-        Files moved to the trash are freed when their grace period has ended.
+        Files that were moved to the trash are freed when their grace period has ended.
         """
         return sum(item.nbytes for item in (*self.delete, *self.unfinished))
 
@@ -82,19 +86,25 @@ Held: TypeAlias = Mapping[ContainerId, Mapping[bytes, Record]]
 
 @dataclass(frozen=True, slots=True)
 class NeededPieces:
-    """The containers that must stay, and `anchors`, the pieces that deltas in them are based on."""
+    """The containers that garbage collection must keep.
+
+    `anchors` has the digests of the pieces that deltas in these containers are based on.
+    """
 
     containers: set[ContainerId]
     anchors: set[bytes]
 
 
 def needed(live: Collection[bytes], containers: Held) -> NeededPieces:
-    """Compute the containers that must stay so that every live piece remains readable.
+    """Return the containers that must stay so that every piece in `live` remains readable.
 
-    `containers` has the readable records. Of a piece stored several times, one copy is kept, in the
-    container with the most live bytes. If that copy is a delta, the pieces it is encoded against
-    are kept, too. External containers, which index files outside the store, are kept only for
-    pieces that no other container has.
+    `containers` has the readable records of each container. The choice follows these rules:
+
+    - Of a piece that is stored several times, one copy is kept, in the container with the most live
+      bytes.
+    - If that copy is a delta, the pieces it is encoded against are kept, too.
+    - External containers, which index files outside the store, are kept only for pieces that no
+      other container has.
     """
     own = {c: held for c, held in containers.items() if c.kind != EXTERNAL}
     chosen = _cover(live, own)
@@ -114,19 +124,25 @@ def needed(live: Collection[bytes], containers: Held) -> NeededPieces:
 
 
 def file_bytes(objects: Objects, containers: Iterable[ContainerId]) -> int:
-    """Return the size of the files of these containers, with their tables."""
+    """Return the total size of the files of `containers`, including the tables."""
     paths = (path for container in containers for path in _files_of(objects, container))
     return sum(item.nbytes for item in _items(objects, paths))
 
 
 def dead_bytes(found: Inventory, keep: NeededPieces) -> int:
-    """Return the stored bytes of the unused pieces in the containers that must stay."""
+    """Return how many bytes the unused pieces take in the containers that must stay.
+
+    `keep` has these containers.
+    """
     used = found.live.keys() | keep.anchors
     return sum(record.stored for record in held_in(found, keep) if record.digest not in used)
 
 
 def held_in(found: Inventory, keep: NeededPieces) -> Iterator[Record]:
-    """Yield the undamaged records in the containers that must stay, without external containers."""
+    """Yield the undamaged records in the containers that must stay, which `keep` has.
+
+    External containers are left out.
+    """
     own = (container for container in keep.containers if container.kind != EXTERNAL)
     return (record for container in own for record in found.good(container))
 
@@ -152,10 +168,12 @@ def _cover(wanted: Collection[bytes], containers: Held) -> dict[ContainerId, dic
 
 
 def refuse_unless_certain(found: Inventory) -> None:
-    """Check that everything in the store is readable and no live piece is lost.
+    """Check that everything in the store is readable and that no live piece is lost.
+
+    `found` is the inventory of the store.
 
     Raises:
-        UnfitForCollectionError: a file cannot be read or a piece is lost; the error names the
+        UnfitForCollectionError: A file cannot be read, or a piece is lost. The error names the
             first.
     """
     if found.problems:
@@ -180,12 +198,12 @@ def refuse_unless_certain(found: Inventory) -> None:
 
 
 def plan_gc(objects: Objects, grace_hours: float, found: Inventory | None = None) -> GcPlan:
-    """Compute what a garbage collection would do now. The caller has locked the store exclusively.
+    """Return the plan of a garbage collection. Call it inside `with locks.sweep(...):`.
 
-    `found` is a current inventory, if the caller has one.
+    `found` is a current inventory of the store. Without it, the inventory is taken.
 
     Raises:
-        UnfitForCollectionError: it is uncertain what is in use.
+        UnfitForCollectionError: It is uncertain what is in use.
     """
     found = take_inventory(objects) if found is None else found
     refuse_unless_certain(found)
@@ -214,14 +232,15 @@ def plan_gc(objects: Objects, grace_hours: float, found: Inventory | None = None
 
 
 def sweep_now(objects: Objects, wait_s: float, check: Callable[[], None]) -> GcPlan:
-    """Delete all unused files at once; files already in the trash keep their grace period.
+    """Delete all unused files at once. Files already in the trash keep their grace period.
 
-    Most metadata is read before the store is locked exclusively; then only what has changed is read
-    again. `check` is called under the lock, before anything is deleted, and may raise to stop.
+    Most metadata is read before the store is locked exclusively. Under the lock, only changed
+    metadata is read again. `check` is called under the lock before anything is deleted; if it
+    raises, nothing is deleted.
 
     Raises:
-        StoreBusyError: other sessions were not closed within `wait_s` seconds.
-        UnfitForCollectionError: it is uncertain what is in use; nothing was changed.
+        StoreBusyError: Other sessions were not closed within `wait_s` seconds.
+        UnfitForCollectionError: It is uncertain what is in use; nothing was changed.
     """
     with session(objects.files, objects.layout):
         found = take_inventory(objects)
@@ -232,9 +251,9 @@ def sweep_now(objects: Objects, wait_s: float, check: Callable[[], None]) -> GcP
 
 
 def execute(objects: Objects, plan: GcPlan, grace_hours: float) -> GcPlan:
-    """Carry out a plan; return it with the files deleted.
+    """Carry out `plan`; return it with the files that were deleted.
 
-    The caller must have locked the store exclusively since before the plan was made.
+    Call it inside the `with locks.sweep(...):` in which the plan was made.
     """
     layout, files = objects.layout, objects.files
     if plan.trash or plan.delete:

@@ -1,6 +1,6 @@
-"""The inventory of a store: what it contains and what is in use, for gc, verify and repair.
+"""The inventory of a store: its contents and what is in use, for gc, verify and repair.
 
-Taking it does not stop at damaged files but records them.
+Damaged files do not stop an inventory; they are recorded in it.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from tensor_dedup.store.objects import Objects
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A file that cannot be read: its kind, path, the error, and the checkpoint it belongs to."""
+    """A file that cannot be read: its kind, its path, the error, and the affected checkpoint."""
 
     kind: str
     path: Path
@@ -33,14 +33,18 @@ class Problem:
 
 @dataclass
 class Inventory:
-    """What a store contains, and which of it is in use.
+    """The inventory of a store: its contents, and which of them are in use.
 
-    By checkpoint: `manifests` has the manifest of each readable reference. By piece: `live` has the
-    size of each piece that a reference leads to, and `users` the checkpoints and tensors that use
-    it. `objects` has the names of all manifests and pages that references lead to; `absent` has
-    those that cannot be read. By container: `tables` has each readable table, `bad` the offsets of
-    damaged records, and `changed` the modified files of external containers, whose records are all
-    bad. `problems` lists the files that cannot be read.
+    - `manifests` maps each checkpoint with a readable reference to its manifest's name.
+    - `live` maps the digest of each piece that a reference leads to, to the size of the piece.
+    - `users` maps the digest of each such piece to the checkpoints and tensors that use it.
+    - `objects` has the names of all manifests and pages that references lead to. `absent` has those
+      of them that cannot be read.
+    - `tables` maps each container with a readable table to that table.
+    - `bad` maps each of these containers to the offsets of its damaged pieces.
+    - `changed` maps external containers to their files, if the files were modified. All pieces of
+      these containers count as damaged.
+    - `problems` lists the files that cannot be read.
     """
 
     live: dict[bytes, int] = field(default_factory=dict)
@@ -57,19 +61,22 @@ class Inventory:
     problems: list[Problem] = field(default_factory=list)
 
     def good(self, container: ContainerId) -> Iterator[Record]:
-        """Iterate over the records of a container that are not marked as damaged."""
+        """Iterate over the records of a container, without those of damaged pieces."""
         bad = self.bad[container]
         return (r for r in self.tables[container].records if r.offset not in bad)
 
     def anchors(self) -> set[bytes]:
-        """Return the pieces that deltas can be decoded against: stored here, and not as deltas."""
+        """Return the digests of the anchors: the pieces that deltas can be decoded against.
+
+        An anchor is stored in the store itself, and not as a delta.
+        """
         own = (container for container in self.tables if container.kind != EXTERNAL)
         return {r.digest for container in own for r in self.good(container) if r.base is None}
 
     def readable(self) -> dict[ContainerId, dict[bytes, Record]]:
         """Return the readable records, by container and digest.
 
-        A delta is readable only if all pieces it is encoded against are.
+        A delta is readable only if all pieces that it is encoded against are readable.
         """
         anchors = self.anchors()
         return {
@@ -78,14 +85,17 @@ class Inventory:
         }
 
     def lost(self) -> dict[bytes, int]:
-        """Return the live pieces that no container has a readable copy of, with their sizes."""
+        """Return the live pieces that are lost, with their sizes.
+
+        A piece is lost if no container has a readable copy.
+        """
         there = {digest for held in self.readable().values() for digest in held}
         return {d: nbytes for d, nbytes in self.live.items() if nbytes and d not in there}
 
     def exposed(self) -> dict[bytes, int]:
-        """Return the live pieces that only files outside the store still hold, with their sizes.
+        """Return the live pieces of which only files outside the store have intact copies.
 
-        The store's own copies of them are damaged.
+        The result maps their digests to their sizes. The copies in the store are damaged.
         """
         readable = self.readable()
         own = {d for c, held in readable.items() if c.kind != EXTERNAL for d in held}
@@ -100,7 +110,7 @@ class Inventory:
         return {digest: damaged[digest] for digest in only_there}
 
     def missing_bases(self, digest: bytes) -> list[bytes]:
-        """Return the missing pieces that the deltas with this digest are encoded against."""
+        """Return the pieces that are missing to decode the deltas stored for the piece `digest`."""
         anchors = self.anchors()
         records = (r for container in self.tables for r in self.good(container))
         return [
@@ -108,14 +118,14 @@ class Inventory:
         ]
 
     def deltas_of(self, digest: bytes) -> list[bytes]:
-        """Return the digests of the deltas that are encoded against this piece."""
+        """Return the digests of the pieces that are stored as deltas against the piece `digest`."""
         records = (r for container in self.tables for r in self.good(container))
         return [r.digest for r in records if digest in r.bases]
 
     def lost_anchors(self) -> set[bytes]:
-        """Return the missing pieces whose return would make lost deltas readable again.
+        """Return the missing anchors: pieces that would make lost pieces readable again.
 
-        No manifest refers to them directly.
+        The lost pieces are stored as deltas against them. No manifest needs to refer to an anchor.
         """
         lost, anchors = self.lost(), self.anchors()
         return {
@@ -129,9 +139,9 @@ class Inventory:
 
 
 def take_inventory(objects: Objects) -> Inventory:
-    """Read all metadata of a store and no tensor data.
+    """Read all metadata of a store, but no tensor data; return the inventory.
 
-    The caller must hold a session (`locks.session`).
+    Call it inside `with locks.session(...):`.
     """
     found = Inventory()
     for name in objects.names():
@@ -140,19 +150,20 @@ def take_inventory(objects: Objects) -> Inventory:
 
 
 def take_containers(objects: Objects, live: Mapping[bytes, int]) -> Inventory:
-    """Take the inventory of the containers only; `live` has the pieces in use and their sizes.
+    """Take the inventory of the containers only.
 
-    The caller must hold a session (`locks.session`).
+    `live` maps the digests of the pieces in use to their sizes. Call it inside `with
+    locks.session(...):`.
     """
     return _with_containers(objects, Inventory(dict(live)))
 
 
 def catch_up(objects: Objects, found: Inventory) -> Inventory:
-    """Bring an inventory up to date and return it. The caller has locked the store exclusively.
+    """Bring the inventory `found` up to date and return it.
 
-    Immutable files that were read already are not read again. Pieces of checkpoints deleted since
-    then still count as live. If a live piece is lost or a file cannot be read, the whole inventory
-    is taken again.
+    Call it inside `with locks.sweep(...):`. Immutable files that were read already are not read
+    again. Pieces of checkpoints that were deleted since then still count as live. If a live piece
+    is lost or a file cannot be read, the whole inventory is taken again.
     """
     bad = set(objects.bad_containers())
     known = {

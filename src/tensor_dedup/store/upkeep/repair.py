@@ -1,7 +1,7 @@
-"""Repair: restoring damaged or lost data from the trash, the quarantine, and given checkpoints.
+"""Repair: restoring of damaged or lost data from the trash, the quarantine, and given checkpoints.
 
-Nothing is trusted: pieces are restored only if their bytes have the right digest, manifests and
-pages only if their content has the digest they are named by.
+No source is trusted. Pieces are restored only if their bytes have the right digest. Manifests and
+their pages are restored only if their content has the digest that is their name.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -45,7 +45,7 @@ _REF_BYTES = 1 << 12
 
 @dataclass
 class RepairResult:
-    """The counts of what was restored, and descriptions of what is still `missing`."""
+    """The result of a repair: counts of what was restored, and a list of what is still missing."""
 
     pieces: int = 0
     bytes: int = 0
@@ -67,9 +67,9 @@ class RepairResult:
 
 
 class Repair:
-    """A repair of one store.
+    """A repair of a store.
 
-    The caller must hold a session (`locks.session`).
+    Use it inside `with locks.session(...):`.
     """
 
     def __init__(
@@ -81,10 +81,13 @@ class Repair:
         self._unreadable: list[str] = []
 
     def run(self, paths: Sequence[Path]) -> RepairResult:
-        """Restore what can be restored; `paths` are checkpoints in any form that can be imported.
+        """Restore what can be restored, also from the checkpoints at `paths`; return the result.
+
+        Each path may have any form that can be imported.
 
         Raises:
-            CheckpointError, UnsupportedError: a path is not a checkpoint; nothing was restored.
+            CheckpointError, UnsupportedError: A path does not lead to a checkpoint; nothing was
+                restored.
         """
         # Links may lead anywhere: nothing comes back that the store has not had.
         given = [read_source(self._objects.files, path, follow_links=True) for path in paths]

@@ -1,7 +1,7 @@
 """The sizes of training runs: what their steps hold and share, and how much tensors change.
 
-Only metadata is read (references, manifests, pages, tables), and no tensor. Each page is read once,
-however many steps share it.
+Only metadata is read (references, manifests and their pages, tables), and no tensor. Each page is
+read once, however many steps share it.
 """
 
 from collections import Counter
@@ -25,11 +25,11 @@ from tensor_dedup.store.upkeep.stats import disk_bytes
 
 @dataclass(frozen=True, slots=True)
 class RunStats:
-    """The sizes of a run, or of all runs together (`run_id` is then None).
+    """The sizes of a run, or of all runs together. For all runs, `run_id` is None.
 
-    `total_chunks` counts the tensors in the manifests of all steps, `unique_chunks` the distinct
-    digests among them. `dedup_ratio` is unique / total; lower means more reuse. `total_bytes` is
-    the size of the distinct tensors on disk, as they are encoded.
+    `total_chunks` is the number of tensors in the manifests of all steps, and `unique_chunks` is
+    the number of distinct digests among them. `dedup_ratio` is unique / total, so lower means more
+    reuse. `total_bytes` is the size of the distinct tensors on disk, as they are encoded.
     """
 
     run_id: str | None
@@ -46,11 +46,12 @@ class RunStats:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What one step added to its run: tensors that no earlier step had, and their bytes.
+    """What a step added to its run: tensors that no earlier step had, and their bytes.
 
-    `nbytes` is the size of the whole step and `new_bytes` that of its new tensors. `stored_bytes`
-    is what they take on disk, with the bases they are encoded against if no earlier step needed
-    them. `dedup_ratio` is that of RunStats for the steps up to this one.
+    `nbytes` is the size of the whole step, and `new_bytes` is the size of its new tensors.
+    `stored_bytes` is the space that the new tensors take on disk. It includes the bases they are
+    encoded against, unless an earlier step needed these. `dedup_ratio` is as in RunStats, for the
+    steps up to this one.
     """
 
     step: int
@@ -68,16 +69,19 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class RunCost:
-    """What a run, or all runs together, costs on disk. Sizes in bytes.
+    """What a run, or all runs together, costs on disk. All sizes are in bytes.
 
-    `unique_bytes` is the size on disk of the pieces that only the run needs, and `shared_bytes`
-    that of pieces which other runs or checkpoints need, too. Both include the bases that deltas are
-    encoded against; pieces that are only in files indexed in place count nothing. `store_bytes` is
-    the size of all files of the store, with metadata, unused files and the trash.
+    - `unique_bytes` is the size on disk of the pieces that only the run needs.
+    - `shared_bytes` is the size on disk of the pieces that other runs or checkpoints need, too.
+    - `reclaimable_bytes` is what `gc` would free if only the run were deleted: whole containers,
+      and the run's manifests and references.
+    - `dead_bytes` is the size of pieces that would then be unused, but would stay because their
+      containers hold other pieces in use.
+    - `store_bytes` is the size of all files of the store, with metadata, unused files and the
+      trash.
 
-    If only the run were deleted, `gc` would free `reclaimable_bytes`: whole containers, and the
-    run's manifests and references. `dead_bytes` would also be unused, but are in containers that
-    others need.
+    The first two include the bases that deltas are encoded against. Pieces that are only in files
+    indexed in place count nothing.
     """
 
     reclaimable_bytes: int
@@ -98,9 +102,9 @@ class RunCost:
 
 @dataclass(frozen=True, slots=True)
 class TensorChanges:
-    """In how many steps of a run a tensor was identical to, or changed from, the step before.
+    """In how many steps of a run a tensor changed from the step before, and in how many not.
 
-    A step counts only if the step before it has a tensor of that name.
+    A step counts only if the step before also has a tensor of this name.
     """
 
     name: str
@@ -119,9 +123,9 @@ class TensorChanges:
 
 
 def run_stats(objects: Objects, runs: Iterable[str], run_id: str | None) -> RunStats:
-    """Return the sizes of these runs together; `run_id` is stored in the result.
+    """Return the sizes of `runs` together. `run_id` is stored in the result.
 
-    The caller must hold a session (`locks.session`). No tensor data is read.
+    Call it inside `with locks.session(...):`. No tensor data is read.
     """
     seen: dict[bytes, list[Piece]] = {}
     sizes: dict[bytes, int] = {}
@@ -140,7 +144,8 @@ def run_stats(objects: Objects, runs: Iterable[str], run_id: str | None) -> RunS
 def stored_bytes(tables: Iterable[Table], wanted: Collection[bytes]) -> dict[bytes, int]:
     """Return the bytes that each piece in `wanted` takes on disk, in its smallest copy.
 
-    The result also has the leaves of these pieces that are stored as pieces of their own.
+    `tables` are the tables of the containers. A piece that is in no table is left out. The result
+    also has the leaves of these pieces that are stored as separate pieces.
     """
     tables = list(tables)
     least = _least(tables, wanted)
@@ -168,9 +173,9 @@ def _tables(objects: Objects) -> Iterator[Table]:
 
 
 def growth(objects: Objects, run: str) -> list[Growth]:
-    """Return what each step of a run added to it, in order.
+    """Return what each step of a run added to it, in the order of step numbers.
 
-    The caller must hold a session (`locks.session`). No tensor data is read.
+    Call it inside `with locks.session(...):`. No tensor data is read.
     """
     seen: dict[bytes, list[Piece]] = {}
     known: dict[bytes, int] = {}
@@ -201,10 +206,10 @@ def growth(objects: Objects, run: str) -> list[Growth]:
 
 
 def tensor_changes(objects: Objects, run: str) -> list[TensorChanges]:
-    """Count in how many steps of a run each tensor changed.
+    """Count for each tensor of a run in how many steps it changed.
 
-    The caller must hold a session (`locks.session`). A step is compared with the step of the next
-    smaller number. Tensors are in the order of their first appearance. No tensor data is read.
+    A step is compared with the step of the next smaller number. The tensors are in the order of
+    their first appearance. Call it inside `with locks.session(...):`. No tensor data is read.
     """
     counts: dict[str, list[int]] = {}
     pages: dict[bytes, list[Piece]] = {}  # of the step before
@@ -251,13 +256,13 @@ class _Part:
 
 
 def run_cost(objects: Objects, runs: Collection[str]) -> RunCost:
-    """Return what some runs together cost on disk.
+    """Return what the runs in `runs` together cost on disk.
 
-    The caller must hold a session (`locks.session`). No tensor data is read.
+    Call it inside `with locks.session(...):`. No tensor data is read.
 
     Raises:
-        UnfitForCollectionError: something is damaged or lost, so `gc` would free nothing.
-        DamagedFileError, MissingObjectError, NewerFormatError: a reference, manifest or page cannot
+        UnfitForCollectionError: Something is damaged or lost, so `gc` would free nothing.
+        DamagedFileError, MissingObjectError, NewerFormatError: A reference, manifest or page cannot
             be read.
     """
     own, others = _Part(), _Part()

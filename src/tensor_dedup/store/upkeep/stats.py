@@ -23,7 +23,7 @@ _FLAT = ("refs", "quarantine", "trash", "tmp")
 
 @dataclass
 class Coded:
-    """The number of pieces stored by one codec, their plain size, and their size on disk."""
+    """The pieces stored by one codec: their number, their decoded size, and their size on disk."""
 
     pieces: int = 0
     nbytes: int = 0
@@ -31,7 +31,10 @@ class Coded:
 
 
 def by_codec(held: Held, used: Collection[bytes]) -> dict[str, Coded]:
-    """Group the pieces in `used` by codec; each counts once, in its smallest copy. No I/O."""
+    """Group the pieces in `used` by codec. No I/O.
+
+    `held` has the records of each container. Each piece counts once, in its smallest copy.
+    """
     found: dict[str, Coded] = {}
     seen = set[bytes]()
     records = [r for pieces in held.values() for r in pieces.values() if r.digest in used]
@@ -47,10 +50,10 @@ def by_codec(held: Held, used: Collection[bytes]) -> dict[str, Coded]:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """One checkpoint in a listing. `nbytes` is the size of an export.
+    """A checkpoint in a listing. `nbytes` is the size of an export.
 
     `imported_at` is in seconds since 1970. If the reference or the manifest cannot be read,
-    `damage` tells why and unknown sizes are 0; `manifest` is empty if it is the reference.
+    `damage` says why, and unknown sizes are 0. If it is the reference, `manifest` is empty, too.
     """
 
     name: str
@@ -63,7 +66,7 @@ class Listed:
     def to_dict(self) -> dict[str, object]:
         """Return all fields as a dict for JSON.
 
-        For a damaged checkpoint, return only its name and what is damaged.
+        For a damaged checkpoint, the dict has only its name and a text about the damage.
         """
         if self.damage is not None:
             return {"name": self.name, "what": self.damage}
@@ -76,12 +79,15 @@ class Listed:
 class Stats:
     """The sizes of a store, in bytes.
 
-    `logical_bytes` is the size of exports of all checkpoints, `unique_bytes` that of the distinct
-    pieces among them. `dedup_ratio` is unique / logical; lower means more reuse. `tensors` counts
-    the tensors of all checkpoints. `disk_bytes` is the size of all files, `reclaimable_bytes` that
-    of containers without any used piece, and `dead_bytes` that of unused pieces in other
-    containers. `codecs` has the pieces by codec (`raw`: unencoded), including those that only serve
-    as bases.
+    - `logical_bytes` is the size of exports of all checkpoints.
+    - `unique_bytes` is the size of the distinct pieces among them.
+    - `dedup_ratio` is unique / logical, so lower means more reuse.
+    - `tensors` is the number of tensors in all checkpoints.
+    - `disk_bytes` is the size of all files of the store.
+    - `reclaimable_bytes` is the size of the containers that `gc` would remove.
+    - `dead_bytes` is the size of the unused pieces in the containers that stay.
+    - `codecs` has the pieces by codec (`raw`: unencoded), including pieces that only serve as bases
+      for differences.
     """
 
     checkpoints: int
@@ -109,9 +115,9 @@ class Stats:
 
 
 def listed(objects: Objects) -> list[Listed]:
-    """Return all checkpoints, sorted by name, damaged ones too.
+    """Return all checkpoints, sorted by name. Damaged checkpoints are included.
 
-    The caller must hold a session (`locks.session`).
+    Call it inside `with locks.session(...):`.
     """
     found = []
     for name in objects.names():
@@ -137,7 +143,7 @@ def _listed(objects: Objects, name: str) -> Listed:
 def stats(objects: Objects) -> Stats:
     """Return the sizes of a store, without reading tensor data.
 
-    The caller must hold a session (`locks.session`).
+    Call it inside `with locks.session(...):`.
     """
     found = take_inventory(objects)
     held = found.readable()

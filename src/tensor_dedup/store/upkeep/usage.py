@@ -1,6 +1,6 @@
 """The disk usage of each checkpoint and each run, and what deleting them would free.
 
-Only metadata is read (references, manifests, pages, tables), and no tensor.
+Only metadata is read (references, manifests and their pages, tables), and no tensor.
 """
 
 from collections import Counter
@@ -27,15 +27,18 @@ Kind = Literal["stored", "external", "run"]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The disk usage of a checkpoint, or of a run with all its steps. Sizes in bytes.
+    """The disk usage of a checkpoint, or of a run with all its steps. All sizes are in bytes.
 
-    `nbytes` is the size of an export. `unique_bytes` is the size on disk of pieces that only this
-    checkpoint needs, also as bases of deltas, and `shared_bytes` that of pieces others need, too.
-    `encoding_saves_bytes` is what encoding saves on both. `external_bytes` are in files indexed in
-    place. `imported_at` is in seconds since 1970; for a run, the time of its last save.
-    `reclaimable_bytes` is what `gc` frees after a deletion: whole containers, and its own manifests
-    and references. It is None while the store is damaged, because `gc` then deletes nothing.
-    `damage` tells what cannot be read, or is None.
+    - `nbytes` is the size of an export.
+    - `unique_bytes` is the size on disk of the pieces that only this checkpoint needs. It includes
+      the bases that deltas are encoded against.
+    - `shared_bytes` is the size on disk of the pieces that others need, too.
+    - `encoding_saves_bytes` is how much encoding saves on all these pieces.
+    - `external_bytes` is the size of the pieces in files indexed in place.
+    - `imported_at` is in seconds since 1970. For a run, it is the time of the last save.
+    - `reclaimable_bytes` is what `gc` frees after a deletion: whole containers, and the manifests
+      and references. It is None while the store is damaged, because `gc` then deletes nothing.
+    - `damage` says what cannot be read, or is None.
     """
 
     name: str
@@ -51,7 +54,7 @@ class Usage:
     damage: str | None
 
     def to_dict(self) -> dict[str, object]:
-        """Return all fields as a dict for JSON; `steps` only for a run."""
+        """Return all fields as a dict for JSON. `steps` is included only for a run."""
         document = asdict(self)
         if self.kind != "run":
             del document["steps"]
@@ -60,11 +63,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """The disk usage of all checkpoints and runs, by name, and the totals. Sizes in bytes.
+    """The disk usage of all checkpoints and runs, by name, and the totals. All sizes are in bytes.
 
-    `unique_bytes` is the sum over all of them. `shared_bytes` and `external_bytes` count each piece
-    once. `disk_bytes` is the size of all files of the store, with metadata, unused files and the
-    trash.
+    `unique_bytes` is the sum over all checkpoints and runs. `shared_bytes` and `external_bytes`
+    count each piece once. `disk_bytes` is the size of all files of the store, with metadata, unused
+    files and the trash.
     """
 
     checkpoints: tuple[Usage, ...]
@@ -99,8 +102,8 @@ class _Group:
 def usage(objects: Objects, alone: str | None = None) -> StoreUsage:
     """Return the disk usage of each checkpoint and each run.
 
-    The caller must hold a session (`locks.session`). If `alone` is the name of a step, that step is
-    listed by itself and not as a part of its run.
+    If `alone` is the name of a step, that step is listed separately and not as a part of its run.
+    Call it inside `with locks.session(...):`.
     """
     groups = _groups(objects, alone)
     live = {digest: nbytes for group in groups for digest, nbytes in group.live.items()}

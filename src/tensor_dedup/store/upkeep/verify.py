@@ -1,9 +1,10 @@
-"""Verifying a store: checking its metadata and a share of its data, and quarantining faults.
+"""Verification of a store: its metadata and a share of its data are checked, faults quarantined.
 
-A container with a damaged table, and a damaged manifest or page, are moved to the quarantine.
-Damaged records stay in their container, but are listed as damaged and not read again. A damaged
-reference stays in place, because it is the only trace of its name; as long as it exists, gc deletes
-nothing.
+- A container with a damaged table is moved to the quarantine, as is a damaged manifest or a damaged
+  page of one.
+- A damaged piece stays in its container, but is listed as damaged and not read again.
+- A damaged reference stays in place, because it is the only trace of its name. As long as it
+  exists, gc deletes nothing.
 """
 
 import random
@@ -34,10 +35,9 @@ from tensor_dedup.store.upkeep.inventory import Inventory, Problem, take_invento
 
 
 class Scrubber:
-    """A checker of the records in delta containers.
+    """A checker for the encoded pieces in delta containers.
 
-    The caller must hold a session (`locks.session`). Both the stored bytes and the decoded bytes
-    are checked.
+    It checks both the stored bytes and the decoded bytes. Use it inside `with locks.session(...):`.
     """
 
     def __init__(
@@ -47,9 +47,10 @@ class Scrubber:
         self._hasher, self._progress = hasher, progress
 
     def wrong(self, handle: Handle, records: Sequence[Record]) -> "list[BadRecord]":
-        """Return the records whose stored or decoded bytes are wrong or cannot be read.
+        """Return those of `records` whose stored or decoded bytes are wrong or cannot be read.
 
-        If the base of a delta cannot be read, only the delta's stored bytes are checked.
+        `handle` is the file that holds the pieces. If the base of a delta cannot be read, only the
+        stored bytes of the delta are checked.
         """
         bases = {base for record in records for base in record.bases}
         with StoredPieces(self._objects, self._index, bases) as pieces:
@@ -92,7 +93,7 @@ class Scrubber:
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """A record with wrong bytes or, if `unreadable` is True, that the disk cannot read."""
+    """A stored piece whose bytes are wrong. If `unreadable` is True, the disk cannot read them."""
 
     record: Record
     unreadable: bool = False
@@ -110,12 +111,17 @@ _SET_ASIDE = frozenset({"manifest", "page", "table", "container"})
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault: its kind, the file, a description, and the affected checkpoints.
+    """A fault in a store: its kind, the file, a description, and the affected checkpoints.
 
-    The kinds reference, manifest, page, table, container, list (of damaged records) and index name
-    what is damaged. An `alien` is a file that the format does not define. A `tensor` is a damaged
-    piece and `padding` a gap that is not zero. A `lost` piece has no intact copy; an `exposed` one
-    is intact only in a file outside the store.
+    The kinds are:
+
+    - `reference`, `manifest`, `page`, `table`, `container`, `list` (of damaged pieces) and `index`
+      name what is damaged.
+    - `alien` is a file that the format does not define.
+    - `tensor` is a damaged piece.
+    - `padding` is a gap in a container that is not zero.
+    - `lost` is a piece without an intact copy.
+    - `exposed` is a piece whose only intact copy is in a file outside the store.
     """
 
     kind: str
@@ -126,7 +132,7 @@ class Fault:
 
 @dataclass
 class VerifyResult:
-    """The faults that `verify` found, and how much it checked."""
+    """The result of `verify`: the faults that were found, and how much was checked."""
 
     level: str
     faults: list[Fault] = field(default_factory=list)
@@ -136,7 +142,7 @@ class VerifyResult:
 
     @property
     def fine(self) -> bool:
-        """Whether no fault was found."""
+        """Whether no faults were found."""
         return not self.faults
 
     def to_dict(self) -> dict[str, object]:
@@ -156,7 +162,10 @@ class VerifyResult:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """How much data is verified: a share of the pieces, from 0 (none) to 1 (all, and padding)."""
+    """How much data is verified: a share of the pieces, from 0 (none) to 1 (all).
+
+    The share 1 includes the padding. `seed` makes the choice of the pieces repeatable.
+    """
 
     share: float
     seed: int | None = None
@@ -172,9 +181,9 @@ class Level:
 def verify(
     objects: Objects, index: StoreIndex, hasher: Hasher, level: Level, progress: ProgressListener
 ) -> VerifyResult:
-    """Check a store and quarantine what is wrong, without repairing.
+    """Check a store and quarantine faults, without repairing; return the result.
 
-    The caller must hold a session (`locks.session`).
+    Call it inside `with locks.session(...):`.
     """
     found = take_inventory(objects)
     result = VerifyResult(level.name, checkpoints=len(found.checkpoints))

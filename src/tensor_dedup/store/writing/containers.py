@@ -1,9 +1,9 @@
-"""Writing containers, the files that hold a store's pieces, from files and from memory.
+"""Writing of containers, the files that hold a store's pieces, from files and from memory.
 
-There are three ways to make one. `ContainerWriter` appends new pieces one by one. `Copied` turns a
-copy of a whole file into a container. `index_in_place` leaves a file where it is and stores only a
-table. Bytes are checked against their digests while they are written, so a container is right even
-if a file or a model changes meanwhile.
+A container can be made in three ways. `ContainerWriter` appends new pieces one by one. `Copied`
+turns a copy of a whole file into a container. `index_in_place` leaves a file where it is and stores
+only a table. The bytes are checked against their digests while they are written, so a container is
+right even if a file or a model changes during the write.
 """
 
 import threading
@@ -63,7 +63,7 @@ def kind_for(nbytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NewPiece:
-    """A piece to copy from a file: its place there, and its digest."""
+    """A piece to copy from a file: where it is in the file, and its digest."""
 
     start: int
     nbytes: int
@@ -71,9 +71,10 @@ class NewPiece:
 
 
 class Want(NamedTuple):
-    """A piece in memory: a name for messages, the dtype if it is a tensor, and its bytes.
+    """A piece in memory that is to be stored.
 
-    If `private` is True, no other code writes to that memory until the piece is stored.
+    `name` is for messages, and `dtype` is None unless the piece is a tensor. If `private` is True,
+    no other code writes to the memory until the piece is stored.
     """
 
     name: str
@@ -90,9 +91,9 @@ Wanted: TypeAlias = Mapping[bytes, Want]
 class Fresh:
     """A piece in memory to write: its bytes, change hash, digest and leaf digests.
 
-    If `private` is True, no other code writes to that memory. Otherwise `leaf_changes` has the
-    change hash of each leaf, and the bytes are checked again while they are written. A change hash
-    is a fast hash that only shows whether bytes changed (see `hashing`).
+    If `private` is True, no other code writes to the memory. Otherwise the bytes are checked again
+    while they are written, and `leaf_changes` has the change hash of each leaf. A change hash is a
+    fast hash that only shows whether bytes changed (see `hashing`).
     """
 
     name: str
@@ -105,22 +106,25 @@ class Fresh:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes."""
+        """The size of the piece in bytes."""
         return self.view.nbytes
 
     @property
     def leaves(self) -> bytes:
-        """The concatenated leaf digests."""
+        """The concatenated leaf digests of the piece."""
         return self.hashed.leaves
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Return the bytes from `start` to `stop`."""
+        """Return the bytes of the piece from `start` to `stop`."""
         return self.view[start:stop]
 
 
 @dataclass(frozen=True, slots=True)
 class SealedContainer:
-    """A complete container whose file is still open, not durable, and without its final name."""
+    """A container that is completely written, but not yet published.
+
+    Its file is still open, is not durable and does not have its final name.
+    """
 
     container: ContainerId
     table: Table
@@ -129,7 +133,7 @@ class SealedContainer:
 
 
 class ContainerWriter:
-    """A container of unencoded pieces (slab or pack) being written. Use it from one thread.
+    """A writer for a container of unencoded pieces (slab or pack). Use it from one thread.
 
     End it with `finish`, `seal` or `abandon`. No file is created before the first piece.
     """
@@ -148,10 +152,10 @@ class ContainerWriter:
         self._direct = _DirectWriter(objects, hasher)
 
     def add(self, source: Handle, pieces: Sequence[NewPiece]) -> None:
-        """Copy pieces from an open file, with several threads.
+        """Copy `pieces` from the open file `source`, with several threads.
 
         Raises:
-            ChangedFileError: a piece no longer has its digest.
+            ChangedFileError: A piece no longer has its digest.
         """
         if not pieces:
             return
@@ -166,11 +170,11 @@ class ContainerWriter:
     def put(self, piece: Fresh) -> None:
         """Append a piece from memory.
 
-        A large piece is written in the background: its memory must stay unchanged until the
-        container is sealed, and `seal` may raise the error instead.
+        A large piece is written in the background. Its memory must stay unchanged until the
+        container is sealed. If it changes before, the error may come from `seal` instead.
 
         Raises:
-            ChangedModelError: the piece has changed since it was hashed.
+            ChangedModelError: The piece has changed since it was hashed.
         """
         start, view = self._reserve(piece.view.nbytes), piece.view
         large = view.nbytes >= DIRECT_BYTES
@@ -231,7 +235,7 @@ class ContainerWriter:
     def finish(self) -> ContainerId | None:
         """Write the table and make the container durable under its name; return its identity.
 
-        Return None if the container is empty.
+        If the container is empty, delete its file and return None. Raises the errors of `seal`.
         """
         sealed = self.seal()
         if sealed is None:
@@ -248,9 +252,13 @@ class ContainerWriter:
         return container
 
     def seal(self) -> SealedContainer | None:
-        """Write the table and hand over the open file; return None if the container is empty.
+        """Write the table and hand over the open file. Return None if the container is empty.
 
-        Nothing is durable yet: the caller must sync, rename and close the file.
+        Nothing is durable yet; the caller must sync, rename and close the file.
+
+        Raises:
+            ChangedModelError: A piece that was written in the background has changed since it was
+                hashed.
         """
         self._flush()
         grown = self._direct.finish()
@@ -269,7 +277,7 @@ class ContainerWriter:
         )
 
     def abandon(self) -> None:
-        """Delete the unfinished file. No effect after `seal` or `finish`."""
+        """Delete the unfinished file. After `seal` or `finish`, the call has no effect."""
         self._direct.abandon()
         if self._handle is not None:
             discard(self._objects, self._handle)
@@ -364,12 +372,12 @@ class _DirectWriter:
 
 
 def hash_pieces(hasher: Hasher, wanted: Wanted) -> Iterator[Fresh]:
-    """Hash pieces in memory with BLAKE3: first the small ones, then the large ones.
+    """Hash the pieces in `wanted` with BLAKE3; yield each of them with its hashes.
 
-    Large pieces are hashed by several threads, ahead of the caller.
+    Small pieces come first, then large ones. Several threads hash the large pieces, in advance.
 
     Raises:
-        ChangedModelError: a piece no longer has its change hash.
+        ChangedModelError: A piece no longer has its change hash.
     """
     large = {key: want for key, want in wanted.items() if want.view.nbytes >= _HANDED_OVER}
     for key, want in wanted.items():
@@ -410,7 +418,7 @@ def changed_in_memory(name: str) -> ChangedModelError:
 
 
 class Copied:
-    """A temporary copy of a whole file, which can become a `raw` container."""
+    """A temporary copy of a whole file. `keep` turns it into a `raw` container."""
 
     def __init__(self, objects: Objects, source: Handle, nbytes: int) -> None:
         self._objects = objects
@@ -436,7 +444,7 @@ class Copied:
                 raise changed(source, f"it has no longer {self._nbytes} bytes")
 
     def keep(self, segments: Sequence[Segment], hashed: Sequence[Hashed]) -> ContainerId:
-        """Turn the copy into a durable container; `hashed` has the digests of its `segments`."""
+        """Turn the copy into a durable container. `hashed` has the hashes of its `segments`."""
         files, layout = self._objects.files, self._objects.layout
         records = _records(segments, hashed)
         name, blob = tables.encode(Table("raw", self._nbytes, records, None))
@@ -456,8 +464,8 @@ def index_in_place(
 ) -> ContainerId:
     """Create an external container: a durable table of a file that stays where it is.
 
-    `hashed` has the digests of the file's segments. `status` is the status of the file, which must
-    be the same before and after hashing.
+    `hashed` has the hashes of the file's segments. `status` is the status that the file had both
+    before and after it was hashed.
     """
     origin = ExternalFile.of(file.path.absolute(), status)
     records = _records(file.segments, hashed)
@@ -469,13 +477,13 @@ def index_in_place(
 def hash_copy(
     hasher: Hasher, handle: Handle, segments: Sequence[Segment], progress: ProgressListener | None
 ) -> list[Hashed]:
-    """Return the digests of each segment of an open file."""
+    """Return the hashes of each of `segments` in an open file."""
     ranges = [Range(segment.start, segment.nbytes) for segment in segments]
     return hasher.hash(handle, ranges, progress=progress)
 
 
 def discard(objects: Objects, handle: Handle) -> None:
-    """Close and delete a temporary file; if the deletion fails, gc deletes it later."""
+    """Close and delete a temporary file. If it cannot be deleted, `gc` deletes it later."""
     objects.files.close(handle)
     with suppress(OSError):
         objects.files.unlink(handle.path)
@@ -491,7 +499,7 @@ def _check_space(objects: Objects, nbytes: int) -> None:
 
 
 def record_of(offset: int, nbytes: int, hashed: Hashed) -> Record:
-    """Return the record of an unencoded piece at `offset`."""
+    """Return the entry in a container's table for an unencoded piece at `offset`."""
     return Record(hashed.digest, offset, nbytes, nbytes, PLAIN, None, hashed.leaves)
 
 

@@ -1,10 +1,11 @@
-"""Delta containers being written: tensors that are encoded, or stored against an anchor.
+"""Writing of delta containers, for tensors that are encoded or stored against an anchor.
 
-An anchor is a stored piece that is not itself encoded against another one. A plan says how to store
-a tensor: by a codec, against an anchor, or both. Leaves (2 MiB) that the anchor has at the same
-offset are left out. Other leaves are encoded, stored unencoded, or become pieces of their own.
-Equal leaves are found by their digests, without reading tensor or anchor.
-`tensor_dedup.store.writing.encoder` and `tensor_dedup.training.policy` make plans with codecs;
+An anchor is a stored piece that is not itself encoded against another piece. A plan says how to
+store a tensor: by a codec, against an anchor, or both. Leaves (2 MiB) that the anchor has at the
+same offset are left out. Other leaves are encoded, stored unencoded, or become separate pieces.
+Equal leaves are found by their digests, without reading the tensor or the anchor.
+
+`tensor_dedup.store.writing.encoder` and `tensor_dedup.training.policy` make plans with codecs.
 `LeafSharing` finds anchors that share leaves.
 """
 
@@ -56,10 +57,10 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """A stored piece to store others against: its digest, size and concatenated leaf digests.
+    """A stored piece that others are stored against.
 
-    `pieces` is the reader for its bytes. If it is None, the anchor cannot be read, and only shared
-    leaves can be used.
+    `leaves` has its concatenated leaf digests. `pieces` reads its bytes. If `pieces` is None, the
+    anchor cannot be read, and only leaves shared with it can be used.
     """
 
     digest: bytes
@@ -68,20 +69,24 @@ class Anchor:
     pieces: StoredPieces | None = None
 
     def read(self, start: int, stop: int) -> bytearray:
-        """Return the bytes from `start` to `stop`, verified.
+        """Return the bytes from `start` to `stop`, verified. `pieces` must not be None.
 
         Raises:
-            CorruptTensorError, MissingObjectError: no intact copy is in the store.
+            CorruptTensorError, MissingObjectError: No intact copy of the bytes is in the store.
         """
         assert self.pieces is not None
         return self.pieces.read_piece(self.digest, start, stop, self.nbytes)
 
     def has_leaf(self, start: int, nbytes: int) -> bool:
-        """Return whether the piece has a leaf of `nbytes` at offset `start`."""
+        """Return whether the anchor has a leaf of `nbytes` at offset `start`."""
         return are_leaves(self.nbytes, start, start + nbytes)
 
     def in_common(self, leaves: bytes) -> tuple[bool, ...]:
-        """Return for each of these leaf digests whether this piece has the same leaf there."""
+        """Return for each leaf of another piece whether the anchor has the same leaf there.
+
+        `leaves` has the concatenated leaf digests of the other piece. A leaf is the same if digest
+        and offset are equal.
+        """
         ours = (self.leaves[at : at + DIGEST_BYTES] for at in range(0, len(leaves), DIGEST_BYTES))
         theirs = (leaves[at : at + DIGEST_BYTES] for at in range(0, len(leaves), DIGEST_BYTES))
         return tuple(one == other for one, other in zip(ours, theirs, strict=True))
@@ -89,12 +94,12 @@ class Anchor:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How to store a new piece: by which codec, and against which anchor.
+    """A plan for storing a new piece: by which codec, and against which anchor.
 
-    `common` says for each leaf whether it equals the anchor's; equal leaves are left out. Other
-    leaves are stored unencoded if there is no codec or it saves too little. If `held` is not None,
-    they become pieces of their own instead; `held` has the numbers of those that are stored
-    already.
+    `common` says for each leaf whether it equals the anchor's leaf. Equal leaves are left out. The
+    other leaves are encoded by the codec, or stored unencoded if there is no codec or it saves too
+    little. If `held` is not None, these leaves become separate pieces instead, and `held` has the
+    numbers of those that are stored already.
     """
 
     choice: "CodecChoice | None"
@@ -104,33 +109,33 @@ class Plan:
 
     @property
     def by_leaf(self) -> bool:
-        """Whether some leaves equal the anchor's and are left out."""
+        """Whether some leaves are left out because they equal the anchor's leaves."""
         return any(self.common)
 
     @property
     def codec(self) -> str:
-        """The name of the codec in the piece's record."""
+        """The name of the codec, as the container's table states it for the piece."""
         if self.in_parts:
             return codec_of(self.own)
         return LEAVES if self.by_leaf or self.choice is None else self.choice.codec.name
 
     @property
     def own(self) -> list[int]:
-        """The numbers of the leaves that differ from the anchor's."""
+        """The numbers of the leaves that differ from the anchor's leaves."""
         return [number for number, common in enumerate(self.common) if not common]
 
     @property
     def in_parts(self) -> bool:
-        """Whether the leaves that differ from the anchor's become pieces of their own."""
+        """Whether the leaves that differ from the anchor's leaves become separate pieces."""
         return self.held is not None and self.by_leaf and not all(self.common)
 
     @property
     def base(self) -> bytes | None:
-        """The digest of the anchor, or None without an anchor."""
+        """The digest of the anchor, or None if there is no anchor."""
         return None if self.anchor is None else self.anchor.digest
 
     def has_leaf(self, start: int) -> bool:
-        """Return whether the leaf at offset `start` equals the anchor's and is left out."""
+        """Return whether the leaf at offset `start` is left out because the anchor has it, too."""
         return bool(self.common) and self.common[start // LEAF_BYTES]
 
 
@@ -141,10 +146,12 @@ def plan_of(
     leaves: bytes,
     held: "LeafSharing | None" = None,
 ) -> Plan | None:
-    """Return how to store a piece with these leaf digests, or None to store it unencoded.
+    """Return a plan for storing a piece, or None to store it unencoded.
 
-    With `held`, differing leaves become pieces of their own unless the codec makes them much
-    smaller: later steps can share such pieces, but not encoded leaves.
+    `choice` is the codec chosen for the piece, and `anchor` is the anchor to store it against;
+    either may be None. `leaves` has the leaf digests of the piece. If `held` is given, leaves that
+    differ from the anchor's become separate pieces unless the codec makes them much smaller,
+    because later steps can share separate pieces, but not encoded leaves.
     """
     plan = Plan(choice, anchor, anchor.in_common(leaves) if anchor is not None else ())
     if held is not None and plan.by_leaf and (choice is None or not _is_cheap(choice)):
@@ -164,9 +171,9 @@ def _is_cheap(choice: "CodecChoice") -> bool:
 
 
 def anchor_of(pieces: StoredPieces, digest: bytes) -> Anchor | None:
-    """Return the anchor for new deltas against a piece: the piece itself, or else its base.
+    """Return the anchor for new deltas against the piece `digest`: the piece itself, or its base.
 
-    Return None if neither can serve as one.
+    Return None if neither can serve as an anchor.
     """
     found = pieces.anchor(digest)
     records = [] if found is None else pieces.records(found)
@@ -177,15 +184,15 @@ def anchor_of(pieces: StoredPieces, digest: bytes) -> Anchor | None:
 
 
 def own_bytes(plan: Plan, nbytes: int) -> int:
-    """Return the total size of the leaves of a piece that must be stored anew under a plan.
-
-    `nbytes` is the size of the piece.
-    """
+    """Return the total size of the leaves that `plan` stores anew, for a piece of `nbytes`."""
     return sum(leaf_bytes(number, nbytes) for number in plan.own if number not in (plan.held or ()))
 
 
 def saves_by_leaf(plan: Plan, nbytes: int) -> bool:
-    """Return whether leaving out the anchor's leaves alone saves a tenth of a piece of `nbytes`."""
+    """Return whether a tenth of a piece of `nbytes` is saved by leaving out leaves alone.
+
+    These are the leaves that `plan` leaves out because the anchor has them.
+    """
     if not plan.by_leaf:
         return False
     heads = head_bytes(nbytes) + _LEAF_HEAD * len(plan.own)
@@ -195,14 +202,14 @@ def saves_by_leaf(plan: Plan, nbytes: int) -> bool:
 class LeafSharing:
     """A search for stored pieces that share leaves with new pieces.
 
-    The caller must hold a session (`locks.session`). Names and shapes do not matter; a shared leaf
-    has the same offset in both. Use it from one thread and close it.
+    A shared leaf has the same offset in both pieces; names and shapes do not matter. Use it inside
+    `with locks.session(...):`. Use it from one thread, and close it.
     """
 
     def __init__(
         self, objects: Objects, index: StoreIndex, without: Collection[bytes] = ()
     ) -> None:
-        """Begin a search; nothing is found against pieces with a digest in `without`."""
+        """Begin a search. Stored pieces whose digests are in `without` are never found."""
         self._objects, self._index, self._without = objects, index, without
         self._records: dict[ContainerId, dict[int, Record]] = {}
         self._pieces: StoredPieces | None = None
@@ -218,11 +225,12 @@ class LeafSharing:
     def find(
         self, wanted: Iterable[tuple[Hashed, int]], *, readable: bool = False, parts: bool = False
     ) -> dict[bytes, Anchor]:
-        """Return, by the digest of each new piece, the anchor that shares most of its leaves.
+        """Return the anchor that shares the most leaves with each new piece, by the piece's digest.
 
-        `wanted` has the hashes and the size of each piece. Pieces for which sharing would save less
-        than a tenth are left out; with `parts`, leaves that are stored as pieces of their own count
-        as saved. If `readable`, the anchors can be read until the next call.
+        `wanted` has the hashes and the size of each piece. A piece is left out if sharing would
+        save less than a tenth of it. With `parts`, leaves that are stored already as separate
+        pieces also count as saved. With `readable`, the bytes of the anchors can be read until the
+        next call.
         """
         self.close()
         found = {}
@@ -237,10 +245,11 @@ class LeafSharing:
         return {key: replace(anchor, pieces=self._pieces) for key, anchor in found.items()}
 
     def held(self, plan: Plan, nbytes: int, leaves: bytes) -> frozenset[int]:
-        """Return the numbers of the differing leaves that are already stored as separate pieces.
+        """Return the numbers of the leaves that are already stored as separate pieces.
 
-        `leaves` are the concatenated leaf digests of a new piece of `nbytes`. Leaves that are only
-        stored as deltas against another piece do not count.
+        Only leaves that differ from the anchor's leaves are looked up. `leaves` has the
+        concatenated leaf digests of a new piece of `nbytes`, which is stored by `plan`. Leaves that
+        are only stored as deltas against another piece do not count.
         """
         key = leaves, plan.base
         if key not in self._held:
@@ -297,17 +306,17 @@ class LeafSharing:
 
 
 class EncodedWriter(ContainerWriter):
-    """A container of encoded pieces (delta) being written, from files and from memory.
+    """A writer for a container of encoded pieces (delta), from files and from memory.
 
-    It is used and ended like a ContainerWriter. `tensors` and `saved_bytes` count the tensors
-    encoded from files and the bytes saved by that. `leaf_shared_bytes` is the size of all leaves
-    left out because an anchor has them.
+    It is used and ended like a ContainerWriter. `tensors` counts the tensors encoded from files,
+    and `saved_bytes` is the space that their encoding saved. `leaf_shared_bytes` is the total size
+    of the leaves left out because an anchor has them.
     """
 
     def __init__(
         self, objects: Objects, hasher: Hasher, parts: "PartsWriter | None" = None
     ) -> None:
-        """Begin a container; leaves that plans make pieces of their own go to `parts`."""
+        """Begin a container. `parts` stores the leaves that plans turn into separate pieces."""
         super().__init__(objects, hasher, ENCODED)
         self._parts = parts
         self.saved_bytes = 0
@@ -323,14 +332,14 @@ class EncodedWriter(ContainerWriter):
         *,
         before_leaf: Callable[[], None] = _nothing,
     ) -> int | None:
-        """Encode and store a piece of an open file; return its stored size.
+        """Encode a piece of the open file `source` and store it; return its stored size.
 
-        Return None, and store nothing, if encoding does not save enough or the anchor cannot be
-        read. `leaves` are the concatenated leaf digests of the piece. Each thread holds one leaf in
-        memory. `before_leaf` is called by each thread before each leaf and may raise to stop.
+        If encoding does not save enough or the anchor cannot be read, store nothing and return
+        None. `leaves` has the concatenated leaf digests of the piece. Each thread holds one leaf in
+        memory. It calls `before_leaf` before each leaf, which may raise to stop the encoding.
 
         Raises:
-            ChangedFileError: the piece no longer has its leaf digests.
+            ChangedFileError: The piece no longer has its leaf digests.
         """
         if plan.anchor is not None and plan.anchor.digest == piece.digest:
             return None  # somebody else has stored it meanwhile: nothing is against itself
@@ -375,11 +384,11 @@ class EncodedWriter(ContainerWriter):
     def encode_all(self, planned: Sequence[tuple[Fresh, Plan]]) -> Iterator[int | None]:
         """Encode and store pieces in memory, with several threads; yield the stored size of each.
 
-        None is yielded for a piece that was not stored because encoding does not save enough. All
+        If encoding does not save enough, the piece is not stored, and None is yielded for it. All
         encoded leaves of a piece are in memory at once.
 
         Raises:
-            ChangedModelError: a piece has changed since it was hashed.
+            ChangedModelError: A piece has changed since it was hashed.
         """
 
         encoded = [
@@ -399,12 +408,13 @@ class EncodedWriter(ContainerWriter):
                 yield self._put_encoded(piece, plan, [next(chunks) for _ in _leaves(piece)])
 
     def put_by_leaf(self, piece: Fresh, plan: Plan) -> int:
-        """Store the leaves of a piece in memory that differ from the anchor's, unencoded.
+        """Store a piece in memory, without the leaves that `plan` leaves out.
 
-        Return the number of bytes written.
+        Return the number of bytes written. The other leaves are stored unencoded, or as separate
+        pieces if the plan says so.
 
         Raises:
-            ChangedModelError: a leaf has changed since it was hashed.
+            ChangedModelError: A leaf has changed since it was hashed.
         """
         if plan.in_parts:
             return self._put_in_parts(piece, plan)
@@ -441,12 +451,12 @@ class EncodedWriter(ContainerWriter):
         return len(head) + written
 
     def encode_small(self, piece: Fresh, plan: Plan) -> int | None:
-        """Encode and store a piece in memory of one leaf, in this thread; return its stored size.
+        """Encode a piece that has a single leaf, in this thread; return its stored size.
 
-        Return None, and store nothing, if encoding does not save enough.
+        If encoding does not save enough, store nothing and return None.
 
         Raises:
-            ChangedModelError: the piece has changed since it was hashed.
+            ChangedModelError: The piece has changed since it was hashed.
         """
         return self._put_encoded(piece, plan, [_encoded_in_memory(piece, plan, 0)])
 
@@ -476,10 +486,10 @@ class EncodedWriter(ContainerWriter):
 
 
 class PartsWriter:
-    """A writer that stores leaves of pieces in memory as pieces of their own, each once.
+    """A writer that stores leaves of pieces in memory as separate pieces, each once.
 
-    Large leaves go to separate containers, because later steps may need them long after other
-    pieces of the step are deleted. Small ones go to the step's pack.
+    Large leaves go to containers for such leaves only, because later steps may need them long after
+    other pieces of this step are deleted. Small leaves go to the step's pack.
     """
 
     def __init__(
@@ -490,12 +500,12 @@ class PartsWriter:
         self._written: set[bytes] = set()
 
     def put_leaf(self, piece: Fresh, number: int, choice: "CodecChoice | None") -> int:
-        """Store leaf `number` of a piece as a piece of its own, encoded if that saves enough.
+        """Store leaf `number` of a piece as a separate piece, encoded if that saves enough.
 
-        Return the bytes written: 0 if this writer has stored the leaf before.
+        Return the number of bytes written, which is 0 if this writer has stored the leaf before.
 
         Raises:
-            ChangedModelError: the leaf has changed since it was hashed.
+            ChangedModelError: The leaf has changed since it was hashed.
         """
         nbytes = leaf_bytes(number, piece.nbytes)
         digest = part_of(piece.leaves, number, piece.nbytes)
@@ -550,11 +560,11 @@ def _encoded_in_memory(piece: Fresh, plan: Plan, at: int) -> bytes | None:
 
 
 def encoded_leaf(data: memoryview, first: int, plan: Plan) -> bytes | None:
-    """Encode a leaf that differs from the anchor's, and check that it decodes to the same bytes.
+    """Encode `data`, a leaf that differs from the anchor's, and check that it can be decoded.
 
-    `first` is the offset of the leaf in its piece. If the check fails or the codec saves too
-    little, the leaf is returned unencoded where the plan allows that; otherwise a failed check
-    gives None.
+    `first` is the offset of the leaf in its piece. If the plan leaves out other leaves, this leaf
+    is returned unencoded when the check fails or the codec saves too little. Otherwise the result
+    is None when the check fails.
     """
     if plan.choice is None:
         return wrap(AS_IT_IS, data)

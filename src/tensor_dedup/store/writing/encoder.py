@@ -1,9 +1,9 @@
 """Encoding of imported tensors: the choice of tensors, codecs and bases (`--compress auto`).
 
-The choices are made by measurement on samples. The bases of all tensors come from one stored
-checkpoint: the one that the caller names, or else the one whose tensors differ in the fewest bits
-from the largest new ones. A stored tensor that shares most leaves with a new one is preferred as
-its base.
+The choices are made by measurement on samples. A base is a stored tensor that a new tensor is
+encoded against. The bases of all tensors come from one checkpoint. That is the checkpoint that the
+caller names, or else the one whose tensors differ in the fewest bits from the largest new tensors.
+A stored tensor that shares most leaves with a new one is preferred as its base.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,9 +34,9 @@ _WIDEST = 8
 
 
 class Encoder:
-    """The choice of encodings for the tensors of one import.
+    """A chooser of the encodings for the tensors in an import.
 
-    The caller must hold a session (`locks.session`).
+    Use it inside `with locks.session(...):`. Close it afterwards.
     """
 
     def __init__(self, objects: Objects, index: StoreIndex) -> None:
@@ -56,17 +56,18 @@ class Encoder:
         return None if self._base is None else self._base.checkpoint.name
 
     def open_base(self, name: str) -> None:
-        """Use the tensors of this checkpoint as bases.
+        """Open the checkpoint `name` and use its tensors as bases.
 
         Raises the errors of opening a checkpoint.
         """
         self._base = _Base(self._undo.enter_context(self._opened(name)))
 
     def find_base(self, source: ImportSource, markers: Sequence[Marker] = ()) -> None:
-        """Use the stored checkpoint that is most similar to `source` as the base, if there is one.
+        """Find the stored checkpoint that is most similar to `source`, and use it as the base.
 
-        `markers` name checkpoints that are worth comparing first; wrong markers do no harm.
-        Checkpoints that cannot be opened are skipped.
+        If no checkpoint is similar enough, there is no base. `markers` name checkpoints that are
+        worth comparing first; wrong markers do no harm. Checkpoints that cannot be opened are
+        skipped.
         """
         self._marked = {marker.digest for marker in markers}
         largest = sorted(_tensors(source), key=lambda found: -found[1].nbytes)[:_LARGEST]
@@ -125,10 +126,11 @@ class Encoder:
     def plan(
         self, handle: Handle, part: Segment, prefix: str, hashed: Hashed, alike: Anchor | None
     ) -> Plan | None:
-        """Return how to encode a tensor of an open file, or None to store it unencoded.
+        """Return a plan for encoding a tensor of an open file, or None to store it unencoded.
 
-        `part` is the tensor's place in the file, `prefix` is put before its name, and `alike` is an
-        anchor that shares leaves with it, if one was found.
+        `part` is the place of the tensor in the file, and `hashed` has its hashes. `prefix`
+        precedes the tensor's name to give its name in the checkpoint. `alike` is an anchor (a piece
+        to store others against) that shares leaves with the tensor, if one was found.
         """
         if part.dtype is None or part.nbytes < ENCODE_FROM:
             return None
@@ -196,11 +198,12 @@ class _Base:
 def samples_by_leaf(
     read: Callable[[int, int], memoryview], nbytes: int, leaves: bytes, anchor: Anchor, size: int
 ) -> list[Sample]:
-    """Return samples of the leaves of a piece that differ from an anchor's leaves.
+    """Return samples of the leaves of a piece that differ from the leaves of `anchor`.
 
-    `read(start, stop)` returns bytes of the piece, and `size` is the size of a sample in bytes.
-    Leaves for which the anchor has a leaf at the same offset are preferred; their samples have the
-    anchor's bytes as a base.
+    `read(start, stop)` returns bytes of the piece, which has `nbytes` and the concatenated leaf
+    digests `leaves`. `size` is the size of a sample in bytes. If the anchor also has leaves where
+    some of these leaves are, only those leaves are sampled, and each sample has the anchor's bytes
+    as its base.
     """
     own = [at * LEAF_BYTES for at, common in enumerate(anchor.in_common(leaves)) if not common]
     beside = [at for at in own if anchor.has_leaf(at, min(LEAF_BYTES, nbytes - at))]
@@ -216,7 +219,10 @@ def samples_by_leaf(
 
 
 def element_width(dtype: str | None) -> int:
-    """Return the element size of a dtype in bytes; 1 if it is unknown or not a whole number."""
+    """Return the size in bytes of an element of type `dtype`.
+
+    The result is 1 if the size is unknown or not a whole number of bytes.
+    """
     if dtype == "C64":
         return 4
     name = (dtype or "").rpartition(":")[2]
@@ -224,7 +230,10 @@ def element_width(dtype: str | None) -> int:
 
 
 def is_mostly(anchor: Anchor, leaves: bytes) -> bool:
-    """Return whether an anchor has at least half of these leaves, at the same offsets."""
+    """Return whether `anchor` has at least half of the leaves of a piece, at the same offsets.
+
+    `leaves` has the concatenated leaf digests of the piece.
+    """
     common = anchor.in_common(leaves)
     return 2 * sum(common) >= len(common)
 

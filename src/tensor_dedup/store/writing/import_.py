@@ -1,8 +1,8 @@
-"""Importing a checkpoint: new tensors are written, known ones are only referred to.
+"""Importing of a checkpoint: new tensors are written, known tensors are only referred to.
 
-Containers, index, pages and manifest, and the reference are made durable in this order. A session
-is held throughout. Just before the reference is written, all pieces that it leads to are looked up
-once more.
+The parts become durable in this order: containers, index, manifest with its pages, reference. A
+session is held throughout. Just before the manifest is written, all pieces that it leads to are
+looked up once more.
 """
 
 import os
@@ -82,8 +82,8 @@ class ImportListener(Protocol):
     ) -> None:
         """Receive the digests of a file's tensors and leaves, by (start, nbytes). Must not raise.
 
-        The open file `fd` had the status `before` when hashing began, at `began_ns` (ns since
-        1970), and still has it.
+        `fd` is the open file. It had the status `before` when hashing began, and it still has this
+        status. `began_ns` is the time at which hashing began, in ns since 1970.
         """
 
 
@@ -98,14 +98,17 @@ class NullListener:
 
 @dataclass(frozen=True, slots=True)
 class ImportResult:
-    """The result of an import. Sizes in bytes include headers, tensors and small files.
+    """The result of an import. All sizes are in bytes and count headers, tensors and small files.
 
-    `known_bytes` were in the store already or occurred twice, `new_bytes` were not.
-    `leaf_shared_bytes` of the latter are leaves that stored tensors have, which take no space.
-    `stored_bytes` is what the import added to the disk, with metadata. `saved_bytes` is what
-    encoding saved on `encoded_tensors`; `base` is the checkpoint they were encoded against.
-    `external_bytes` are in files indexed in place. If `unchanged`, the name held the same files
-    before and nothing was written.
+    - `new_bytes` is the size of what the store did not have.
+    - `known_bytes` is the size of what the store had already, or what occurred twice.
+    - `leaf_shared_bytes` is the part of `new_bytes` in leaves shared with stored tensors. It takes
+      no space.
+    - `stored_bytes` is what the import added to the disk, with metadata.
+    - `saved_bytes` is what encoding saved on the `encoded_tensors`. `base` is the name of the
+      checkpoint they were encoded against.
+    - `external_bytes` is the size of what was indexed in place.
+    - `unchanged` is True if the name held the same files before, so that nothing was written.
     """
 
     name: str
@@ -132,9 +135,9 @@ class ImportResult:
 
 
 class Import:
-    """One import in progress: its files, as they are added to a transaction.
+    """An import in progress, which adds files to a transaction.
 
-    The caller must hold a session (`locks.session`).
+    Use it inside `with locks.session(...):`.
     """
 
     def __init__(
@@ -173,8 +176,8 @@ class Import:
         """Hash a file and store its new pieces.
 
         Raises:
-            ChangedFileError: the file was modified meanwhile.
-            CheckpointFilesError: a link in its path now leads out of the checkpoint.
+            ChangedFileError: The file was modified during the import.
+            CheckpointFilesError: A link in the file's path now leads out of the checkpoint.
         """
         files = self._objects.files
         handle = file.open_with(files)
@@ -347,14 +350,14 @@ class Import:
             writer.add(handle, [new for new in plain if kind_for(new.nbytes) == kind])
 
     def close(self) -> None:
-        """Close the files opened to find shared leaves."""
+        """Close the files that were opened to find shared leaves."""
         self._sharing.close()
 
     def check_hits(self) -> None:
-        """Check that all pieces of the manifest are in the store.
+        """Check that all pieces of the new manifest are in the store.
 
         Raises:
-            LostHitError: a piece was removed meanwhile.
+            LostHitError: A piece was removed during the import.
         """
         wanted = {piece.digest for piece in self.pieces if piece.nbytes}
         held = self._index.find(wanted, external=self._in_place)
@@ -387,16 +390,17 @@ def import_source(
     in_place: bool,
     check_name: Callable[[], None],
 ) -> ImportResult:
-    """Store a checkpoint and commit it under a name, atomically.
+    """Store the checkpoint `source` and commit it as `name`, atomically.
 
-    The caller must hold a session (`locks.session`). `check_name` is called under the lock of
-    names, just before the name changes, and may raise. With `in_place`, weights stay where they are
-    and are indexed there; other files are stored. With `compress`, tensors are stored encoded where
-    that saves space, against the checkpoint `base` or the most similar one.
+    Call it inside `with locks.session(...):`. `check_name` is called just before the name changes,
+    while the lock for changing references is held; if it raises, the name stays as it was. With
+    `in_place`, weights stay where they are and are indexed there, but other files are stored. With
+    `compress`, tensors are stored encoded where that saves space. They may be encoded against the
+    checkpoint `base` or, without it, the most similar checkpoint.
 
     Raises:
-        NameTakenError: the name holds another checkpoint, and `replace` is off.
-        UnknownNameError: no checkpoint is called `base`.
+        NameTakenError: The name holds another checkpoint, and `replace` is False.
+        UnknownNameError: No checkpoint is called `base`.
     """
     if not replace and name in objects.names():
         same = _unchanged(objects, index, hasher, source, name, in_place=in_place)
@@ -461,7 +465,7 @@ def _unchanged(
     written: another checkpoint of the same sizes would be stored whole for a name that is taken.
 
     Raises:
-        NameTakenError: the name holds something else.
+        NameTakenError: The name holds something else.
     """
     taken = NameTakenError.at(objects.layout.root, f"{name!r} is there already", name=name)
     try:
@@ -498,7 +502,7 @@ def _check_still(
     """Check that a name that held the same still does.
 
     Raises:
-        NameTakenError: it holds something else since.
+        NameTakenError: It holds something else since.
     """
     check_name()
     if objects.ref(name) != manifest:
@@ -533,9 +537,9 @@ def expected_manifest(
 ) -> str:
     """Return the name of the manifest that importing `source` would make.
 
-    `known(path, fd)` returns the known digests of an open file, by (start, nbytes). They are
-    trusted; ranges without a known digest are hashed. Use the result only to decide whether to
-    import again.
+    `known(path, fd)` returns the known digests of an open file as a mapping from (start, nbytes).
+    They are trusted, and ranges without a known digest are hashed. Use the result only to decide
+    whether to import again.
     """
     entries: list[FileEntry] = []
     pieces: list[Piece] = []

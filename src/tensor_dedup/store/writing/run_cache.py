@@ -1,13 +1,13 @@
 """State that a training run keeps between saves, so that a step costs only what is new in it.
 
-LastStep     the pieces of the last step and where they are stored, by page of its manifest. An
-             unchanged page is not looked at again, so an ensemble that grows at its end costs
-             its new trees and one comparison of lists for each page
-AnchorMemory decoded leaves of the tensors that others are stored against. An anchor serves many
-             steps, and decoding it is a third of what encoding a step costs
-RunCache     the connection to the index, and the hashing threads. Closing the last connection
-             writes the whole index to disk, and opening one reads its schema; together that
-             takes longer than a save
+- `LastStep` holds the pieces of the last step and where they are stored, by page of the step's
+  manifest (a page lists 256 pieces). Unchanged pages are skipped. An ensemble that grows at its end
+  therefore costs its new trees and one comparison of lists for each page.
+- `AnchorMemory` holds decoded leaves of anchors, the tensors that others are stored against. An
+  anchor serves many steps, and decoding it is a third of what encoding a step costs.
+- `RunCache` holds the connection to the index, and the hashing threads. Closing the last connection
+  writes the whole index to disk, and opening a connection reads its schema. Together they take
+  longer than a save.
 
 A forked child never uses its parent's state.
 """
@@ -49,7 +49,7 @@ _INHERITED: list["_Kept"] = []
 
 
 class StoredPiece(NamedTuple):
-    """A stored piece: its digest, its size, and the containers it is read from."""
+    """A stored piece: its digest, its size, and the containers needed to read it."""
 
     digest: bytes
     nbytes: int
@@ -65,7 +65,8 @@ class StoredPiece(NamedTuple):
 class PieceTable:
     """A list of pieces (change hash, name, dtype, shape), stored by column.
 
-    A step has thousands of pieces; columns spare the garbage collector an object for each.
+    A step has thousands of pieces. Columns spare Python's garbage collector an object for each
+    piece.
     """
 
     hashes: list[bytes]
@@ -80,7 +81,7 @@ class PieceTable:
         return zip(self.hashes, self.names, self.dtypes, self.shapes, strict=True)
 
     def pages(self) -> "list[PieceTable]":
-        """Split the rows into the pages of a manifest."""
+        """Split the rows into parts as long as the pages of a manifest."""
         starts = range(0, len(self), PAGE_ENTRIES)
         return [self._part(slice(at, at + PAGE_ENTRIES)) for at in starts]
 
@@ -90,10 +91,10 @@ class PieceTable:
 
 
 class PageState:
-    """A stored page of a manifest: its rows, its name, and the size of its file.
+    """A stored page of a manifest (a list of pieces): its rows, its name, and its file's size.
 
-    `held` has its pieces by change hash. `weights` has the total size of its small pieces, by the
-    containers they are read from.
+    `held` maps the change hashes of the page's pieces to the stored pieces. `weights` has the total
+    size of the small pieces, by the containers needed to read them.
     """
 
     __slots__ = ("containers", "file_bytes", "held", "name", "nbytes", "rows", "weights")
@@ -107,7 +108,10 @@ class PageState:
         self.take(held)
 
     def take(self, held: Mapping[bytes, StoredPiece]) -> None:
-        """Set where the pieces of the page are stored now."""
+        """Record where the pieces of the page are stored now.
+
+        `held` maps change hashes to stored pieces.
+        """
         self.held = {key: held[key] for key in self.rows.hashes}
         self.weights: Counter[Places] = Counter()
         for known in self.held.values():
@@ -121,7 +125,7 @@ class PageState:
 class LastStep:
     """The step saved last: its pages, and the files of the containers that hold its pieces.
 
-    `manifest` is the manifest that its checkpoint `name` referred to.
+    `manifest` is the name of the manifest to which its checkpoint `name` referred.
     """
 
     pages: list[PageState] = field(default_factory=list)
@@ -130,7 +134,7 @@ class LastStep:
     manifest: str = ""
 
     def page(self, number: int) -> PageState | None:
-        """Return the page of this number, or None if there is none."""
+        """Return the page with this number, or None if the step has fewer pages."""
         return self.pages[number] if number < len(self.pages) else None
 
     def known(self, alive: set[ContainerId]) -> dict[bytes, StoredPiece]:
@@ -143,12 +147,15 @@ class LastStep:
         return {key: known for key, known in found.items() if alive.issuperset(known.places)}
 
     def digests(self) -> dict[str, bytes]:
-        """Return the digests of the tensors that are not small, by name."""
+        """Return the digests of the step's tensors by name, without those of small tensors."""
         named = ((row[1], page.held[row[0]]) for page in self.pages for row in page.rows)
         return {name: known.digest for name, known in named if name and not known.small}
 
     def moved(self, change: "Rewritten") -> "LastStep":
-        """Return the same step with its pieces moved from a container that was replaced."""
+        """Return the same step after a container was replaced: its pieces have their new places.
+
+        If the step does not use the replaced container, it is returned as it is.
+        """
         if change.gone not in self.containers:
             return self
         pages = []
@@ -167,10 +174,11 @@ class LastStep:
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """A container that was replaced by others, and the new places of its pieces, by digest.
+    """A replacement of a container by others. `places` maps digests of pieces to new places.
 
-    `gone` is the replaced container. `deltas` has the digest of the anchor of pieces that are now
-    stored as deltas. `files` has the path and size of each container needed to read the pieces.
+    `gone` is the replaced container. `deltas` maps the digest of each piece that is now stored as a
+    delta to the digest of its anchor. `files` has the path and size of each container needed to
+    read the pieces.
     """
 
     gone: ContainerId
@@ -182,10 +190,10 @@ class Rewritten:
 def nearest(
     places: Sequence[PieceLocation], under: Mapping[bytes, Sequence[PieceLocation]]
 ) -> Places:
-    """Return the containers that a piece is read from, preferring a copy that needs no anchor.
+    """Return the containers needed to read a piece, which has copies at `places`.
 
-    `under` has the locations of the pieces that the copies in `places` are encoded against. The
-    result is empty if every copy lacks such a piece.
+    A copy that needs no anchor is preferred. `under` has the locations of the pieces that the
+    copies are encoded against. If such a piece is missing for every copy, the result is empty.
     """
     for place in places:
         if place.base is None:
@@ -202,9 +210,10 @@ def nearest(
 
 
 def packs_to_merge(held: Iterable[tuple[Places, int]]) -> set[ContainerId]:
-    """Return the containers whose small pieces should be rewritten into one container.
+    """Return the containers whose small pieces should be rewritten into a common container.
 
-    `held` has, for each piece, the containers it is read from and its size.
+    `held` has, for each small piece, the containers needed to read it and its size. If nothing is
+    to be merged, the result is empty.
     """
     weights: Counter[ContainerId] = Counter()
     for places, nbytes in held:
@@ -220,7 +229,8 @@ def packs_to_merge(held: Iterable[tuple[Places, int]]) -> set[ContainerId]:
 class AnchorMemory:
     """A cache of decoded leaves of anchors, between the saves of a run. Safe from any thread.
 
-    It holds up to `most_bytes`; when it is full, no more leaves are added.
+    An anchor is a stored piece that others are stored against. The cache holds up to `most_bytes`.
+    When it is full, no more leaves are added.
     """
 
     def __init__(self, most_bytes: int = _MOST) -> None:
@@ -231,14 +241,17 @@ class AnchorMemory:
         self._nbytes = 0
 
     def begin(self) -> None:
-        """Begin a save: drop the leaves that were not used during the last one."""
+        """Begin a save: drop the leaves that were not used during the previous save."""
         with self._lock:
             self._leaves = {key: self._leaves[key] for key in self._used if key in self._leaves}
             self._nbytes = sum(map(len, self._leaves.values()))
             self._used = set()
 
     def read(self, anchor: Anchor, start: int, stop: int) -> bytearray:
-        """Return a leaf of an anchor, verified. The caller must not modify it."""
+        """Return a leaf of `anchor`, verified. The caller must not modify it.
+
+        `start` and `stop` are the offsets of the leaf. Raises the errors of `Anchor.read`.
+        """
         key = (anchor.digest, start)
         with self._lock:
             self._used.add(key)
@@ -255,12 +268,15 @@ class AnchorMemory:
 
 @dataclass(frozen=True, slots=True)
 class KeptAnchor(Anchor):
-    """An anchor whose decoded leaves are cached in memory."""
+    """An anchor whose decoded leaves are kept in an AnchorMemory."""
 
     memory: AnchorMemory = field(default_factory=AnchorMemory)
 
     def read(self, start: int, stop: int) -> bytearray:
-        """Return one leaf of the anchor, verified; raise the errors of Anchor."""
+        """Return a leaf of the anchor, verified. The caller must not modify it.
+
+        `start` and `stop` are the offsets of the leaf. Raises the errors of `Anchor.read`.
+        """
         return self.memory.read(self, start, stop)
 
 
@@ -289,9 +305,9 @@ class _Kept:
 
 
 class RunCache:
-    """The open index and hashing threads of a training run, kept between its sessions.
+    """The index and the hashing threads of a training run, kept open between its sessions.
 
-    Sessions are opened one at a time.
+    Only one session may be active at a time.
     """
 
     def __init__(self, objects: Objects, workers: int) -> None:
@@ -301,9 +317,13 @@ class RunCache:
 
     @contextmanager
     def session(self) -> Iterator[tuple[StoreIndex, Hasher]]:
-        """Hold a session within the block, and provide the index and the hasher.
+        """Context manager: while it is active, the store's main lock is held shared.
 
-        OSErrors in the block become StoreErrors.
+        The lock keeps garbage collection out. The context manager provides the index and the
+        hasher. An OSError becomes a StoreError.
+
+        Raises:
+            StoreBusyError: Garbage collection is running and did not end within two minutes.
         """
         objects = self._objects
         with os_errors(objects.layout.root), session(objects.files, objects.layout):
@@ -319,7 +339,7 @@ class RunCache:
                 self.close()
 
     def close(self) -> None:
-        """Close the index and stop the threads; the next session opens them again."""
+        """Close the index and stop the threads. The next session opens them again."""
         finalizer, self._finalizer = self._finalizer, None
         kept, self._kept = self._kept, None
         if kept is not None and finalizer is not None and finalizer.detach() is not None:

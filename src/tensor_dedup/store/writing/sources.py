@@ -1,4 +1,4 @@
-"""The files of an import: weights and their companions, from a path or a Hugging Face cache."""
+"""The files of an import, which lie at a path or in a Hugging Face cache."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ _WEIGHTS = (
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A contiguous part of a file; it is a tensor if it has a name."""
+    """A contiguous part of a file. It is a tensor if it has a name."""
 
     start: int
     nbytes: int
@@ -49,8 +49,9 @@ class Segment:
 class ImportFile:
     """A file to import: its path, its relative path in the checkpoint, and its segments.
 
-    `weights` is True for files of tensors. `prefix` is put before their names. `aliases` has pairs
-    of a second name of a tensor and its first one. `links` limits where symbolic links may lead.
+    `weights` is True for a file of tensors. The names of its tensors in the checkpoint begin with
+    `prefix`; their names in the file lack it. `aliases` has pairs of an additional name of a tensor
+    and its first name. `links` limits where symbolic links may lead.
     """
 
     path: Path
@@ -62,10 +63,10 @@ class ImportFile:
     links: LinkBoundary = ANYWHERE
 
     def open_with(self, files: Files) -> Handle:
-        """Open the file for reading.
+        """Open the file for reading; `files` does the I/O.
 
         Raises:
-            CheckpointFilesError: a symbolic link in its path now leads elsewhere.
+            CheckpointFilesError: A symbolic link in the file's path now leads elsewhere.
         """
         handle = files.open(self.path, "read")
         try:
@@ -83,7 +84,7 @@ class ImportFile:
 
 @dataclass(frozen=True, slots=True)
 class ImportSource:
-    """All files of a checkpoint, weights first, and the names of skipped files."""
+    """All files of a checkpoint to import, weights first, and the names of the skipped files."""
 
     files: tuple[ImportFile, ...]
     skipped: tuple[str, ...]
@@ -95,11 +96,11 @@ class ImportSource:
 
 
 def read_source(files: Files, path: Path, *, follow_links: bool = False) -> ImportSource:
-    """Find the files to import at a path; only headers and names are read.
+    """Return the files to import for the checkpoint at `path`. Only headers and names are read.
 
-    Other files of a folder (config, tokenizer, indexes) are included, except hidden files and
-    weights that `open_checkpoint` does not choose. Symbolic links are treated as by
-    `open_checkpoint`, whose errors are raised.
+    If `path` is a folder, its other files (config, tokenizer, indexes) are included. Hidden files
+    are left out, as are weights that `open_checkpoint` does not choose. Symbolic links are treated
+    as in `open_checkpoint`, whose errors are raised.
     """
     checkpoint = open_checkpoint(path, follow_links=follow_links)
     status = files.status(checkpoint.path)
@@ -129,11 +130,13 @@ def _folder(files: Files, checkpoint: Checkpoint) -> ImportSource:
 
 
 def small_files(files: Files, root: Path) -> dict[str, bytes]:
-    """Read the files of a folder that are no weights (config, tokenizer), by relative path.
+    """Return the content of the files in a folder that are not weights, by relative path.
+
+    Hidden files are left out.
 
     Raises:
-        CheckpointNotFoundError: the folder does not exist.
-        CheckpointFilesError: a link leads out of it.
+        CheckpointNotFoundError: The folder does not exist.
+        CheckpointFilesError: A link leads out of the folder.
     """
     status = files.status(root)
     if status is None or status.kind != "folder":
@@ -183,9 +186,10 @@ def _weights(file: CheckpointFile, root: Path, links: LinkBoundary) -> ImportFil
 
 
 def segments_of(header: Header) -> tuple[Segment, ...]:
-    """Cut a file into segments, in order: its tensors, and the bytes around them without a name.
+    """Cut the file with this header into segments, in order.
 
-    The segments cover the whole file.
+    The segments are the tensors and, without a name, the bytes between them. They cover the whole
+    file.
     """
     found: list[Segment] = []
     at = 0
@@ -200,7 +204,10 @@ def segments_of(header: Header) -> tuple[Segment, ...]:
 
 
 def aliases_of(files: Sequence[ImportFile]) -> dict[str, str]:
-    """Map the second names of tensors to their first names, for all files, with prefixes."""
+    """Map the additional names of tensors in `files` to the tensors' first names.
+
+    All names include the prefixes of their files.
+    """
     return {
         file.prefix + alias: file.prefix + name for file in files for alias, name in file.aliases
     }
@@ -222,7 +229,7 @@ def _verbatim(files: Files, path: Path, name: str, links: LinkBoundary) -> Impor
 
 @dataclass(frozen=True, slots=True)
 class HubSnapshot:
-    """A snapshot in a Hugging Face cache, and its name in a store (`ORG/NAME@REVISION`)."""
+    """A snapshot in a Hugging Face cache, and the name for it in a store (`ORG/NAME@REVISION`)."""
 
     path: Path
     name: str

@@ -1,20 +1,25 @@
 """Transactions: new files are made durable before a name refers to them.
 
-Every addition to a store is a transaction within a session. The reference is written last, so a
-crash leaves either the whole change or none of it, and at most some unused files that gc removes.
-New manifests and pages are decoded once as a check before anything refers to them.
+Every addition to a store is a transaction within a session. The reference is written last. After a
+crash, either the whole change exists or none of it, and at most some unused files are left, which
+gc removes. New manifests and their pages are decoded once as a check before anything refers to
+them.
 
 `OrderedTransaction` serves imports and the merging of what several ranks saved. Its order is:
-containers, each durable when it is complete; the index; a second look-up of all pieces found in the
-store; pages and manifest; the reference.
 
-`BatchTransaction` serves the steps that a run saves. Containers, pages, manifest and the still
-unnamed reference are synced together, because many concurrent syncs cost a file system's journal
-about as much as one. Then come the index and the second look-up.
+1. the containers, each of which is durable when it is complete
+2. the index
+3. a second look-up of all pieces that were found in the store
+4. the pages and the manifest
+5. the reference
 
-In both, the last check of the name and the rename of the reference happen under the lock of names.
-So a step cannot be pinned just before it is replaced, and a save and an import cannot take one
-name.
+`BatchTransaction` serves the steps that a run saves. Containers, pages, manifest and the reference,
+which has no name yet, are synced together, because many concurrent syncs cost a file system's
+journal about as much as one. Then come the index and the second look-up.
+
+In both, the last check of the name and the rename of the reference happen while the lock for
+changing references is held. So a step cannot be pinned just before it is replaced, and a save and
+an import cannot take the same name.
 """
 
 import time
@@ -48,10 +53,10 @@ def _nothing() -> None:
 
 
 class Transaction(ABC):
-    """One change of a store. On exit, files that were not published are removed.
+    """A change of a store. Use it as a context manager, from one thread.
 
-    The caller holds a session and uses it from one thread. `object_bytes` is the size of the pages
-    and manifests added.
+    At the end, files that were not published are removed. Use it inside `with locks.session(...):`.
+    `object_bytes` is the total size of the pages and manifests that were added.
     """
 
     def __init__(self, objects: Objects) -> None:
@@ -69,7 +74,7 @@ class Transaction(ABC):
     def own(self, writer: _Writer) -> _Writer:
         """Make a container writer part of this change, and return it.
 
-        Its container is completed by a commit and deleted otherwise.
+        A commit completes its container. Without a commit, the container is deleted.
         """
         self._writers.append(writer)
         self._undo.callback(writer.abandon)
@@ -77,10 +82,10 @@ class Transaction(ABC):
 
     @abstractmethod
     def add_object(self, name: str, blob: bytes) -> None:
-        """Add the frame of a page or manifest; add pages before the manifest that names them.
+        """Add the frame of a manifest, or of one of its pages. Add pages before their manifest.
 
         Raises:
-            ContradictoryManifestError: the frame is not valid.
+            ContradictoryManifestError: The frame is not valid.
         """
 
     @abstractmethod
@@ -93,15 +98,15 @@ class Transaction(ABC):
         check_hits: Callable[[], None] = _nothing,
         check_name: Callable[[], None] = _nothing,
     ) -> None:
-        """Make everything durable, and last let the checkpoint `name` refer to `manifest`.
+        """Make everything durable, and then let the checkpoint `name` refer to `manifest`.
 
-        `check_hits` checks that the pieces found in the store are still there, and raises
-        LostHitError otherwise. `check_name` is called under the lock of names, just before the name
-        changes; if it raises, the name stays as it was.
+        `check_hits` checks that the pieces found in the store still exist, and raises LostHitError
+        otherwise. `check_name` is called just before the name changes, while the lock for changing
+        references is held. If either raises, the name stays as it was.
 
         Raises:
-            NameTakenError: the name exists, and `replace` is off.
-            ContradictoryManifestError: the manifest or a page is not valid.
+            NameTakenError: The name exists, and `replace` is False.
+            ContradictoryManifestError: The manifest or a page is not valid.
         """
 
 
@@ -118,7 +123,7 @@ def _as_contradiction(path: Path) -> Iterator[None]:
 class OrderedTransaction(Transaction):
     """A transaction whose files become durable one after the other.
 
-    Without an index, it cannot add containers.
+    If `index` is None, containers cannot be added.
     """
 
     def __init__(self, objects: Objects, index: StoreIndex | None = None) -> None:
@@ -132,7 +137,7 @@ class OrderedTransaction(Transaction):
         self.containers.append(container)
 
     def settle(self, containers: Iterable[ContainerId]) -> None:
-        """Make the names of containers durable that other processes created.
+        """Make the names of `containers` durable, as far as other processes created them.
 
         Those processes may have died before they synced the folder. Call it for all containers that
         the new manifest relies on, after their last look-up.
@@ -180,7 +185,7 @@ class OrderedTransaction(Transaction):
 
 
 class BatchTransaction(Transaction):
-    """A transaction whose files are synced together, after the last of them is written."""
+    """A transaction whose files are synced together, after the last file was written."""
 
     def __init__(
         self, objects: Objects, index: StoreIndex, hasher: Hasher, synced: "SyncedFolders"
@@ -191,7 +196,7 @@ class BatchTransaction(Transaction):
         self.sealed: list[SealedContainer] = []
 
     def seal(self) -> int:
-        """Complete the containers of the owned writers; return their total size in bytes."""
+        """Complete the containers of the writers passed to `own`; return their total size."""
         added = 0
         for writer in self._writers:
             each = writer.seal()
@@ -211,11 +216,14 @@ class BatchTransaction(Transaction):
         self.object_bytes += len(blob)
 
     def settle(self, paths: Iterable[Path]) -> None:
-        """Make the names of files durable that other processes created."""
+        """Make the names of the files at `paths` durable, which other processes created.
+
+        Those processes may have died before they synced the folder.
+        """
         self._batch.settle(paths)
 
     def publish(self) -> None:
-        """Make all files durable and add the containers to the index; set no reference."""
+        """Make all files durable and add the containers to the index. No reference is changed."""
         self._batch.publish()
         for each in self.sealed:
             # One that had bad places may just have come back whole, under its old name.
@@ -248,7 +256,7 @@ class BatchTransaction(Transaction):
 
 
 class SyncedFolders:
-    """The folders that this handle has synced, so that their own names are durable."""
+    """The folders that a store handle has synced, so that the folders' own names are durable."""
 
     def __init__(self) -> None:
         self.folders: set[Path] = set()
@@ -257,7 +265,7 @@ class SyncedFolders:
 class PublishBatch:
     """A batch of new files that are made durable together.
 
-    Use it as a context manager: files that were not published are removed.
+    Use it as a context manager. At the end, files that were not published are removed.
     """
 
     def __init__(self, objects: Objects, hasher: Hasher, synced: SyncedFolders) -> None:
@@ -273,14 +281,18 @@ class PublishBatch:
         self._undo.close()
 
     def take(self, handle: Handle, target: Path | None) -> None:
-        """Add an open file, which `publish` moves to `target` (None: leaves where it is)."""
+        """Add an open file to the batch. `publish` moves it to `target`.
+
+        If `target` is None, the file keeps its path.
+        """
         self._waiting.append((handle, target))
         self._undo.callback(discard, self._objects, handle)
 
     def write(self, blob: bytes, target: Path | None) -> Path:
-        """Write a new file and add it to the batch; return its temporary path.
+        """Write a new file with the content `blob` and add it to the batch; return its path.
 
-        If `target` has these bytes already, it is kept and its path is returned.
+        The path is a temporary one until `publish` moves the file to `target`. If `target` has this
+        content already, it is kept, and its path is returned.
         """
         files = self._objects.files
         if target is not None and self._objects.holds(target, blob):
@@ -292,7 +304,7 @@ class PublishBatch:
         return handle.path
 
     def publish(self) -> None:
-        """Make all files durable under their final names."""
+        """Make all files of the batch durable under their final names."""
         files = self._objects.files
         for handle, _ in self._waiting:  # then the first sync has the disk write them all
             files.begin_writing(handle, 0, 0)
@@ -306,7 +318,7 @@ class PublishBatch:
         self._synced.folders.update(folders)
 
     def settle(self, paths: Iterable[Path]) -> None:
-        """Make the names of files durable that other processes created."""
+        """Make the names of the files at `paths` durable, which other processes created."""
         folders = dict.fromkeys(folder for path in paths for folder in self._above(path))
         self._sync(self._objects.files.sync_folder, list(folders))
         self._synced.folders.update(folders)

@@ -1,12 +1,12 @@
-"""Copying a checkpoint from one store or remote to another; only missing pieces are copied.
+"""Copying of a checkpoint from a store or remote to a store. Only missing pieces are copied.
 
-The order is that of an import: containers, index, a second look-up of the pieces found, pages and
-manifest, the reference. So the name never appears before its pieces, and an interrupted copy leaves
+The order is that of an import: containers, index, a second look-up of the pieces found, manifest
+with its pages, reference. The name never appears before its pieces, and an interrupted copy leaves
 only unused files. The manifest is the same file in both stores.
 
 A piece is copied as it is stored. If it is encoded against other pieces, those are copied first
-unless they are there. Every leaf is compared with its digest: plain ones as they are read, encoded
-ones as they are decoded from the copy.
+unless the store has them. Every leaf is compared with its digest: unencoded leaves when they are
+read, encoded leaves when they are decoded from the copy.
 """
 
 import math
@@ -58,29 +58,38 @@ _SMALLEST_SHARE = 1 / 8
 
 
 class PieceSource(Protocol):
-    """The source of a copy: a store (`StoredPieces`) or a remote. Any thread may read."""
+    """The source of a copy: a store (`StoredPieces`) or a remote. Safe from any thread."""
 
     def own_places(self, digest: bytes) -> list[tuple[ContainerId, Record]]:
-        """Return the copies of a piece, without reading them."""
+        """Return the containers and records of all copies of a piece, without reading them."""
 
     def records(self, digest: bytes) -> list[Record]:
-        """Return the records of a piece's copies; an empty list if there is none."""
+        """Return the entries for a piece in the tables of containers, one for each copy.
+
+        The list is empty if there is no copy.
+        """
 
     def read_stored(self, container: ContainerId, offset: int, view: memoryview) -> bool:
-        """Fill `view` with bytes of a container as they are stored; return False if that fails."""
+        """Fill `view` with the bytes at `offset` of a container, neither decoded nor verified.
+
+        Return False if the bytes cannot be read.
+        """
 
     def read_leaf(self, digest: bytes, start: int, view: memoryview) -> bytes:
         """Fill `view` with the leaf at offset `start` of a piece, verified; return its digest."""
 
     def read_piece_into(self, digest: bytes, start: int, view: memoryview, nbytes: int) -> bytes:
-        """Fill `view` with whole leaves of a piece, verified; return their concatenated digests."""
+        """Fill `view` with whole leaves of a piece of `nbytes`, from offset `start`, verified.
+
+        Return the concatenated digests of the leaves.
+        """
 
 
 class Transfer:
-    """A copy of one checkpoint into a store. Use it from one thread, within a session.
+    """A copy of a checkpoint into a store. Use it from one thread, as a context manager.
 
-    Call `missing`, `send` those pieces, then `publish` the name. Without `publish`, the pieces sent
-    are unused files.
+    Call `missing`, `send` the pieces that it returns, then `publish` the name. Without `publish`,
+    the sent pieces remain as unused files at most. Use it inside `with locks.session(...):`.
     """
 
     def __init__(
@@ -92,9 +101,10 @@ class Transfer:
         container_bytes: int = _CONTAINER_BYTES,
         container_s: float = math.inf,
     ) -> None:
-        """Begin to copy; `settled` has the containers whose names are durable, and gets more.
+        """Begin a copy.
 
-        A container is complete when it has `container_bytes` or, unless it is small, when it is
+        `settled` has the containers whose names are known to be durable; more are added to it. A
+        container is completed when it has `container_bytes` or, unless it is small, when it is
         `container_s` seconds old.
         """
         self._container_bytes, self._container_s = container_bytes, container_s
@@ -117,10 +127,11 @@ class Transfer:
         self._undo.close()
 
     def missing(self, wanted: Mapping[bytes, int], *, gather: bool = True) -> list[bytes]:
-        """Return the digests of the pieces that have to be sent, in the order of `wanted`.
+        """Return the digests of the pieces that are missing in the store and have to be sent.
 
-        `wanted` has the sizes of the checkpoint's pieces by digest. With `gather`, small pieces
-        that are scattered over too many containers are sent again, to be stored together.
+        `wanted` maps the digests of the checkpoint's pieces to their sizes; the result is in its
+        order. With `gather`, small pieces that are scattered over too many containers are sent
+        again, to be stored together.
         """
         self._wanted = {digest: nbytes for digest, nbytes in wanted.items() if nbytes}
         held = self._index.find(self._wanted)
@@ -131,15 +142,18 @@ class Transfer:
         return [digest for digest in self._wanted if digest not in held or digest in scattered]
 
     def expect(self, sizes: Mapping[bytes, int], parts: Collection[bytes]) -> None:
-        """Set the sizes, by digest, of pieces to send that the checkpoint does not list.
+        """Announce pieces to send that the checkpoint does not list. `sizes` maps digests to sizes.
 
-        These are the anchors and parts that its pieces are encoded against. `parts`, leaves stored
-        as pieces of their own, get separate containers.
+        They are the pieces that the checkpoint's pieces are encoded against. Those in `parts`,
+        which are leaves stored as separate pieces, get separate containers.
         """
         self._sizes, self._parts = {**sizes}, {*parts} - self._wanted.keys()
 
     def complete(self) -> None:
-        """Make the pieces sent so far durable and add them to the index; set no reference."""
+        """Make the pieces sent so far durable and add them to the index.
+
+        No reference is changed.
+        """
         for writer in self._writers.values():
             container = writer.finish()
             if container is not None:
@@ -150,10 +164,12 @@ class Transfer:
         self._index.refresh()
 
     def send(self, source: PieceSource, digests: Collection[bytes]) -> None:
-        """Copy pieces from `source`.
+        """Copy the pieces with these digests from `source`.
+
+        Pieces that were sent before are skipped.
 
         Raises:
-            CorruptTensorError, MissingObjectError: the source has no intact copy of a piece.
+            CorruptTensorError, MissingObjectError: The source has no intact copy of a piece.
         """
         for digest in digests:
             if digest not in self._sent:
@@ -171,12 +187,13 @@ class Transfer:
     ) -> None:
         """Make everything durable and commit the checkpoint as `name`.
 
-        `blobs` has the frames of pages and manifest by name, pages first. `check_name` is called
-        under the lock of names, just before the name changes, and may raise.
+        `manifest` is the name of its manifest. `blobs` has the frames of the manifest and its pages
+        by name, pages first. `check_name` is called just before the name changes, while the lock
+        for changing references is held; if it raises, the name stays as it was.
 
         Raises:
-            LostHitError: a piece that was in the store is gone.
-            NameTakenError: the name exists, and `replace` is off.
+            LostHitError: A piece that was in the store is gone.
+            NameTakenError: The name exists, and `replace` is False.
         """
         for part, blob in blobs.items():
             self._transaction.add_object(part, blob)
@@ -330,7 +347,7 @@ class _CopyWriter(ContainerWriter):
         """Copy a piece as it is encoded; return False, and copy nothing, where it is damaged.
 
         Raises:
-            CorruptTensorError, MissingObjectError: what it is stored against cannot be read.
+            CorruptTensorError, MissingObjectError: What it is stored against cannot be read.
         """
         files, start = self._objects.files, self._reserve(0)
         handle, copied = self._opened(), msgspec.structs.replace(record, offset=start)
