@@ -18,8 +18,8 @@ class Store(LocalStore):
     and `pull`, and is accepted wherever a `LocalStore` is, as by `CheckpointStore`.
 
     Raises:
-        StoreError: the store, its files or its disk failed; the subclass says how.
-        CheckpointError: a path passed to a method holds no checkpoint.
+        StoreError: The store, its files or its disk failed; the subclass says how.
+        CheckpointError: A path passed to a method holds no checkpoint.
     """
 
     def push(
@@ -39,13 +39,13 @@ class Store(LocalStore):
         deleted during the push are left out.
 
         Raises:
-            UnknownNameError: the store has no checkpoint and no run of this name, or all of it was
+            UnknownNameError: The store has no checkpoint and no run of this name, or all of it was
                 deleted during the push.
-            RemoteNameTakenError: the remote has another checkpoint of this name, and `replace` is
+            RemoteNameTakenError: The remote has another checkpoint of this name, and `replace` is
                 False.
-            NoConditionsError: the server does not honour conditional writes, so names could be
+            NoConditionsError: The server does not honour conditional writes, so names could be
                 lost; no checkpoint was written.
-            RemoteUrlError, RemoteUnreachableError, RemoteAccessError, NotARemoteError: the remote
+            RemoteUrlError, RemoteUnreachableError, RemoteAccessError, NotARemoteError: The remote
                 cannot be reached, or there is no remote at `url`.
         """
         from tensor_dedup.remote import transfer  # and with it what speaks to servers
@@ -71,13 +71,13 @@ class Store(LocalStore):
         change a tensor. A pull that was interrupted continues when it is called again.
 
         Raises:
-            UnknownRemoteNameError: the remote has neither a checkpoint nor a run of this name.
-            RemoteNameTakenError: this store has another checkpoint of this name, and `replace` is
+            UnknownRemoteNameError: The remote has neither a checkpoint nor a run of this name.
+            RemoteNameTakenError: This store has another checkpoint of this name, and `replace` is
                 False.
-            MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError: objects of the remote
+            MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError: Objects of the remote
                 are missing or damaged. A checkpoint is not stored then; of a run, the undamaged
                 steps are stored, and the error names the others.
-            RemoteUrlError, RemoteUnreachableError, RemoteAccessError, NotARemoteError: the remote
+            RemoteUrlError, RemoteUnreachableError, RemoteAccessError, NotARemoteError: The remote
                 cannot be reached, or there is no remote at `url`.
         """
         from tensor_dedup.remote import transfer  # and with it what speaks to servers

@@ -49,7 +49,7 @@ def digest(data: "Buffer", algorithm: str = "blake3") -> str:
     this, including threads of the pool.
 
     Raises:
-        ConfigError: the algorithm is unknown.
+        ConfigError: The algorithm is unknown.
         TypeError: `data` is not a C-contiguous buffer.
     """
     _check(algorithm)
@@ -148,7 +148,7 @@ def combine(nbytes: int, leaves: Sequence[bytes]) -> str:
     """Return the digest of `nbytes` bytes, computed from their leaf digests.
 
     Raises:
-        IntegrityError: the number of leaves does not match `nbytes`, or a leaf is not 32 bytes
+        IntegrityError: The number of leaves does not match `nbytes`, or a leaf is not 32 bytes
             long.
     """
     if nbytes < 0 or len(leaves) != -(-nbytes // LEAF_BYTES):
@@ -184,7 +184,7 @@ def digests_by_place(
     entry.
 
     Raises:
-        IntegrityError: as `combine`.
+        IntegrityError: As `combine`.
     """
     found = {(start, nbytes): combine(nbytes, leaves)}
     for place, leaf in zip(leaf_places(start, nbytes), leaves, strict=False):
@@ -199,7 +199,7 @@ class StreamDigest:
     the size first.
 
     Raises:
-        ConfigError: the algorithm is unknown, or it needs `nbytes`.
+        ConfigError: The algorithm is unknown, or it needs `nbytes`.
     """
 
     def __init__(self, algorithm: str = "blake3", nbytes: int | None = None) -> None:

@@ -68,7 +68,7 @@ def mmap(at: int, nbytes: int, protection: int, flags: int, fd: int = -1, offset
     """Map memory and return its address; with `at` 0, the kernel chooses the address.
 
     Raises:
-        OSError: the kernel refuses.
+        OSError: The kernel refuses.
     """
     found = _libc.mmap(at or None, nbytes, protection, flags, fd, offset)
     if found is None or found == _FAILED:
@@ -132,7 +132,7 @@ def mappings() -> Iterator[MappingLine]:
     """Yield all memory mappings of this process, in order of address.
 
     Raises:
-        OSError: the kernel does not list them.
+        OSError: The kernel does not list them.
     """
     lines = MAPS.read_text(errors="surrogateescape").splitlines()
     return map(_mapping, lines)
@@ -166,7 +166,7 @@ def own_memory(nbytes: int, at: int = 0) -> int:
     It is mapped at `at` if given, where nothing may be mapped yet.
 
     Raises:
-        OSError: the kernel refuses.
+        OSError: The kernel refuses.
     """
     found = mmap(at, nbytes, _WRITABLE, _OWN | (MAP_FIXED_NOREPLACE if at else 0))
     if at and found != at:
@@ -183,7 +183,7 @@ def move_over(source: int, target: int, nbytes: int, name: str) -> None:
     instead, and a read in between gets SIGSEGV; if the copy fails too, the process ends.
 
     Raises:
-        OSError: the move failed, and both mappings are unchanged.
+        OSError: The move failed, and both mappings are unchanged.
     """
     try:
         _mremap(source, target, nbytes)

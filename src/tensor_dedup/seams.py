@@ -102,7 +102,7 @@ def resolve(target: str) -> Callable[..., Any]:
     """Return the object that `target`, "module:qualified name", names.
 
     Raises:
-        ImportError, AttributeError: there is no such object.
+        ImportError, AttributeError: There is no such object.
     """
     holder, name = holder_of(target)
     return cast("Callable[..., Any]", getattr(holder, name))

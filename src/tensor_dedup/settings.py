@@ -58,7 +58,7 @@ def configured_path(key: str) -> Path | None:
     """Return the path that the configuration files set for `key`, "store" or "socket", or None.
 
     Raises:
-        ConfigError: a file cannot be read, or has an unknown key or a wrong value.
+        ConfigError: A file cannot be read, or has an unknown key or a wrong value.
     """
     for file in files():
         value = _read(file).get(key)
@@ -72,7 +72,7 @@ def configured_budget() -> int | None:
     """Return the `budget` that the configuration files set, in bytes, or None.
 
     Raises:
-        ConfigError: a file cannot be read, or has an unknown key or a wrong value.
+        ConfigError: A file cannot be read, or has an unknown key or a wrong value.
     """
     value = _value("budget")
     return None if value is None else parse_size(str(value))
@@ -85,7 +85,7 @@ def remote_url(given: str | PathLike[str] | None = None) -> str | None:
     in a configuration file.
 
     Raises:
-        ConfigError: a file cannot be read, or has an unknown key or a wrong value.
+        ConfigError: A file cannot be read, or has an unknown key or a wrong value.
     """
     if given:
         return str(given)

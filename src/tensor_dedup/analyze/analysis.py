@@ -172,10 +172,10 @@ def analyze(
     any thread.
 
     Raises:
-        ConfigError: a setting is invalid.
-        CheckpointError: a checkpoint is missing, malformed, or changed meanwhile, or a link leads
+        ConfigError: A setting is invalid.
+        CheckpointError: A checkpoint is missing, malformed, or changed meanwhile, or a link leads
             out of it.
-        StoreError: the store, or the checkpoint in it, is missing or damaged.
+        StoreError: The store, or the checkpoint in it, is missing or damaged.
     """
     measured, digests = measure(
         paths,

@@ -59,9 +59,9 @@ def read_digests(
     for a file, where symbolic links to it may lead. Each thread takes 4 MiB of memory.
 
     Raises:
-        ChangedFileError: a file changed meanwhile.
-        CheckpointFilesError: a link now leads out of a checkpoint.
-        CheckpointNotFoundError: a file no longer exists.
+        ChangedFileError: A file changed meanwhile.
+        CheckpointFilesError: A link now leads out of a checkpoint.
+        CheckpointNotFoundError: A file no longer exists.
     """
     digests = Digests()
     read: dict[tuple[int, int], Path] = {}

@@ -87,7 +87,7 @@ def write_markers(checkpoints: Sequence[Measured], target: Path) -> list[Path]:
     The checkpoints themselves are not changed. Returns the folders of the checkpoints.
 
     Raises:
-        ConfigError: there is only one checkpoint, some tensors were left out of the analysis, or
+        ConfigError: There is only one checkpoint, some tensors were left out of the analysis, or
             the folder exists already.
     """
     base, *others = checkpoints

@@ -32,7 +32,7 @@ def find(path: StrPath, store: StrPath | None = None) -> Path | str:
     in this order. If nothing is found, `path` is returned unchanged.
 
     Raises:
-        NoSuchPathError: the cache has the repository, but not this revision.
+        NoSuchPathError: The cache has the repository, but not this revision.
     """
     given = os.fspath(path)
     if given.startswith(STORE_SCHEME):
@@ -110,7 +110,7 @@ def measure_stored(path: str, shown: str, store: LocalStore, min_tensor_bytes: i
     `path` is its name, with or without `store://`; the result is called `shown`.
 
     Raises:
-        StoreError: the checkpoint is missing or damaged.
+        StoreError: The checkpoint is missing or damaged.
     """
     name = full_name(store, path)
     tensors, small = [], []
@@ -139,7 +139,7 @@ def open_store(store: StrPath | None, algorithm: str) -> LocalStore:
 
     Raises:
         ConfigError: `algorithm` is not "blake3", the only one in a store.
-        StoreError: there is no store.
+        StoreError: There is no store.
     """
     if algorithm != "blake3":
         raise ConfigError(

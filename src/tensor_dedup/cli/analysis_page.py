@@ -103,7 +103,7 @@ def write_page(path: Path, analysis: Analysis, labels: Sequence[str]) -> None:
     """Write the page to `path`; `labels` are the names of the checkpoints on it.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: It cannot be written.
     """
     path.write_text(page(analysis, labels), encoding="utf-8")
 

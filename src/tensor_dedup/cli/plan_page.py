@@ -53,7 +53,7 @@ def write_page(path: Path, found: FleetPlan) -> None:
     """Write the page about a plan to `path`.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: It cannot be written.
     """
     path.write_text(page(found), encoding="utf-8")
 

@@ -107,7 +107,7 @@ def existing(store: str | None) -> Store:
     """Open an existing store, by default the user's own.
 
     Raises:
-        NotAStoreError: there is no store; none is created.
+        NotAStoreError: There is no store; none is created.
     """
     return Store.open(store, create=False)
 
@@ -289,8 +289,8 @@ def import_cache(store: str | None, replace: bool, follow_links: bool, as_json: 
     A snapshot that fails is reported, and the import goes on.
 
     Raises:
-        WrongUse: the cache holds no snapshots.
-        Failure: a snapshot could not be imported; raised after all others were tried.
+        WrongUse: The cache holds no snapshots.
+        Failure: A snapshot could not be imported; raised after all others were tried.
     """
     found = list(snapshots(cache_path()))
     if not found:

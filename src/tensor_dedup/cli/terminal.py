@@ -103,8 +103,8 @@ def ask(question: str, yes: bool) -> None:
     """Ask the user to confirm, unless `yes` is True; return if the user agrees.
 
     Raises:
-        Declined: the user does not agree.
-        WrongUse: stdin is not a terminal.
+        Declined: The user does not agree.
+        WrongUse: Stdin is not a terminal.
     """
     if yes:
         return

@@ -218,7 +218,7 @@ def check_text(name: str, path: Path) -> None:
     JSON.
 
     Raises:
-        CheckpointFilesError: it is not UTF-8.
+        CheckpointFilesError: It is not UTF-8.
     """
     try:
         name.encode()

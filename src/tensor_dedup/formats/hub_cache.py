@@ -39,7 +39,7 @@ def locate(path: str | os.PathLike[str]) -> Path:
     beginning of a commit hash. A name that is not in the cache is returned unchanged.
 
     Raises:
-        NoSuchPathError: the repository is cached, but the revision is not, or it is ambiguous.
+        NoSuchPathError: The repository is cached, but the revision is not, or it is ambiguous.
     """
     named = _REPOSITORY.fullmatch(os.fspath(path))
     if named is None or os.path.lexists(path):

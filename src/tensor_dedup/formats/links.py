@@ -42,7 +42,7 @@ class LinkBoundary:
         """Check, before a path below the folder is opened, that its target is allowed.
 
         Raises:
-            CheckpointFilesError: the target lies outside the allowed folders.
+            CheckpointFilesError: The target lies outside the allowed folders.
         """
         real = Path(os.path.realpath(path))
         if not self._holds(real):
@@ -54,7 +54,7 @@ class LinkBoundary:
         It checks the file that is open, so links that change meanwhile make no difference.
 
         Raises:
-            CheckpointFilesError: the file lies outside the allowed folders.
+            CheckpointFilesError: The file lies outside the allowed folders.
         """
         try:
             real = Path(f"/proc/self/fd/{fd}").readlink()

@@ -64,7 +64,7 @@ def meant(layers: Names, spec: str) -> dict[str, set[str]]:
     whole layer, otherwise the tensors whose names it matches. An empty `spec` selects nothing.
 
     Raises:
-        ConfigError: a part of `spec` matches nothing, or a number could mean blocks of several
+        ConfigError: A part of `spec` matches nothing, or a number could mean blocks of several
             stacks, such as an encoder and a decoder.
     """
     found = defaultdict[str, set[str]](set)

@@ -221,8 +221,8 @@ def chosen(layers: Mapping[str, Layer[_T]], spec: str) -> list[Layer[_T]]:
     `tensor_dedup.formats.layers.layer_names.meant` describes the syntax of `spec`.
 
     Raises:
-        ConfigError: a part of `spec` matches nothing, or could mean blocks of several stacks.
-        UnsupportedError: a selected layer cannot be taken from the base; the message says why.
+        ConfigError: A part of `spec` matches nothing, or could mean blocks of several stacks.
+        UnsupportedError: A selected layer cannot be taken from the base; the message says why.
     """
     names = {name: [tensor.name for tensor, _ in layer.found] for name, layer in layers.items()}
     wanted = meant(names, spec)
@@ -244,7 +244,7 @@ def check_whole(layers: Mapping[str, Layer[_T]], taken: Iterable[Layer[_T]]) -> 
     `layers` are all layers of the fine-tune, `taken` those that the base's tensors replace.
 
     Raises:
-        UnsupportedError: only some of the tensors that are quantised together are in `taken`; the
+        UnsupportedError: Only some of the tensors that are quantised together are in `taken`; the
             message names them.
     """
     names = {tensor.name for layer in taken for tensor, _ in layer.found}

@@ -483,7 +483,7 @@ def call(name: str, arguments: Arguments) -> object:
     """Return the value that a call of the allowed function `name` would give, without calling it.
 
     Raises:
-        Misuse: torch.save does not write a call with these arguments.
+        Misuse: Torch.save does not write a call with these arguments.
     """
     made = _CALLS[name](arguments) if name in _CALLS else _inert(name, arguments)
     if made is None:

@@ -66,7 +66,7 @@ def parse_file(file: ReadableFile) -> PytorchHeader:
     """Read and check a file as `read_header` does, from any ReadableFile.
 
     Raises:
-        PytorchError, ChangedFileError: as `read_header`.
+        PytorchError, ChangedFileError: As `read_header`.
     """
     _check_kind(file)
     entries = read_archive(file)

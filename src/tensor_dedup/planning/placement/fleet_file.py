@@ -45,7 +45,7 @@ def read_fleet(path: Path) -> list[Wanted]:
     """Return the models that the file lists, in its order.
 
     Raises:
-        ConfigError: the file cannot be read, or has an unknown field or a wrong value.
+        ConfigError: The file cannot be read, or has an unknown field or a wrong value.
     """
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -79,7 +79,7 @@ def wanted(where: str, name: str, given: Mapping[str, Any]) -> Wanted:
     `where` says in errors where the fields come from.
 
     Raises:
-        ConfigError: a field is unknown or has a wrong value.
+        ConfigError: A field is unknown or has a wrong value.
     """
     _check_fields(where, given, _FIELDS)
     replicas = given.get("replicas", 1)

@@ -112,8 +112,8 @@ def plan(
     solver search that many seconds for a better plan and a lower bound.
 
     Raises:
-        DoesNotFitError: there is no room for a replica.
-        NotInstalledError: the solver is not installed.
+        DoesNotFitError: There is no room for a replica.
+        NotInstalledError: The solver is not installed.
     """
     problem = PackingProblem(models, nodes)
     _check_sizes(problem)

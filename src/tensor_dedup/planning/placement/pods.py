@@ -33,7 +33,7 @@ def patches(found: FleetPlan) -> str:
     plan's node names must be the host names of the cluster's nodes.
 
     Raises:
-        ConfigError: a model's name is not valid in the name of a Pod.
+        ConfigError: A model's name is not valid in the name of a Pod.
     """
     documents = []
     for model, nodes in sorted(found.placement().items()):

@@ -32,7 +32,7 @@ def distance(pairs: Iterable[Pair], read_tune: ReadRange, read_base: ReadRange) 
     MiB at a time.
 
     Raises:
-        UnsupportedError: a tensor is packed or quantised in a way that does not let values be
+        UnsupportedError: A tensor is packed or quantised in a way that does not let values be
             compared one by one.
     """
     held = {tensor.name: (tensor, old) for tensor, old in pairs}

@@ -42,8 +42,8 @@ def write_files(
     their indexes.
 
     Raises:
-        UnsupportedError: a weight file of the checkpoint is not a safetensors file.
-        FormatError: a link leads out of the checkpoint.
+        UnsupportedError: A weight file of the checkpoint is not a safetensors file.
+        FormatError: A link leads out of the checkpoint.
     """
     root = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     weights = {file.path: file for file in checkpoint.files}

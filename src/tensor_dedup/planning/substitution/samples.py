@@ -44,10 +44,10 @@ class Samples:
     Both are loaded by transformers from their folders and kept in memory.
 
     Raises:
-        ConfigError: there is no text, or the fine-tune has no tokenizer.
-        CheckpointNotFoundError: transformers cannot load one of the models.
-        NotInstalledError: transformers is not installed.
-        UnsupportedError: an output of the fine-tune is NaN or infinite.
+        ConfigError: There is no text, or the fine-tune has no tokenizer.
+        CheckpointNotFoundError: Transformers cannot load one of the models.
+        NotInstalledError: Transformers is not installed.
+        UnsupportedError: An output of the fine-tune is NaN or infinite.
     """
 
     def __init__(self, tune: Path, base: Path, texts: Sequence[str]) -> None:
@@ -87,7 +87,7 @@ class Samples:
         """Return how much the outputs change if these layers are taken from the base.
 
         Raises:
-            UnsupportedError: transformers uses another name for a tensor than the files do.
+            UnsupportedError: Transformers uses another name for a tensor than the files do.
         """
         other = dict[str, torch.Tensor]()
         for tensor, its in (pair for layer in layers for pair in layer.pairs):

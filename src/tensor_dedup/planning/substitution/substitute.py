@@ -109,11 +109,11 @@ def substitute(
     been read back and compared.
 
     Raises:
-        ConfigError: both or neither of `layers` and `budget` are given, a layer does not exist, the
+        ConfigError: Both or neither of `layers` and `budget` are given, a layer does not exist, the
             budget cannot be kept, or the output exists already.
-        UnsupportedError: a layer cannot be taken from the base, or the fine-tune is in another
+        UnsupportedError: A layer cannot be taken from the base, or the fine-tune is in another
             format; the message says why.
-        CheckpointError, StoreError: as `analyze`.
+        CheckpointError, StoreError: As `analyze`.
     """
     if (layers is None) == (budget is None):
         raise ConfigError("give either layers or a budget")
