@@ -69,10 +69,10 @@ class CheckpointFile:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The checked headers of all files of a checkpoint, ordered by folder and then by name.
+    """A checkpoint: the checked headers of all its files, ordered by folder and then by name.
 
-    `links` says where symbolic links in it may lead. Code that opens one of its files again must
-    check the file against `links` again.
+    `links` says where symbolic links in the checkpoint may lead. Code that opens one of the files
+    again must check the file against `links` again.
     """
 
     path: Path
@@ -86,7 +86,7 @@ class Checkpoint:
 
     @property
     def tensor_count(self) -> int:
-        """The number of tensors in its files."""
+        """The number of tensors in all files."""
         return sum(len(file.header.tensors) for file in self.files)
 
     def tensors(self) -> Iterator[tuple[str, CheckpointFile, TensorSpec]]:
@@ -97,10 +97,10 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, follow_links: bool = False) -> Checkpoint:
-    """Read the headers of a checkpoint: a file, an index, or a folder.
+    """Read the headers of the checkpoint at `path`, which is a file, an index, or a folder.
 
-    Reads no tensor data. Symbolic links are followed within the folder, and to the blobs of its own
-    repository in a hub cache; with `follow_links`, anywhere.
+    No tensor data is read. Symbolic links are followed within the folder and, in a Hugging Face
+    cache, to the blobs of the same repository. With `follow_links`, they are followed anywhere.
 
     Raises:
         CheckpointNotFoundError: There are no weights at that path.
@@ -212,13 +212,13 @@ class _OpenFiles:
 
 
 def check_text(name: str, path: Path) -> None:
-    """Check that `name`, part of the path `path` of a file, is valid UTF-8.
+    """Check that `name`, which is part of the path `path` of a file, is valid UTF-8.
 
     On Linux a file name can be any bytes. Names that are not UTF-8 cannot be stored or written as
     JSON.
 
     Raises:
-        CheckpointFilesError: It is not UTF-8.
+        CheckpointFilesError: `name` is not UTF-8.
     """
     try:
         name.encode()

@@ -69,7 +69,8 @@ _FILES = {suffix: _files_of(suffix) for suffix in (SAFETENSORS, PYTORCH, GGUF)}
 class WeightFiles:
     """The file names to read in a folder: either `indexes`, whose shards are read, or `files`.
 
-    `missing` is the first shard that is missing from a set without an index, or None.
+    `missing` is the first shard that is missing from a set without an index, or None if the sets
+    are complete.
     """
 
     indexes: tuple[str, ...] = ()
@@ -98,7 +99,7 @@ def is_index(name: str) -> bool:
 def is_generic(name: str) -> bool:
     """Return whether `name` is a usual name of weights, such as `model.safetensors`.
 
-    It says nothing about the model then, because libraries use it in every folder.
+    Libraries use these names in every folder, so they say nothing about the model.
     """
     patterns = (_INDEX, *_FILES.values())
     found = next((match for each in patterns if (match := each.fullmatch(name))), None)
@@ -106,9 +107,9 @@ def is_generic(name: str) -> bool:
 
 
 def choose(names: Iterable[str], suffix: str = SAFETENSORS) -> WeightFiles:
-    """Return the files of one copy of the weights among the file names of a folder.
+    """Return the files of one copy of the weights among `names`, the file names of a folder.
 
-    `suffix` is SAFETENSORS, PYTORCH or GGUF: only files of this format are considered.
+    `suffix` is SAFETENSORS, PYTORCH or GGUF. Only files of this format are considered.
     """
     stems: dict[str, dict[str, _Copy]] = {}
     for name in sorted(names):
@@ -129,12 +130,15 @@ def _is_second(stem: str) -> bool:
 
 
 def called_weights(names: Iterable[str]) -> list[str]:
-    """Return those of `names` that libraries give to torch.save weights and their indexes."""
+    """Return those of `names` that libraries use for torch.save weights and their indexes."""
     return [name for name in names if _WEIGHTS.fullmatch(name)]
 
 
 def perhaps_weights(names: Iterable[str]) -> list[str]:
-    """Return `names` without those that training runs give to files other than weights."""
+    """Return those of `names` that may be weights.
+
+    Names that training runs give to other files, such as `optimizer.pt`, are left out.
+    """
     return [name for name in names if not _NO_WEIGHTS.fullmatch(name)]
 
 

@@ -61,11 +61,11 @@ class _Listed:
 
 
 def read_archive(file: ReadableFile) -> Mapping[str, Entry]:
-    """Return all entries of the archive by name, in the order of their data.
+    """Return all entries of the archive `file` by name, in the order of their data.
 
     Raises:
         PytorchError: The file is not an archive of torch.save, or is malformed.
-        ChangedFileError: The file became shorter meanwhile.
+        ChangedFileError: The file became shorter while it was read.
     """
     start, nbytes, count = _directory_place(file)
     listed = _directory(file, start, nbytes, count)

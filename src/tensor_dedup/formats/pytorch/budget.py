@@ -21,7 +21,7 @@ class Budget:
         self.limit = self.left = _BASE + _FACTOR * nbytes
 
     def charge(self, nbytes: int) -> None:
-        """Deduct `nbytes` for memory that is needed, or for the equivalent of work.
+        """Deduct `nbytes` from the budget, for memory or for an equivalent amount of work.
 
         Raises:
             PytorchError: The budget is used up.

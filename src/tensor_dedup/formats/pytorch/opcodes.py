@@ -25,7 +25,8 @@ def instructions(blob: bytes, path: str) -> Iterator[Instruction]:
     """Yield the name, argument and offset of each instruction, up to and including STOP.
 
     An argument is a str for text, bytes for bytes and Python 2 strings, (module, name) for a
-    global, and otherwise an int or float. `path` is used in error messages only.
+    global, None for an instruction without one, and otherwise an int or float. `path` is used in
+    error messages only.
 
     Raises:
         PytorchError: The pickle is malformed, or has instructions that torch.save does not write.

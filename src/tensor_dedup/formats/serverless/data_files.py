@@ -41,7 +41,11 @@ class DataFileHeader:
 
 
 def data_files(names: Iterable[str]) -> WeightFiles:
-    """Return the data files among the file names of a folder; none unless it has an index, too."""
+    """Return the data files among `names`, the file names of a folder.
+
+    There are none unless the folder has an index, too. `missing` is the first file that is missing
+    from the sequence of numbers.
+    """
     known = set(names)
     numbers = sorted(int(match[1]) for match in map(DATA_FILE.fullmatch, known) if match)
     if INDEX_NAME not in known or not numbers:
@@ -52,9 +56,9 @@ def data_files(names: Iterable[str]) -> WeightFiles:
 
 
 def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> DataFileHeader:
-    """Return the tensors of a data file, as the `tensor_index.json` beside it lists them.
+    """Return the tensors of the data file `path`, as the `tensor_index.json` beside it lists them.
 
-    `path` is the data file; with `fd`, its size is that of this open descriptor.
+    With `fd`, an open descriptor of the data file, the size of the data file is read from it.
 
     Raises:
         CheckpointNotFoundError: The data file, the index or an earlier data file is missing.
