@@ -26,7 +26,7 @@ _OF_ITS_OWN = "--port 8001 --kv-cache-memory-bytes 1G"
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A recommendation in a sentence, and the command to run, or ""."""
+    """A recommendation in a sentence, and the command to run, or "" if there is none."""
 
     sentence: str
     command: str = ""

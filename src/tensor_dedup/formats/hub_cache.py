@@ -21,10 +21,10 @@ _SHOWN_REVISION = 12
 def cache_path() -> Path:
     """Return the folder of the Hugging Face cache, which need not exist.
 
-    The first of these that is known counts:
+    The first of these that is set counts:
 
     1. the environment variable HF_HUB_CACHE;
-    2. the folder `hub` in the environment variable HF_HOME;
+    2. `hub` in the folder that the environment variable HF_HOME names;
     3. `huggingface/hub` in the user's cache folder.
     """
     if named := os.environ.get("HF_HUB_CACHE"):

@@ -58,11 +58,11 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Heade
 
     1. the name `tensor.data_N`, or the suffix `.safetensors` or `.gguf`;
     2. the first bytes, if they are those of a GGUF file or of a zip archive;
-    3. the suffix of a file of torch.save;
-    4. otherwise safetensors, for example for blobs of a Hugging Face cache.
+    3. the suffix of a file of torch.save.
 
-    With `fd`, the file is read through this open descriptor, whose position stays unchanged. `path`
-    then gives its name, and the folder in which a `tensor.data_N` file has its index.
+    Any other file is read as safetensors. With `fd`, the file is read through this open descriptor,
+    whose position stays unchanged. `path` then gives the file's name, and the folder in which a
+    `tensor.data_N` file has its index.
 
     Raises:
         CheckpointNotFoundError: The file cannot be opened.

@@ -28,10 +28,10 @@ _FIELDS: Final = ("path", *_DEFAULTS)
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A model in the file: its name, where its weights are, and what it needs; sizes in bytes.
+    """A model in the file: its name, where its weights are, and what it needs. Sizes are in bytes.
 
-    `room` is an engine's memory beside the weights. `host` is its memory on the machine, if the
-    weights are on a device.
+    `room` is the memory of an engine beside the weights. `host` is the memory of an engine on the
+    machine, if the weights are on a device.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Wanted:
 
 
 def read_fleet(path: Path) -> list[Wanted]:
-    """Return the models that the file lists, in its order.
+    """Return the models that the file `path` lists, in the order of the file.
 
     Raises:
         ConfigError: The file cannot be read, or has an unknown field or a wrong value.

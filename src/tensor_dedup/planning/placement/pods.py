@@ -27,7 +27,7 @@ spec:
 
 
 def patches(found: FleetPlan) -> str:
-    """Return YAML documents with one patch for each replica.
+    """Return the plan `found` as YAML documents, with one patch for each replica.
 
     The Pods of a model are called MODEL-1, MODEL-2 and so on, in the order of the plan's nodes. The
     plan's node names must be the host names of the cluster's nodes.
