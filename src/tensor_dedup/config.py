@@ -1,7 +1,7 @@
 """The configuration of a load, validated where it is created.
 
-Importing it loads neither torch nor vllm, because worker processes and the command line read a
-config before either.
+Importing this module loads neither torch nor vllm, because worker processes and the command line
+read a config before they import either.
 """
 
 import json

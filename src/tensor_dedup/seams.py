@@ -1,9 +1,9 @@
 """Functions and classes of a framework that this package replaces or relies on, called seams.
 
-Each seam is recorded with the signature it had, and compared with the installed framework. A
-signature is compared by the names, kinds and defaults of its parameters; annotations may change.
-The caller decides what follows from a difference: `usable` and `Replacements` leave a single
-function alone, and vLLM's table (`tensor_dedup.patches.vllm.seams`) turns off a whole part.
+Each seam is recorded with its signature, which is compared with the installed framework. The
+comparison covers the names, kinds and defaults of parameters; annotations may change. The caller
+decides what follows from a difference. `usable` and `Replacements` leave a single function alone.
+vLLM's table (`tensor_dedup.patches.vllm.seams`) turns off a whole part.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Layers that checkpoints share as a whole: all tensors of a numbered block, or of a module."""
+"""Layers that checkpoints share as a whole: all tensors of a numbered layer, or of a module."""
 
 import hashlib
 from collections import defaultdict

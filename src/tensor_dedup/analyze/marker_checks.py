@@ -1,6 +1,6 @@
 """Checks the markers of checkpoints, and writes markers.
 
-In a marker a checkpoint claims that some of its tensors are those of another, its base.
+In a marker a checkpoint claims that some of its tensors are those of another checkpoint, its base.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The data that this package works on: checkpoints, and their tensors with digests."""
+"""The data that `tensor_dedup.analyze` works on: checkpoints, and their tensors with digests."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence

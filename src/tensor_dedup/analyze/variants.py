@@ -1,7 +1,7 @@
 """The memory that N variants of a model take: as they are, quantised, on a frozen base, shared.
 
-The table is that of "Tensor Deduplication for Multi-Model Inference" (section Frozen Base
-Substitution), with the user's own checkpoints in place of a model of 7B.
+The table is the one in the article "Tensor Deduplication for Multi-Model Inference" (section Frozen
+Base Substitution), with the user's own checkpoints in place of a model of 7B.
 """
 
 import math

@@ -124,7 +124,7 @@ def _print_runs(opened: Store, runs: Mapping[str, Sequence[Step]]) -> None:
 
 
 def steps_of(store: Store, run: str) -> list[Step]:
-    """Return the steps of a run.
+    """Return the steps of the run `run` in the store.
 
     Raises:
         WrongUse: The store has no run of this name.
@@ -398,7 +398,7 @@ def delete(
 
 
 def delete_steps(store: Store, run: str, steps: list[int], yes: bool) -> None:
-    """Ask for confirmation, unless `yes` is True, and delete these steps of a run.
+    """Delete `steps` of a run, after asking for confirmation unless `yes` is True.
 
     Raises:
         PinnedStepError: A step is protected by `runs keep`; no step was deleted.

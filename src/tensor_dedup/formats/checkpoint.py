@@ -1,16 +1,20 @@
 """A checkpoint, which is one file or a folder with its sub-folders, as named tensors.
 
 Files may be safetensors, files of torch.save (`.bin`, `.pt`, `.pth`, `.ckpt`) or GGUF. In each
-folder the first of these that exists is read: safetensors files, files of torch.save with the names
-that libraries give to weights, the data files of a `tensor_index.json`. If a folder tree, or a
-component of a pipeline, has none of these, other files of torch.save are read, and if there are
-none either, GGUF files. Where a folder has several copies of the same weights,
-`tensor_dedup.formats.weight_choice` chooses one.
+folder the first of these that exists is read:
+
+1. safetensors files;
+2. files of torch.save with the names that libraries give to weights;
+3. the data files of a `tensor_index.json`.
+
+If a folder tree, or a component of a pipeline, has none of these, other files of torch.save are
+read. If there are none either, GGUF files are read. Where a folder has several copies of the same
+weights, `tensor_dedup.formats.weight_choice` chooses one.
 
 A tensor in a sub-folder has its path in front of its name: "unet/conv_in.weight". In a Diffusers
 pipeline (a folder with a `model_index.json`) only the components that this file names are read, not
-single-file versions of the whole pipeline. A sub-folder `original` beside weights is the
-publisher's own layout of them and left out, as are hidden folders.
+single-file versions of the whole pipeline. A sub-folder `original` beside weights holds the same
+weights in the publisher's own layout, and is left out. Hidden folders are left out, too.
 
 An index may name shards in sub-folders. Their tensors keep the names in the index, and no other
 file of those folders is read. Each file is read once, however many indexes name it.

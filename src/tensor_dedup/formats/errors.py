@@ -8,8 +8,8 @@ LocatedError                the file that is wrong, and perhaps the tensor in it
   - PytorchError              a file of torch.save
   - TensorIndexError          a folder of `tensor.data_N` files
 
-Each has the path, the tensor's name if there is one, and the numbers, in its message and in
-`facts`. Names are cut to MAX_NAME characters, because a name in a hostile file can be 100 MB long.
+The message of an error, and its `facts`, have the path, the tensor's name if there is one, and the
+numbers. Names are cut to MAX_NAME characters, because a name in a hostile file can be 100 MB long.
 """
 
 from enum import Enum, unique

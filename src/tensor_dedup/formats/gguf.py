@@ -2,16 +2,22 @@
 
 File := `GGUF`, u32 version, u64 number of tensors, u64 number of metadata entries, the entries
 (key, type, value), the tensors (name, dimensions, type, offset), padding, data. Offsets count from
-the start of the data, which is aligned, as every tensor is, to `general.alignment` (else 32).
+the start of the data. The data and every tensor are aligned to `general.alignment` or, if the file
+does not give it, to 32 bytes.
 
 A tensor's dimensions are reversed, so that the last dimension is the contiguous one, as in every
-other format. Types that are plain numbers have their safetensors names (`F32`, `BF16`, `I8`): their
-bytes are the same, so equal tensors of both formats are found to be equal. All others are called
-`gguf:Q4_K` and so on.
+other format. Types that are plain numbers have their safetensors names (`F32`, `BF16`, `I8`). Their
+bytes are the same, so equal tensors of both formats are found to be equal. All others have names
+such as `gguf:Q4_K`.
 
-Stricter than common readers: tensors and padding must cover the data exactly, in any order; a key
-or a name may appear once; a boolean is 0 or 1; lists nest at most MAX_NESTING deep. Every number is
-compared with the file's size before memory is allocated for it.
+This module is stricter than common readers:
+
+- tensors and padding must cover the data exactly, in any order;
+- a key or a name may appear once;
+- a boolean is 0 or 1;
+- lists nest at most MAX_NESTING deep.
+
+Every number is compared with the file's size before memory is allocated for it.
 """
 
 import os

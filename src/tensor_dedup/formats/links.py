@@ -1,10 +1,10 @@
 """Where symbolic links in a checkpoint's folder may lead.
 
 A downloaded folder may be hostile: if a link in it to a private key were followed, the key would be
-copied into a store and into everything that is exported from it. Links are followed within the
-folder and, in a snapshot of a Hugging Face cache, to the blobs of the same repository. Other links
-are refused unless the caller allows them. The path that the user gives, of a folder or a file, may
-itself contain any links.
+copied into a store and into everything that is exported from the store. Links are followed within
+the folder and, in a snapshot of a Hugging Face cache, to the blobs of the same repository. Other
+links are refused unless the caller allows them. The path of the folder or file itself, which the
+user gives, may contain any links.
 """
 
 import os

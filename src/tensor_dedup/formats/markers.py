@@ -1,10 +1,15 @@
 """Markers: metadata in which a checkpoint says which of its tensors come from which base.
 
 A marker is JSON in the metadata of a safetensors file, under the key `shared_from`, or in a file
-`shared_from.json` beside the weights. It has `version` 1, `base` (the base's name, and a `digest`
-of its tensors) and `tensors`, which maps each name in this checkpoint to the name in the base, or
-to null if they are equal. docs/reference/markers.md specifies it. A marker is only a hint: its
-claims are checked by digest before they are used, and an unreadable marker is ignored.
+`shared_from.json` beside the weights. It has these fields:
+
+- `version`, which is 1;
+- `base`, the base's name and a `digest` of its tensors;
+- `tensors`, which maps each name in this checkpoint to the name in the base, or to null if the
+  names are equal.
+
+docs/reference/markers.md specifies the format. A marker is only a hint: its claims are checked by
+digest before they are used, and an unreadable marker is ignored.
 """
 
 import json

@@ -1,6 +1,7 @@
 """The layers of a model, found by tensor names, and the syntax in which users select layers.
 
-A layer is a numbered block (`model.layers.7`) or, outside of blocks, a module (`lm_head`).
+A layer is a numbered part of the model (`model.layers.7`) or a module outside of these parts
+(`lm_head`).
 """
 
 import re

@@ -1,6 +1,6 @@
 """The layers of a fine-tune paired with those of its base model, tensor by tensor.
 
-A pair says whether the base's tensors can replace those of the fine-tune.
+A paired layer says whether the base's tensors can replace those of the fine-tune.
 """
 
 from collections import defaultdict

@@ -1,9 +1,9 @@
 """The zip archive that torch.save writes, read from an untrusted file.
 
 The directory at the end of the file names the entries, and each entry has a header of its own
-before its data. Directory and headers must agree, entries must be uncompressed, and together they
-must cover the file from its first byte to the directory, so that no two readers see different
-content in it.
+before its data. Directory and headers must agree, entries must be uncompressed, and all entries
+together must cover the file from its first byte to the directory. So no two readers can see
+different content in the file.
 """
 
 import struct

@@ -1,9 +1,10 @@
 """The byte range of each tensor in a file of torch.save.
 
-Each tensor of the pickle is a view of a storage. If its elements lie there in order and without
-gaps, it is a range of bytes. If the ranges of a storage do not overlap, each is listed as a tensor;
-several names of one range are aliases. Otherwise, as with overlapping or transposed views, the
-whole storage is listed once, with one dimension, under the name of its first tensor.
+Each tensor of the pickle is a view of a storage. If the tensor's elements lie in the storage in
+order and without gaps, the tensor is a range of bytes. If all tensors of a storage are ranges that
+do not overlap, each range is listed as a tensor, and several names of one range are aliases.
+Otherwise, as with overlapping or transposed views, the whole storage is listed once, with one
+dimension, under the name of its first tensor.
 """
 
 import math

@@ -1,13 +1,13 @@
 """Evaluates a pickle of torch.save to plain data, without importing or calling anything it names.
 
-The evaluation has a stack of values with marks, and a memo, as Python's pickle. Containers become
-lists, tuples and `PlainDict`s, tensors become `PickledTensorView`s, and everything else that is
-allowed becomes an `Inert` value.
+The evaluation has a stack of values with marks, and a memo, as in Python's pickle module.
+Containers become lists, tuples and `PlainDict`s, tensors become `PickledTensorView`s, and
+everything else that is allowed becomes an `Inert` value.
 
 `ALLOWED` lists the globals that a pickle may name: those that torch.save writes for tensors and
-plain containers. torch.load(weights_only=True) accepts these, too, and also quantised, nested and
-wrapped tensors, which are refused here. A call of an allowed function gives the value that the
-functions at the end of this module make of its arguments.
+plain containers. torch.load(weights_only=True) accepts these, too. It also accepts quantised,
+nested and wrapped tensors, which are refused here. For a call of an allowed function, a function at
+the end of this module makes the value from the arguments.
 
 Arguments that torch.save does not write are refused even if torch would accept them, because torch
 may give them another meaning: a BUILD can move a finished tensor to another storage, an attribute

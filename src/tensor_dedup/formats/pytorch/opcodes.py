@@ -1,8 +1,8 @@
 """The instructions of a pickle that torch.save writes, in sequence. Nothing is evaluated.
 
-Known are the instructions that pickle protocols 2 to 5 use for plain values, tensors and dicts. The
-text instructions of protocol 0, PERSID, INST, OBJ, extensions and out-of-band buffers are refused.
-Every length is compared with the pickle's size before it is used.
+Only the instructions that pickle protocols 2 to 5 use for plain values, tensors and dicts are
+accepted. The text instructions of protocol 0, PERSID, INST, OBJ, extensions and out-of-band buffers
+are refused. Every length is compared with the pickle's size before it is used.
 """
 
 import struct

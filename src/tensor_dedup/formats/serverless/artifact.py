@@ -1,10 +1,13 @@
 """Tensorcast's descriptor and verification files, which lie beside a `tensor_index`. No I/O.
 
-An artifact is named `mi2:INDEX:DATA`, where both parts are SHA-256 multihashes in base32: INDEX of
-the index file, DATA of the root of a binary hash tree over leaves of 4 MiB of the data. A
-verification file has xxHash64 sums of eight segments of the data and of all of it, each chained
-over chunks of 256 KiB, and some sampled values. Its `byte_space_id` says which bytes it covers: ""
-all of them, otherwise a view, which is a selection of tensors laid out as data of their own.
+An artifact is named `mi2:INDEX:DATA`. Both parts are SHA-256 multihashes in base32. INDEX is the
+hash of the index file. DATA is the hash at the root of a binary tree over leaves of 4 MiB of the
+data.
+
+A verification file has xxHash64 sums of eight segments of the data and of all of it, and some
+sampled values. Each sum is chained over chunks of 256 KiB. The file's `byte_space_id` says which
+bytes it covers. "" means all bytes. Any other id means a view, which is a selection of tensors laid
+out as data of their own.
 """
 
 import base64

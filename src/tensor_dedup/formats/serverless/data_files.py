@@ -1,9 +1,13 @@
 """The data files of ServerlessLLM and tensorcast (`tensor.data_N`), each as a file with tensors.
 
-The `tensor_index.json` beside them says which tensors they hold. A tensor is listed if its elements
-lie contiguously in one file and no listed tensor overlaps them. A second name of a storage, a view
-of a part of one, a tensor that extends into the next file, and a tensor whose dtype safetensors
-cannot name are not listed; their bytes count as `header_bytes` if no listed tensor holds them.
+The `tensor_index.json` beside the data files says which tensors they hold. A tensor is listed if
+its elements lie contiguously in one file and no listed tensor overlaps them. These are not listed:
+
+- a second name of a storage, or a view of a part of a storage;
+- a tensor that extends into the next file;
+- a tensor whose dtype safetensors cannot name.
+
+Bytes that no listed tensor holds count as `header_bytes`.
 """
 
 import os

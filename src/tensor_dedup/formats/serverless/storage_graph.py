@@ -1,7 +1,7 @@
 """The storages of a state dict, and its tensors as views of them. No I/O, no torch.
 
-The graph determines the bytes of the index: tensors are ordered by name, and each storage is laid
-out where its first tensor comes, at the next multiple of 8 bytes.
+The graph determines the bytes of the index. Tensors are ordered by name. The storages are laid out
+in the order of their first tensors, each at the next multiple of 8 bytes.
 """
 
 from collections.abc import Mapping, Sequence

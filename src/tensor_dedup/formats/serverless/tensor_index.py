@@ -1,11 +1,13 @@
 """The index of a folder of `tensor.data_N` files, as ServerlessLLM and tensorcast write it.
 
-An entry is `[offset, size, shape, stride, dtype]` and, in tensorcast's, `storage_offset`. It
-describes a tensor as a view of a storage: the storage has `size` bytes and begins at byte `offset`
-of all data files put together; the view begins `storage_offset` elements into it. Tensors of one
-storage have equal offsets. The index is not trusted: numbers are bounded, views must lie inside
-their storages, storages must not overlap, and all of them must lie in the data. The encoders write
-the same bytes as tensorcast. No I/O and no torch here.
+An entry is `[offset, size, shape, stride, dtype]`; tensorcast adds `storage_offset`. The entry
+describes a tensor as a view of a storage. The storage has `size` bytes and begins at byte `offset`
+of all data files put together. The view begins `storage_offset` elements into the storage. Tensors
+of one storage have equal offsets.
+
+The index is not trusted: numbers are bounded, views must lie inside their storages, storages must
+not overlap, and all storages must lie in the data. The encoders write the same bytes as tensorcast.
+This module does no I/O and does not import torch.
 """
 
 import json

@@ -1,11 +1,12 @@
 """Heuristics that place models on nodes where they add the fewest bytes.
 
 Bin packing with items that share memory (Sindelar, Sitaraman and Shenoy, "Sharing-aware algorithms
-for virtual machine colocation", SPAA 2011) has no good approximation in general; here families of
+for virtual machine colocation", SPAA 2011) has no good approximation in general. Here, families of
 models make it easy most of the time. A family is placed, largest first, on the fullest node that
-has room for all of it. A family that fits on no node is split, model by model, to where each adds
-least. Then replicas and groups of a family are moved or swapped as long as that saves bytes. The
-result is compared with best-fit by size, improved in the same way, and the better one is returned.
+has room for all of it. If a family fits on no node, each of its models is placed where it adds
+least. Then replicas and groups of a family are moved or swapped as long as that saves bytes. A
+second placement is made by best-fit on size and improved in the same way, and the better of the two
+is returned.
 """
 
 import random

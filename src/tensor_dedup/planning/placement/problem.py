@@ -1,8 +1,8 @@
 """The placement problem: models, nodes, and the memory that a set of models needs on a node.
 
-Each tensor counts once on a node. All tensors that exactly the same models have form a part. Parts
-are found by an index of digests, without comparing models in pairs; a base and its fine-tunes have
-only a few, however many tensors they have.
+Each tensor counts once on a node. All tensors that belong to exactly the same models form a part.
+Parts are found by an index of digests, without comparing models in pairs. A base and its fine-tunes
+have only a few parts, however many tensors they have.
 """
 
 from collections import Counter
