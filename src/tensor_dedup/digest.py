@@ -4,12 +4,12 @@ leaf   = BLAKE3-256 of one piece of at most 2 MiB, at offsets that are multiples
 digest = BLAKE3-256 in derive-key mode over u64le(nbytes) and the leaf digests, at every size
 
 So a leaf digest never equals a digest, and no bytes can imitate another tensor's leaves. Bytes are
-raw, contiguous and little-endian. The other algorithms hash u64le(nbytes) and the bytes; their
+raw, contiguous and little-endian. The other algorithms hash u64le(nbytes) and the bytes. Their
 digests begin with the algorithm's name, so they never equal a BLAKE3 digest.
 
-One thread pool serves the whole process. Work in it never waits for other work in it: it is split
-into chunks, and the chunk that finishes last combines the results, so it cannot deadlock, however
-many callers there are.
+One thread pool serves the whole process. Work is split into chunks, and the chunk that finishes last
+combines the results. So work in the pool never waits for other work in the pool, and cannot deadlock
+however many callers there are.
 """
 
 import hashlib

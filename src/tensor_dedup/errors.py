@@ -9,14 +9,14 @@ TensorDedupError
       - ChangedFileError          the file changed while it was being read
       - UnreadableFileError       an existing file cannot be read
       - IncompleteCheckpointError weights that the model needs are not in it
-  - IntegrityError              bytes do not match their digest or their record
+  - IntegrityError              bytes do not match their digest, or what is known of them
       - AuditError                a shared layer differs from the one rebuilt from its checkpoint
   - StoreError                  the store cannot do what was asked, or is damaged, or is no store
   - UnsupportedError            this engine, version or device cannot do what was asked
       - NotInstalledError         because the package of an extra is not installed
 
-All are picklable, for worker processes, and have the values of their message as attributes. Each
-message ends with what the user can do.
+All are picklable, for worker processes. `facts` has the values in the message, and each message
+ends with what the user can do.
 """
 
 from typing import Any, ClassVar, Final

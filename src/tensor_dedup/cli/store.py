@@ -107,7 +107,7 @@ def existing(store: str | None) -> Store:
     """Open the existing store in the folder `store`, by default the user's own.
 
     Raises:
-        NotAStoreError: There is no store; none is created.
+        NotAStoreError: There is no store, or the folder holds something else. Nothing is created.
     """
     return Store.open(store, create=False)
 

@@ -103,7 +103,7 @@ def say_lines(*lines: str, indent: int | None = None) -> None:
 
 
 def ask(question: str, yes: bool) -> None:
-    """Ask the user to confirm, unless `yes` is True. Returns only if the user agrees.
+    """Ask the user to confirm, and return if the user agrees; with `yes`, do not ask.
 
     Raises:
         Declined: The user does not agree.

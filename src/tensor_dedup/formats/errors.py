@@ -75,7 +75,7 @@ def _rebuild(
 
 
 def shorten(text: str) -> str:
-    """Return `text`, cut to MAX_NAME characters if it is too long for a message."""
+    """Return `text`, cut to MAX_NAME characters and "..." if it is longer than that."""
     return text if len(text) <= MAX_NAME else text[:MAX_NAME] + "..."
 
 

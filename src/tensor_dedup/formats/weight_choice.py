@@ -3,20 +3,22 @@
 A folder often holds several copies of the same weights. One copy is chosen, the one that libraries
 load by default:
 
-- an index (`model.safetensors.index.json`) before everything else: the shards that it lists are the
-  weights, and no other file of the folder is read;
-- without an index, `model.safetensors` before `model-00001-of-00002.safetensors` and so on;
-- the plain file before its variants (`model.fp16.safetensors`); if there is no plain file, the
-  first variant by alphabet;
-- `consolidated*` (a publisher's own layout of the same weights) only if there is nothing else.
+- An index (`model.safetensors.index.json`) comes before everything else. The shards that it lists
+  are the weights, and no other file of the folder is read.
+- Without an index, `model.safetensors` comes before `model-00001-of-00002.safetensors` and so on.
+- The plain file comes before its variants (`model.fp16.safetensors`). If there is no plain file,
+  the first variant by alphabet is chosen.
+- `consolidated*`, a publisher's own layout of the same weights, is chosen only if there is nothing
+  else.
 
 Files with unrelated names all belong to the checkpoint.
 
-The same holds for files of torch.save (`pytorch_model.bin`, `pytorch_model.bin.index.json`), and
-for GGUF, except that a dot does not begin a variant there: `model.Q4_K_M.gguf` and
-`model.Q8_0.gguf` are two models in one folder, and names do not say which is meant. Among files of
-torch.save, those with the names that libraries give to weights come first; files that a training
-run writes beside its weights (`optimizer.pt`, `training_args.bin`) are left out.
+The same holds for files of torch.save (`pytorch_model.bin`, `pytorch_model.bin.index.json`). Among
+them, those with the names that libraries give to weights come first. Files that a training run
+writes beside its weights (`optimizer.pt`, `training_args.bin`) are left out.
+
+The same holds for GGUF, except that a dot does not begin a variant. `model.Q4_K_M.gguf` and
+`model.Q8_0.gguf` are two models in one folder, and names do not say which of them is meant.
 """
 
 import re

@@ -5,8 +5,8 @@ for virtual machine colocation", SPAA 2011) has no good approximation in general
 models make it easy most of the time. A family is placed, largest first, on the fullest node that
 has room for all of it. If a family fits on no node, each of its models is placed where it adds
 least. Then replicas and groups of a family are moved or swapped as long as that saves bytes. A
-second placement is made by best-fit on size and improved in the same way, and the better of the two
-is returned.
+second placement is made by best-fit on size and improved in the same way. The better of the two is
+improved further by emptying and refilling nodes, unless the fleet is too large for that.
 """
 
 import random
