@@ -7,9 +7,9 @@ So a leaf digest never equals a digest, and no bytes can imitate another tensor'
 raw, contiguous and little-endian. The other algorithms hash u64le(nbytes) and the bytes. Their
 digests begin with the algorithm's name, so they never equal a BLAKE3 digest.
 
-One thread pool serves the whole process. Work is split into chunks, and the chunk that finishes last
-combines the results. So work in the pool never waits for other work in the pool, and cannot deadlock
-however many callers there are.
+One thread pool serves the whole process. Work is split into chunks, and the chunk that finishes
+last combines the results. So work in the pool never waits for other work in the pool, and cannot
+deadlock however many callers there are.
 """
 
 import hashlib

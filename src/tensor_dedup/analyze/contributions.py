@@ -32,10 +32,12 @@ class Contribution:
     """What a checkpoint adds to the checkpoints before it.
 
     `own` are the tensors with new bytes, equal ones once, and `adds_bytes` is their size. `layers`
-    are in natural order. `leaf_shared_bytes` is the size of the leaves (2 MiB) in `own` that a load
-    shares with an earlier checkpoint. A load shares only leaves of tensors of 8 MiB and more that
-    are at the same offset of a tensor with equal dtype and row shape. Leaves whose digests are not
-    known are not counted. A store shares leaves of smaller tensors, too.
+    are in natural order.
+
+    `leaf_shared_bytes` is the size of the leaves (2 MiB) in `own` that a load shares with an
+    earlier checkpoint. A load shares leaves only in tensors of 8 MiB and more, and only if an equal
+    leaf is at the same offset of a tensor with equal dtype and row shape. Leaves whose digests are
+    not known are not counted. A store shares leaves of smaller tensors, too.
     """
 
     own: tuple[AnalyzedTensor, ...]

@@ -30,7 +30,7 @@ ReadRange = Callable[[str, int, int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class TensorChange:
-    """A tensor that two checkpoints have with different bytes, dtype or shape.
+    """A tensor whose bytes, dtype or shape differ between two checkpoints.
 
     `name` is its name in the second checkpoint, and `old_name` in the first. `numbers` is the
     number of its elements, and `differing` the number of elements that differ. Both are None if

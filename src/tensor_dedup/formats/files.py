@@ -1,4 +1,4 @@
-"""Reading ranges of files that may be hostile, or may be truncated by another process meanwhile."""
+"""Reading ranges of files that may be hostile, or may be truncated while they are read."""
 
 import os
 import stat
@@ -64,8 +64,8 @@ class OpenFile:
 def opened(path: str | os.PathLike[str], fd: int | None = None) -> Iterator[OpenFile]:
     """Context manager: yield the regular file `path`, open until the `with` block ends.
 
-    If `fd`, an open descriptor of the file, is given, it is used instead. It keeps its position and
-    stays open, and `path` is used in error messages only.
+    If `fd`, an open descriptor of the file, is given, the file is read through `fd`, which keeps
+    its position and stays open. `path` is then used in error messages only.
 
     Raises:
         CheckpointNotFoundError: The file cannot be opened.

@@ -13,7 +13,7 @@ such as `gguf:Q4_K`.
 This module is stricter than common readers:
 
 - tensors and padding must cover the data exactly, in any order;
-- a key or a name may appear once;
+- a key or a name may appear only once;
 - a boolean is 0 or 1;
 - lists nest at most MAX_NESTING deep.
 

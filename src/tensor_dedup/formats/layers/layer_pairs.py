@@ -243,9 +243,10 @@ def chosen(layers: Mapping[str, Layer[_T]], spec: str) -> list[Layer[_T]]:
 
 
 def check_whole(layers: Mapping[str, Layer[_T]], taken: Iterable[Layer[_T]]) -> None:
-    """Check that quantised weights in `taken` come with their scales, and the other way round.
+    """Check that tensors that are quantised together are in `taken` together.
 
-    `layers` are all layers of the fine-tune, `taken` those that the base's tensors replace.
+    These are weights and their scales, for example. `layers` are all layers of the fine-tune, and
+    `taken` those that the base's tensors replace.
 
     Raises:
         UnsupportedError: Only some of the tensors that are quantised together are in `taken`; the
