@@ -487,7 +487,7 @@ def call(name: str, arguments: Arguments) -> object:
     """Return a value that stands for the result of the allowed function `name`. Nothing is called.
 
     Raises:
-        Misuse: Torch.save does not write a call with these arguments.
+        Misuse: `torch.save` does not write a call with these arguments.
     """
     made = _CALLS[name](arguments) if name in _CALLS else _inert(name, arguments)
     if made is None:
