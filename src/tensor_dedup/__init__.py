@@ -1,6 +1,7 @@
 """Keeps one copy of every tensor that several models have in common.
 
-Importing this package loads neither torch nor vllm: each name is imported when it is first used.
+Importing this package loads neither torch nor vllm, because each name is imported when it is first
+used.
 """
 
 import importlib

@@ -13,13 +13,14 @@ if TYPE_CHECKING:
 class Store(LocalStore):
     """A content-addressed store of checkpoints in one folder; `Store.open` opens or creates one.
 
-    It keeps no file open between calls, so any number of objects, threads and processes may use one
-    folder at once, and a forked child may go on using the object. It is a `LocalStore` with `push`
-    and `pull`, and is accepted wherever a `LocalStore` is, as by `CheckpointStore`.
+    A `Store` keeps no file open between calls. So any number of objects, threads and processes may
+    use the same folder at once, and a forked child may go on using the object. A `Store` is a
+    `LocalStore` with two more methods, `push` and `pull`. It can be passed wherever a `LocalStore`
+    is expected, for example to `CheckpointStore`.
 
     Raises:
-        StoreError: the store, its files or its disk failed; the subclass says how.
-        CheckpointError: a path passed to a method holds no checkpoint.
+        StoreError: The store, its files or its disk failed; the subclass says how.
+        CheckpointError: A path passed to a method holds no checkpoint.
     """
 
     def push(
@@ -30,22 +31,25 @@ class Store(LocalStore):
         replace: bool = False,
         progress: "TransferListener | None" = None,
     ) -> "TransferResult":
-        """Push a checkpoint, or all steps of a training run, to a remote; send only what it lacks.
+        """Push the checkpoint or run `name` to a remote; send only data that the remote lacks.
 
         `url` is a URL that `Remote.open` takes, the folder of another store, or an OCI artifact,
-        `oci://REGISTRY/REPOSITORY:TAG`, which any registry client can pull. The name appears on the
-        remote only after all of its data. A push that was interrupted continues when it is called
-        again. Objects that `Remote.verify` found damaged are sent again. Steps of a run that are
-        deleted during the push are left out.
+        `oci://REGISTRY/REPOSITORY:TAG`, which any registry client can pull. A training run is
+        pushed with all its steps, except for steps that are deleted during the push. `progress` is
+        a listener to the progress in bytes.
+
+        The name appears on the remote only after all of its data. With `replace`, it may take the
+        place of another checkpoint on the remote. If a push was interrupted, the same call
+        continues it. Objects that `Remote.verify` found damaged are sent again.
 
         Raises:
-            UnknownNameError: the store has no checkpoint and no run of this name, or all of it was
+            UnknownNameError: The store has no checkpoint and no run of this name, or all of it was
                 deleted during the push.
-            RemoteNameTakenError: the remote has another checkpoint of this name, and `replace` is
+            RemoteNameTakenError: The remote has another checkpoint of this name, and `replace` is
                 False.
-            NoConditionsError: the server does not honour conditional writes, so names could be
+            NoConditionsError: The server does not honour conditional writes, so names could be
                 lost; no checkpoint was written.
-            RemoteUrlError, RemoteUnreachableError, RemoteAccessError, NotARemoteError: the remote
+            RemoteUrlError, RemoteUnreachableError, RemoteAccessError, NotARemoteError: The remote
                 cannot be reached, or there is no remote at `url`.
         """
         from tensor_dedup.remote import transfer  # and with it what speaks to servers
@@ -60,24 +64,26 @@ class Store(LocalStore):
         replace: bool = False,
         progress: "TransferListener | None" = None,
     ) -> "TransferResult":
-        """Pull a checkpoint, or all steps of a training run, from a remote; fetch what is missing.
+        """Pull the checkpoint or run `name` from a remote; fetch only data that is missing here.
 
         `url` is as for `push`. An OCI artifact is stored under `name`; if another program made it,
-        its layers are downloaded whole and imported. All steps of a run are pulled, including those
-        that retention rules deleted from this store.
+        its layers are downloaded whole and imported. A training run is pulled with all its steps,
+        including those that retention rules deleted from this store. With `replace`, the checkpoint
+        may take the place of another one of this name in the store. `progress` is a listener to the
+        progress in bytes.
 
         Every byte is compared with its digest before it can be used. An attacker who can write to
         the remote can therefore withhold a checkpoint or give its name to another one, but cannot
-        change a tensor. A pull that was interrupted continues when it is called again.
+        change a tensor. If a pull was interrupted, the same call continues it.
 
         Raises:
-            UnknownRemoteNameError: the remote has neither a checkpoint nor a run of this name.
-            RemoteNameTakenError: this store has another checkpoint of this name, and `replace` is
+            UnknownRemoteNameError: The remote has neither a checkpoint nor a run of this name.
+            RemoteNameTakenError: This store has another checkpoint of this name, and `replace` is
                 False.
-            MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError: objects of the remote
-                are missing or damaged. A checkpoint is not stored then; of a run, the undamaged
-                steps are stored, and the error names the others.
-            RemoteUrlError, RemoteUnreachableError, RemoteAccessError, NotARemoteError: the remote
+            MissingRemoteError, DamagedRemoteError, CorruptRemoteTensorError: Objects of the remote
+                are missing or damaged. A single checkpoint is then not stored. The undamaged steps
+                of a run are stored, and the error names the others.
+            RemoteUrlError, RemoteUnreachableError, RemoteAccessError, NotARemoteError: The remote
                 cannot be reached, or there is no remote at `url`.
         """
         from tensor_dedup.remote import transfer  # and with it what speaks to servers

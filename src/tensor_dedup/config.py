@@ -1,7 +1,7 @@
 """The configuration of a load, validated where it is created.
 
-Importing it loads neither torch nor vllm, because worker processes and the command line read a
-config before either.
+Importing this module loads neither torch nor vllm, because worker processes and the command line
+read a config before they import either.
 """
 
 import json
@@ -30,11 +30,11 @@ class FrozenBase:
 
     Attributes:
         base: A folder or file of weights, `store://NAME`, or a name in the Hugging Face cache.
-        layers: A comma-separated list of block numbers, ranges of them and patterns of tensor
-            names, as for `tensor-dedup substitute --layers`.
+        layers: A comma-separated list of layer numbers, ranges of layer numbers and patterns of
+            tensor names, as for `tensor-dedup substitute --layers`.
 
     Raises:
-        ConfigError: A value is wrong.
+        ConfigError: A value is empty, or is neither text nor a path.
     """
 
     base: str
@@ -54,10 +54,14 @@ class FrozenBase:
 
     @classmethod
     def from_any(cls, value: object) -> "FrozenBase":
-        """Return `value` if it is a FrozenBase, or the FrozenBase with the fields of a mapping.
+        """Return `value` as a FrozenBase.
+
+        `value` is either a FrozenBase, which is returned unchanged, or a mapping with the fields
+        `base` and `layers`.
 
         Raises:
-            ConfigError: `value` is neither, or the mapping's keys are not `base` and `layers`.
+            ConfigError: `value` is neither, the keys of the mapping are not `base` and `layers`, or
+                one of its values is wrong.
         """
         if isinstance(value, cls):
             return value
@@ -81,7 +85,10 @@ _FROZEN_ADVICE = 'for example {"base": "path/to/base", "layers": "0-7"}'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDedupConfig:
-    """How a load shares its tensors. Immutable, hashable, picklable, safe from any thread.
+    """The configuration of a load: how it shares tensors.
+
+    A config is immutable, hashable and picklable, and may be used from any thread. Functions that
+    take a config also take True, False, a dict of fields or its JSON text.
 
     Attributes:
         enabled: Whether anything is shared at all; False loads as without this package.
@@ -89,36 +96,36 @@ class TensorDedupConfig:
             "xxh3_128" or "xxhash64". Only "blake3" can be combined with a memory manager or a
             store; the others work inside one process.
         verify_bytes: Whether a tensor that was found by its digest is also compared byte by byte
-            before it is mapped. None compares only for the two xxhashes, because equal digests can
-            be forged for them.
+            before it is mapped. None means True for the two xxhashes, because equal digests can be
+            forged for them, and False for the other algorithms.
         min_tensor_bytes: A final tensor is shared only if every tensor of the checkpoint that goes
             into it has at least this many bytes.
-        memory_manager: The path of a memory manager's socket, to share with other processes. "auto"
-            takes the one at the default path and starts one if none answers; it ends after ten idle
-            minutes. None shares inside this process only.
-        store: The store that digests and `store://` checkpoints come from: its folder, True for
-            your own, None for none.
+        memory_manager: The path of a memory manager's socket; tensors are then shared with other
+            processes, too. "auto" uses the manager at the default path. If none answers there, one
+            is started, which ends after ten idle minutes. None shares inside this process only.
+        store: The store that known digests and `store://` checkpoints are read from. The value is
+            its folder, True for your own store, or None for no store.
         store_writes: Whether tensors that were read from files are also put into `store`.
         remote: The URL of the remote that a `store://` checkpoint is pulled from when it is not in
-            the store. None takes TENSOR_DEDUP_REMOTE, or else `remote` of a configuration file, or
-            else no remote. It holds no credential: those come from the environment.
-        frozen_base: Layers that a vLLM model takes from a base in place of its own, as a dict with
-            `base` and `layers` or a FrozenBase. This changes what the model computes. None takes
-            every layer from the model's checkpoint.
-        cpu_weights: For vLLM on CPUs: "packed" shares weights in the packed layout that the CPU
-            kernels use, "plain" in that of the checkpoint, which other processes can use, too. None
-            is "plain" with a memory manager and "packed" without.
-        verify: Which remembered digests are used: "hint" trusts those of files that have not
-            changed since, "always" hashes every file again.
+            the store. None takes the URL from the environment variable TENSOR_DEDUP_REMOTE or, if
+            that is not set, from `remote` in a configuration file; without either, nothing is
+            pulled. The URL must not contain a credential, because credentials come from the
+            environment.
+        frozen_base: Layers that a vLLM model takes from a base in place of its own, given as a
+            FrozenBase or as a dict with `base` and `layers`. This changes what the model computes.
+            None takes every layer from the model's checkpoint.
+        cpu_weights: The layout in which vLLM shares weights on CPUs. "packed" is the layout that
+            the CPU kernels use. "plain" is the layout of the checkpoint, which other processes can
+            use, too. None means "plain" with a memory manager and "packed" without one.
+        verify: Which remembered digests are used: "hint" uses those of files that have not changed
+            since they were hashed, "always" uses none and hashes every file again.
         audit: The fraction of hits, 0.0 to 1.0, that are also rebuilt from the checkpoint and
             compared byte by byte. A hit is a tensor or layer that was found in memory. A difference
             raises AuditError.
 
-    Functions that take a config also take True, False, a dict of fields or its JSON text.
-
     Raises:
-        ConfigError: A field is unknown, a value is wrong, or two of them exclude each other. It is
-            raised here, never later in a worker.
+        ConfigError: A field is unknown, a value is wrong, or two values exclude each other. The
+            error is raised here, never later in a worker process.
     """
 
     enabled: bool = True
@@ -212,19 +219,21 @@ class TensorDedupConfig:
         return self.store if isinstance(self.store, str) else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as a JSON object; `from_any` of the result equals this config."""
+        """Return the fields as a JSON object, which `from_any` turns into an equal config."""
         return {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
 
     @classmethod
     def from_any(cls, value: object) -> Self:
-        """Return the config that a value stands for, in any form that users may pass.
+        """Return the config that `value` stands for, in any form that users may pass.
 
-        None and True stand for the defaults, False for the defaults with `enabled` off. A mapping
-        or JSON text sets the fields that it names. Callers for whom None means "not asked for" must
-        handle None themselves.
+        - A config is returned unchanged.
+        - None and True stand for the defaults, False for the defaults with `enabled` off.
+        - A mapping or JSON text sets the fields that it names.
+
+        Callers for whom None means "not asked for" must handle None themselves.
 
         Raises:
-            ConfigError: The value is none of these, or a field in it is wrong.
+            ConfigError: `value` is none of these, or a field in it is wrong.
         """
         if isinstance(value, cls):
             return value

@@ -4,12 +4,12 @@ leaf   = BLAKE3-256 of one piece of at most 2 MiB, at offsets that are multiples
 digest = BLAKE3-256 in derive-key mode over u64le(nbytes) and the leaf digests, at every size
 
 So a leaf digest never equals a digest, and no bytes can imitate another tensor's leaves. Bytes are
-raw, contiguous and little-endian. The other algorithms hash u64le(nbytes) and the bytes; their
+raw, contiguous and little-endian. The other algorithms hash u64le(nbytes) and the bytes. Their
 digests begin with the algorithm's name, so they never equal a BLAKE3 digest.
 
-One thread pool serves the whole process. Work in it never waits for other work in it: it is split
-into chunks, and the chunk that finishes last combines the results, so it cannot deadlock, however
-many callers there are.
+One thread pool serves the whole process. Work is split into chunks, and the chunk that finishes
+last combines the results. So work in the pool never waits for other work in the pool, and cannot
+deadlock however many callers there are.
 """
 
 import hashlib
@@ -45,11 +45,12 @@ _INLINE_BYTES = 128 << 10
 def digest(data: "Buffer", algorithm: str = "blake3") -> str:
     """Return the digest of all of `data` as text; large data is hashed on the thread pool.
 
-    `data` is any C-contiguous buffer that is not written to during the call. Any thread may call
-    this, including threads of the pool.
+    `data` is any C-contiguous buffer that is not written to during the call. `algorithm` is one of
+    the hashes of `TensorDedupConfig.hash_algorithm`. Any thread may call this function, including
+    threads of the pool.
 
     Raises:
-        ConfigError: the algorithm is unknown.
+        ConfigError: The algorithm is unknown.
         TypeError: `data` is not a C-contiguous buffer.
     """
     _check(algorithm)
@@ -68,12 +69,13 @@ def submit(
     """Start hashing `data` on the thread pool; the future's result is `digest(data, algorithm)`.
 
     `fill(piece, offset)`, if given, writes the bytes at `offset` of `data` into `piece` just before
-    they are hashed, so that they are still in a CPU cache. It is called once for each leaf, from
-    several threads at once and in any order. An error that it raises is raised by this call or by
-    the future. With blake3 it may return the 32-byte digest of a leaf whose bytes it has compared;
-    that leaf is then not hashed again. `leaves`, if given, receives the leaf digests, in order,
-    before the result is set; it stays empty with other algorithms, for data of a single leaf, and
-    for calls from threads of the pool.
+    they are hashed, so that they are still in a CPU cache. `fill` is called once for each leaf,
+    from several threads at once and in any order. An error in `fill` is raised by this call or by
+    the future. With blake3, `fill` may compare a leaf and return its 32-byte digest; that leaf is
+    then not hashed again.
+
+    `leaves`, if given, receives the leaf digests, in order, before the result is set. It stays
+    empty with other algorithms, for data of a single leaf, and for calls from threads of the pool.
 
     The buffer is referenced until the work is done and released before the result is set, so an
     mmap may be closed as soon as result() has returned. Small buffers, and all calls from threads
@@ -118,10 +120,10 @@ def stream(nbytes: int, fill: Fill, leaves: list[bytes] | None = None) -> "Futur
     """Start the BLAKE3 digest of `nbytes` bytes that are never in memory as a whole.
 
     The future's result and `leaves` are as for `submit`. `fill(piece, offset)` writes the bytes at
-    `offset` into `piece`, a buffer of the pool that is reused once its leaf is hashed, so `fill`
-    must also copy the bytes to their destination. As for `submit`, it is called from several
-    threads, may return the digest of a leaf that it has compared, and may raise. Do not wait for
-    the result inside the pool.
+    `offset` into `piece`, a buffer of the pool. The buffer is reused once its leaf is hashed, so
+    `fill` must also copy the bytes to their destination. As for `submit`, `fill` is called from
+    several threads, may return the digest of a leaf that it has compared, and may raise an error.
+    Do not wait for the result inside the pool.
     """
     return _Job(_Passing(nbytes), "blake3", _POOL.executor(), fill, leaves).future
 
@@ -135,7 +137,7 @@ def leaf_digests(data: "Buffer") -> list[bytes]:
 def submit_leaves(data: "Buffer") -> "Future[list[bytes]]":
     """Start `leaf_digests(data)` on the thread pool, as one task in one thread.
 
-    Called from a thread of the pool, it computes them before it returns.
+    If a thread of the pool calls this function, the digests are computed before it returns.
     """
     if _in_pool():
         future: Future[list[bytes]] = Future()
@@ -148,7 +150,7 @@ def combine(nbytes: int, leaves: Sequence[bytes]) -> str:
     """Return the digest of `nbytes` bytes, computed from their leaf digests.
 
     Raises:
-        IntegrityError: the number of leaves does not match `nbytes`, or a leaf is not 32 bytes
+        IntegrityError: The number of leaves does not match `nbytes`, or a leaf is not 32 bytes
             long.
     """
     if nbytes < 0 or len(leaves) != -(-nbytes // LEAF_BYTES):
@@ -167,7 +169,7 @@ def combine(nbytes: int, leaves: Sequence[bytes]) -> str:
 def leaf_places(start: int, nbytes: int) -> list[tuple[int, int]]:
     """Return the offset and size of each leaf of the `nbytes` bytes at offset `start`.
 
-    Up to LEAF_BYTES the result is empty, because a single leaf is the whole range.
+    For LEAF_BYTES or fewer the result is empty, because a single leaf is the whole range.
     """
     if nbytes <= LEAF_BYTES:
         return []
@@ -177,14 +179,15 @@ def leaf_places(start: int, nbytes: int) -> list[tuple[int, int]]:
 def digests_by_place(
     start: int, nbytes: int, leaves: Sequence[bytes]
 ) -> dict[tuple[int, int], str]:
-    """Return the digests of a range of bytes and of its leaves, by (offset, size).
+    """Return a dict from (offset, size) to digest, for a range of bytes and for each of its leaves.
 
-    The range is the `nbytes` bytes at offset `start`, whose leaf digests are `leaves`. Each leaf
-    has the digest that its bytes have as a range of their own; a range of a single leaf has one
-    entry.
+    The range is the `nbytes` bytes at offset `start`, and `leaves` are its leaf digests. The digest
+    of a leaf is the one that its bytes have as a range of their own. The dict for a range of a
+    single leaf has one entry.
 
     Raises:
-        IntegrityError: as `combine`.
+        IntegrityError: The number of leaves does not match `nbytes`, or a leaf digest is not 32
+            bytes long.
     """
     found = {(start, nbytes): combine(nbytes, leaves)}
     for place, leaf in zip(leaf_places(start, nbytes), leaves, strict=False):
@@ -195,11 +198,11 @@ def digests_by_place(
 class StreamDigest:
     """The digest of bytes that arrive in pieces of any size. For one thread at a time.
 
-    `nbytes` is the total size: optional for blake3, required by the other algorithms, which hash
-    the size first.
+    `nbytes` is the total size. It is optional for blake3. The other algorithms require it, because
+    they hash the size first.
 
     Raises:
-        ConfigError: the algorithm is unknown, or it needs `nbytes`.
+        ConfigError: The algorithm is unknown, or it needs `nbytes`.
     """
 
     def __init__(self, algorithm: str = "blake3", nbytes: int | None = None) -> None:
@@ -212,7 +215,7 @@ class StreamDigest:
         self._flat = None if algorithm == "blake3" else _flat(algorithm, nbytes)
 
     def update(self, data: "Buffer") -> None:
-        """Add the next bytes. `data` is any C-contiguous buffer, and no reference to it is kept."""
+        """Add the bytes of `data`, any C-contiguous buffer; no reference to `data` is kept."""
         with _bytes_of(data) as view:
             if self._flat is not None:
                 self._flat.update(view)
@@ -249,7 +252,7 @@ class StreamDigest:
         return combine(self._seen, self.leaves())
 
     def leaves(self) -> list[bytes]:
-        """Return the leaf digests of all bytes so far; for blake3 only."""
+        """Return the leaf digests of all bytes so far. Call it for blake3 only."""
         return self._leaves + ([self._leaf.digest()] if self._seen % LEAF_BYTES else [])
 
 

@@ -9,14 +9,14 @@ TensorDedupError
       - ChangedFileError          the file changed while it was being read
       - UnreadableFileError       an existing file cannot be read
       - IncompleteCheckpointError weights that the model needs are not in it
-  - IntegrityError              bytes do not match their digest or their record
+  - IntegrityError              bytes do not match their digest, or what is known of them
       - AuditError                a shared layer differs from the one rebuilt from its checkpoint
   - StoreError                  the store cannot do what was asked, or is damaged, or is no store
   - UnsupportedError            this engine, version or device cannot do what was asked
       - NotInstalledError         because the package of an extra is not installed
 
-All are picklable, for worker processes, and have the values of their message as attributes. Each
-message ends with what the user can do.
+All are picklable, for worker processes. `facts` has the values in the message, and each message
+ends with what the user can do.
 """
 
 from typing import Any, ClassVar, Final
@@ -27,7 +27,7 @@ NOBODY_THERE: Final = 3
 
 
 class TensorDedupError(Exception):
-    """Base of all errors of this package. `facts` has the values in the message, by name.
+    """Base of all errors of this package. `facts` maps names to the values in the message.
 
     `exit_status` is the exit status of a command that ends with the error: `WRONG_DATA` for bad
     data, `WRONG_USE` if another command line or an installation would help, `NOBODY_THERE` if a
@@ -63,7 +63,7 @@ class CheckpointError(TensorDedupError):
 
 
 class CheckpointNotFoundError(CheckpointError):
-    """There are no weights at that path."""
+    """There are no weights at the given path."""
 
 
 class NoSuchPathError(CheckpointNotFoundError):
@@ -77,11 +77,11 @@ class FormatError(CheckpointError):
 
 
 class ChangedFileError(CheckpointError):
-    """The file changed while it was being read: load again."""
+    """The file changed while it was being read, so it has to be loaded again."""
 
 
 class UnreadableFileError(CheckpointError):
-    """An existing file cannot be read: a disk failed, or a network share is gone."""
+    """An existing file cannot be read, for example because a disk failed or a share is gone."""
 
 
 class IncompleteCheckpointError(CheckpointError):
@@ -89,7 +89,11 @@ class IncompleteCheckpointError(CheckpointError):
 
     @classmethod
     def of(cls, path: str, lacking: list[tuple[str, int]]) -> "IncompleteCheckpointError":
-        """Return the error for `path`; `lacking` has parameters with their unfilled bytes."""
+        """Return the error for the checkpoint at `path`.
+
+        `lacking` are the parameters that the checkpoint does not fill, each with the number of its
+        missing bytes.
+        """
         shown = ", ".join(f"{name} ({nbytes} bytes)" for name, nbytes in lacking[:4])
         more = f" and {len(lacking) - 4} more" if len(lacking) > 4 else ""
         return cls(
@@ -101,7 +105,7 @@ class IncompleteCheckpointError(CheckpointError):
 
 
 class IntegrityError(TensorDedupError):
-    """Bytes do not match their digest or their record."""
+    """Bytes do not match their digest, or do not match what is known about them."""
 
 
 class AuditError(IntegrityError):
@@ -109,7 +113,7 @@ class AuditError(IntegrityError):
 
 
 class StoreError(TensorDedupError):
-    """The store cannot do what was asked, or its files are damaged or not those of a store."""
+    """The store cannot do what was asked, its files are damaged, or the folder is not a store."""
 
 
 class UnsupportedError(TensorDedupError):
@@ -117,6 +121,6 @@ class UnsupportedError(TensorDedupError):
 
 
 class NotInstalledError(UnsupportedError, ImportError):
-    """The package of an optional extra is not installed."""
+    """A package that an optional extra installs is missing."""
 
     exit_status = WRONG_USE

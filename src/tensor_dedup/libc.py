@@ -45,9 +45,9 @@ if _sync_range is not None:
 
 
 class MappingLine(NamedTuple):
-    """A memory mapping of this process: its address range, and the kernel's text about it.
+    """A memory mapping of this process, from address `start` to address `end`.
 
-    The text has the permissions, offset, device, inode and path, as in /proc/self/maps.
+    `line` is the rest of its line in /proc/self/maps: permissions, offset, device, inode and path.
     """
 
     start: int
@@ -65,10 +65,12 @@ class _Pages(ctypes.Structure):
 
 
 def mmap(at: int, nbytes: int, protection: int, flags: int, fd: int = -1, offset: int = 0) -> int:
-    """Map memory and return its address; with `at` 0, the kernel chooses the address.
+    """Map memory as mmap(2) does, and return its address.
+
+    With `at` 0, the kernel chooses the address.
 
     Raises:
-        OSError: the kernel refuses.
+        OSError: The kernel refuses.
     """
     found = _libc.mmap(at or None, nbytes, protection, flags, fd, offset)
     if found is None or found == _FAILED:
@@ -77,29 +79,38 @@ def mmap(at: int, nbytes: int, protection: int, flags: int, fd: int = -1, offset
 
 
 def munmap(address: int, nbytes: int) -> None:
-    """Unmap a range of memory, whose addresses must not be used afterwards."""
+    """Unmap `nbytes` bytes of memory at `address`. The range must not be used afterwards."""
     _libc.munmap(address, nbytes)
 
 
 def madvise(address: int, nbytes: int, advice: int) -> None:
-    """Advise the kernel on the use of a range of memory; `advice` is one of the MADV constants."""
+    """Advise the kernel on the use of a range of memory; `advice` is one of the MADV constants.
+
+    A refusal of the kernel is ignored.
+    """
     _libc.madvise(address, nbytes, advice)
 
 
 def mprotect(address: int, nbytes: int, protection: int) -> None:
-    """Set the access protection of a range of memory; `protection` has the PROT bits."""
+    """Set the access protection of a range of memory; `protection` combines PROT constants.
+
+    A refusal of the kernel is ignored.
+    """
     _libc.mprotect(address, nbytes, protection)
 
 
 def equal(first: int, second: int, nbytes: int) -> bool:
-    """Return whether two ranges of memory hold equal bytes. Other threads run meanwhile."""
+    """Return whether the `nbytes` bytes at the addresses `first` and `second` are equal.
+
+    Other threads of Python can run during the call.
+    """
     return not _libc.memcmp(first, second, nbytes)
 
 
 def punch(fd: int, offset: int, nbytes: int) -> None:
-    """Free the disk space of a range of a file, which reads as zeros afterwards.
+    """Free the disk space of a range of a file. The range then reads as zeros.
 
-    File systems that cannot do this leave the file unchanged.
+    If the file system cannot do this, the file stays unchanged.
     """
     _libc.fallocate(fd, _PUNCH_HOLE, offset, nbytes)
 
@@ -111,7 +122,10 @@ def is_ext4(fd: int) -> bool:
 
 
 def grow(fd: int, size: int) -> None:
-    """Extend a file to at least `size` bytes and reserve disk space for them, if possible."""
+    """Extend a file to at least `size` bytes and reserve disk space for them, if possible.
+
+    Errors are ignored.
+    """
     _libc.fallocate(fd, 0, 0, size)
 
 
@@ -132,7 +146,7 @@ def mappings() -> Iterator[MappingLine]:
     """Yield all memory mappings of this process, in order of address.
 
     Raises:
-        OSError: the kernel does not list them.
+        OSError: The kernel does not list them.
     """
     lines = MAPS.read_text(errors="surrogateescape").splitlines()
     return map(_mapping, lines)
@@ -161,12 +175,12 @@ def max_mappings() -> int:
 
 
 def own_memory(nbytes: int, at: int = 0) -> int:
-    """Map `nbytes` of zeroed private memory and return its address.
+    """Map `nbytes` bytes of zeroed private memory and return their address.
 
-    It is mapped at `at` if given, where nothing may be mapped yet.
+    If `at` is given, the memory is mapped at this address.
 
     Raises:
-        OSError: the kernel refuses.
+        OSError: The kernel refuses, or something is already mapped at `at`.
     """
     found = mmap(at, nbytes, _WRITABLE, _OWN | (MAP_FIXED_NOREPLACE if at else 0))
     if at and found != at:
@@ -179,11 +193,12 @@ def move_over(source: int, target: int, nbytes: int, name: str) -> None:
     """Move the mapping at `source` over the mapping at `target`, atomically for readers.
 
     Readers of `target` see the old or the new contents. `name` is the name of the file that is
-    mapped at `target`. If the kernel fails and leaves nothing mapped there, a copy is mapped
-    instead, and a read in between gets SIGSEGV; if the copy fails too, the process ends.
+    mapped at `target`. If the kernel fails and leaves nothing mapped at `target`, a copy of the new
+    contents is mapped there. A read before that gets SIGSEGV. If the copy fails too, the process
+    ends.
 
     Raises:
-        OSError: the move failed, and both mappings are unchanged.
+        OSError: The move failed, and both mappings are unchanged.
     """
     try:
         _mremap(source, target, nbytes)

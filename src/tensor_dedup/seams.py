@@ -1,9 +1,9 @@
 """Functions and classes of a framework that this package replaces or relies on, called seams.
 
-Each seam is recorded with the signature it had, and compared with the installed framework. A
-signature is compared by the names, kinds and defaults of its parameters; annotations may change.
-The caller decides what follows from a difference: `usable` and `Replacements` leave a single
-function alone, and vLLM's table (`tensor_dedup.patches.vllm.seams`) turns off a whole part.
+Each seam is recorded with its signature, which is compared with the installed framework. The
+comparison covers the names, kinds and defaults of parameters; annotations may change. The caller
+decides what follows from a difference. `usable` and `Replacements` leave a single function alone.
+vLLM's table (`tensor_dedup.patches.vllm.seams`) turns off a whole part.
 """
 
 import functools
@@ -19,15 +19,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Seam:
-    """A name of a framework that this package depends on, as it was recorded.
+    """A name in a framework that this package depends on, and what is known about it.
 
-    `target` is "module:qualified name". `part` says in a sentence what a load does without it, or
-    names a part in a table of those sentences. `reason` says why the name matters. What is compared
-    is one of: the whole `signature`; the parameters in `needs`, for a generated `__init__` with
-    hundreds of parameters; the attributes in `has`, annotated fields included; or only that the
-    name exists. Signatures in `earlier`, of older versions, are accepted too. A name that is
-    `optional` may be missing. `versions` are the framework versions in which it was seen, oldest
-    first.
+    `target` is "module:qualified name", and `reason` says why the name matters. `part` says in a
+    sentence what a load does without it, or is the key of such a sentence in a table. One of these
+    is compared with the installed framework:
+
+    - `signature`, the whole signature; those in `earlier`, from older versions, are accepted too;
+    - `needs`, the names of parameters, for a generated `__init__` with hundreds of parameters;
+    - `has`, the names of attributes, annotated fields included;
+    - if all of these are empty, only that the name exists.
+
+    A name that is `optional` may be missing. `versions` are the framework versions in which the
+    name was seen, oldest first.
     """
 
     framework: ClassVar[str] = ""  # what stands before a version in a message
@@ -50,7 +54,7 @@ class Seam:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A seam that differs from its record; `found` describes what is installed."""
+    """A difference between a seam and the installed framework; `found` says what is installed."""
 
     seam: Seam
     found: str
@@ -64,7 +68,10 @@ class Mismatch:
 
 
 def compare(seam: Seam) -> Mismatch | None:
-    """Return how a seam differs from the installed framework, or None. Imports its module."""
+    """Return how the installed framework differs from `seam`, or None if it does not.
+
+    The framework's module is imported. If the seam is optional, a missing name is no difference.
+    """
     try:
         found = resolve(seam.target)
     except (ImportError, AttributeError) as error:
@@ -102,14 +109,18 @@ def resolve(target: str) -> Callable[..., Any]:
     """Return the object that `target`, "module:qualified name", names.
 
     Raises:
-        ImportError, AttributeError: there is no such object.
+        ImportError, AttributeError: There is no such object.
     """
     holder, name = holder_of(target)
     return cast("Callable[..., Any]", getattr(holder, name))
 
 
 def holder_of(target: str) -> tuple[Any, str]:
-    """Return the module or class that has `target` as an attribute, and the attribute's name."""
+    """Return the module or class that has `target` as an attribute, and the attribute's name.
+
+    Raises:
+        ImportError, AttributeError: There is no such module or class.
+    """
     module, _, qualified = target.partition(":")
     *path, name = qualified.split(".")
     found: Any = importlib.import_module(module)
@@ -120,7 +131,10 @@ def holder_of(target: str) -> tuple[Any, str]:
 
 @functools.cache
 def usable(seam: Seam) -> bool:
-    """Return whether a function matches its record; log a difference once in this process."""
+    """Return whether the installed framework matches `seam`.
+
+    A difference is logged once in this process.
+    """
     mismatch = compare(seam)
     if mismatch is not None:
         _log.warning(
@@ -131,9 +145,9 @@ def usable(seam: Seam) -> bool:
 
 
 class Replacements:
-    """A context manager that replaces framework functions. For one thread.
+    """A context manager: while it is active, framework functions are replaced. For one thread.
 
-    Functions that do not match their record are left as they are.
+    A function that does not match its seam is left as it is.
     """
 
     def __init__(self, wanted: Iterable[tuple[Seam, Callable[[Callable[..., Any]], Any]]]) -> None:

@@ -35,7 +35,7 @@ _POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def files() -> list[Path]:
-    """Return the configuration files that exist, in order of precedence.
+    """Return the configuration files that exist, with the one that takes precedence first.
 
     Raises:
         ConfigError: TENSOR_DEDUP_CONFIG names a file that does not exist.
@@ -55,10 +55,12 @@ def files() -> list[Path]:
 
 
 def configured_path(key: str) -> Path | None:
-    """Return the path that the configuration files set for `key`, "store" or "socket", or None.
+    """Return the path that a configuration file sets for `key`, or None if none does.
+
+    `key` is "store" or "socket".
 
     Raises:
-        ConfigError: a file cannot be read, or has an unknown key or a wrong value.
+        ConfigError: A file cannot be read, or has an unknown key or a wrong value.
     """
     for file in files():
         value = _read(file).get(key)
@@ -69,10 +71,10 @@ def configured_path(key: str) -> Path | None:
 
 
 def configured_budget() -> int | None:
-    """Return the `budget` that the configuration files set, in bytes, or None.
+    """Return the `budget` that a configuration file sets, in bytes, or None if none does.
 
     Raises:
-        ConfigError: a file cannot be read, or has an unknown key or a wrong value.
+        ConfigError: A file cannot be read, or has an unknown key or a wrong value.
     """
     value = _value("budget")
     return None if value is None else parse_size(str(value))
@@ -81,11 +83,14 @@ def configured_budget() -> int | None:
 def remote_url(given: str | PathLike[str] | None = None) -> str | None:
     """Return the URL of the remote to pull from, or None if none is set.
 
-    The first of these counts: `given`, the environment variable TENSOR_DEDUP_REMOTE, and `remote`
-    in a configuration file.
+    The first of these that is set counts:
+
+    1. `given`;
+    2. the environment variable TENSOR_DEDUP_REMOTE;
+    3. `remote` in a configuration file.
 
     Raises:
-        ConfigError: a file cannot be read, or has an unknown key or a wrong value.
+        ConfigError: A file cannot be read, or has an unknown key or a wrong value.
     """
     if given:
         return str(given)

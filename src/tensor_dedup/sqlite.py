@@ -112,10 +112,11 @@ class _Connection(sqlite3.Connection):
 
 
 def connect(path: str | os.PathLike[str] | Path, *, timeout_s: float) -> sqlite3.Connection:
-    """Open a connection in autocommit mode. Other threads may fork while it is in use.
+    """Open a connection to the database `path`, in autocommit mode.
 
-    A forked child must not use it. `timeout_s` is how long to wait for a write of another process;
-    a fork may be delayed as long.
+    The connection may be used by one thread at a time. Other threads may fork meanwhile, but a
+    forked child must not use the connection. `timeout_s` is how long to wait for a write of another
+    process; a fork may be delayed as long.
     """
     with _inside():
         # Who keeps a connection uses it from one thread at a time, not always from the same one.
@@ -129,7 +130,7 @@ def connect(path: str | os.PathLike[str] | Path, *, timeout_s: float) -> sqlite3
 
 
 def marks(db: sqlite3.Connection) -> tuple[int, int]:
-    """Return the `application_id` and `user_version` of a database, both zero if it is new.
+    """Return the marks of a database, `application_id` and `user_version`; both are 0 if it is new.
 
     Both are read in one transaction.
     """
@@ -153,9 +154,10 @@ def _marks(db: sqlite3.Connection) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """Run the block as one transaction: commit at its end, roll back if it raises.
+    """Context manager: run its `with` block as one transaction of the connection `db`.
 
-    `db` is a connection that `connect` opened.
+    The transaction is committed at the end of the block, and rolled back if the block raises an
+    error. `db` is a connection that `connect` opened.
     """
     # From the first statement to the last: a thread that waited for this transaction's end would
     # hold what its next statement needs.

@@ -5,16 +5,19 @@ from difflib import get_close_matches
 
 
 def perhaps(name: str, names: Iterable[str]) -> str:
-    """Return the end of a sentence with similar names, `, perhaps 'a' or 'b'`, or "" if none is."""
+    """Return those of `names` that are similar to `name`, as the end of a sentence.
+
+    The end has the form `, perhaps 'a' or 'b'`. It is "" if no name is similar.
+    """
     near = nearest(name, names)
     return f", perhaps {' or '.join(map(repr, near))}" if near else ""
 
 
 def install_hint(extra: str) -> str:
-    """Return the sentence that says how to install an optional extra of this package.
+    """Return the sentence that says how to install the optional extra `extra` of this package.
 
-    It installs from a clone, because the package's name is not published: anyone who registered it
-    could run code on the machines of users who follow a hint with that name.
+    The command installs from a clone, because the package's name is not published: anyone who
+    registered the name could run code on the machines of users who follow a hint with that name.
     """
     return f"in your clone of tensor-dedup, run `pip install '.[{extra}]'`"
 
@@ -22,6 +25,6 @@ def install_hint(extra: str) -> str:
 def nearest(name: str, names: Iterable[str], *, most: int = 3, alike: float = 0.6) -> list[str]:
     """Return up to `most` of the `names` that are similar to `name`, the most similar first.
 
-    `alike` is the least similarity, from 0.0 to 1.0.
+    `alike` is the least similarity that counts, from 0.0 to 1.0.
     """
     return get_close_matches(name, list(names), most, alike)

@@ -45,7 +45,10 @@ def human(nbytes: int) -> str:
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """Return a load report, as its `to_dict()` gives it, as a plain-text table with totals."""
+    """Return a load report as a plain-text table with totals.
+
+    `report` is what `Report.to_dict()` returns. If it has no models, the text says so instead.
+    """
     models: list[Mapping[str, Any]] = report["models"]
     devices = [f"{name}: {reason}" for name, reason in report.get("devices", {}).items()]
     if not models:

@@ -27,7 +27,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Identity of a tensor in a file: tensors of equal shape, dtype and bytes have equal ones."""
+    """The identity of a tensor in a file: equal for tensors of equal shape, dtype and bytes."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -36,7 +36,10 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class ResidentKey:
-    """Identity of a tensor in memory: dtype, shape and stride in elements, digest of its bytes."""
+    """The identity of a tensor in memory: dtype, shape, stride, and the digest of its bytes.
+
+    Shape and stride are in elements.
+    """
 
     dtype: str
     shape: tuple[int, ...]

@@ -37,9 +37,10 @@ SCHEMA = 3
 
 @dataclass(frozen=True, slots=True)
 class PairOverlap:
-    """The tensors that checkpoints `a` and `b` have in common; sizes in bytes.
+    """The tensors that checkpoints `a` and `b` have in common. Sizes are in bytes.
 
-    A tensor that occurs several times in both counts as often as in the one with fewer of it.
+    A tensor that occurs several times in both is counted as often as it occurs in the checkpoint
+    with fewer copies of it.
     """
 
     a: str
@@ -50,7 +51,10 @@ class PairOverlap:
 
 @dataclass(frozen=True, slots=True)
 class SharedTensor:
-    """A tensor that occurs more than once; `places` are pairs of checkpoint path and name."""
+    """A tensor that occurs more than once.
+
+    `places` are pairs of checkpoint path and tensor name.
+    """
 
     fingerprint: Fingerprint
     nbytes: int
@@ -59,11 +63,12 @@ class SharedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Analysis:
-    """What checkpoints have in common. Sizes in bytes; tensors below the minimum size are left out.
+    """The result of an analysis: what checkpoints have in common. Sizes are in bytes.
 
-    `unique_bytes` counts equal tensors once. `contributions` and `reasons` say what each checkpoint
-    adds when they are loaded in this order, and why. `markers` are the checked claims of
-    checkpoints to have tensors of another. `bytes_hashed` is 0 if all digests were already known.
+    Tensors below the minimum size are left out. `unique_bytes` counts equal tensors once.
+    `contributions` and `reasons` say what each checkpoint adds when the checkpoints are loaded in
+    this order, and why. `markers` are the results of checking the claims that tensors of a
+    checkpoint come from another one. `bytes_hashed` is 0 if all digests were already known.
     """
 
     checkpoints: tuple[Measured, ...]
@@ -96,13 +101,13 @@ class Analysis:
 
     @property
     def saving(self) -> float:
-        """The fraction of `total_bytes` that loading all checkpoints saves, from 0.0 to 1.0."""
+        """The fraction of `total_bytes` that sharing saves, from 0.0 to 1.0."""
         return self.shared_bytes / self.total_bytes if self.total_bytes else 0.0
 
     def to_dict(self, top: int = 10) -> dict[str, Any]:
         """Return the analysis as a JSON object, with at most `top` entries in `largest_shared`.
 
-        docs/analyze.schema.json describes it.
+        docs/analyze.schema.json describes the object.
         """
         return {
             "schema": SCHEMA,
@@ -161,21 +166,25 @@ def analyze(
     progress: ProgressListener | None = None,
     follow_links: bool = False,
 ) -> Analysis:
-    """Hash each tensor of these checkpoints once, and return what they have in common.
+    """Hash each tensor of the checkpoints in `paths` once, and return what they have in common.
 
-    Each path is a checkpoint: a file, a folder with its sub-folders, a name in the Hugging Face
-    cache (`ORG/NAME`, `ORG/NAME@REVISION`), or `store://NAME` or a training step `RUN@STEP` of a
-    store. `store` is the folder of that store, by default the user's own. Tensors smaller than
+    Each path is one of these:
+
+    - a file, or a folder with its sub-folders;
+    - a name in the Hugging Face cache, `ORG/NAME` or `ORG/NAME@REVISION`;
+    - a checkpoint `store://NAME` or a training step `RUN@STEP` in a store.
+
+    `store` is the folder of the store, by default the user's own. Tensors smaller than
     `min_tensor_bytes` are left out of every number. Files whose digests `hints` remembers, and
-    checkpoints in the store, are not read. Symbolic links are followed within a folder, and to the
-    blobs of its own repository in a Hugging Face cache; with `follow_links`, anywhere. Safe from
-    any thread.
+    checkpoints in the store, are not read. `progress` is a listener to the progress in bytes.
+    Symbolic links are followed within a folder and, in a Hugging Face cache, to the blobs of the
+    same repository. With `follow_links`, they are followed anywhere. Safe from any thread.
 
     Raises:
-        ConfigError: a setting is invalid.
-        CheckpointError: a checkpoint is missing, malformed, or changed meanwhile, or a link leads
-            out of it.
-        StoreError: the store, or the checkpoint in it, is missing or damaged.
+        ConfigError: A setting is invalid.
+        CheckpointError: A checkpoint is missing, malformed, or changed while it was read, or a link
+            leads out of it.
+        StoreError: The store, or the checkpoint in it, is missing or damaged.
     """
     measured, digests = measure(
         paths,
@@ -201,7 +210,7 @@ def measure(
 ) -> tuple[list[Measured], Digests]:
     """Return the tensors of each checkpoint with their digests, and how much was read and hashed.
 
-    Arguments and errors are those of `analyze`, which calls this first.
+    Arguments and errors are those of `analyze`. `analyze` calls this function first.
     """
     _check(min_tensor_bytes, hash_algorithm)
     given = [os.fspath(path) for path in paths]

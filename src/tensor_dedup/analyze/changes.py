@@ -21,11 +21,12 @@ _WHOLE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Reasons:
-    """Why a checkpoint adds bytes: `changes` in words, compared with the checkpoint `nearest`.
+    """Why a checkpoint adds bytes: how it differs from the most similar checkpoint before it.
 
-    `nearest` is a position among the checkpoints, or None for the first one. `full` says that every
-    tensor changed and none was added or resized. That is a full fine-tune or an unrelated model;
-    the differences that a store keeps of a fine-tune may still be small.
+    `changes` describes the differences in words. `nearest` is the position of the most similar
+    checkpoint, or None for the first checkpoint. `full` says that every tensor changed and none was
+    added or resized. The checkpoint is then a full fine-tune or an unrelated model. For a
+    fine-tune, the differences that a store keeps may still be small.
     """
 
     nearest: int | None
@@ -40,7 +41,8 @@ def reasons(
 ) -> list[Reasons]:
     """Return, for each checkpoint, how it differs from the most similar checkpoint before it.
 
-    `added` and `lost` are what `contributions` and `survives` found for each checkpoint.
+    `added` is the result of `contributions`, and `lost` is the field `lost` of the result of
+    `survives`.
     """
     found = [Reasons(None, ())] if checkpoints else []
     for number in range(1, len(checkpoints)):

@@ -16,9 +16,10 @@ _Leaf: TypeAlias = tuple[str, tuple[int, ...], int, str]
 
 @dataclass(frozen=True, slots=True)
 class LayerShare:
-    """A layer of a checkpoint: its size in bytes, and how many of them are not new.
+    """A layer of a checkpoint: its size, and the size of its shared tensors, in bytes.
 
-    Bytes are not new if a checkpoint before, or an earlier tensor of the same one, has them.
+    A tensor is shared if an earlier checkpoint, or an earlier tensor of the same checkpoint, has
+    the same bytes.
     """
 
     name: str
@@ -28,13 +29,15 @@ class LayerShare:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What a checkpoint adds to those before it.
+    """What a checkpoint adds to the checkpoints before it.
 
     `own` are the tensors with new bytes, equal ones once, and `adds_bytes` is their size. `layers`
-    are in natural order. `leaf_shared_bytes` is the size of the leaves (2 MiB) in `own` that a load
-    shares with a checkpoint before: those of tensors of 8 MiB and more, at the same offset of a
-    tensor with equal dtype and row shape. Leaves whose digests are not known are not counted. A
-    store shares leaves of smaller tensors, too.
+    are in natural order.
+
+    `leaf_shared_bytes` is the size of the leaves (2 MiB) in `own` that a load shares with an
+    earlier checkpoint. A load shares leaves only in tensors of 8 MiB and more, and only if an equal
+    leaf is at the same offset of a tensor with equal dtype and row shape. Leaves whose digests are
+    not known are not counted. A store shares leaves of smaller tensors, too.
     """
 
     own: tuple[AnalyzedTensor, ...]

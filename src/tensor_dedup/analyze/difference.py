@@ -30,9 +30,10 @@ ReadRange = Callable[[str, int, int], bytes]
 
 @dataclass(frozen=True, slots=True)
 class TensorChange:
-    """A tensor that two checkpoints have with different bytes; `name` is that in the second one.
+    """A tensor whose bytes, dtype or shape differ between two checkpoints.
 
-    `numbers` is its number of elements, and `differing` how many of them differ. Both are None if
+    `name` is its name in the second checkpoint, and `old_name` in the first. `numbers` is the
+    number of its elements, and `differing` the number of elements that differ. Both are None if
     shape or dtype differ, or if elements were not compared.
     """
 
@@ -49,10 +50,11 @@ class TensorChange:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointDiff:
-    """How checkpoint `b` differs from `a`. Tensors of equal bytes are unchanged or renamed.
+    """The difference between two checkpoints: how `b` differs from `a`.
 
-    `renamed` are pairs of an old and a new name; `added` and `removed` have names and sizes in
-    bytes. `state_differs` says that two training steps also differ in plain values or in structure.
+    Tensors of equal bytes are unchanged or renamed. `renamed` are pairs of an old and a new name;
+    `added` and `removed` have names and sizes in bytes. `state_differs` says that two training
+    steps also differ in plain values or in structure.
     """
 
     a: str
@@ -100,11 +102,12 @@ def diff(
     progress: ProgressListener | None = None,
     follow_links: bool = False,
 ) -> CheckpointDiff:
-    """Compare two checkpoints, each given as for `analyze`.
+    """Compare the checkpoints `a` and `b`, each given as for `analyze`.
 
-    Tensors are equal if their bytes, dtype and shape are. With `count`, changed tensors of the same
-    shape and dtype are read and compared element by element, 8 MiB at a time; otherwise no tensor
-    whose digest is known is read. Raises the errors of `analyze`.
+    Two tensors are equal if their bytes, dtype and shape are equal. With `count`, changed tensors
+    of the same shape and dtype are read and compared element by element, 8 MiB at a time. Without
+    `count`, no tensor whose digest is known is read. The other arguments and the errors are those
+    of `analyze`.
     """
     found = analyze([a, b], hints=hints, store=store, progress=progress, follow_links=follow_links)
     one, two = found.checkpoints
@@ -185,7 +188,7 @@ def _sorted(tensors: Iterable[AnalyzedTensor]) -> _Tensors:
 
 
 def prefixes_of(old: str, new: str) -> tuple[str, str]:
-    """Return both names without their longest common ending."""
+    """Return the prefixes in which two names differ, before their longest common ending."""
     common = 0
     for one, two in zip(reversed(old), reversed(new), strict=False):
         if one != two:
@@ -251,9 +254,10 @@ def _counted(change: TensorChange, read_a: ReadRange, read_b: ReadRange) -> Tens
 def reading(
     path: StrPath, store: StrPath | None = None, follow_links: bool = False
 ) -> Iterator[ReadRange]:
-    """Open a checkpoint and yield a function that reads a range of bytes of one of its tensors.
+    """Context manager: open a checkpoint and yield a function that reads ranges of its tensors.
 
-    The function takes the tensor's name, and the start and end of the range in bytes.
+    The function takes the tensor's name and the start and end of the range in bytes, and returns
+    the bytes. `path`, `store` and `follow_links` are given as for `analyze`.
     """
     found = find(path, store)
     with ExitStack() as stack:

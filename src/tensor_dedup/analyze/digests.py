@@ -35,10 +35,11 @@ Place = tuple[int, int]  # where a tensor begins in its file, and its size, in b
 
 @dataclass
 class Digests:
-    """The digests of all requested tensors by file and byte range, and the bytes read and hashed.
+    """The digests of all requested tensors, and how many bytes were read and hashed.
 
-    For a tensor of several leaves (2 MiB) it also has the digest of each leaf's range, unless only
-    the digest of the whole tensor was remembered.
+    `by_file` maps each file to a dict from byte range to digest. A tensor of several leaves (2 MiB)
+    also has an entry for the range of each leaf, unless only the digest of the whole tensor was
+    remembered.
     """
 
     by_file: dict[Path, dict[Place, str]] = field(default_factory=dict)
@@ -53,15 +54,16 @@ def read_digests(
     progress: ProgressListener,
     links: Mapping[Path, LinkBoundary] = MappingProxyType({}),
 ) -> Digests:
-    """Hash the given tensors of each file, on all CPUs that this process may use.
+    """Hash the tensors of each file in `files`, on all CPUs that this process may use.
 
-    New digests are remembered in `hints`, and files whose digests it has are not read. `links` has,
-    for a file, where symbolic links to it may lead. Each thread takes 4 MiB of memory.
+    New digests are remembered in `hints`. Files whose digests `hints` remembers already are not
+    read. `links` maps a file to the folders into which symbolic links on its path may lead; for a
+    file that is not in `links`, they may lead anywhere. Each thread takes 4 MiB of memory.
 
     Raises:
-        ChangedFileError: a file changed meanwhile.
-        CheckpointFilesError: a link now leads out of a checkpoint.
-        CheckpointNotFoundError: a file no longer exists.
+        ChangedFileError: A file changed while it was read.
+        CheckpointFilesError: A link now leads out of a checkpoint.
+        CheckpointNotFoundError: A file no longer exists.
     """
     digests = Digests()
     read: dict[tuple[int, int], Path] = {}
@@ -212,9 +214,9 @@ class _File:
 
 
 def runs(specs: Sequence[TensorSpec]) -> Iterator[list[TensorSpec]]:
-    """Yield groups of neighbouring tensors, each of which fits into one read buffer.
+    """Yield runs of neighbouring tensors, each of which fits into one read buffer.
 
-    A tensor that is larger than the buffer is a group of its own. `specs` are ordered by offset.
+    A tensor that is larger than the buffer is a run of its own. `specs` are ordered by offset.
     Reading small tensors together saves system calls.
     """
     run: list[TensorSpec] = []

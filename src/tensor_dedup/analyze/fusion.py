@@ -44,10 +44,10 @@ _MODULE = re.compile(r"^(.*\.)?(\w+)\.(\w+)$")
 
 @dataclass(frozen=True, slots=True)
 class Final:
-    """A parameter as vLLM holds it; `suffix` is the fused module, or "" for a single tensor.
+    """A parameter as vLLM holds it, and the tensors of the checkpoint that it consists of.
 
-    `parts` are the tensors of the checkpoint that it consists of. `complete` says that all of them
-    are large enough to be shared.
+    `suffix` is the name of the fused module, or "" for a single tensor. `parts` are the tensors.
+    `complete` says that all of them are large enough to be shared.
     """
 
     name: str
@@ -73,10 +73,10 @@ class Final:
 class FusedGroup:
     """Counts for all fused parameters of one kind, such as `qkv_proj`, in all checkpoints.
 
-    `fused` is their number and `shared` how many are shared. `followers` leaves out those of the
-    first checkpoint that has any, because they cannot be shared with an earlier one. `broken` are
-    private parameters with parts that an unfused load would share; `lost_bytes` is the size of
-    those parts.
+    `fused` is the number of these parameters, and `shared` the number of shared ones. `followers`
+    is `fused` without the parameters in the first checkpoint that has any, because these cannot be
+    shared with an earlier checkpoint. `broken` is the number of private parameters with parts that
+    an unfused load would share. `lost_bytes` is the size of those parts.
     """
 
     suffix: str
@@ -91,8 +91,8 @@ class FusedGroup:
 class LostPart:
     """A tensor that is in memory already, but cannot be shared because its fused parameter differs.
 
-    `suffix` is the kind of that parameter, "" for none. `by_leaf` says that vLLM shares it in
-    leaves nevertheless, if its weights are plain.
+    `suffix` is the kind of the fused parameter, such as `qkv_proj`. `by_leaf` says that the leaves
+    of the tensor are shared nevertheless, if vLLM keeps the weights unpacked.
     """
 
     tensor: AnalyzedTensor
@@ -104,10 +104,11 @@ class LostPart:
 class Fused:
     """What vLLM shares when these checkpoints are loaded in this order.
 
-    `tensors` counts parameters after fusing; `shared_tensors` and `shared_bytes` those that are in
-    memory already. `lost` has, for each checkpoint, the tensors whose sharing is lost by fusing,
-    `lost_bytes` is their size, and `broken` the number of parameters concerned. `leaf_shared_bytes`
-    is the part of `lost_bytes` that is shared in leaves if weights are plain.
+    `tensors` is the number of parameters after fusing. `shared_tensors` and `shared_bytes` are the
+    number and size of those that are in memory already. `lost` has, for each checkpoint, the
+    tensors that are not shared because of fusing. `lost_bytes` is the size of these tensors, and
+    `broken` the number of parameters that they belong to. `leaf_shared_bytes` is the part of
+    `lost_bytes` that is shared in leaves if vLLM keeps the weights unpacked.
     """
 
     tensors: int
@@ -151,7 +152,7 @@ def fuse(checkpoint: Measured) -> list[Final]:
 
 
 def survives(checkpoints: Sequence[Measured]) -> Fused:
-    """Return what vLLM shares when these checkpoints are loaded in this order."""
+    """Return how much sharing survives in vLLM when these checkpoints are loaded in this order."""
     finals_held, sources_held = Residents(), Residents()
     groups: dict[str, FusedGroup] = {}
     total = shared_tensors = shared_bytes = 0

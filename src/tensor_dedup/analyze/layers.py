@@ -1,4 +1,4 @@
-"""Layers that checkpoints share as a whole: all tensors of a numbered block, or of a module."""
+"""Layers that checkpoints share as a whole: all tensors of a numbered layer, or of a module."""
 
 import hashlib
 from collections import defaultdict
@@ -11,10 +11,10 @@ from tensor_dedup.formats.layers.layer_names import natural, split
 
 @dataclass(frozen=True, slots=True)
 class SharedLayer:
-    """A layer that is equal in several checkpoints: tensors, and their names within the layer.
+    """A layer that is equal in several checkpoints, with the same tensor names within the layer.
 
-    `digest` identifies its content, whatever the layer is called. `places` are pairs of checkpoint
-    path and layer name.
+    `tensors` is the number of its tensors. `digest` identifies its content, whatever the layer is
+    called. `places` are pairs of checkpoint path and layer name.
     """
 
     digest: str

@@ -1,6 +1,6 @@
 """Checks the markers of checkpoints, and writes markers.
 
-In a marker a checkpoint claims that some of its tensors are those of another, its base.
+In a marker a checkpoint claims that some of its tensors are those of another checkpoint, its base.
 """
 
 import os
@@ -22,9 +22,10 @@ from tensor_dedup.types import STORE_SCHEME
 class CheckedMarker:
     """The result of checking a marker of the checkpoint `path`.
 
-    `tensors` is the number of tensors that the marker names, and `wrong` are the names of those
-    that differ from the base's. `found` is the path of the base among the compared checkpoints, or
-    None; then nothing was checked and `wrong` is empty.
+    `base` and `digest` are those in the marker. `tensors` is the number of tensors that the marker
+    names, and `wrong` are the names of those that differ from the base's. `found` is the path of
+    the base, or None if the base is not among the compared checkpoints. In that case nothing was
+    checked, and `wrong` is empty.
     """
 
     path: str
@@ -47,7 +48,7 @@ class CheckedMarker:
 
 
 def check_markers(checkpoints: Sequence[Measured]) -> list[CheckedMarker]:
-    """Compare the claims in the markers of these checkpoints with digests. No I/O."""
+    """Check the claims in the markers of these checkpoints by comparing digests. No I/O."""
     if not any(checkpoint.markers for checkpoint in checkpoints):
         return []
     held = {_content(checkpoint): checkpoint for checkpoint in reversed(checkpoints)}
@@ -80,15 +81,15 @@ def _content(checkpoint: Measured) -> str:
 
 
 def write_markers(checkpoints: Sequence[Measured], target: Path) -> list[Path]:
-    """Write markers that say which tensors the later checkpoints have of the first one, their base.
+    """Write markers that say which tensors the checkpoints share with the first one, their base.
 
     In the new folder `target`, each checkpoint that shares tensors with the base gets a folder
     (`1-NAME`, ...) with a file `shared_from.json` and a section for its model card, `README.md`.
-    The checkpoints themselves are not changed. Returns the folders of the checkpoints.
+    Returns these folders. The checkpoints themselves are not changed.
 
     Raises:
-        ConfigError: there is only one checkpoint, some tensors were left out of the analysis, or
-            the folder exists already.
+        ConfigError: There is only one checkpoint, some tensors were left out of the analysis, or
+            `target` exists already.
     """
     base, *others = checkpoints
     if not others:

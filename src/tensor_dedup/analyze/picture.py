@@ -15,9 +15,10 @@ _HEAD = re.compile(r"head|output|score|classif|logits")
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell of the chart: one or more layers of a checkpoint, and which tensors it shares.
+    """A cell of the chart: one or more layers of a checkpoint, and which tensors are shared.
 
-    A checkpoint shares with those before it; the first one shares with those after it.
+    `shared` says for each of `tensors` whether an earlier checkpoint has it. In the first
+    checkpoint, it says whether a later checkpoint has the tensor.
     """
 
     tensors: tuple[AnalyzedTensor, ...]
@@ -54,14 +55,17 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """The chart: its sections from left to right, and `rows[checkpoint][section][column]` cells."""
+    """The chart: its sections from left to right, and its cells.
+
+    `rows[checkpoint][section][column]` is a cell.
+    """
 
     sections: tuple[Section, ...]
     rows: tuple[tuple[tuple[Cell, ...], ...], ...]
 
 
 def percent(part: int, whole: int) -> int:
-    """Return a share in percent: 0 only if `part` is 0, 100 only if it is the whole."""
+    """Return `part` in percent of `whole`: 0 only if `part` is 0, 100 only if they are equal."""
     if not whole or part == whole:
         return 100 if part else 0
     return min(99, max(1, round(100 * part / whole))) if part else 0
@@ -70,7 +74,8 @@ def percent(part: int, whole: int) -> int:
 def sections(checkpoints: Sequence[Measured]) -> list[Section]:
     """Return the columns of the chart for these checkpoints, grouped into titled sections.
 
-    Each numbered block has a column. Embeddings share one, as do layers outside of blocks.
+    Each numbered layer has a column of its own. All embeddings share a column, and so do all other
+    layers. In a pipeline, each component is a section.
     """
     names = dict.fromkeys(_column(t.name) for c in checkpoints for t in c.tensors)
     components = dict.fromkeys(name.rpartition("/")[0] for name in names)
@@ -101,7 +106,7 @@ def sections(checkpoints: Sequence[Measured]) -> list[Section]:
 
 
 def draw(checkpoints: Sequence[Measured], columns: Sequence[Section]) -> Picture:
-    """Return the chart of these checkpoints, with the given columns."""
+    """Return the chart of these checkpoints, with the columns in the given sections."""
     later = {t.fingerprint.digest for c in checkpoints[1:] for t in c.tensors}
     before: set[str] = set()
     rows = []

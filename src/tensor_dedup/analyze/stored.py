@@ -25,14 +25,19 @@ _LONG = re.compile(r".+@[0-9a-f]{40}")
 
 
 def find(path: StrPath, store: StrPath | None = None) -> Path | str:
-    """Return the path of a checkpoint, or `store://NAME` if it is in a store.
+    """Return the path of the checkpoint that `path` means, or `store://NAME` if it is in a store.
 
-    `path` may be `store://NAME`, a file or folder, a name in the Hugging Face cache, or the name of
-    a checkpoint or of a training step `RUN@STEP` in the store in the folder `store`. They are tried
-    in this order. If nothing is found, `path` is returned unchanged.
+    The first of these that fits is meant:
+
+    1. `store://NAME`;
+    2. a file or folder;
+    3. a name in the Hugging Face cache;
+    4. the name of a checkpoint or of a training step `RUN@STEP` in the store in the folder `store`.
+
+    If none fits, `path` is returned unchanged.
 
     Raises:
-        NoSuchPathError: the cache has the repository, but not this revision.
+        NoSuchPathError: The cache has the repository, but not this revision.
     """
     given = os.fspath(path)
     if given.startswith(STORE_SCHEME):
@@ -49,10 +54,10 @@ def find(path: StrPath, store: StrPath | None = None) -> Path | str:
 
 
 def full_name(store: LocalStore, given: str) -> str:
-    """Return the name in the store that `NAME` or `store://NAME` means.
+    """Return the full name of the checkpoint that `given` means in the store, without `store://`.
 
-    The revision in ORG/NAME@REVISION may be shortened if it is unambiguous. A name that the store
-    does not have is returned without the scheme.
+    `given` is `NAME` or `store://NAME`. The revision in ORG/NAME@REVISION may be shortened if it is
+    unambiguous. A name that the store does not have is returned unchanged, except for the scheme.
     """
     name = given.removeprefix(STORE_SCHEME)
     if _SHORT.fullmatch(name) is None:
@@ -64,10 +69,10 @@ def full_name(store: LocalStore, given: str) -> str:
 
 @contextmanager
 def pull_suggested(name: str) -> Iterator[None]:
-    """Add the command that pulls the checkpoint `name` to an error that the store does not have it.
+    """Context manager: if the store lacks the checkpoint `name`, add the pull command to the error.
 
-    For commands that look at checkpoints without pulling them. No remote is contacted; if none is
-    configured, the error is unchanged.
+    It is for commands that look at checkpoints without pulling them. No remote is contacted. If no
+    remote is configured, the error stays unchanged.
     """
     try:
         yield
@@ -107,10 +112,11 @@ def _is_stored(name: str, store: StrPath | None) -> bool:
 def measure_stored(path: str, shown: str, store: LocalStore, min_tensor_bytes: int) -> Measured:
     """Return the tensors and digests of a checkpoint in the store, from its manifest.
 
-    `path` is its name, with or without `store://`; the result is called `shown`.
+    `path` is the name of the checkpoint, with or without `store://`, and `shown` is its path in the
+    result. Tensors smaller than `min_tensor_bytes` are only named in the result.
 
     Raises:
-        StoreError: the checkpoint is missing or damaged.
+        StoreError: The checkpoint is missing or damaged.
     """
     name = full_name(store, path)
     tensors, small = [], []
@@ -135,11 +141,11 @@ def _leaves(checkpoint: StoredCheckpoint, tensor: StoredTensor) -> tuple[str, ..
 
 
 def open_store(store: StrPath | None, algorithm: str) -> LocalStore:
-    """Open an existing store to read digests, by default the user's own.
+    """Open the existing store in the folder `store`, by default the user's own, to read digests.
 
     Raises:
         ConfigError: `algorithm` is not "blake3", the only one in a store.
-        StoreError: there is no store.
+        StoreError: There is no store.
     """
     if algorithm != "blake3":
         raise ConfigError(

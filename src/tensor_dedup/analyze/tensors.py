@@ -1,4 +1,4 @@
-"""The data that this package works on: checkpoints, and their tensors with digests."""
+"""The data that `tensor_dedup.analyze` works on: checkpoints, and their tensors with digests."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,8 +15,8 @@ Key = TypeVar("Key")
 class AnalyzedTensor:
     """A tensor of a checkpoint with its fingerprint; `nbytes` is its size in the file.
 
-    `leaves` are the digests of its leaves (2 MiB each), or empty if it has only one or they are not
-    known.
+    `leaves` are the digests of its leaves (2 MiB each). It is empty if the tensor is a single leaf,
+    or if the digests of its leaves are not known.
     """
 
     name: str
@@ -37,8 +37,8 @@ class AnalyzedTensor:
 class Measured:
     """A checkpoint whose digests are known.
 
-    `tensors` are those of the minimum size or more, `small` the names of smaller ones. `markers`
-    are its claims to have tensors of another checkpoint.
+    `tensors` are its tensors of the minimum size or more, and `small` the names of the smaller
+    ones. `markers` are its claims that tensors come from another checkpoint.
     """
 
     path: str
@@ -52,9 +52,9 @@ class Measured:
 
 
 class Residents:
-    """Counts the tensors in memory while checkpoints are loaded one after another.
+    """A count of the tensors in memory while checkpoints are loaded one after another.
 
-    Equal tensors of one model stay separate in memory; the n-th of them is shared with the n-th of
+    Equal tensors of one model stay separate in memory. The n-th of them is shared with the n-th of
     another model.
     """
 
@@ -62,7 +62,10 @@ class Residents:
         self._held: Counter[object] = Counter()
 
     def take(self, wanted: Iterable[Key]) -> Counter[Key]:
-        """Add a model's tensors, and return how many of each key were in memory before."""
+        """Add the tensors of a model, given by key, and count those that were in memory before.
+
+        Returns these counts by key.
+        """
         counts = Counter(wanted)
         found = Counter({key: min(n, self._held[key]) for key, n in counts.items()})
         for key, n in counts.items():

@@ -1,7 +1,7 @@
 """The memory that N variants of a model take: as they are, quantised, on a frozen base, shared.
 
-The table is that of "Tensor Deduplication for Multi-Model Inference" (section Frozen Base
-Substitution), with the user's own checkpoints in place of a model of 7B.
+The table is the one in the article "Tensor Deduplication for Multi-Model Inference" (section Frozen
+Base Substitution), with the user's own checkpoints in place of a model of 7B.
 """
 
 import math
@@ -27,9 +27,9 @@ _NUMBERS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A row of the table: a way to keep the variants in memory, and its bytes of weights.
+    """A row of the table: a way to keep the variants in memory, and the size of their weights.
 
-    `measured` says that the size follows from the bytes of these checkpoints; otherwise it follows
+    `measured` says that the size follows from the bytes of these checkpoints. Otherwise it follows
     from their shapes, or from the article's assumption. `answers` says how the outputs change.
     """
 

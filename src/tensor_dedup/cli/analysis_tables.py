@@ -23,9 +23,9 @@ _BLOCK = re.compile(r"(.*\.)?(\d+)")
 
 
 def show_tables(analysis: Analysis, labels: Sequence[str], console: Console, top: int) -> None:
-    """Print tables of checkpoints, pairs, tensors and layers; tensors and layers up to `top`.
+    """Print tables of checkpoints, pairs, tensors and layers, with the names `labels`.
 
-    `labels` are the names of the checkpoints in them.
+    The tables of tensors and layers have at most `top` rows.
     """
     labels = [f"{number} {label}" for number, label in enumerate(labels, 1)]
     tables = [_checkpoint_table(analysis, labels)]

@@ -61,7 +61,7 @@ print("\\n" + json.dumps({"seams": len(seams), "mismatches": found}))
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A result of a check about the subject `about`; `what` describes it.
+    """A result of a check: `about` is what was checked, and `what` describes the result.
 
     `verdict` is "ok", "note" for information, "no" if something cannot be shared, or "damaged" for
     the store.

@@ -47,9 +47,9 @@ def socket_option(verb: _Verb) -> _Verb:
 
 
 def place_options(verb: _Verb) -> _Verb:
-    """Add `--socket PATH` and `--device UUID` to a verb, which gets a `socket` from them.
+    """Add `--socket PATH` and `--device UUID` to a verb, which gets both as one argument `socket`.
 
-    With `--device`, it is the socket of the manager for that GPU.
+    With `--device`, `socket` is the socket of the manager for that GPU.
     """
     device = click.option(
         "--device",
@@ -87,19 +87,26 @@ def _beside(context: click.Context, _parameter: click.Parameter, value: str | No
 
 
 def on_device(admin: Admin) -> DeviceUse | NotAvailable | None:
-    """Return what NVML reports about the GPU whose memory a manager lends; None for host memory."""
+    """Return what NVML reports about the GPU whose memory the manager lends.
+
+    The result is None if the manager lends host memory.
+    """
     return use_of(admin.device) if admin.device else None
 
 
 def document(overview: Overview, use: DeviceUse | NotAvailable | None) -> dict[str, Any]:
-    """Return an overview of a manager as a JSON object, with `device` for a GPU's manager only."""
+    """Return an overview of a manager as a JSON object.
+
+    `use` is what NVML reports about the manager's GPU, which is added as `device`. It is None for a
+    manager of host memory.
+    """
     return overview.to_dict() | ({} if use is None else {"device": use.to_dict()})
 
 
 def numbers(overview: Overview, use: DeviceUse | NotAvailable | None = None) -> Table:
     """Return a table with the manager's totals, one in each row.
 
-    `use` is what NVML reports about its GPU, None for a manager of host memory.
+    `use` is what NVML reports about the manager's GPU, or None for a manager of host memory.
     """
     t = overview.totals
     table = Table.grid(padding=(0, 2))
@@ -157,8 +164,8 @@ def clients(
 ) -> tuple[Table, str]:
     """Return a table of client processes and their leases, and a line about left-out columns.
 
-    The leases of all connections of a process are added up. With NVML, a column shows each
-    process's use of the GPU.
+    The leases of all connections of a process are added up. If `use` has a report of NVML, a column
+    shows each process's use of the GPU. The line is "" if no column is left out.
     """
     of_pid: dict[int, list[ClientRow]] = {}
     for row in overview.clients:
@@ -193,7 +200,8 @@ def _of_process(use: DeviceUse, pid: int) -> str:
 def checkpoints(out: Console, overview: Overview) -> tuple[Table, str]:
     """Return a table of the bytes of each checkpoint, and a line about left-out columns.
 
-    A tensor that several checkpoints share counts for each of them.
+    A tensor that several checkpoints share counts for each of them. The line is "" if no column is
+    left out.
     """
     rows = overview.checkpoints
     columns = {
@@ -208,7 +216,7 @@ def checkpoints(out: Console, overview: Overview) -> tuple[Table, str]:
 def builds(out: Console, overview: Overview) -> tuple[Table, str]:
     """Return a table of the puts in progress, and a line about left-out columns.
 
-    In a put, a client adds tensors to the manager.
+    In a put, a client adds tensors to the manager. The line is "" if no column is left out.
     """
     rows = overview.builds
     columns = {
@@ -233,17 +241,20 @@ _SHOWN: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class HeldName:
-    """Whether a manager holds anything of a name (`here`), and whether the name is pinned."""
+    """A name in a manager: `here` says whether the manager holds anything of that name.
+
+    `pinned` says whether the name is pinned.
+    """
 
     here: bool
     pinned: bool
 
 
 def name_of(admin: Admin, given: str) -> str:
-    """Return the name under which the manager knows a checkpoint or digest.
+    """Return the name under which the manager knows the checkpoint or digest `given`.
 
-    It is `given` if the manager holds or has pinned that name, otherwise the name of the path
-    `given`.
+    This is `given` itself if the manager holds or has pinned something of that name. Otherwise
+    `given` is taken for a path, and the result is the name of the checkpoint there.
     """
     name = printed(given)
     held = look_up(admin, name)
@@ -251,7 +262,10 @@ def name_of(admin: Admin, given: str) -> str:
 
 
 def look_up(admin: Admin, name: str) -> HeldName:
-    """Return what a manager holds of the checkpoint or digest `name`, and whether it is pinned."""
+    """Return whether a manager holds, and has pinned, the checkpoint or digest `name`.
+
+    A checkpoint is held if any of its tensors is.
+    """
     pinned = name in admin.totals().pins
     if _DIGEST_NAME.fullmatch(name):
         here = any(row.digest == name for row in admin.overview().residents)
@@ -263,7 +277,7 @@ def look_up(admin: Admin, name: str) -> HeldName:
 def not_held_error(admin: Admin, name: str, advice: str = "") -> WrongUse:
     """Return the error that the manager holds nothing of `name`, with the most similar names.
 
-    `advice` ends its message.
+    The message ends with `advice`.
     """
     offer = _offer(admin, name)
     more = f"{' ' if offer.endswith('?') else '; '}{advice}" if advice else ""

@@ -222,7 +222,7 @@ def _table(node: PlannedNode) -> Table:
 
 
 def reason(each: Assignment) -> str:
-    """Return in a few words why a replica is on its node."""
+    """Return, in a few words, why the replica `each` is on its node."""
     if each.shares_with is None:
         return "room for it and its relatives"
     return f"{human(each.shared_bytes)} are there, most with {printable(each.shares_with)}"

@@ -50,16 +50,16 @@ there already. Hatched: room of its engine.</p>
 
 
 def write_page(path: Path, found: FleetPlan) -> None:
-    """Write the page about a plan to `path`.
+    """Write the page about the plan `found` to `path`.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The page cannot be written.
     """
     path.write_text(page(found), encoding="utf-8")
 
 
 def page(found: FleetPlan) -> str:
-    """Return the page about a plan as HTML."""
+    """Return the page about the plan `found` as HTML."""
     busy = [node for node in found.nodes if node.models]
     replicas = sum(len(node.models) for node in busy)
     headline = (

@@ -55,7 +55,7 @@ th{color:var(--muted);font-weight:600}td.text,th.text{text-align:left}
 
 @dataclass(frozen=True, slots=True)
 class PlottedRun:
-    """A run to plot: its steps, the space that each added, and the step saved last.
+    """A run to plot: its steps, the space that each step added, and the step that was saved last.
 
     `growth` has an entry for each step.
     """
@@ -71,11 +71,17 @@ class PlottedRun:
         return sorted({name for step in self.steps for name in step.metrics})
 
     def goal(self, metric: str) -> Mode | None:
-        """Return whether the least or greatest value of a metric is best, or None if not known."""
+        """Return whether the least ("min") or the greatest ("max") value of a metric is best.
+
+        The result is None if this is not known.
+        """
         return goal(metric, [step.goals for step in reversed(self.steps)])
 
     def best(self, metric: str) -> int | None:
-        """Return the step with the best value of a metric, or None if no step or goal is known."""
+        """Return the step with the best value of a metric.
+
+        The result is None if no step has the metric, or if it is not known which value is best.
+        """
         mode = self.goal(metric)
         found = ranked({s.step: s.metrics for s in self.steps}, metric, mode) if mode else []
         return found[0] if found else None

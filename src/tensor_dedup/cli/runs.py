@@ -124,10 +124,10 @@ def _print_runs(opened: Store, runs: Mapping[str, Sequence[Step]]) -> None:
 
 
 def steps_of(store: Store, run: str) -> list[Step]:
-    """Return the steps of a run.
+    """Return the steps of the run `run` in the store.
 
     Raises:
-        WrongUse: the store has no run of this name.
+        WrongUse: The store has no run of this name.
     """
     found = store.steps(run)
     if not found:
@@ -398,12 +398,12 @@ def delete(
 
 
 def delete_steps(store: Store, run: str, steps: list[int], yes: bool) -> None:
-    """Ask for confirmation, unless `yes` is True, and delete these steps of a run.
+    """Delete `steps` of a run, after asking for confirmation unless `yes` is True.
 
     Raises:
-        PinnedStepError: a step is protected by `runs keep`; no step was deleted.
-        Declined: the user does not agree.
-        WrongUse: the store has no run of this name, or there is no terminal to ask on.
+        PinnedStepError: A step is protected by `runs keep`; no step was deleted.
+        Declined: The user does not agree.
+        WrongUse: The store has no run of this name, or there is no terminal to ask on.
     """
     steps_of(store, run)
     handle = CheckpointStore(store, run)

@@ -68,7 +68,7 @@ def store_option(verb: _Verb) -> _Verb:
 def stored_names(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
     """Return, for shell completion, the names in the store that begin with `incomplete`.
 
-    They include the names of runs if the verb takes them.
+    The names of runs are included if the verb takes them.
     """
     with suppress(TensorDedupError, OSError):
         opened = existing(context.params.get("store"))
@@ -104,10 +104,10 @@ def grace_option(verb: _Verb) -> _Verb:
 
 
 def existing(store: str | None) -> Store:
-    """Open an existing store, by default the user's own.
+    """Open the existing store in the folder `store`, by default the user's own.
 
     Raises:
-        NotAStoreError: there is no store; none is created.
+        NotAStoreError: There is no store, or the folder holds something else. Nothing is created.
     """
     return Store.open(store, create=False)
 
@@ -115,9 +115,9 @@ def existing(store: str | None) -> Store:
 def existing_or_said(
     store: str | None, as_json: bool, document: Mapping[str, object]
 ) -> Store | None:
-    """Open an existing store; if there is none, print that, or `document`, and return None.
+    """Open an existing store; if there is none, print a message and return None.
 
-    `document` is printed with `as_json`; its `store`, if it has one, is set to the path.
+    If `as_json` is True, the message is `document`, in which a `store` is set to the store's path.
     """
     try:
         return existing(store)
@@ -133,7 +133,7 @@ def existing_or_said(
 
 
 def empty(store: Store, what: str) -> str:
-    """Return the message that the store holds `what`, and how to name another store."""
+    """Return the message that the store holds only `what`, and how to name another store."""
     return f"{store.path} holds {what}; --store DIR or {ENVIRONMENT} names another store"
 
 
@@ -144,7 +144,7 @@ def print_fitted(
     columns: Mapping[str, Sequence[str]],
     least: Sequence[str],
 ) -> None:
-    """Print a table that is fitted to the terminal, below the store's path.
+    """Print the store's path and, below it, a table that is fitted to the terminal.
 
     The arguments from `heading` on are those of `fitted`.
     """
@@ -156,7 +156,7 @@ def print_fitted(
 
 
 def print_table(store: Store, table: Table) -> None:
-    """Print the store's path and a table."""
+    """Print the store's path and, below it, a table."""
     say_lines(f"store {store.path}")
     console().print(table)
 
@@ -289,8 +289,8 @@ def import_cache(store: str | None, replace: bool, follow_links: bool, as_json: 
     A snapshot that fails is reported, and the import goes on.
 
     Raises:
-        WrongUse: the cache holds no snapshots.
-        Failure: a snapshot could not be imported; raised after all others were tried.
+        WrongUse: The cache holds no snapshots.
+        Failure: A snapshot could not be imported; raised after all others were tried.
     """
     found = list(snapshots(cache_path()))
     if not found:
@@ -614,7 +614,7 @@ def _later(grace: float) -> str:
 
 
 def space_after(store: Store) -> tuple[dict[str, object], str]:
-    """Return what `gc` could free after a deletion: fields for JSON, and a sentence."""
+    """Return what `gc` can free after a deletion, as fields for JSON and as a sentence."""
     try:
         plan = store.gc(dry_run=True, wait_s=0.0)
     except StoreError as error:

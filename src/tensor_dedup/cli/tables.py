@@ -45,7 +45,7 @@ def cell(name: str) -> Text:
 
 
 class Dotted:
-    """A table cell for a name, which is wrapped after dots and slashes only."""
+    """A table cell for a name. Lines are broken only after dots and slashes."""
 
     def __init__(self, name: str) -> None:
         self._name = printable(name)
@@ -82,9 +82,10 @@ def _divided(parts: list[str], width: int) -> list[str]:
 def wrapped(text: str, width: int, indent: int | None = None) -> list[str]:
     """Split a text into lines of at most `width` characters; lines after the first are indented.
 
-    The default `indent` is the length of a label at the beginning, which two spaces end, or of its
-    leading spaces. Words that are longer than a line are split after a dot or slash. A number and
-    its unit stay together, and a command stays on one line if it fits.
+    By default, the lines are indented by the length of a label at the beginning of the text, which
+    ends with two spaces, or by the length of the text's leading spaces. Words that are longer than
+    a line are split after a dot or slash. A number and its unit stay together, and a command stays
+    on one line if it fits.
     """
     if len(text) <= width:
         return [text]
@@ -112,7 +113,7 @@ def _pieces(found: str, room: int) -> list[tuple[str, bool]]:
 
 
 def shortened(name: str) -> str:
-    """Return a name or path with the digests and revisions in it cut to twelve digits."""
+    """Return a name or path in which each digest or revision is cut to twelve digits."""
     return _DIGEST.sub(r"\1", name)
 
 
@@ -122,7 +123,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def listing(name: str, *others: str) -> Table:
-    """Return an empty table with a column of names, which may wrap, and columns that may not."""
+    """Return an empty table with the columns `name`, for names that may wrap, and `others`."""
     table = Table(name)
     for each in others:
         table.add_column(each, no_wrap=True, justify="left" if each in _WORDS else "right")
@@ -138,8 +139,8 @@ def fitted(
 ) -> tuple[Table, str]:
     """Return a table that fits the console, and a line that names the columns left out, or "".
 
-    If it is too wide, revisions in names are shortened first. Then columns in `least` are left out,
-    one by one in this order, until there is room for the names.
+    If the table is too wide, revisions in names are shortened first. Then columns in `least` are
+    left out, one by one in this order, until there is room for the names.
     """
     names = [printable(name) for name in names]
     widths = {c: max(map(len, [c, *cells]), default=0) for c, cells in columns.items()}

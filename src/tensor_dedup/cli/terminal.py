@@ -37,7 +37,7 @@ def short(path: Path) -> str:
 
 
 def console() -> Console:
-    """Return a console for tables. If stdout is not a terminal, lines are not wrapped."""
+    """Return a console for tables. Lines are not wrapped if stdout is not a terminal."""
     found = Console()
     return found if found.is_terminal else Console(width=_WIDE)
 
@@ -45,7 +45,7 @@ def console() -> Console:
 def error_lines(message: str) -> str:
     """Wrap an error message, which click prints after `Error: `, to the width of the terminal.
 
-    If stderr is not a terminal, it is returned unchanged.
+    If stderr is not a terminal, the message is returned unchanged.
     """
     err = Console(stderr=True)
     if not err.is_terminal:
@@ -65,7 +65,10 @@ def json_option(verb: _Verb) -> _Verb:
 
 
 def byte_size(least: int = 0) -> Callable[[str | int], int]:
-    """Return a click option type for sizes of `least` bytes or more, with or without a unit."""
+    """Return a click option type for sizes in bytes, such as `4096` or `64GiB`.
+
+    Sizes below `least` bytes are refused.
+    """
 
     def converted(value: str | int) -> int:
         nbytes = value if isinstance(value, int) else parse_size(value)
@@ -100,11 +103,11 @@ def say_lines(*lines: str, indent: int | None = None) -> None:
 
 
 def ask(question: str, yes: bool) -> None:
-    """Ask the user to confirm, unless `yes` is True; return if the user agrees.
+    """Ask the user to confirm, and return if the user agrees; with `yes`, do not ask.
 
     Raises:
-        Declined: the user does not agree.
-        WrongUse: stdin is not a terminal.
+        Declined: The user does not agree.
+        WrongUse: Stdin is not a terminal.
     """
     if yes:
         return
@@ -133,7 +136,10 @@ _BAR: Final = 12
 
 
 class ByteBar:
-    """A progress bar on stderr with bytes, rate and time left; only if stderr is a terminal."""
+    """A progress bar with bytes, rate and time left, on stderr. It is shown only on a terminal.
+
+    It is a context manager that shows the bar while it is active.
+    """
 
     def __init__(self, label: str) -> None:
         console = Console(stderr=True)

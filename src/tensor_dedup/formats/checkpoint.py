@@ -1,16 +1,20 @@
 """A checkpoint, which is one file or a folder with its sub-folders, as named tensors.
 
 Files may be safetensors, files of torch.save (`.bin`, `.pt`, `.pth`, `.ckpt`) or GGUF. In each
-folder the first of these that exists is read: safetensors files, files of torch.save with the names
-that libraries give to weights, the data files of a `tensor_index.json`. If a folder tree, or a
-component of a pipeline, has none of these, other files of torch.save are read, and if there are
-none either, GGUF files. Where a folder has several copies of the same weights,
-`tensor_dedup.formats.weight_choice` chooses one.
+folder the first of these that exists is read:
+
+1. safetensors files;
+2. files of torch.save with the names that libraries give to weights;
+3. the data files of a `tensor_index.json`.
+
+If a folder tree, or a component of a pipeline, has none of these, other files of torch.save are
+read. If there are none either, GGUF files are read. Where a folder has several copies of the same
+weights, `tensor_dedup.formats.weight_choice` chooses one.
 
 A tensor in a sub-folder has its path in front of its name: "unet/conv_in.weight". In a Diffusers
 pipeline (a folder with a `model_index.json`) only the components that this file names are read, not
-single-file versions of the whole pipeline. A sub-folder `original` beside weights is the
-publisher's own layout of them and left out, as are hidden folders.
+single-file versions of the whole pipeline. A sub-folder `original` beside weights holds the same
+weights in the publisher's own layout, and is left out. Hidden folders are left out, too.
 
 An index may name shards in sub-folders. Their tensors keep the names in the index, and no other
 file of those folders is read. Each file is read once, however many indexes name it.
@@ -69,10 +73,10 @@ class CheckpointFile:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The checked headers of all files of a checkpoint, ordered by folder and then by name.
+    """A checkpoint: the checked headers of all its files, ordered by folder and then by name.
 
-    `links` says where symbolic links in it may lead. Code that opens one of its files again must
-    check the file against `links` again.
+    `links` says where symbolic links in the checkpoint may lead. Code that opens one of the files
+    again must check the file against `links` again.
     """
 
     path: Path
@@ -86,7 +90,7 @@ class Checkpoint:
 
     @property
     def tensor_count(self) -> int:
-        """The number of tensors in its files."""
+        """The number of tensors in all files."""
         return sum(len(file.header.tensors) for file in self.files)
 
     def tensors(self) -> Iterator[tuple[str, CheckpointFile, TensorSpec]]:
@@ -97,10 +101,10 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, follow_links: bool = False) -> Checkpoint:
-    """Read the headers of a checkpoint: a file, an index, or a folder.
+    """Read the headers of the checkpoint at `path`, which is a file, an index, or a folder.
 
-    Reads no tensor data. Symbolic links are followed within the folder, and to the blobs of its own
-    repository in a hub cache; with `follow_links`, anywhere.
+    No tensor data is read. Symbolic links are followed within the folder and, in a Hugging Face
+    cache, to the blobs of the same repository. With `follow_links`, they are followed anywhere.
 
     Raises:
         CheckpointNotFoundError: There are no weights at that path.
@@ -212,13 +216,13 @@ class _OpenFiles:
 
 
 def check_text(name: str, path: Path) -> None:
-    """Check that `name`, part of the path `path` of a file, is valid UTF-8.
+    """Check that `name`, which is part of the path `path` of a file, is valid UTF-8.
 
     On Linux a file name can be any bytes. Names that are not UTF-8 cannot be stored or written as
     JSON.
 
     Raises:
-        CheckpointFilesError: it is not UTF-8.
+        CheckpointFilesError: `name` is not UTF-8.
     """
     try:
         name.encode()

@@ -8,8 +8,8 @@ LocatedError                the file that is wrong, and perhaps the tensor in it
   - PytorchError              a file of torch.save
   - TensorIndexError          a folder of `tensor.data_N` files
 
-Each has the path, the tensor's name if there is one, and the numbers, in its message and in
-`facts`. Names are cut to MAX_NAME characters, because a name in a hostile file can be 100 MB long.
+The message of an error, and its `facts`, have the path, the tensor's name if there is one, and the
+numbers. Names are cut to MAX_NAME characters, because a name in a hostile file can be 100 MB long.
 """
 
 from enum import Enum, unique
@@ -21,7 +21,10 @@ MAX_NAME: Final = 200
 
 
 class FormatFault(Enum):
-    """A way in which a file can be malformed. Each value is a sentence that describes it."""
+    """A way in which a file can be malformed; the value is a sentence that describes it.
+
+    `advice` is the next step for the user, or "" if the advice of the error class fits.
+    """
 
     advice: str  # the next step, where it is not that of the format
 
@@ -51,7 +54,8 @@ class LocatedError(FormatError, Generic[_Kind]):
     ) -> Self:
         """Return the error about the file `path`, or about one `tensor` in it.
 
-        `what` says what is wrong; the message appends what the user can do about it.
+        `what` says what is wrong. The message ends with what the user can do about it. `facts` are
+        the values in the message, by name.
         """
         where = path
         if tensor is not None:
@@ -71,7 +75,7 @@ def _rebuild(
 
 
 def shorten(text: str) -> str:
-    """Return `text`, cut to MAX_NAME characters if it is too long for a message."""
+    """Return `text`, cut to MAX_NAME characters and "..." if it is longer than that."""
     return text if len(text) <= MAX_NAME else text[:MAX_NAME] + "..."
 
 

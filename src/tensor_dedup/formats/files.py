@@ -1,4 +1,4 @@
-"""Reading ranges of files that may be hostile, or may be truncated by another process meanwhile."""
+"""Reading ranges of files that may be hostile, or may be truncated while they are read."""
 
 import os
 import stat
@@ -23,12 +23,12 @@ class ReadableFile(Protocol):
     def size(self) -> int: ...
 
     def read(self, start: int, nbytes: int) -> bytes:
-        """Return exactly `nbytes` bytes from offset `start`; the range lies inside the file."""
+        """Return exactly `nbytes` bytes from offset `start`. The range must lie inside the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenFile:
-    """A regular file that is open, with its size in bytes at the time of opening."""
+    """An open regular file; `size` is its size in bytes at the time of opening."""
 
     path: str
     fd: int
@@ -62,13 +62,14 @@ class OpenFile:
 
 @contextmanager
 def opened(path: str | os.PathLike[str], fd: int | None = None) -> Iterator[OpenFile]:
-    """Open a regular file for the block; with `fd`, use that descriptor of it.
+    """Context manager: yield the regular file `path`, open until the `with` block ends.
 
-    A given `fd` keeps its position and stays open.
+    If `fd`, an open descriptor of the file, is given, the file is read through `fd`, which keeps
+    its position and stays open. `path` is then used in error messages only.
 
     Raises:
         CheckpointNotFoundError: The file cannot be opened.
-        CheckpointFilesError: It is a folder, a pipe or a device.
+        CheckpointFilesError: `path` is a folder, a pipe or a device.
     """
     name = os.fspath(path)
     number = _open(name) if fd is None else fd

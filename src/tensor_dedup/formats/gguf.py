@@ -2,16 +2,22 @@
 
 File := `GGUF`, u32 version, u64 number of tensors, u64 number of metadata entries, the entries
 (key, type, value), the tensors (name, dimensions, type, offset), padding, data. Offsets count from
-the start of the data, which is aligned, as every tensor is, to `general.alignment` (else 32).
+the start of the data. The data and every tensor are aligned to `general.alignment` or, if the file
+does not give it, to 32 bytes.
 
 A tensor's dimensions are reversed, so that the last dimension is the contiguous one, as in every
-other format. Types that are plain numbers have their safetensors names (`F32`, `BF16`, `I8`): their
-bytes are the same, so equal tensors of both formats are found to be equal. All others are called
-`gguf:Q4_K` and so on.
+other format. Types that are plain numbers have their safetensors names (`F32`, `BF16`, `I8`). Their
+bytes are the same, so equal tensors of both formats are found to be equal. All others have names
+such as `gguf:Q4_K`.
 
-Stricter than common readers: tensors and padding must cover the data exactly, in any order; a key
-or a name may appear once; a boolean is 0 or 1; lists nest at most MAX_NESTING deep. Every number is
-compared with the file's size before memory is allocated for it.
+This module is stricter than common readers:
+
+- tensors and padding must cover the data exactly, in any order;
+- a key or a name may appear only once;
+- a boolean is 0 or 1;
+- lists nest at most MAX_NESTING deep.
+
+Every number is compared with the file's size before memory is allocated for it.
 """
 
 import os
@@ -116,8 +122,9 @@ REMOVED: Mapping[int, str] = MappingProxyType(
 class GgufHeader:
     """The checked header of a GGUF file.
 
-    `header_bytes` is the offset of the data. `metadata` has the entries whose value is a number or
-    a string, without lists. `tensors` are ordered by offset, with only padding between them.
+    `header_bytes` is the offset of the data. `metadata` maps keys to numbers and strings; entries
+    whose value is a list are left out. `tensors` are ordered by offset, with only padding between
+    them.
     """
 
     path: str
@@ -132,13 +139,13 @@ class GgufHeader:
 def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> GgufHeader:
     """Read and check the header of a GGUF file without reading tensor data.
 
-    With `fd`, an open descriptor of that file is read, and its position stays unchanged; `path` is
-    then used in error messages only.
+    With `fd`, the file is read through this open descriptor, whose position stays unchanged, and
+    `path` is used in error messages only.
 
     Raises:
         CheckpointNotFoundError: The file cannot be opened.
         FormatError: The file is malformed.
-        ChangedFileError: The file became shorter meanwhile.
+        ChangedFileError: The file became shorter while it was read.
     """
     with opened(path, fd) as file:
         return _parse(file.read, file.size, file.path)
@@ -147,8 +154,8 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> GgufH
 def parse_header(blob: bytes, file_size: int, path: str) -> GgufHeader:
     """Parse and check a header in memory, without I/O.
 
-    `blob` is the beginning of the file, or all of it. `file_size` is the size of the whole file in
-    bytes; `path` is used in error messages only.
+    `blob` begins at the beginning of the file and must hold the whole header. `file_size` is the
+    size of the whole file in bytes; `path` is used in error messages only.
 
     Raises:
         FormatError: The file is malformed. No other error is raised if `blob` holds the whole
@@ -158,9 +165,10 @@ def parse_header(blob: bytes, file_size: int, path: str) -> GgufHeader:
 
 
 class Cursor:
-    """A read position in a GGUF header, which is fetched in chunks as it advances.
+    """A read position in a GGUF header. The header is fetched in chunks as the position advances.
 
-    It never reads beyond the end of the file or MAX_HEADER_BYTES; methods raise GgufError instead.
+    A method that would read beyond the end of the file, or beyond MAX_HEADER_BYTES, raises
+    GgufError instead.
     """
 
     def __init__(self, fetch: Fetch, file_size: int, path: str) -> None:
@@ -176,7 +184,7 @@ class Cursor:
         return self._blob[start : self.at]
 
     def skip(self, nbytes: int) -> int:
-        """Advance past the next `nbytes` bytes, after fetching them, and return their offset."""
+        """Fetch the next `nbytes` bytes, advance past them, and return their offset."""
         start, end = self.at, self.at + nbytes
         if end > len(self._blob):
             self._load(end)

@@ -21,7 +21,11 @@ _SHOWN_REVISION = 12
 def cache_path() -> Path:
     """Return the folder of the Hugging Face cache, which need not exist.
 
-    It is HF_HUB_CACHE, else HF_HOME/hub, else `huggingface/hub` in the user's cache folder.
+    The first of these that is set counts:
+
+    1. the environment variable HF_HUB_CACHE;
+    2. `hub` in the folder that the environment variable HF_HOME names;
+    3. `huggingface/hub` in the user's cache folder.
     """
     if named := os.environ.get("HF_HUB_CACHE"):
         return Path(named)
@@ -32,14 +36,17 @@ def cache_path() -> Path:
 
 
 def locate(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a checkpoint: `path` itself, or the snapshot in the Hugging Face cache.
+    """Return the path of the checkpoint that `path` means, which may be in the Hugging Face cache.
 
-    If there is no file or folder `path`, `ORG/NAME` is the cached snapshot of the branch "main", or
-    the only snapshot in the cache, and `ORG/NAME@REVISION` the snapshot of a branch, a tag or the
-    beginning of a commit hash. A name that is not in the cache is returned unchanged.
+    - A `path` that exists is returned unchanged.
+    - `ORG/NAME` means the cached snapshot of the branch "main" or, if that is not cached, the only
+      snapshot in the cache.
+    - `ORG/NAME@REVISION` means the cached snapshot of a branch, a tag or a commit. The commit hash
+      may be shortened.
+    - A name that is not in the cache is returned unchanged.
 
     Raises:
-        NoSuchPathError: the repository is cached, but the revision is not, or it is ambiguous.
+        NoSuchPathError: The repository is cached, but no snapshot matches the name, or several do.
     """
     named = _REPOSITORY.fullmatch(os.fspath(path))
     if named is None or os.path.lexists(path):

@@ -26,9 +26,9 @@ _ESCAPE = re.compile(
 def decode_object(blob: bytes, path: str) -> dict[str, Any]:
     """Return the JSON object in `blob`; `path` is used in error messages only.
 
-    It is stricter than Python's decoder: NaN, encodings other than UTF-8, lone surrogates, numbers
-    out of range and duplicate keys in one object are refused. Integers that do not fit into 64 bits
-    are returned as floats.
+    The decoder is stricter than Python's: it refuses NaN, encodings other than UTF-8, lone
+    surrogates, numbers out of range and duplicate keys in an object. Integers that do not fit into
+    64 bits are returned as floats.
 
     Raises:
         JsonTextError: The bytes are not a valid JSON object.

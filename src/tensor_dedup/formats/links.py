@@ -1,10 +1,10 @@
 """Where symbolic links in a checkpoint's folder may lead.
 
 A downloaded folder may be hostile: if a link in it to a private key were followed, the key would be
-copied into a store and into everything that is exported from it. Links are followed within the
-folder and, in a snapshot of a Hugging Face cache, to the blobs of the same repository. Other links
-are refused unless the caller allows them. The path that the user gives, of a folder or a file, may
-itself contain any links.
+copied into a store and into everything that is exported from the store. Links are followed within
+the folder and, in a snapshot of a Hugging Face cache, to the blobs of the same repository. Other
+links are refused unless the caller allows them. The path of the folder or file itself, which the
+user gives, may contain any links.
 """
 
 import os
@@ -23,7 +23,8 @@ _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 class LinkBoundary:
     """The folders in which the targets of a checkpoint's symbolic links must lie.
 
-    `folder` is the checkpoint's folder, `inside` the allowed folders; None allows every target.
+    `folder` is the checkpoint's folder. `inside` are the allowed folders, or None if every target
+    is allowed.
     """
 
     folder: Path
@@ -33,16 +34,17 @@ class LinkBoundary:
     def around(cls, folder: Path) -> Self:
         """Return the default boundary of the checkpoint in `folder`.
 
-        It allows the folder and, in a Hugging Face cache, the blobs of its repository.
+        The allowed folders are `folder` itself and, in a Hugging Face cache, the blobs of its
+        repository.
         """
         real = Path(os.path.realpath(folder))
         return cls(folder, (real, *_blobs_of(real)))
 
     def check(self, path: Path) -> None:
-        """Check, before a path below the folder is opened, that its target is allowed.
+        """Check that `path` leads into an allowed folder. Call it before the file is opened.
 
         Raises:
-            CheckpointFilesError: the target lies outside the allowed folders.
+            CheckpointFilesError: The target of `path` lies outside the allowed folders.
         """
         real = Path(os.path.realpath(path))
         if not self._holds(real):
@@ -51,10 +53,10 @@ class LinkBoundary:
     def check_open(self, path: Path, fd: int) -> None:
         """Check that the file `fd`, which was opened as `path`, lies in the allowed folders.
 
-        It checks the file that is open, so links that change meanwhile make no difference.
+        Because the open file itself is checked, links that change meanwhile make no difference.
 
         Raises:
-            CheckpointFilesError: the file lies outside the allowed folders.
+            CheckpointFilesError: The file lies outside the allowed folders.
         """
         try:
             real = Path(f"/proc/self/fd/{fd}").readlink()

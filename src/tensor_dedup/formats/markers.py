@@ -1,10 +1,15 @@
 """Markers: metadata in which a checkpoint says which of its tensors come from which base.
 
 A marker is JSON in the metadata of a safetensors file, under the key `shared_from`, or in a file
-`shared_from.json` beside the weights. It has `version` 1, `base` (the base's name, and a `digest`
-of its tensors) and `tensors`, which maps each name in this checkpoint to the name in the base, or
-to null if they are equal. docs/reference/markers.md specifies it. A marker is only a hint: its
-claims are checked by digest before they are used, and an unreadable marker is ignored.
+`shared_from.json` beside the weights. It has these fields:
+
+- `version`, which is 1;
+- `base`, the base's name and a `digest` of its tensors;
+- `tensors`, which maps each name in this checkpoint to the name in the base, or to null if the
+  names are equal.
+
+docs/reference/markers.md specifies the format. A marker is only a hint: its claims are checked by
+digest before they are used, and an unreadable marker is ignored.
 """
 
 import json
@@ -39,7 +44,11 @@ class _Document(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Marker:
-    """A marker: the base's name and digest, and `tensors`, from names here to names in the base."""
+    """A marker: a claim that tensors of a checkpoint are those of its base.
+
+    `base` is the name of the base and `digest` the digest of its tensors. `tensors` maps names in
+    the checkpoint to names in the base.
+    """
 
     base: str
     digest: str
@@ -69,22 +78,25 @@ class Marker:
 def content_digest(tensors: Iterable[tuple[str, str]]) -> str:
     """Return a digest of a whole checkpoint, from the (name, digest) pairs of its tensors.
 
-    It is the digest, computed as for a tensor, of a text with a line "DIGEST NAME" for each tensor
-    in the order of names.
+    The pairs are written as a text with a line "DIGEST NAME" for each tensor, in the order of
+    names. The result is the digest of this text, computed as for a tensor.
     """
     return digest("".join(f"{found} {name}\n" for name, found in sorted(tensors)).encode())
 
 
 def in_header(header: object) -> Marker | None:
-    """Return the marker in the metadata of a safetensors header, or None."""
+    """Return the marker in the metadata of a safetensors header, or None if there is no valid one.
+
+    The result is None for headers of other formats.
+    """
     text = header.metadata.get(KEY) if isinstance(header, SafetensorsHeader) else None
     return None if text is None else Marker.parse(text)
 
 
 def in_files(paths: Iterable[Path]) -> list[Marker]:
-    """Return the markers in safetensors files and in files called `shared_from.json`.
+    """Return the markers in the safetensors files and `shared_from.json` files among `paths`.
 
-    Other files, and those that cannot be read, are skipped.
+    Other files, and files that cannot be read, are skipped.
     """
     found: list[Marker | None] = []
     for path in paths:

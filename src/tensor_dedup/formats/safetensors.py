@@ -59,13 +59,13 @@ class SafetensorsHeader:
 def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> SafetensorsHeader:
     """Read and check the header of a safetensors file, of at most MAX_HEADER_BYTES, in two reads.
 
-    With `fd`, an open descriptor of that file is read, and its position stays unchanged; `path` is
-    then used in error messages only.
+    With `fd`, the file is read through this open descriptor, whose position stays unchanged, and
+    `path` is used in error messages only.
 
     Raises:
         CheckpointNotFoundError: The file cannot be opened.
         FormatError: The file is malformed.
-        ChangedFileError: The file became shorter meanwhile.
+        ChangedFileError: The file became shorter while it was read.
     """
     with opened(path, fd) as file:
         prefix = file.read(0, _LENGTH_BYTES) if file.size >= _LENGTH_BYTES else b""
@@ -74,9 +74,10 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Safet
 
 
 def parse_header(prefix_and_json: bytes, file_size: int, path: str) -> SafetensorsHeader:
-    """Parse and check a header in memory: the 8 bytes of its length, and the JSON. No I/O.
+    """Parse and check a header in memory, without I/O.
 
-    `file_size` is the size of the whole file in bytes; `path` is used in error messages only.
+    `prefix_and_json` has the 8 bytes of the length and the JSON. `file_size` is the size of the
+    whole file in bytes; `path` is used in error messages only.
 
     Raises:
         FormatError: The file is malformed. No other error is raised.

@@ -3,20 +3,22 @@
 A folder often holds several copies of the same weights. One copy is chosen, the one that libraries
 load by default:
 
-- an index (`model.safetensors.index.json`) before everything else: the shards that it lists are the
-  weights, and no other file of the folder is read;
-- without an index, `model.safetensors` before `model-00001-of-00002.safetensors` and so on;
-- the plain file before its variants (`model.fp16.safetensors`); if there is no plain file, the
-  first variant by alphabet;
-- `consolidated*` (a publisher's own layout of the same weights) only if there is nothing else.
+- An index (`model.safetensors.index.json`) comes before everything else. The shards that it lists
+  are the weights, and no other file of the folder is read.
+- Without an index, `model.safetensors` comes before `model-00001-of-00002.safetensors` and so on.
+- The plain file comes before its variants (`model.fp16.safetensors`). If there is no plain file,
+  the first variant by alphabet is chosen.
+- `consolidated*`, a publisher's own layout of the same weights, is chosen only if there is nothing
+  else.
 
 Files with unrelated names all belong to the checkpoint.
 
-The same holds for files of torch.save (`pytorch_model.bin`, `pytorch_model.bin.index.json`), and
-for GGUF, except that a dot does not begin a variant there: `model.Q4_K_M.gguf` and
-`model.Q8_0.gguf` are two models in one folder, and names do not say which is meant. Among files of
-torch.save, those with the names that libraries give to weights come first; files that a training
-run writes beside its weights (`optimizer.pt`, `training_args.bin`) are left out.
+The same holds for files of torch.save (`pytorch_model.bin`, `pytorch_model.bin.index.json`). Among
+them, those with the names that libraries give to weights come first. Files that a training run
+writes beside its weights (`optimizer.pt`, `training_args.bin`) are left out.
+
+The same holds for GGUF, except that a dot does not begin a variant. `model.Q4_K_M.gguf` and
+`model.Q8_0.gguf` are two models in one folder, and names do not say which of them is meant.
 """
 
 import re
@@ -69,7 +71,8 @@ _FILES = {suffix: _files_of(suffix) for suffix in (SAFETENSORS, PYTORCH, GGUF)}
 class WeightFiles:
     """The file names to read in a folder: either `indexes`, whose shards are read, or `files`.
 
-    `missing` is the first shard that is missing from a set without an index, or None.
+    `missing` is the first shard that is missing from a set without an index, or None if the sets
+    are complete.
     """
 
     indexes: tuple[str, ...] = ()
@@ -98,7 +101,7 @@ def is_index(name: str) -> bool:
 def is_generic(name: str) -> bool:
     """Return whether `name` is a usual name of weights, such as `model.safetensors`.
 
-    It says nothing about the model then, because libraries use it in every folder.
+    Libraries use these names in every folder, so they say nothing about the model.
     """
     patterns = (_INDEX, *_FILES.values())
     found = next((match for each in patterns if (match := each.fullmatch(name))), None)
@@ -106,9 +109,9 @@ def is_generic(name: str) -> bool:
 
 
 def choose(names: Iterable[str], suffix: str = SAFETENSORS) -> WeightFiles:
-    """Return the files of one copy of the weights among the file names of a folder.
+    """Return the files of one copy of the weights among `names`, the file names of a folder.
 
-    `suffix` is SAFETENSORS, PYTORCH or GGUF: only files of this format are considered.
+    `suffix` is SAFETENSORS, PYTORCH or GGUF. Only files of this format are considered.
     """
     stems: dict[str, dict[str, _Copy]] = {}
     for name in sorted(names):
@@ -129,12 +132,15 @@ def _is_second(stem: str) -> bool:
 
 
 def called_weights(names: Iterable[str]) -> list[str]:
-    """Return those of `names` that libraries give to torch.save weights and their indexes."""
+    """Return those of `names` that libraries use for torch.save weights and their indexes."""
     return [name for name in names if _WEIGHTS.fullmatch(name)]
 
 
 def perhaps_weights(names: Iterable[str]) -> list[str]:
-    """Return `names` without those that training runs give to files other than weights."""
+    """Return those of `names` that may be weights.
+
+    Names that training runs give to other files, such as `optimizer.pt`, are left out.
+    """
     return [name for name in names if not _NO_WEIGHTS.fullmatch(name)]
 
 

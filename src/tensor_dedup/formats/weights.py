@@ -22,10 +22,10 @@ _HEAD = 9
 
 
 class Header(Protocol):
-    """The header of a weight file of any format: sizes in bytes, tensors ordered by offset.
+    """The header of a weight file of any format. Sizes are in bytes.
 
-    `header_bytes` counts the bytes that belong to no tensor. Tensors do not overlap and lie inside
-    the file; there may be unused bytes between them.
+    `tensors` are ordered by offset. They do not overlap and lie inside the file, possibly with
+    unused bytes between them. `header_bytes` counts the bytes that belong to no tensor.
     """
 
     @property
@@ -54,15 +54,20 @@ _READERS: Mapping[str, _Read] = MappingProxyType(
 def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Header:
     """Read and check the header of a safetensors, GGUF, torch.save or `tensor.data_N` file.
 
-    The suffix says which format it is. The first bytes decide for `.bin`, which several programs
-    use, and for files without a known suffix, such as blobs of a Hugging Face cache. With `fd`, an
-    open descriptor of that file is read, and its position stays unchanged; `path` is then used for
-    its name only.
+    The format is decided by the first of these that applies:
+
+    1. the name `tensor.data_N`, or the suffix `.safetensors` or `.gguf`;
+    2. the first bytes, if they are those of a GGUF file or of a zip archive;
+    3. the suffix of a file of torch.save.
+
+    Any other file is read as safetensors. With `fd`, the file is read through this open descriptor,
+    whose position stays unchanged. `path` then gives the file's name, and the folder in which a
+    `tensor.data_N` file has its index.
 
     Raises:
         CheckpointNotFoundError: The file cannot be opened.
         FormatError: The file is malformed.
-        ChangedFileError: The file became shorter meanwhile.
+        ChangedFileError: The file became shorter while it was read.
     """
     if data_files.DATA_FILE.fullmatch(PurePath(path).name):
         return data_files.read_header(path, fd=fd)
@@ -77,7 +82,7 @@ def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> Heade
 def parse_pickled(file: ReadableFile) -> pytorch.PytorchHeader | None:
     """Return the header of a file of torch.save, or None if `file` has another format.
 
-    The format is recognised as by `read_header`, by name and first bytes.
+    The format is decided as by `read_header`.
 
     Raises:
         FormatError: The file is malformed.
@@ -92,9 +97,10 @@ def parse_pickled(file: ReadableFile) -> pytorch.PytorchHeader | None:
 
 
 def aliases_in(header: Header) -> tuple[tuple[str, str], ...]:
-    """Return pairs (alias, name) of tensors that a torch.save file has under several names.
+    """Return the tied weights of a torch.save file, as pairs (alias, name).
 
-    These are tied weights; other formats have none.
+    An alias is another name of the whole tensor `name`, which `header.tensors` lists. For other
+    formats the result is empty.
     """
     if not isinstance(header, pytorch.PytorchHeader):
         return ()
@@ -109,15 +115,15 @@ def aliases_in(header: Header) -> tuple[tuple[str, str], ...]:
 
 
 def names_in(header: Header) -> set[str]:
-    """Return all tensor names in the file, aliases in torch.save files included."""
+    """Return all names of tensors in the file, including aliases in a torch.save file."""
     return {spec.name for spec in header.tensors} | members_in(header).keys()
 
 
 def members_in(header: Header) -> Mapping[str, PickledTensor]:
-    """Return the tensors of a torch.save file by name; empty for other formats.
+    """Return the tensors of a torch.save file by name. For other formats the result is empty.
 
-    Unlike `header.tensors`, they include aliases and overlapping views; `held_by` names the tensor
-    of the header whose bytes they lie in.
+    Unlike `header.tensors`, the result includes aliases and overlapping views. The `held_by` of a
+    tensor names the tensor in `header.tensors` that contains its bytes.
     """
     members = header.members if isinstance(header, pytorch.PytorchHeader) else ()
     return {member.name: member for member in members}

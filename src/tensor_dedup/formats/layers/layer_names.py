@@ -1,6 +1,7 @@
 """The layers of a model, found by tensor names, and the syntax in which users select layers.
 
-A layer is a numbered block (`model.layers.7`) or, outside of blocks, a module (`lm_head`).
+A layer is a numbered part of the model (`model.layers.7`) or a module outside of these parts
+(`lm_head`).
 """
 
 import re
@@ -32,8 +33,9 @@ def natural(name: str) -> list[tuple[int, str]]:
 def split(name: str) -> tuple[str, str]:
     """Split a tensor's name into its layer and the name within the layer.
 
-    In a numbered block: `model.layers.7` and `mlp.up_proj.weight`. Elsewhere the layer is the
-    tensor's module: `lm_head` and `weight`.
+    `model.layers.7.mlp.up_proj.weight`, in a numbered layer, is split into `model.layers.7` and
+    `mlp.up_proj.weight`. For other tensors the layer is the module: `lm_head.weight` is split into
+    `lm_head` and `weight`. A name without a dot is a layer, and the name within it is "".
     """
     block = _WITHIN.match(name)
     if block:
@@ -49,7 +51,7 @@ def unwrapped(name: str) -> str:
 
 
 def by_layer(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group the names of tensors by layer."""
+    """Return a dict that maps each layer to those of `names` that belong to it."""
     found = defaultdict[str, list[str]](list)
     for name in names:
         found[split(name)[0]].append(name)
@@ -57,15 +59,17 @@ def by_layer(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def meant(layers: Names, spec: str) -> dict[str, set[str]]:
-    """Return the names of the tensors that `spec` selects, by layer.
+    """Return the tensors that a user means by `spec`: names of tensors, by layer.
 
-    `spec` is a comma-separated list of block numbers and ranges (`0-7,12`, `encoder.layers.0-3`)
-    and of name patterns (`*embed*`, `*.mlp.*`). A pattern that matches a layer's name selects the
-    whole layer, otherwise the tensors whose names it matches. An empty `spec` selects nothing.
+    `layers` maps all layers of the model to the names of their tensors. `spec` is a comma-separated
+    list of layer numbers and ranges (`0-7,12`, `encoder.layers.0-3`) and of name patterns
+    (`*embed*`, `*.mlp.*`). A pattern that matches a layer's name selects the whole layer. In other
+    layers it selects the tensors whose names it matches. An empty `spec` selects nothing.
 
     Raises:
-        ConfigError: a part of `spec` matches nothing, or a number could mean blocks of several
-            stacks, such as an encoder and a decoder.
+        ConfigError: A pattern matches nothing, a numbered layer does not exist, or a number is
+            ambiguous because the model has several stacks of layers, such as an encoder and a
+            decoder.
     """
     found = defaultdict[str, set[str]](set)
     for part in (each.strip() for each in spec.split(",")):

@@ -1,6 +1,6 @@
 """The layers of a fine-tune paired with those of its base model, tensor by tensor.
 
-A pair says whether the base's tensors can replace those of the fine-tune.
+A paired layer says whether the base's tensors can replace those of the fine-tune.
 """
 
 from collections import defaultdict
@@ -23,7 +23,7 @@ _SHOWN: Final = 4
 
 
 class NamedTensor(CodedTensor, Protocol):
-    """A tensor of a checkpoint with its name, dtype, shape and size in the file, `nbytes`."""
+    """A tensor of a checkpoint: name, dtype, shape, and its size in the file, `nbytes`."""
 
     @property
     def nbytes(self) -> int: ...
@@ -36,10 +36,11 @@ _T = TypeVar("_T", bound=NamedTensor)
 class Layer(Generic[_T]):
     """A layer of a fine-tune, or some of its tensors, with the matching tensors of the base.
 
-    `found` has each tensor of the fine-tune with its counterpart in the base, or None. `left` are
-    names in the base's layer that have no counterpart in the fine-tune. `unclear` are names in the
-    base that could each be the counterpart of the same tensor. `quantised_otherwise` describes how
-    the quantisation settings of the two models differ, "" if they do not.
+    `found` pairs each tensor of the fine-tune with its counterpart in the base, or with None if it
+    has none. `left` are names in the base's layer that have no counterpart in the fine-tune.
+    `unclear` are several names in the base, if each of them could be the counterpart of the same
+    tensor. `quantised_otherwise` says how the quantisation settings of the two models differ; it is
+    "" if they are equal or not known.
     """
 
     name: str
@@ -78,7 +79,7 @@ class Layer(Generic[_T]):
         return None
 
     def part(self, names: Collection[str]) -> "Layer[_T]":
-        """Return a layer with only those of the fine-tune's tensors that are in `names`."""
+        """Return a layer with only those tensors of the fine-tune whose names are in `names`."""
         kept = tuple(pair for pair in self.found if pair[0].name in names)
         if len(kept) == len(self.found):
             return self
@@ -92,11 +93,13 @@ def layers_of(
 ) -> dict[str, Layer[_T]]:
     """Return the layers of a fine-tune by name, in natural order, paired with those of its base.
 
-    `quantised_otherwise` is what `quantisation.difference` returns for the two models.
+    `tune` and `base` are the tensors of the two models. `quantised_otherwise` is what
+    `quantisation.difference` returns for the two models.
 
-    Tensors with equal names are counterparts. If one model is wrapped in a module that the other
-    lacks or names otherwise (`module.`, `bert.`), so are tensors whose names differ only in that
-    module. No tensor of the base is the counterpart of two tensors.
+    Tensors with equal names are counterparts. One model may be wrapped in a module that the other
+    lacks or names otherwise (`module.`, `bert.`). Then tensors whose names differ only in that
+    module are counterparts, too. No tensor of the base is the counterpart of two tensors of the
+    fine-tune.
     """
     there = {tensor.name: tensor for tensor in base}
     names, unclear = _counterparts([tensor.name for tensor in tune], list(there))
@@ -221,8 +224,9 @@ def chosen(layers: Mapping[str, Layer[_T]], spec: str) -> list[Layer[_T]]:
     `tensor_dedup.formats.layers.layer_names.meant` describes the syntax of `spec`.
 
     Raises:
-        ConfigError: a part of `spec` matches nothing, or could mean blocks of several stacks.
-        UnsupportedError: a selected layer cannot be taken from the base; the message says why.
+        ConfigError: A part of `spec` matches nothing, or is ambiguous.
+        UnsupportedError: A selected layer cannot be taken from the base, or only some of the
+            tensors that are quantised together are selected; the message says why.
     """
     names = {name: [tensor.name for tensor, _ in layer.found] for name, layer in layers.items()}
     wanted = meant(names, spec)
@@ -239,12 +243,13 @@ def chosen(layers: Mapping[str, Layer[_T]], spec: str) -> list[Layer[_T]]:
 
 
 def check_whole(layers: Mapping[str, Layer[_T]], taken: Iterable[Layer[_T]]) -> None:
-    """Check that quantised weights in `taken` come with their scales, and the other way round.
+    """Check that tensors that are quantised together are in `taken` together.
 
-    `layers` are all layers of the fine-tune, `taken` those that the base's tensors replace.
+    These are weights and their scales, for example. `layers` are all layers of the fine-tune, and
+    `taken` those that the base's tensors replace.
 
     Raises:
-        UnsupportedError: only some of the tensors that are quantised together are in `taken`; the
+        UnsupportedError: Only some of the tensors that are quantised together are in `taken`; the
             message names them.
     """
     names = {tensor.name for layer in taken for tensor, _ in layer.found}

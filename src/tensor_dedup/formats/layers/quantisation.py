@@ -32,8 +32,8 @@ class CodedTensor(Protocol):
 def is_quantised(tensor: CodedTensor) -> bool:
     """Return whether a tensor holds quantised weights, judged by its dtype, shape and name.
 
-    It has two dimensions or more, is not a bias, and has a dtype of quantised weights (I8, U8, F4,
-    F6, F8), or is an I32 tensor named as a weight.
+    A quantised tensor has two dimensions or more and is not a bias. Its dtype is I8, U8, F4, F6 or
+    F8, or it is I32 and the tensor's own name contains "weight".
     """
     leaf = tensor.name.rpartition(".")[2]
     if len(tensor.shape) < 2 or _is_bias(tensor.name):  # old GPT-2 files call a mask `bias`
@@ -43,14 +43,18 @@ def is_quantised(tensor: CodedTensor) -> bool:
 
 
 def module_of(name: str) -> str:
-    """Return the module of a tensor with a trailing dot: `lm_head.` of `lm_head.weight`."""
+    """Return the module that holds the tensor `name`, with a trailing dot.
+
+    The module of `lm_head.weight` is `lm_head.`, and that of a name without a dot is "".
+    """
     return name[: name.rfind(".") + 1]
 
 
 def decodes(name: str, module: str) -> bool:
     """Return whether the tensor `name` may be needed to decode the quantised weights of `module`.
 
-    `module` ends in a dot, as `module_of` returns it. Scales and zero points are, a bias is not.
+    Every tensor in the module may be needed, such as scales and zero points, except for a bias.
+    `module` ends in a dot, as `module_of` returns it; for "" the result is False.
     """
     return bool(module) and name.startswith(module) and not _is_bias(name)
 
@@ -60,7 +64,10 @@ def _is_bias(name: str) -> bool:
 
 
 def groups(tensors: Iterable[CodedTensor]) -> list[frozenset[str]]:
-    """Return, for each quantised module, the names of its weights and of what decodes them."""
+    """Return a set of names for each quantised module.
+
+    A set names the weights of the module and the tensors that decode them.
+    """
     held = list(tensors)
     modules = {module_of(tensor.name) for tensor in held if is_quantised(tensor)} - {""}
     found = defaultdict[str, set[str]](set)
@@ -76,8 +83,8 @@ def groups(tensors: Iterable[CodedTensor]) -> list[frozenset[str]]:
 def settings_in(folder: Path) -> dict[str, Any] | None:
     """Return the quantisation settings in the configuration files of a model's folder.
 
-    The result is {} if the weights are not quantised, and None if there is no configuration or none
-    that can be read.
+    The result is {} if the weights are not quantised, and None if there is no configuration or it
+    cannot be read.
     """
     texts = {}
     for name in FILES:
@@ -89,9 +96,9 @@ def settings_in(folder: Path) -> dict[str, Any] | None:
 
 
 def settings(texts: Mapping[str, bytes]) -> dict[str, Any] | None:
-    """Return what `settings_in` does, from the contents of the configuration files.
+    """Return the quantisation settings in configuration files that were already read.
 
-    `texts` has the contents of those of `FILES` that exist, by file name.
+    `texts` maps those of `FILES` that exist to their contents. The result is that of `settings_in`.
     """
     try:
         read = {name: json.loads(text) for name, text in texts.items()}
@@ -110,7 +117,7 @@ def settings(texts: Mapping[str, bytes]) -> dict[str, Any] | None:
 def difference(base: Mapping[str, Any] | None, tune: Mapping[str, Any] | None) -> str:
     """Describe how the quantisation settings of two models differ; "" if equal or not known.
 
-    The settings are as `settings_in` returns them.
+    `base` and `tune` are settings as `settings_in` returns them.
     """
     if base is None or tune is None:
         return ""

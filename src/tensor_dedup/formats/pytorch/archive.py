@@ -1,9 +1,9 @@
 """The zip archive that torch.save writes, read from an untrusted file.
 
 The directory at the end of the file names the entries, and each entry has a header of its own
-before its data. Directory and headers must agree, entries must be uncompressed, and together they
-must cover the file from its first byte to the directory, so that no two readers see different
-content in it.
+before its data. Directory and headers must agree, entries must be uncompressed, and all entries
+together must cover the file from its first byte to the directory. So no two readers can see
+different content in the file.
 """
 
 import struct
@@ -61,11 +61,11 @@ class _Listed:
 
 
 def read_archive(file: ReadableFile) -> Mapping[str, Entry]:
-    """Return all entries of the archive by name, in the order of their data.
+    """Return all entries of the archive `file` by name, in the order of their data.
 
     Raises:
         PytorchError: The file is not an archive of torch.save, or is malformed.
-        ChangedFileError: The file became shorter meanwhile.
+        ChangedFileError: The file became shorter while it was read.
     """
     start, nbytes, count = _directory_place(file)
     listed = _directory(file, start, nbytes, count)

@@ -1,8 +1,8 @@
 """A limit on the memory and work that a pickle may take, in proportion to its size.
 
 A pickle can name the same value again and again, so that a few bytes stand for a tree of any size,
-and one byte can make an object of a hundred bytes. Limits on counts alone do not bound that: a
-limit that allows a checkpoint of 10 GB would let a file of 10 KB take a gigabyte.
+and one byte can make an object of a hundred bytes. Limits on counts alone do not bound the memory:
+a limit that allows a checkpoint of 10 GB would let a file of 10 KB take a gigabyte.
 """
 
 from tensor_dedup.formats.errors import PytorchError, PytorchFault
@@ -21,7 +21,7 @@ class Budget:
         self.limit = self.left = _BASE + _FACTOR * nbytes
 
     def charge(self, nbytes: int) -> None:
-        """Deduct `nbytes` for memory that is needed, or for the equivalent of work.
+        """Deduct `nbytes` from the budget, for memory or for an equivalent amount of work.
 
         Raises:
             PytorchError: The budget is used up.

@@ -1,9 +1,10 @@
 """The byte range of each tensor in a file of torch.save.
 
-Each tensor of the pickle is a view of a storage. If its elements lie there in order and without
-gaps, it is a range of bytes. If the ranges of a storage do not overlap, each is listed as a tensor;
-several names of one range are aliases. Otherwise, as with overlapping or transposed views, the
-whole storage is listed once, with one dimension, under the name of its first tensor.
+Each tensor of the pickle is a view of a storage. If the tensor's elements lie in the storage in
+order and without gaps, the tensor is a range of bytes. If all tensors of a storage are ranges that
+do not overlap, each range is listed as a tensor, and several names of one range are aliases.
+Otherwise, as with overlapping or transposed views, the whole storage is listed once, with one
+dimension, under the name of its first tensor.
 """
 
 import math
@@ -22,12 +23,13 @@ _LIMIT = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class PickledTensor:
-    """A tensor as the pickle describes it; shape and stride are in elements of `dtype`.
+    """A tensor as the pickle describes it, and the place of its elements in the file.
 
-    Its first element is at offset `start` of the file, and its elements take `nbytes` bytes.
-    `plain` says that they lie there in order, without gaps and unconverted. `held_by` is the name
-    of the listed tensor whose range contains them. With `conjugated` or `negated` the stored
-    elements are to be conjugated or negated when read.
+    The first element is at offset `start`, and all elements take `nbytes` bytes. If `plain` is
+    True, they lie in order, without gaps and unconverted. If `conjugated` or `negated` is True, the
+    stored elements have to be conjugated or negated when they are read. `held_by` is the name of
+    the listed tensor whose byte range contains the elements. `stride` is in the same elements as
+    `torch_shape`.
     """
 
     name: str
@@ -43,14 +45,14 @@ class PickledTensor:
 
     @property
     def lazy(self) -> bool:
-        """Whether the stored elements have to be conjugated or negated to give the tensor's."""
+        """Whether the stored elements have to be conjugated or negated when they are read."""
         return self.conjugated or self.negated
 
     @property
     def torch_shape(self) -> tuple[int, ...]:
-        """The shape as torch counts elements, to which `stride` belongs.
+        """The shape as torch counts elements.
 
-        It differs from `shape` for F4 only, of which torch packs two numbers into one element.
+        It differs from `shape` for F4 only, because torch packs two F4 numbers into one element.
         """
         if self.dtype != "F4":
             return self.shape
@@ -63,10 +65,11 @@ def place(
     root: str,
     path: str,
 ) -> tuple[list[TensorSpec], list[PickledTensor]]:
-    """Return the byte ranges of the file's tensors, by offset, and every tensor of the pickle.
+    """Find the bytes of each tensor in the file.
 
-    `tensors` are the named views in the pickle, `entries` the archive's entries, in the folder
-    `root` of the archive. `path` is used in error messages only.
+    Returns the byte ranges that hold tensors, ordered by offset, and all tensors of the pickle.
+    `tensors` are the named views in the pickle. `entries` are the entries of the archive, and
+    `root` is the folder of the archive that they lie in. `path` is used in error messages only.
 
     Raises:
         PytorchError: A tensor exceeds its storage, or a storage has no entry of its size.

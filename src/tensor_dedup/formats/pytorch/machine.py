@@ -1,13 +1,13 @@
 """Evaluates a pickle of torch.save to plain data, without importing or calling anything it names.
 
-The evaluation has a stack of values with marks, and a memo, as Python's pickle. Containers become
-lists, tuples and `PlainDict`s, tensors become `PickledTensorView`s, and everything else that is
-allowed becomes an `Inert` value.
+The evaluation has a stack of values with marks, and a memo, as in Python's pickle module.
+Containers become lists, tuples and `PlainDict`s, tensors become `PickledTensorView`s, and
+everything else that is allowed becomes an `Inert` value.
 
 `ALLOWED` lists the globals that a pickle may name: those that torch.save writes for tensors and
-plain containers. torch.load(weights_only=True) accepts these, too, and also quantised, nested and
-wrapped tensors, which are refused here. A call of an allowed function gives the value that the
-functions at the end of this module make of its arguments.
+plain containers. torch.load(weights_only=True) accepts these, too. It also accepts quantised,
+nested and wrapped tensors, which are refused here. For a call of an allowed function, a function at
+the end of this module makes the value from the arguments.
 
 Arguments that torch.save does not write are refused even if torch would accept them, because torch
 may give them another meaning: a BUILD can move a finished tensor to another storage, an attribute
@@ -109,16 +109,20 @@ ALLOWED: Mapping[str, object] = MappingProxyType(
 
 
 def find(module: str, name: str) -> object | None:
-    """Return the value that stands for a global, or None if it is not allowed. Imports nothing."""
+    """Return the value that stands for the global `name` of `module`, or None if it is forbidden.
+
+    Nothing is imported.
+    """
     # A dot in the name would reach through an object: `find("torch", "storage.UntypedStorage")`.
     return None if "." in name else ALLOWED.get(f"{_OLD.get(module, module)}.{name}")
 
 
 def evaluate(blob: bytes, path: str, budget: Budget | None = None) -> object:
-    """Return the value that a pickle describes, without running code from it.
+    """Return the value that the pickle `blob` describes, without running code from it.
 
-    The memory that this takes is charged to `budget`, by default one for the pickle's size. At most
-    MAX_INSTRUCTIONS are accepted. `path` is used in error messages only.
+    The memory that the evaluation takes is charged to `budget`, by default a new budget for the
+    pickle's size. A pickle of more than MAX_INSTRUCTIONS is refused. `path` is used in error
+    messages only.
 
     Raises:
         PytorchError: The pickle is malformed, exceeds a limit, or names a forbidden global. No
@@ -476,14 +480,14 @@ Arguments = tuple[Any, ...]
 
 
 class Misuse(Exception):
-    """A call has arguments that torch.save never writes; reported as a FORBIDDEN_CALL."""
+    """A call has arguments that torch.save never writes. It is reported as a FORBIDDEN_CALL."""
 
 
 def call(name: str, arguments: Arguments) -> object:
-    """Return the value that a call of the allowed function `name` would give, without calling it.
+    """Return a value that stands for the result of the allowed function `name`. Nothing is called.
 
     Raises:
-        Misuse: torch.save does not write a call with these arguments.
+        Misuse: `torch.save` does not write a call with these arguments.
     """
     made = _CALLS[name](arguments) if name in _CALLS else _inert(name, arguments)
     if made is None:
@@ -606,10 +610,11 @@ _DICT_ATTRIBUTES = frozenset(dir(OrderedDict))
 
 
 def wrong_attribute(state: object, taken: frozenset[str]) -> str | None:
-    """Return what is wrong with the attributes that a pickle sets on a dict or tensor, or None.
+    """Return what is wrong with attributes that a pickle sets on a dict or tensor.
 
-    `state` must be None or a plain dict with strings as keys. Names in `taken`, which have a
-    meaning to the dict or tensor, are refused.
+    The result is None if nothing is wrong. `state` holds the attributes. It must be None or a plain
+    dict with strings as keys. Names in `taken` are refused because they have a meaning to the dict
+    or tensor, and so are names that begin with two underscores.
     """
     if state is None:
         return None

@@ -44,7 +44,8 @@ class NamedTensors:
 def named_tensors(value: object, path: str, budget: Budget) -> NamedTensors:
     """Return every tensor in a pickled value with its name.
 
-    The memory that this takes is charged to `budget`; `path` is used in error messages only.
+    The memory that the names and tensors take is charged to `budget`; `path` is used in error
+    messages only.
 
     Raises:
         PytorchError: Two tensors have the same name, a key cannot be part of a name, or a limit is

@@ -1,8 +1,8 @@
 """The instructions of a pickle that torch.save writes, in sequence. Nothing is evaluated.
 
-Known are the instructions that pickle protocols 2 to 5 use for plain values, tensors and dicts. The
-text instructions of protocol 0, PERSID, INST, OBJ, extensions and out-of-band buffers are refused.
-Every length is compared with the pickle's size before it is used.
+Only the instructions that pickle protocols 2 to 5 use for plain values, tensors and dicts are
+accepted. The text instructions of protocol 0, PERSID, INST, OBJ, extensions and out-of-band buffers
+are refused. Every length is compared with the pickle's size before it is used.
 """
 
 import struct
@@ -25,7 +25,8 @@ def instructions(blob: bytes, path: str) -> Iterator[Instruction]:
     """Yield the name, argument and offset of each instruction, up to and including STOP.
 
     An argument is a str for text, bytes for bytes and Python 2 strings, (module, name) for a
-    global, and otherwise an int or float. `path` is used in error messages only.
+    global, None for an instruction without one, and otherwise an int or float. `path` is used in
+    error messages only.
 
     Raises:
         PytorchError: The pickle is malformed, or has instructions that torch.save does not write.

@@ -29,11 +29,11 @@ _TAR_AT, _TAR = 257, b"ustar"
 class PytorchHeader:
     """The checked content of a file of torch.save, without the tensor data.
 
-    `tensors` are byte ranges that do not overlap, ordered by offset. `members` are all tensors
-    under all their names; each lies in one of the ranges. `header_bytes` is the size of all bytes
-    that belong to no tensor. `flat` says that the pickled value is one dict from strings to
-    tensors, as model loaders expect. `sparse` maps the names of the parts of a sparse tensor, which
-    are listed as tensors, to its own name.
+    `tensors` are byte ranges that do not overlap, ordered by offset. `members` are the tensors
+    under all their names; each lies in one of the byte ranges. `header_bytes` is the size of all
+    bytes that belong to no tensor. `flat` says that the pickled value is one dict from strings to
+    tensors, as model loaders expect. The parts of a sparse tensor are listed as tensors, and
+    `sparse` maps the name of each part to the name of the sparse tensor.
     """
 
     path: str
@@ -48,15 +48,15 @@ class PytorchHeader:
 def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> PytorchHeader:
     """Read and check all of a file except its tensor data. Runs no pickled code, needs no torch.
 
-    With `fd`, an open descriptor of that file is read, and its position stays unchanged; `path` is
-    then used in error messages only.
+    With `fd`, the file is read through this open descriptor, whose position stays unchanged, and
+    `path` is used in error messages only.
 
     Raises:
         CheckpointNotFoundError: The file cannot be opened.
         PytorchError: The file is malformed, was written by PyTorch before 1.6
             (`PytorchFault.LEGACY_PYTORCH`) or holds more than tensors and plain values
             (`PytorchFault.FORBIDDEN_GLOBAL`).
-        ChangedFileError: The file became shorter meanwhile.
+        ChangedFileError: The file became shorter while it was read.
     """
     with opened(path, fd) as file:
         return parse_file(file)
@@ -66,7 +66,8 @@ def parse_file(file: ReadableFile) -> PytorchHeader:
     """Read and check a file as `read_header` does, from any ReadableFile.
 
     Raises:
-        PytorchError, ChangedFileError: as `read_header`.
+        PytorchError: The file is malformed or not supported, as for `read_header`.
+        ChangedFileError: The file became shorter while it was read.
     """
     _check_kind(file)
     entries = read_archive(file)

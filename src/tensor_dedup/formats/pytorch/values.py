@@ -19,13 +19,13 @@ class StorageType:
 
     @property
     def called(self) -> str:
-        """The element type's name for error messages; "bytes" if there is none."""
+        """The element type's name for error messages; "bytes" for an untyped storage."""
         return "bytes" if self.dtype is None else self.dtype.name
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function that the pickle may call, by its full name. It is never imported."""
+    """A function that a pickle may call; `name` is its full name. It is never imported."""
 
     name: str
 
@@ -41,7 +41,8 @@ class Inert:
 class PlainDict:
     """A pickled dict as a list of insertions, so that keys with colliding hashes cost no time.
 
-    `items` alternates keys and values; a pair for each would take three times the memory.
+    `items` alternates keys and values, because a pair for each would take three times the memory.
+    `ordered` says that the pickle makes an OrderedDict.
     """
 
     items: list[object] = field(default_factory=list)
@@ -61,8 +62,8 @@ class Storage:
 class PickledTensorView:
     """A tensor as a view of a storage. `offset` and `stride` are in elements of `dtype`.
 
-    With `conjugated` or `negated`, the elements of the storage have to be conjugated or negated to
-    give those of the tensor.
+    If `conjugated` or `negated` is True, the elements of the storage have to be conjugated or
+    negated when they are read.
     """
 
     storage: Storage

@@ -1,10 +1,13 @@
 """Tensorcast's descriptor and verification files, which lie beside a `tensor_index`. No I/O.
 
-An artifact is named `mi2:INDEX:DATA`, where both parts are SHA-256 multihashes in base32: INDEX of
-the index file, DATA of the root of a binary hash tree over leaves of 4 MiB of the data. A
-verification file has xxHash64 sums of eight segments of the data and of all of it, each chained
-over chunks of 256 KiB, and some sampled values. Its `byte_space_id` says which bytes it covers: ""
-all of them, otherwise a view, which is a selection of tensors laid out as data of their own.
+An artifact is named `mi2:INDEX:DATA`. Both parts are SHA-256 multihashes in base32. INDEX is the
+hash of the index file. DATA is the hash at the root of a binary tree over leaves of 4 MiB of the
+data.
+
+A verification file has xxHash64 sums of eight segments of the data and of all of it, and some
+sampled values. Each sum is chained over chunks of 256 KiB. The file's `byte_space_id` says which
+bytes it covers. "" means all bytes. Any other id means a view, which is a selection of tensors laid
+out as data of their own.
 """
 
 import base64
@@ -42,9 +45,10 @@ def index_multihash(blob: bytes) -> str:
 
 
 def tree_root(leaves: Sequence[bytes]) -> bytes:
-    """Return the SHA-256 root of a binary tree over leaf digests; 32 zero bytes without leaves.
+    """Return the SHA-256 root of a binary tree over the leaf digests `leaves`.
 
-    An odd digest at the end of a level moves up unchanged.
+    An odd digest at the end of a level moves up unchanged. Without leaves, the root is 32 zero
+    bytes.
     """
     level = list(leaves) or [bytes(32)]
     while len(level) > 1:
@@ -54,10 +58,11 @@ def tree_root(leaves: Sequence[bytes]) -> bytes:
 
 
 class TreeHash:
-    """Computes the data multihash of an artifact.
+    """The hash tree over the data of an artifact, from which its data multihash is computed.
 
-    `update` takes the data in order from its beginning, from one thread. `leaf` takes single leaves
-    in any order, from any thread, in place of `update` or after the bytes that `update` got.
+    One thread may pass the data to `update`, in order from its beginning. The leaves after the
+    bytes that `update` got, or all leaves, may be passed to `leaf`, in any order and from any
+    thread.
     """
 
     def __init__(self) -> None:
@@ -127,7 +132,7 @@ def parse_descriptor(blob: bytes, path: str) -> ArtifactDescriptor:
 
     Raises:
         JsonTextError: The file is not JSON.
-        TensorIndexError: It is not a valid descriptor.
+        TensorIndexError: The file is not a valid descriptor.
     """
     found = decode_object(blob, path)
     for key in ("artifact_id", "index_multihash", "data_multihash", "schema_version", "encoding"):
@@ -167,7 +172,8 @@ def _leaf_bytes(parameters: object, path: str) -> int:
 class ArtifactVerification:
     """The checked content of a verification file.
 
-    The sums are 64-bit integers, the values 64-bit words of the data.
+    `full_hash` and `segment_hashes` are xxHash64 sums, as integers. `sample_values` and
+    `key_values` are 64-bit words of the data.
     """
 
     byte_space_id: str
@@ -194,13 +200,13 @@ class ArtifactVerification:
 def parse_verification(
     blob: bytes, path: str, byte_space_id: str = CANONICAL
 ) -> ArtifactVerification:
-    """Parse and check a verification file, which must be about the bytes of `byte_space_id`.
+    """Parse and check a verification file, which must cover the bytes that `byte_space_id` names.
 
-    A file without an id is about all bytes. `path` is used in error messages only.
+    A file without an id covers all bytes. `path` is used in error messages only.
 
     Raises:
         JsonTextError: The file is not JSON.
-        TensorIndexError: It is not a valid verification file, or is about other bytes.
+        TensorIndexError: The file is not a valid verification file, or covers other bytes.
     """
     found = decode_object(blob, path)
     of = found.get("byte_space_id", CANONICAL)
@@ -234,7 +240,10 @@ def verification_name(byte_space_id: str) -> str:
 
 
 class Verifier:
-    """Computes the verification file for `total_size` bytes that come in order. For one thread."""
+    """The sums of a verification file, for `total_size` bytes that come in order. For one thread.
+
+    `byte_space_id` names the bytes in the verification file.
+    """
 
     def __init__(self, total_size: int, byte_space_id: str = CANONICAL) -> None:
         self._total = total_size

@@ -1,9 +1,13 @@
 """The data files of ServerlessLLM and tensorcast (`tensor.data_N`), each as a file with tensors.
 
-The `tensor_index.json` beside them says which tensors they hold. A tensor is listed if its elements
-lie contiguously in one file and no listed tensor overlaps them. A second name of a storage, a view
-of a part of one, a tensor that extends into the next file, and a tensor whose dtype safetensors
-cannot name are not listed; their bytes count as `header_bytes` if no listed tensor holds them.
+The `tensor_index.json` beside the data files says which tensors they hold. A tensor is listed if
+its elements lie contiguously in one file and no listed tensor overlaps them. These are not listed:
+
+- a second name of a storage, or a view of a part of a storage;
+- a tensor that extends into the next file;
+- a tensor whose dtype safetensors cannot name.
+
+Bytes that no listed tensor holds count as `header_bytes`.
 """
 
 import os
@@ -41,7 +45,11 @@ class DataFileHeader:
 
 
 def data_files(names: Iterable[str]) -> WeightFiles:
-    """Return the data files among the file names of a folder; none unless it has an index, too."""
+    """Return the data files among `names`, the file names of a folder.
+
+    There are none unless the folder has an index, too. `missing` is the first file that is missing
+    from the sequence of numbers.
+    """
     known = set(names)
     numbers = sorted(int(match[1]) for match in map(DATA_FILE.fullmatch, known) if match)
     if INDEX_NAME not in known or not numbers:
@@ -52,9 +60,9 @@ def data_files(names: Iterable[str]) -> WeightFiles:
 
 
 def read_header(path: str | os.PathLike[str], *, fd: int | None = None) -> DataFileHeader:
-    """Return the tensors of a data file, as the `tensor_index.json` beside it lists them.
+    """Return the tensors of the data file `path`, as the `tensor_index.json` beside it lists them.
 
-    `path` is the data file; with `fd`, its size is that of this open descriptor.
+    With `fd`, an open descriptor of the data file, the size of the data file is read from it.
 
     Raises:
         CheckpointNotFoundError: The data file, the index or an earlier data file is missing.

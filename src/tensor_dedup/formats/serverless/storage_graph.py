@@ -1,7 +1,7 @@
 """The storages of a state dict, and its tensors as views of them. No I/O, no torch.
 
-The graph determines the bytes of the index: tensors are ordered by name, and each storage is laid
-out where its first tensor comes, at the next multiple of 8 bytes.
+The graph determines the bytes of the index. Tensors are ordered by name. The storages are laid out
+in the order of their first tensors, each at the next multiple of 8 bytes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ class StorageEntry:
 class TensorAlias:
     """A tensor as a view of a storage. `storage_offset`, `shape` and `stride` are in elements.
 
-    `logical_length` is the size of its elements in bytes.
+    `logical_length` is the size in bytes of the tensor's elements.
     """
 
     name: str
@@ -52,7 +52,10 @@ class StorageGraph:
     tensor_aliases: tuple[TensorAlias, ...]
 
     def offsets(self) -> dict[str, int]:
-        """Return the byte offset of each storage in the data, by storage id, in ascending order."""
+        """Return the byte offset of each storage in the data, by storage id.
+
+        The offsets are in ascending order. Storages without tensors are left out.
+        """
         sizes = {entry.storage_id: entry.nbytes for entry in self.storage_entries}
         found: dict[str, int] = {}
         end = 0
@@ -65,7 +68,7 @@ class StorageGraph:
     def index_entries(self) -> list[IndexEntry]:
         """Return the index entries of all tensors.
 
-        An empty storage may have the same offset as the next one.
+        An empty storage may have the same offset as the storage after it.
         """
         offsets = self.offsets()
         sizes: dict[int, int] = {}
@@ -87,10 +90,11 @@ class StorageGraph:
         ]
 
     def normal(self) -> "tuple[StorageGraph, dict[str, str]]":
-        """Return an equivalent graph with storages numbered by offset, and the new ids by old id.
+        """Return the normal form: an equivalent graph whose storages are numbered by offset.
 
-        An empty storage is merged into the storage that follows it. They have the same offset, so
-        the index does not distinguish them.
+        Also returns a dict that maps the old id of each remaining storage to its new id. An empty
+        storage is merged into the storage that follows it. They have the same offset, so the index
+        does not distinguish them.
         """
         offsets = self.offsets()
         real = {offsets[e.storage_id]: e.storage_id for e in self.storage_entries if e.nbytes}
@@ -104,7 +108,7 @@ class StorageGraph:
         return StorageGraph(entries, aliases), ids
 
     def select(self, names: Sequence[str]) -> "StorageGraph":
-        """Return the graph of the tensors in `names`, with the storages they need."""
+        """Return the graph of the tensors in `names` and the storages that they need."""
         wanted = set(names)
         aliases = tuple(alias for alias in self.tensor_aliases if alias.name in wanted)
         used = {alias.storage_id for alias in aliases}
@@ -159,10 +163,11 @@ def graph_of(index: TensorIndex) -> StorageGraph:
 def parse_graph(storage_entries: object, tensor_aliases: object, path: str) -> StorageGraph:
     """Return the storage graph in a descriptor, after the same checks as for an index.
 
-    `path` is used in error messages only.
+    `storage_entries` and `tensor_aliases` are the lists of these names in the descriptor. `path` is
+    used in error messages only.
 
     Raises:
-        TensorIndexError: It is not a valid graph.
+        TensorIndexError: The lists do not form a valid graph.
     """
     entries = [_make(StorageEntry, row, path) for row in _list(storage_entries, path)]
     aliases = [_make(TensorAlias, row, path) for row in _list(tensor_aliases, path)]

@@ -1,11 +1,13 @@
 """The index of a folder of `tensor.data_N` files, as ServerlessLLM and tensorcast write it.
 
-An entry is `[offset, size, shape, stride, dtype]` and, in tensorcast's, `storage_offset`. It
-describes a tensor as a view of a storage: the storage has `size` bytes and begins at byte `offset`
-of all data files put together; the view begins `storage_offset` elements into it. Tensors of one
-storage have equal offsets. The index is not trusted: numbers are bounded, views must lie inside
-their storages, storages must not overlap, and all of them must lie in the data. The encoders write
-the same bytes as tensorcast. No I/O and no torch here.
+An entry is `[offset, size, shape, stride, dtype]`; tensorcast adds `storage_offset`. The entry
+describes a tensor as a view of a storage. The storage has `size` bytes and begins at byte `offset`
+of all data files put together. The view begins `storage_offset` elements into the storage. Tensors
+of one storage have equal offsets.
+
+The index is not trusted: numbers are bounded, views must lie inside their storages, storages must
+not overlap, and all storages must lie in the data. The encoders write the same bytes as tensorcast.
+This module does no I/O and does not import torch.
 """
 
 import json
@@ -44,9 +46,10 @@ _FEW_LISTS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """A tensor in the index; `shape`, `stride` and `storage_offset` are in elements.
+    """A tensor in the index, as a view of a storage.
 
-    Its storage begins at byte `offset` of the data and has `size` bytes.
+    The storage begins at byte `offset` of the data and has `size` bytes. `shape`, `stride` and
+    `storage_offset` are in elements.
     """
 
     name: str
@@ -64,7 +67,7 @@ class IndexEntry:
 
     @property
     def elements(self) -> int:
-        """The number of elements of the shape."""
+        """The number of elements of the tensor."""
         count = 1
         for size in self.shape:
             count *= size
@@ -72,17 +75,17 @@ class IndexEntry:
 
     @property
     def nbytes(self) -> int:
-        """The size of its elements in bytes, without gaps between them."""
+        """The size in bytes of the tensor's elements, without gaps between them."""
         return self.elements * self.itemsize
 
     @property
     def start(self) -> int:
-        """The byte offset of its first element in the data."""
+        """The byte offset of the tensor's first element in the data."""
         return self.offset + self.storage_offset * self.itemsize
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements are contiguous and in order."""
+        """Whether the elements lie in order and without gaps; True if there are none."""
         expected = 1
         if not self.elements:
             return True
@@ -95,14 +98,17 @@ class IndexEntry:
 
 @dataclass(frozen=True, slots=True)
 class StorageExtent:
-    """The byte range of a storage in the data; the largest, if its tensors give different sizes."""
+    """The byte range of a storage in the data.
+
+    If the tensors of the storage give different sizes, the largest counts.
+    """
 
     offset: int
     nbytes: int
 
     @property
     def end(self) -> int:
-        """The byte offset of its end in the data."""
+        """The byte offset of the end of the storage in the data."""
         return self.offset + self.nbytes
 
 
@@ -129,7 +135,7 @@ def parse_index(blob: bytes, path: str) -> TensorIndex:
 
     Raises:
         JsonTextError: The file is not JSON.
-        TensorIndexError: It is not a valid index.
+        TensorIndexError: The file is not a valid index.
     """
     return _index(decode_object(blob, path), path)
 
@@ -139,7 +145,7 @@ def parse_index_cbor(blob: bytes, path: str) -> TensorIndex:
 
     Raises:
         JsonTextError: The file does not hold a CBOR map, or would exhaust the reader's memory.
-        TensorIndexError: It is not a valid index.
+        TensorIndexError: The file is not a valid index.
     """
     found = len(blob) - len(blob.translate(None, _SHORT_LISTS))
     if found > len(blob) // _LEAST_BYTES + _FEW_LISTS:
@@ -175,10 +181,10 @@ def parse_index_cbor(blob: bytes, path: str) -> TensorIndex:
 
 
 def check_same(index: TensorIndex, other: TensorIndex) -> None:
-    """Check that two indexes are equal, such as those in JSON and in CBOR.
+    """Check that two indexes have equal entries, for example one in JSON and one in CBOR.
 
     Raises:
-        TensorIndexError: They differ.
+        TensorIndexError: The indexes differ.
     """
     if index.entries != other.entries:
         names = {entry.name for entry in set(index.entries) ^ set(other.entries)}
@@ -188,10 +194,12 @@ def check_same(index: TensorIndex, other: TensorIndex) -> None:
 
 
 def check_data(index: TensorIndex, data_bytes: int, path: str) -> None:
-    """Check that an index fits data files of `data_bytes` bytes in all.
+    """Check that an index fits data files of `data_bytes` bytes together.
+
+    `path` is used in error messages only.
 
     Raises:
-        TensorIndexError: A storage ends beyond the data, or more bytes follow the last one than
+        TensorIndexError: A storage ends beyond the data, or more bytes follow the last storage than
             alignment requires.
     """
     total = index.total_size
@@ -213,13 +221,19 @@ def check_data(index: TensorIndex, data_bytes: int, path: str) -> None:
 
 
 def encode_index(entries: Iterable[IndexEntry], fields: Fields = 6) -> bytes:
-    """Return the bytes of `tensor_index.json`, sorted by name, with 5 or 6 `fields` in an entry."""
+    """Return `entries` as the bytes of `tensor_index.json`, sorted by name.
+
+    `fields` is the number of fields in an entry, 5 or 6.
+    """
     rows = _rows(entries, fields)
     return json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def encode_index_cbor(entries: Iterable[IndexEntry], fields: Fields = 6) -> bytes:
-    """Return the bytes of `tensor_index.cbor`, sorted by name, with 5 or 6 `fields` in an entry."""
+    """Return `entries` as the bytes of `tensor_index.cbor`, sorted by name.
+
+    `fields` is the number of fields in an entry, 5 or 6.
+    """
     return cbor2.dumps(_rows(entries, fields))
 
 

@@ -18,10 +18,10 @@ _POLL_S: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Optimum:
-    """The best placement that the solver found in its time, or None.
+    """The result of a search: the best placement found in the given time, or None.
 
-    Every placement takes at least `bound` bytes. `is_proven` says that none takes less than this
-    one.
+    Every placement takes at least `bound` bytes. `is_proven` says that no placement takes less than
+    the one found.
     """
 
     placement: Placement | None
@@ -30,9 +30,10 @@ class Optimum:
 
 
 def solve(problem: PackingProblem, seconds: float, hint: Placement | None = None) -> Optimum:
-    """Search for the placement that takes the fewest bytes, for at most `seconds`, from `hint` on.
+    """Search for the placement that takes the fewest bytes, for at most `seconds`.
 
-    Ctrl-C ends the search early with the best placement so far; a second one interrupts as usual.
+    `hint` is a placement to start from. Ctrl-C ends the search early with the best placement found
+    so far; a second Ctrl-C interrupts as usual.
 
     Raises:
         NotInstalledError: OR-tools is not installed.

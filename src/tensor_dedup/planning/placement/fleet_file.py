@@ -28,10 +28,10 @@ _FIELDS: Final = ("path", *_DEFAULTS)
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A model in the file: its name, where its weights are, and what it needs; sizes in bytes.
+    """A model in the file: its name, where its weights are, and what it needs. Sizes are in bytes.
 
-    `room` is an engine's memory beside the weights. `host` is its memory on the machine, if the
-    weights are on a device.
+    `room` is the memory of an engine beside the weights. `host` is the memory of an engine on the
+    machine, if the weights are on a device.
     """
 
     name: str
@@ -42,10 +42,10 @@ class Wanted:
 
 
 def read_fleet(path: Path) -> list[Wanted]:
-    """Return the models that the file lists, in its order.
+    """Return the models that the file `path` lists, in the order of the file.
 
     Raises:
-        ConfigError: the file cannot be read, or has an unknown field or a wrong value.
+        ConfigError: The file cannot be read, or has an unknown field or a wrong value.
     """
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -79,7 +79,7 @@ def wanted(where: str, name: str, given: Mapping[str, Any]) -> Wanted:
     `where` says in errors where the fields come from.
 
     Raises:
-        ConfigError: a field is unknown or has a wrong value.
+        ConfigError: A field is unknown or has a wrong value.
     """
     _check_fields(where, given, _FIELDS)
     replicas = given.get("replicas", 1)

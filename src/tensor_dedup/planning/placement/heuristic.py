@@ -1,11 +1,12 @@
 """Heuristics that place models on nodes where they add the fewest bytes.
 
 Bin packing with items that share memory (Sindelar, Sitaraman and Shenoy, "Sharing-aware algorithms
-for virtual machine colocation", SPAA 2011) has no good approximation in general; here families of
+for virtual machine colocation", SPAA 2011) has no good approximation in general. Here, families of
 models make it easy most of the time. A family is placed, largest first, on the fullest node that
-has room for all of it. A family that fits on no node is split, model by model, to where each adds
-least. Then replicas and groups of a family are moved or swapped as long as that saves bytes. The
-result is compared with best-fit by size, improved in the same way, and the better one is returned.
+has room for all of it. If a family fits on no node, each of its models is placed where it adds
+least. Then replicas and groups of a family are moved or swapped as long as that saves bytes. A
+second placement is made by best-fit on size and improved in the same way. The better of the two is
+improved further by emptying and refilling nodes, unless the fleet is too large for that.
 """
 
 import random
@@ -35,7 +36,8 @@ _EVICTIONS: Final = 64  # nodes on which room is looked for in this way
 def place(problem: PackingProblem, start: Placement | None = None) -> Placement:
     """Return a placement of all replicas, or of as many as the heuristics find room for.
 
-    The replicas in `start` stay where they are. The same arguments give the same placement.
+    The replicas in `start`, if given, stay where they are. The same arguments give the same
+    placement.
     """
     families = kin(problem)
     if start is not None:
@@ -51,7 +53,10 @@ def place(problem: PackingProblem, start: Placement | None = None) -> Placement:
 
 
 def best_fit(problem: PackingProblem) -> Placement:
-    """Place models by size alone, largest first, each on the fullest node that has room for it."""
+    """Place models by size alone, largest first, each on the fullest node that has room for it.
+
+    Replicas that fit on no node are left out.
+    """
     placed = Placement(problem)
     missing = placed.missing()
     for model in sorted(missing, key=lambda each: (-problem.needs[each], each)):
@@ -63,7 +68,10 @@ def best_fit(problem: PackingProblem) -> Placement:
 
 
 def first_fit(problem: PackingProblem) -> Placement:
-    """Place models in the order of the problem, each on the first node that has room for it."""
+    """Place models in the order of the problem, each on the first node that has room for it.
+
+    Replicas that fit on no node are left out.
+    """
     placed = Placement(problem)
     for model, count in placed.missing().items():
         for _ in range(count):
@@ -76,8 +84,8 @@ def first_fit(problem: PackingProblem) -> Placement:
 def kin(problem: PackingProblem) -> list[list[int]]:
     """Group the models into families, as sorted lists of model numbers.
 
-    Each model is joined with the model that it has most in common with, if that is a large part of
-    either (single-linkage clustering). A model without relatives is a family of its own.
+    Each model joins the model with which it has most in common, if the common part is a large part
+    of either model (single-linkage clustering). A model without relatives is a family of its own.
     """
     holders: defaultdict[int, list[int]] = defaultdict(list)
     for model, parts in enumerate(problem.parts):
@@ -144,7 +152,11 @@ def _recreated(best: Placement, families: Sequence[Sequence[int]]) -> Placement:
 
 
 def improve(placed: Placement, families: Sequence[Sequence[int]]) -> None:
-    """Move and swap replicas, and groups of a family, as long as that saves bytes."""
+    """Move and swap replicas, and groups of a family, as long as that saves bytes.
+
+    Missing replicas are placed if moving another one makes room for them. `families` are the
+    families of models that `kin` returns.
+    """
     relatives = {model: family for family in families for model in family}
     for _ in range(_ROUNDS):
         before = (sum(placed.missing().values()), placed.total)

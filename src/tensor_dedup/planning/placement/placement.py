@@ -10,10 +10,10 @@ from tensor_dedup.planning.placement.problem import Bytes, PackingProblem
 
 
 class Placement:
-    """Which models have a replica on which nodes, and the bytes used there. For one thread.
+    """A placement: which models have a replica on which nodes, and the bytes used there.
 
-    Models and nodes are numbers, their positions in the problem. A node has at most one replica of
-    a model. Arrays of bytes have one entry for each node.
+    For one thread. Models and nodes are given by their positions in the problem. A node has at most
+    one replica of a model. Arrays of bytes have one entry for each node.
     """
 
     def __init__(self, problem: PackingProblem) -> None:
@@ -44,7 +44,7 @@ class Placement:
         return int(self._on.any(axis=0).sum())
 
     def replicas(self) -> Iterator[tuple[int, int]]:
-        """Yield each replica as its model and its node."""
+        """Yield each replica as a pair of its model and its node."""
         for model, node in np.argwhere(self._on):
             yield int(model), int(node)
 
@@ -57,7 +57,10 @@ class Placement:
         return [int(node) for node in np.flatnonzero(self._on[model])]
 
     def missing(self) -> Counter[int]:
-        """Return the number of unplaced replicas of each model that has any."""
+        """Return the number of missing replicas of each model, those that are not placed yet.
+
+        Models without missing replicas are left out.
+        """
         held = self._on.sum(axis=1)
         wanted = enumerate(self.problem.models)
         return Counter({n: int(m.replicas - held[n]) for n, m in wanted if m.replicas > held[n]})
@@ -91,9 +94,10 @@ class Placement:
         return self.problem.host_capacity - self._host
 
     def admits(self, model: int, marginal: Bytes) -> NDArray[np.bool_]:
-        """Return, for each node, whether it has room for a replica and none of the model yet.
+        """Return, for each node, whether a replica of the model may be added there.
 
-        `marginal` is what `marginal(model)` returned.
+        The node must have room for the replica and must not hold the model yet. `marginal` is what
+        `marginal(model)` returned.
         """
         problem = self.problem
         host = problem.host[model] <= self.free_host()
@@ -101,7 +105,10 @@ class Placement:
         return admitted
 
     def add(self, model: int, node: int) -> None:
-        """Place a replica on a node that has none of the model, even if there is no room."""
+        """Place a replica of the model on a node, which must not hold one yet.
+
+        The replica is placed even if there is no room for it.
+        """
         assert not self._on[model, node]
         self.used[node] += self.marginal_on(model, node)
         self._holders[self.problem.parts[model], node] += 1
@@ -115,7 +122,7 @@ class Placement:
         return int(self.problem.own[model] + self.problem.sizes[parts] @ absent)
 
     def remove(self, model: int, node: int) -> None:
-        """Remove the model's replica from a node."""
+        """Remove the model's replica from a node, which must hold one."""
         assert self._on[model, node]
         self.used[node] -= self.freed(model, node)
         self._holders[self.problem.parts[model], node] -= 1
@@ -123,7 +130,10 @@ class Placement:
         self._on[model, node] = False
 
     def fits(self, model: int, node: int) -> bool:
-        """Return whether a node has room for a replica of the model, and none of it yet."""
+        """Return whether a replica of the model may be added to a node.
+
+        The node must have room for the replica and must not hold the model yet.
+        """
         problem = self.problem
         if self._on[model, node]:
             return False

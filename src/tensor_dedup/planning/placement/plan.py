@@ -18,18 +18,19 @@ SCHEMA: Final = 1
 
 
 class DoesNotFitError(TensorDedupError):
-    """The models do not fit on the nodes; `facts` has their names and the numbers."""
+    """The models do not fit on the nodes; `facts` has the names of models and the numbers."""
 
     exit_status = WRONG_USE
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A replica on a node, and why it is there. Sizes in bytes.
+    """A replica on a node, and why it is there. Sizes are in bytes.
 
-    Of its weights, `shared_bytes` are on the node already because of replicas listed before it, and
-    `adds_bytes` are new. `shares_with` is the model that it shares most with, or None. Its engine
-    takes `room_bytes` beside the weights, and `host_bytes` of the machine's memory.
+    `shared_bytes` is the part of its weights that replicas listed before it have put on the node
+    already, and `adds_bytes` is the rest. `shares_with` is the model with which it shares most, or
+    None. The replica's engine takes `room_bytes` beside the weights, and `host_bytes` of the
+    machine's memory.
     """
 
     model: str
@@ -55,8 +56,8 @@ class PlannedNode:
 class Move:
     """A replica that the plan moves, starts or stops.
 
-    `source` is None for one that is started, `target` for one that is stopped. `loads_bytes` is the
-    size of the tensors that the target does not have yet.
+    `source` is None if the replica is started, and `target` is None if it is stopped. `loads_bytes`
+    is the size of the tensors that the target does not have yet.
     """
 
     model: str
@@ -67,9 +68,9 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    """Where each model goes. Sizes in bytes.
+    """A plan: which models go to which nodes. Sizes are in bytes.
 
-    `used_bytes` counts each tensor once on each node, and the engines' room; `alone_bytes` is what
+    `used_bytes` counts each tensor once on each node, and the engines' room. `alone_bytes` is what
     the same replicas take without sharing. `moves` lists the changes from the current placement,
     and `saved_bytes` is what rebalancing saves compared with moving nothing. `least_bytes` is a
     lower bound for every plan, or None if no solver was used.
@@ -89,7 +90,7 @@ class FleetPlan:
         return {"schema": found.pop("schema"), **found}
 
     def placement(self) -> dict[str, list[str]]:
-        """Return the names of the nodes of each model, by model name."""
+        """Return a dict from the name of each model to the names of its nodes."""
         found: dict[str, list[str]] = {}
         for node in self.nodes:
             for each in node.models:
@@ -107,13 +108,13 @@ def plan(
 ) -> FleetPlan:
     """Choose a node for each replica so that all nodes together hold the fewest bytes.
 
-    `current` has the nodes of each model that runs already; these replicas stay there unless
-    `rebalance` is True. The same arguments give the same plan. Without `current`, `exact_s` lets a
-    solver search that many seconds for a better plan and a lower bound.
+    `current` maps the name of each model that runs already to the names of its nodes. These
+    replicas stay there unless `rebalance` is True. Without `current`, a solver can search for
+    `exact_s` seconds for a better plan and a lower bound. The same arguments give the same plan.
 
     Raises:
-        DoesNotFitError: there is no room for a replica.
-        NotInstalledError: the solver is not installed.
+        DoesNotFitError: There is no room for a replica.
+        NotInstalledError: The solver is not installed.
     """
     problem = PackingProblem(models, nodes)
     _check_sizes(problem)

@@ -27,13 +27,13 @@ spec:
 
 
 def patches(found: FleetPlan) -> str:
-    """Return YAML documents with one patch for each replica.
+    """Return the plan `found` as YAML documents, with one patch for each replica.
 
     The Pods of a model are called MODEL-1, MODEL-2 and so on, in the order of the plan's nodes. The
     plan's node names must be the host names of the cluster's nodes.
 
     Raises:
-        ConfigError: a model's name is not valid in the name of a Pod.
+        ConfigError: A model's name is not valid in the name of a Pod.
     """
     documents = []
     for model, nodes in sorted(found.placement().items()):

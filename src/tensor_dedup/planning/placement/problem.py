@@ -1,8 +1,8 @@
 """The placement problem: models, nodes, and the memory that a set of models needs on a node.
 
-Each tensor counts once on a node. All tensors that exactly the same models have form a part. Parts
-are found by an index of digests, without comparing models in pairs; a base and its fine-tunes have
-only a few, however many tensors they have.
+Each tensor counts once on a node. All tensors that belong to exactly the same models form a part.
+Parts are found by an index of digests, without comparing models in pairs. A base and its fine-tunes
+have only a few parts, however many tensors they have.
 """
 
 from collections import Counter
@@ -17,11 +17,11 @@ Bytes = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model to place. Sizes in bytes.
+    """A model to place. Sizes are in bytes.
 
-    `tensors` has the size of each tensor by digest. Each engine takes `room` beside the weights,
-    for the KV cache and activations, and `host` of the machine's memory if `room` is on a device.
-    Each of the `replicas` goes to another node.
+    `tensors` maps the digest of each tensor to its size. Each engine takes `room` beside the
+    weights, for the KV cache and activations. If `room` is on a device, the engine also takes
+    `host` of the machine's memory. Each of the `replicas` goes to another node.
     """
 
     name: str
@@ -52,9 +52,9 @@ class PackingProblem:
     """Models and nodes as arrays from which placements are computed. Immutable; for any thread.
 
     Sizes are in bytes. `own[m]` is what each replica of model m adds wherever it is: its room, and
-    the tensors that no other model has. `parts[m]` are the numbers of the parts that it has in
-    common with other models, and `sizes` the sizes of all parts. `needs[m]` is what a replica takes
-    on an empty node.
+    the tensors that no other model has. `parts[m]` are the numbers of the parts that model m has in
+    common with other models, and `sizes` are the sizes of all parts. `needs[m]` is what a replica
+    of model m takes on an empty node.
     """
 
     def __init__(self, models: Sequence[Model], nodes: Sequence[Node]) -> None:

@@ -1,7 +1,8 @@
 """Frozen-base substitution: chosen layers of a fine-tune are taken from its base, byte for byte.
 
-Unlike the rest of this package, it changes what a model computes. So it runs only on request, and
-its result is a new checkpoint whose metadata names the layers (`tensor_dedup.formats.markers`).
+Unlike the rest of this package, substitution changes what a model computes. So it runs only on
+request, and the result is a new checkpoint whose metadata names the layers
+(`tensor_dedup.formats.markers`).
 """
 
 from tensor_dedup.errors import NotInstalledError

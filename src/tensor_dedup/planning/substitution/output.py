@@ -36,14 +36,14 @@ def write_files(
 ) -> list[str]:
     """Write a checkpoint's files below `target`, with the tensors in `taken` replaced.
 
-    `taken` has, by full tensor name, a function that yields the new bytes. `metadata` returns
-    entries to add to the metadata of a file, given the names of the tensors replaced in it. Files
-    without weights are copied. Returns the files that were left out: weights in other formats, and
-    their indexes.
+    `taken` maps the full name of a tensor to a function that yields its new bytes. `metadata` takes
+    the names of the tensors replaced in a file, and returns entries to add to the metadata of the
+    file. Files without weights are copied. Weights in other formats, and their indexes, are left
+    out. Returns the paths of the files that were left out.
 
     Raises:
-        UnsupportedError: a weight file of the checkpoint is not a safetensors file.
-        FormatError: a link leads out of the checkpoint.
+        UnsupportedError: A weight file of the checkpoint is not a safetensors file.
+        FormatError: A link leads out of the checkpoint.
     """
     root = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     weights = {file.path: file for file in checkpoint.files}

@@ -25,12 +25,12 @@ from tensor_dedup.suggestions import install_hint
 
 @dataclass(frozen=True, slots=True)
 class Movement:
-    """How much outputs differ from the fine-tune's, over all tokens of all samples.
+    """How far outputs move away from the fine-tune's, over all tokens of all samples.
 
     `distance` is |new - old| / |old| of the logits, or of the last hidden states if the model has
-    no logits. It is None if that is infinite, or if an output is NaN. `agreement` is the fraction
-    of positions with the same largest logit, or None without logits; positions with NaN do not
-    agree.
+    no logits. It is None if the distance is infinite, or if an output is NaN. `agreement` is the
+    fraction of positions with the same largest logit, or None without logits. Positions with NaN do
+    not agree.
     """
 
     samples: int
@@ -39,15 +39,16 @@ class Movement:
 
 
 class Samples:
-    """A fine-tune and its base on some texts, run in float32 on the CPU. For one thread.
+    """A fine-tune and its base, and texts on which their outputs are compared. For one thread.
 
-    Both are loaded by transformers from their folders and kept in memory.
+    Both models are loaded by transformers from their folders and kept in memory. They are run in
+    float32 on the CPU.
 
     Raises:
-        ConfigError: there is no text, or the fine-tune has no tokenizer.
-        CheckpointNotFoundError: transformers cannot load one of the models.
-        NotInstalledError: transformers is not installed.
-        UnsupportedError: an output of the fine-tune is NaN or infinite.
+        ConfigError: There is no text, or the fine-tune has no tokenizer.
+        CheckpointNotFoundError: Transformers cannot load one of the models.
+        NotInstalledError: Transformers is not installed.
+        UnsupportedError: An output of the fine-tune is NaN or infinite.
     """
 
     def __init__(self, tune: Path, base: Path, texts: Sequence[str]) -> None:
@@ -84,10 +85,10 @@ class Samples:
                 )
 
     def moved(self, layers: Sequence[Layer[AnalyzedTensor]]) -> Movement:
-        """Return how much the outputs change if these layers are taken from the base.
+        """Return how much the fine-tune's outputs change if `layers` are taken from the base.
 
         Raises:
-            UnsupportedError: transformers uses another name for a tensor than the files do.
+            UnsupportedError: Transformers uses another name for a tensor than the files do.
         """
         other = dict[str, torch.Tensor]()
         for tensor, its in (pair for layer in layers for pair in layer.pairs):

@@ -42,9 +42,9 @@ _Layer = Layer[AnalyzedTensor]
 class SubstitutedLayer:
     """A layer, or some of its tensors, whose bytes are taken from the base.
 
-    `distance` is |tune - base| / |base| over these tensors; None if it is infinite, or if the
-    values are packed. `output_distance` is the relative change of the outputs on samples if only
-    this layer is replaced; None without samples, or if it is infinite.
+    `distance` is |tune - base| / |base| over these tensors, or None if it is infinite or the values
+    are packed. `output_distance` is the relative change of the outputs on samples if only this
+    layer is replaced. It is None without samples, or if it is infinite.
     """
 
     name: str
@@ -58,10 +58,10 @@ class SubstitutedLayer:
 class Substitution:
     """The result of a substitution: `output` is `tune` with `layers` taken from `base`.
 
-    `adds_bytes` is the size of the output's distinct tensors that the base does not have, and
-    `tune_adds_bytes` the same for the fine-tune. `left_out` are files of the fine-tune that were
-    not copied because they hold weights in other formats. `outputs` says how much the outputs on
-    samples change, or is None without samples.
+    `adds_bytes` is the size of the output's distinct tensors that the base does not have.
+    `tune_adds_bytes` is the same size for the fine-tune. `left_out` are files of the fine-tune that
+    were not copied because they hold weights in other formats. `outputs` says how much the outputs
+    on samples change, or is None without samples.
     """
 
     base: str
@@ -96,24 +96,29 @@ def substitute(
 ) -> Substitution:
     """Write a copy of `tune` to the folder `output`, with some layers replaced by those of `base`.
 
-    Either `layers` selects them (syntax as in `tensor_dedup.formats.layers.layer_names.meant`), or
-    `budget` is the number of bytes that the output may add beside the base. Then layers are
-    replaced until that is reached, first those whose values differ least for their size. With
-    `samples`, which are texts, those come first that change the model's outputs least for their
-    size when replaced alone. transformers loads both checkpoints for this, and the result has the
-    change of the outputs.
+    The layers are chosen in one of these ways:
+
+    - `layers` selects them, with the syntax of `tensor_dedup.formats.layers.layer_names.meant`.
+    - `budget` is the number of bytes that the output may add beside the base. Layers are replaced
+      until the output fits, first those whose values differ least for their size.
+    - With `budget` and `samples`, which are texts, layers are replaced first that change the
+      model's outputs least for their size when replaced alone.
+
+    With `samples`, transformers loads both checkpoints, and the result says how much the outputs
+    change.
 
     `base` and `tune` are given as for `analyze`; the fine-tune's weights must be safetensors. A
-    checkpoint in the store is first exported beside `output`, which takes its size on disk once
+    checkpoint in the store is first exported beside `output`, so its size is needed on disk once
     more. Neither checkpoint is changed. `output` appears once it is complete and its bytes have
     been read back and compared.
 
     Raises:
-        ConfigError: both or neither of `layers` and `budget` are given, a layer does not exist, the
+        ConfigError: Both or neither of `layers` and `budget` are given, a layer does not exist, the
             budget cannot be kept, or the output exists already.
-        UnsupportedError: a layer cannot be taken from the base, or the fine-tune is in another
+        UnsupportedError: A layer cannot be taken from the base, or the fine-tune is in another
             format; the message says why.
-        CheckpointError, StoreError: as `analyze`.
+        CheckpointError: A checkpoint is missing, malformed, or changed while it was read.
+        StoreError: The store, or the checkpoint in it, is missing or damaged.
     """
     if (layers is None) == (budget is None):
         raise ConfigError("give either layers or a budget")
