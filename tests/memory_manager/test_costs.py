@@ -111,7 +111,7 @@ class Impatient(managers.Manager):
     command = (
         "-c",
         "from tensor_dedup.memory_manager.server import __main__, metrics\n"
-        "metrics._PATIENCE_S = 2.0\n"
+        "metrics._PATIENCE_S = 0.7\n"
         "raise SystemExit(__main__.main())",
     )
 
