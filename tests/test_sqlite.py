@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from processes.process_state import fork, forked
+from store_runs.stores import memory_folder
 from tensor_dedup.sqlite import connect, transaction
 
 FORKS = 40
@@ -61,8 +62,9 @@ def fork_while_others_write(folder: str) -> list[int]:
     return ends
 
 
-def test_a_child_forked_while_threads_write_can_use_sqlite(tmp_path: Path) -> None:
-    assert forked(lambda: fork_while_others_write(str(tmp_path))) == [0] * FORKS
+def test_a_child_forked_while_threads_write_can_use_sqlite() -> None:
+    with memory_folder() as folder:  # where threads are in SQLite, and do not wait for a disk
+        assert forked(lambda: fork_while_others_write(str(folder))) == [0] * FORKS
 
 
 def test_threads_that_write_one_file_wait_for_each_other_and_no_longer(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import click
 import pytest
@@ -90,15 +89,20 @@ def test_help_lists_verbs_with_whole_sentences() -> None:
         assert "..." not in listed
 
 
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[terminal.Terminal]:
+    with terminal.terminal(tmp_path_factory.mktemp("terminal"), {}) as commands:
+        yield commands
+
+
 @pytest.mark.parametrize("verb", [[], ["runs"], ["remote"]])
-def test_no_verb_shows_the_help_as_it_is(tmp_path: Path, verb: list[str]) -> None:
-    with terminal.terminal(tmp_path, {}) as commands:
-        for width in (None, 60, 80):
-            helped = commands.run(*verb, "--help", width=width)
-            shown = commands.run(*verb, width=width)
-            assert (shown.status, helped.status, shown.out) == (2, 0, "")
-            assert shown.err == helped.out
-            assert "\n  list " in shown.err
+def test_no_verb_shows_the_help_as_it_is(commands: terminal.Terminal, verb: list[str]) -> None:
+    for width in (None, 60, 80):
+        helped = commands.run(*verb, "--help", width=width)
+        shown = commands.run(*verb, width=width)
+        assert (shown.status, helped.status, shown.out) == (2, 0, "")
+        assert shown.err == helped.out
+        assert "\n  list " in shown.err
 
 
 @pytest.mark.parametrize(

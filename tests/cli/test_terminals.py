@@ -102,6 +102,7 @@ NUMBER = re.compile(r"[\d.,]+(?: (?:B|[KMG]iB|s))?|-")
 UNITS = {"B", "KiB", "MiB", "GiB"}
 PICTURE = re.compile(r"[#+.]+")
 CHANGES = re.compile(r"\{\}|import|push|gc|repair|delete")
+World = tuple[terminal.Terminal, Store]
 ENDS = "./_@+=:-"  # what a word that has no room may be broken after
 
 
@@ -198,44 +199,50 @@ def tensor_digest(store: Store) -> str:
         return checkpoint["model.layers.0.mlp.up_proj.weight"].digest[:20]
 
 
-def assert_no_width_breaks_a_word(environment: Mapping[str, str], widths: Sequence[int]) -> None:
-    with world(environment) as (commands, store):
-        names = {"digest": tensor_digest(store), "url": f"file://{store.path.parent}/remote"}
-        for command in [*COMMANDS, *FAILING]:
+def assert_no_width_breaks_a_word(made: World, widths: Sequence[int]) -> None:
+    commands, store = made
+    names = {"digest": tensor_digest(store), "url": f"file://{store.path.parent}/remote"}
+    for command in [*COMMANDS, *FAILING]:
 
-            def run(
-                number: int, width: int | None = None, command: str = command
-            ) -> terminal.Shown:
-                numbers = [number] * command.count("{}")
-                return commands.run(*command.format(*numbers, **names).split(), width=width)
+        def run(number: int, width: int | None = None, command: str = command) -> terminal.Shown:
+            numbers = [number] * command.count("{}")
+            return commands.run(*command.format(*numbers, **names).split(), width=width)
 
-            # A command that changes something may say another thing when it is done again.
-            piped = [run(number) for number in (PIPED if CHANGES.search(command) else PIPED[:1])]
-            for each in piped:
-                assert (each.status == 0) == (command in COMMANDS), (command, each)
-                assert "\x1b" not in each.out
-            for width in widths:
-                shown = run(width, width)
-                assert (shown.status, shown.coloured) == (each.status, False), (command, shown)
-                assert_fits(shown, piped, width)
+        # A command that changes something may say another thing when it is done again.
+        piped = [run(number) for number in (PIPED if CHANGES.search(command) else PIPED[:1])]
+        for each in piped:
+            assert (each.status == 0) == (command in COMMANDS), (command, each)
+            assert "\x1b" not in each.out
+        for width in widths:
+            shown = run(width, width)
+            assert (shown.status, shown.coloured) == (each.status, False), (command, shown)
+            assert_fits(shown, piped, width)
 
 
-def test_no_verb_breaks_a_word_at_sixty_columns() -> None:
-    assert_no_width_breaks_a_word(terminal.STRICT, WIDTHS[:1])
+@pytest.fixture(scope="module")
+def strict() -> Iterator[World]:
+    """Of several tests: none needs the store as it was."""
+    with world(terminal.STRICT) as made:
+        yield made
+
+
+def test_no_verb_breaks_a_word_at_sixty_columns(strict: World) -> None:
+    assert_no_width_breaks_a_word(strict, WIDTHS[:1])
 
 
 # Python writes UTF-8 in the locale C unless it is told not to.
 @pytest.mark.long
 @pytest.mark.parametrize("environment", [terminal.STRICT, {}], ids=["strict", "as Python has it"])
 def test_no_width_breaks_a_word(environment: Mapping[str, str]) -> None:
-    assert_no_width_breaks_a_word(environment, WIDTHS)
+    with world(environment) as made:
+        assert_no_width_breaks_a_word(made, WIDTHS)
 
 
-def test_a_live_view_fits() -> None:
-    with world(terminal.STRICT) as (commands, _):
-        piped = commands.run("status")
-        for width in WIDTHS:
-            assert_fits(commands.run("top", width=width, keys="q"), [piped], width)
+def test_a_live_view_fits(strict: World) -> None:
+    commands, _ = strict
+    piped = commands.run("status")
+    for width in WIDTHS:
+        assert_fits(commands.run("top", width=width, keys="q"), [piped], width)
 
 
 def test_every_verb_is_tried() -> None:

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.vllm
 
 UNTIED = "llama_tied, but for a head in the file"
-# Heads of their own, tied ones, ones that only the checkpoint unties; biases.
-DENSE = ("llama", "llama_tied", UNTIED, "opt")
+# Heads of their own, and ones that only the checkpoint unties; in long runs, tied ones, and biases.
+MORE_DENSE = ("llama_tied", "opt")
+DENSE = ("llama", UNTIED, *(pytest.param(arch, marks=pytest.mark.long) for arch in MORE_DENSE))
 EXPERTS = ("mixtral", "qwen3_moe")
 ONE_DIGEST = "0" * 64
 
@@ -161,7 +162,7 @@ def _compare(base: Path, other: Path, of_base: Any, of_other: Any, *, known: boo
 
 
 @pytest.mark.usefixtures("_warm")
-@pytest.mark.parametrize("arch", ["llama", UNTIED])
+@pytest.mark.parametrize("arch", ["llama", pytest.param(UNTIED, marks=pytest.mark.long)])
 def test_without_comparing_the_wrong_bytes_are_shared(arch: str, tmp_path: Path) -> None:
     """The control: where nobody compares, these tests would notice."""
     compare_nothing(arch, tmp_path)
@@ -184,7 +185,9 @@ def compare_nothing(arch: str, root: Path) -> None:
 
 
 @pytest.mark.usefixtures("_warm")
-@pytest.mark.parametrize("algorithm", ["xxh3_128", "xxhash64"])
+@pytest.mark.parametrize(
+    "algorithm", ["xxhash64", pytest.param("xxh3_128", marks=pytest.mark.long)]
+)
 def test_a_hash_that_may_collide_is_not_trusted_by_default(algorithm: str, tmp_path: Path) -> None:
     base, other = pair("llama", tmp_path)
     [(of_base, _), (of_other, _)] = plainly(base, other)

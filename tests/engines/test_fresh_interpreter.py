@@ -38,9 +38,11 @@ ANSWER = """
         return list(request.outputs[0].token_ids)
 """
 END = """
-    import json, os
+    import json, os, sys
+    modules = [name for name in sys.modules if name.startswith("tensor_dedup.")]
     from tensor_dedup import report
-    print(json.dumps({"pid": os.getpid(), "answers": answers, **report().to_dict()}))
+    ran = {"pid": os.getpid(), "answers": answers, "modules": modules}
+    print(json.dumps({**ran, **report().to_dict()}))
 """
 
 
@@ -123,6 +125,12 @@ def test_the_published_snippet_runs_and_its_load_is_reported(
     assert load["shared_bytes"] + load["private_bytes"] == load["total_bytes"]
     # Nothing in a tiny model is as large as the article's threshold.
     assert load["tensors_shared"] == 0
+    if multiprocessing == "0":  # what loads a model needs no remotes and no training
+        assert {"tensor_dedup.patches.vllm.run", "tensor_dedup.store.reading.reader"} <= {
+            *result["modules"]
+        }
+        wings = ("tensor_dedup.remote", "tensor_dedup.training", "tensor_dedup.api")
+        assert [name for name in result["modules"] if name.startswith(wings)] == []
 
 
 @pytest.mark.vllm

@@ -73,6 +73,9 @@ LLAMAS: dict[str, tuple[Change, int]] = {
 }
 
 
+AUDITS: tuple[dict[str, Any], ...] = ({"audit": 1.0}, {"verify_bytes": True})
+
+
 def some(cases: Iterable[str], *short: str) -> list[Any]:
     """All of them in long runs, these in any."""
     marks = {True: [], False: [pytest.mark.long]}
@@ -235,10 +238,19 @@ def _assert_kept_in_another_process(
 @pytest.mark.vllm
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
-    "case", some([*LLAMAS, "ten more rows"], "merged LoRA on q and v", "ten more rows")
+    ("case", "audits"),
+    [
+        ("merged LoRA on q and v", AUDITS),
+        ("ten more rows", ()),
+        *(
+            pytest.param(case, AUDITS, marks=pytest.mark.long)
+            for case in (*LLAMAS, "ten more rows")
+            if case != "merged LoRA on q and v"
+        ),
+    ],
 )
 def test_vllm_reads_only_what_changed_of_a_known_fine_tune(
-    case: str, llama: Path, tmp_path: Path, opened: list[Any]
+    case: str, audits: tuple[dict[str, Any], ...], llama: Path, tmp_path: Path, opened: list[Any]
 ) -> None:
     change, common = LLAMAS.get(case, (grown_by_ten, 32 * MIB))
     tune = change(llama, tmp_path / "tune")
@@ -250,7 +262,7 @@ def test_vllm_reads_only_what_changed_of_a_known_fine_tune(
     first = engines.sharing(llama, cpu_weights="plain")
     opened.append(first)
     differ, _ = changed_leaves(llama, tune)
-    for audited in ({}, {"audit": 1.0}, {"verify_bytes": True}):
+    for audited in ({}, *audits):
         second = engines.sharing(tune, cpu_weights="plain", **audited)
         opened.append(second)
         last = engines.last_report()

@@ -109,8 +109,15 @@ def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.mark.usefixtures("_warm")
-@pytest.mark.parametrize("policy", ["packed", "plain"])
-@pytest.mark.parametrize("arch", ["llama_tied", "opt"])
+@pytest.mark.parametrize(
+    ("arch", "policy"),
+    [
+        ("llama_tied", "plain"),
+        ("opt", "packed"),
+        pytest.param("llama_tied", "packed", marks=pytest.mark.long),
+        pytest.param("opt", "plain", marks=pytest.mark.long),
+    ],
+)
 def test_nothing_is_left_and_a_second_generation_is_as_the_first(
     arch: str, policy: str, tmp_path: Path
 ) -> None:

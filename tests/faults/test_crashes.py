@@ -194,7 +194,7 @@ def test_import(world: World, folder: Path, every: bool) -> None:
     scene = Scene(world, folder, _nothing)
     after = world.only("base", "tune", "tiny", "new")
     seen = set()
-    for store in scene.deaths(_import_new(world), every, one_in=3):
+    for store in scene.deaths(_import_new(world), every, one_in=6):
         state = _either(store, world.committed, after)
         seen.add(len(state))
         assert_clean(store, state)
@@ -210,7 +210,7 @@ def test_indexing_in_place(world: World, folder: Path, every: bool) -> None:
     def act(store: Store) -> None:
         store.import_(world.paths["new"], external=True)
 
-    for store in scene.deaths(act, every, one_in=6):
+    for store in scene.deaths(act, every, one_in=12):
         assert_clean(store, _either(store, world.committed, after))
     assert content(world.paths["new"]) == world.content["new"]
 
@@ -223,7 +223,7 @@ def test_replacing(world: World, folder: Path, every: bool) -> None:
     def act(store: Store) -> None:
         store.import_(world.paths["new"], "tiny", replace=True, base="base")
 
-    for store in scene.deaths(act, every, one_in=8):
+    for store in scene.deaths(act, every, one_in=16):
         # One or the other, whole: never no checkpoint of that name, never a mixture.
         state = replaced if "big.safetensors" in stored(store, "tiny") else world.committed
         seen.add(state is replaced)
@@ -259,7 +259,7 @@ def test_gc(world: World, folder: Path, grace: int, every: bool) -> None:
         (store.path / "tmp" / "left-behind").write_bytes(b"half a tensor")
 
     scene = Scene(world, folder, before)
-    for store in scene.deaths(lambda store: store.gc(grace), every, one_in=6):
+    for store in scene.deaths(lambda store: store.gc(grace), every, one_in=12):
         assert_clean(store, world.committed)
 
 
@@ -295,7 +295,7 @@ def test_import_of_what_shares_leaves(by_leaf: World, folder: Path, every: bool)
     before = {name: by_leaf.content[name] for name in ("base", "grown")}
     after = {**before, "new": by_leaf.content["new"]}
     seen = set()
-    for store in scene.deaths(_import_by_leaf(by_leaf), every, one_in=8):
+    for store in scene.deaths(_import_by_leaf(by_leaf), every, one_in=16):
         state = _either(store, before, after)
         seen.add(len(state))
         assert_clean(store, state)
@@ -379,7 +379,7 @@ def test_repair_of_an_anchor(world: World, folder: Path, every: bool) -> None:
         store.repair([world.paths["base"]])
 
     scene = Scene(world, folder, before)
-    for store in scene.deaths(repair, every, one_in=6):
+    for store in scene.deaths(repair, every, one_in=12):
         assert store.repair([world.paths["base"]]).missing == []
         assert_clean(store, world.only("tune", "tiny"))
 
@@ -404,7 +404,7 @@ def test_repair_of_a_leaf_that_others_have(
 
     scene = Scene(by_leaf, folder, before)
     names = ["grown"] if gone else ["base", "grown"]
-    for store in scene.deaths(repair, every, one_in=6):
+    for store in scene.deaths(repair, every, one_in=12):
         assert store.repair([by_leaf.paths["base"]]).missing == []
         assert_clean(store, {name: by_leaf.content[name] for name in names})
         assert "leaves" in store.stats().codecs
@@ -431,7 +431,7 @@ def flip(path: Path, offset: int) -> None:
 def test_repair(world: World, folder: Path, every: bool) -> None:
     scene = Scene(world, folder, _damage)
     paths = [world.paths[name] for name in world.committed]
-    for store in scene.deaths(lambda store: store.repair(paths), every, one_in=12):
+    for store in scene.deaths(lambda store: store.repair(paths), every, one_in=24):
         for name, files in world.committed.items():
             with contextlib.suppress(DamagedFileError, CorruptTensorError, MissingObjectError):
                 assert stored(store, name) == files
@@ -561,7 +561,7 @@ def test_an_operation_that_fails_once_can_be_done_again(
     after = world.only("base", "tune", "tiny", "new")
     act = _import_new(world)
     steps = scene.steps(act)
-    some = some_changes(enumerate(steps), 10)
+    some = some_changes(enumerate(steps), 20)
     for number, operation in enumerate(steps):
         skipped = number not in some if operation in CHANGES else number % (4 * _SOME)
         if operation == "before" or (skipped and not every):

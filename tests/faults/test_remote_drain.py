@@ -176,6 +176,11 @@ def every(request: pytest.FixtureRequest) -> bool:
     return str(request.param) == "all"
 
 
+# Of this act short forms try the most, and of the others two of three faults at each commit.
+_MOST = "next steps"
+_AT_COMMITS = ("killed before", "killed after", "lost after")
+
+
 @pytest.mark.parametrize("name", ACTS)
 def test_every_request_suffers_every_fault(folder: Path, name: str, every: bool) -> None:
     scene, seen = Scene(folder, ACTS[name]), list[Steps]()
@@ -184,14 +189,14 @@ def test_every_request_suffers_every_fault(folder: Path, name: str, every: bool)
     requests = scene.requests()
     writes = [number for number in numbers if requests[number].startswith("put")]
     assert any(requests[number].startswith("put_if refs/") for number in writes)
-    turn = itertools.cycle(FAULTS)
-    one_in = 1 if name == "next steps" else 4
+    turn, commit_turn = itertools.cycle(FAULTS), itertools.cycle(_AT_COMMITS)
+    one_in = 2 if name == _MOST else 4
     for place, number in enumerate(numbers):
         commits = requests[number].startswith("put_if refs/")
         tried = place % one_in == 0 and (number in writes or number % 4 == 0)
         few = {next(turn)} if tried else set()
         if commits:
-            few |= {"killed before", "killed after", "lost after"}
+            few |= {*_AT_COMMITS} if name == _MOST else {next(commit_turn), next(commit_turn)}
         for fault in FAULTS:
             if every or fault in few:
                 scene.suffer(number, fault)
@@ -228,7 +233,8 @@ def test_a_step_changes_at_every_request(folder: Path, name: str, what: str, eve
     requests = scene.requests()
     numbers = [number for number, call in enumerate(requests) if call]
     for number in numbers:
-        if not every and number % 4 and not requests[number].startswith("put_if refs/"):
+        one_in = 1 if every else 4 if name == _MOST else 8
+        if number % one_in and not requests[number].startswith("put_if refs/"):
             continue
         scene.reset()
         other = scene.open()
@@ -294,7 +300,7 @@ def test_a_kill_before_a_name_is_durable_and_then_a_power_cut(folder: Path, ever
     drain(open_(where / "fast", bucket_in(where, files), **options))
     syncs = [number for number, operation in enumerate(files.log) if operation == "sync_folder"]
     assert len(syncs) > 10
-    for number in syncs[:: 1 if every else 3]:
+    for number in syncs[:: 1 if every else 4]:
         where, files = stage(f"cut-{number}", Faults(stop_at=number))
         with pytest.raises(Crash):
             drain(open_(where / "fast", bucket_in(where, files), **options))

@@ -197,11 +197,26 @@ def test_these_are_the_steps(
     free(manager)
 
 
-def short_form(names: list[str]) -> set[int]:
-    """Each request and piece once, at each of its moments, and all that comes after the seal."""
+def moments(names: list[str]) -> list[tuple[str, str]]:
+    """Each step, with what was asked where the step is that it was sent."""
+    return [(names[n - 1] if name == "sent" else "", name) for n, name in enumerate(names)]
+
+
+def short_form(kind: str) -> set[int]:
+    """Each request and piece once, at each of its moments, and all that comes after the seal.
+
+    Until then a put is the same in both kinds. Before a request everything is as it was after the
+    one that came before it.
+    """
+    names = PUT if kind == "put" else READ_AND_PUT
     ends = len(names) - names[::-1].index("after Seal")
-    within = [(names[n - 1] if name == "sent" else "", name) for n, name in enumerate(names)]
-    return {n for n, each in enumerate(within) if n >= ends or within.index(each) == n}
+    within, elsewhere = moments(names), moments(PUT) if kind == "read" else []
+    return {
+        n
+        for n, each in enumerate(within)
+        if n == 0 or not names[n].startswith("before")
+        if n >= ends or (within.index(each) == n and each not in elsewhere)
+    }
 
 
 @pytest.mark.parametrize(
@@ -211,7 +226,7 @@ def short_form(names: list[str]) -> set[int]:
             kind,
             last,
             id=f"{kind}-{last}-{name.replace(' ', '-')}",
-            marks=[] if last in short_form(names) else pytest.mark.long,
+            marks=[] if last in short_form(kind) else pytest.mark.long,
         )
         for kind, names in (("put", PUT), ("read", READ_AND_PUT))
         for last, name in enumerate(names)

@@ -156,7 +156,7 @@ def test_a_builder_that_says_that_it_gets_on_is_not_taken_over(manager: managers
         thread = threading.Thread(target=get_on)
         thread.start()
         # Longer than the one second that a silent builder has.
-        assert waiter.wait("layer", 2.5) == "building"
+        assert waiter.wait("layer", 1.6) == "building"
         assert waiter.reserve(["layer"]).answers == {"layer": "building"}
         done.set()
         thread.join()

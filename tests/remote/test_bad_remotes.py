@@ -95,12 +95,17 @@ SPOILS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("spoilt", SPOILS)
 def test_no_spoilt_object_puts_a_wrong_byte_into_a_store(
-    tmp_path: Path, bucket: MemoryBucket, spoilt: str
+    tmp_path: Path, bucket: MemoryBucket, spoilt: str, every: bool
 ) -> None:
+    """Short runs spoil every other object, and the rest in the next way."""
     originals, refused = dict(bucket.objects), 0
-    for number, key in enumerate(sorted(originals)):
+    some = sorted(originals)[:: 1 if every else 2]
+    if not every and [*SPOILS].index(spoilt) % 2:
+        some = sorted(originals)[1::2]
+    for number, key in enumerate(some):
         bucket.objects = dict(originals)
         spoil(bucket, key, SPOILS[spoilt])
         other = open_store(tmp_path / f"other-{number}")
@@ -113,7 +118,7 @@ def test_no_spoilt_object_puts_a_wrong_byte_into_a_store(
         for name in other.names():
             assert stored(other, name) == content(tmp_path / name)
         assert other.verify(full=True).faults == []
-    assert refused >= len([k for k in originals if k.startswith(("refs/", "manifests/"))])
+    assert refused >= len([key for key in some if key.startswith(("refs/", "manifests/"))])
 
 
 def test_a_wrong_byte_is_named_with_its_tensor(bucket: MemoryBucket, store: Store) -> None:

@@ -128,6 +128,8 @@ print(*(name for name in sys.modules if name.startswith("tensor_dedup.")))
 """
 
 
+# A load for real: tests/engines/test_fresh_interpreter.py.
+@pytest.mark.long
 def test_loading_a_model_imports_nothing_of_remotes_and_training() -> None:
     command = [sys.executable, "-W", "ignore", "-c", LOADER]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -147,10 +149,10 @@ def test_each_folder_of_the_root_is_linked_into_the_package(part: str) -> None:
     assert link.resolve() == package_source.ROOT / part
 
 
-@pytest.mark.parametrize("name", [name for name in package_source.modules() if name])
+@pytest.mark.parametrize("name", [name for name in package_source.sources() if name])
 def test_every_folder_with_code_is_a_package(name: str) -> None:
     parent = name.rpartition(".")[0]
-    assert not parent or parent in package_source.modules()
+    assert not parent or parent in package_source.sources()
 
 
 def upward(texts: Mapping[str, str]) -> list[str]:

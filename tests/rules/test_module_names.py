@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 
 import pytest
 
@@ -18,8 +19,13 @@ NO_MODULES = {
 }
 
 
-def named() -> Iterator[tuple[str, str]]:
+@cache
+def named() -> tuple[tuple[str, str], ...]:
     """Each name of a module in a string of the package, and the module it stands in."""
+    return tuple(_named())
+
+
+def _named() -> Iterator[tuple[str, str]]:
     for module, text in package_source.sources().items():
         for node in ast.walk(ast.parse(text)):
             text_of = node.value if isinstance(node, ast.Constant) else None
@@ -36,7 +42,7 @@ def entry_points() -> Iterator[str]:
 
 @pytest.mark.parametrize("name", sorted({name for _, name in named()} | {*entry_points()}))
 def test_a_module_that_is_named_in_text_is_there(name: str) -> None:
-    assert name.partition(":")[0] in package_source.modules()
+    assert name.partition(":")[0] in package_source.sources()
 
 
 def shown() -> str:
@@ -60,6 +66,13 @@ def readme_imports() -> list[str]:
 
 def test_what_readme_imports_can_be_imported() -> None:
     assert len(readme_imports()) > 5
+    for statement in readme_imports():
+        exec(statement, {})
+
+
+# Each page's own imports, in a process of its own: tests/docs/test_snippets.py.
+@pytest.mark.long
+def test_what_readme_imports_can_be_imported_in_a_new_interpreter() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", "\n".join(readme_imports())],
         capture_output=True,
@@ -89,8 +102,8 @@ def roots() -> set[str]:
     """What users run, and what README.md and the documentation have them import."""
     text = shown()
     public = set(re.findall(r"(?:from|import) (tensor_dedup[\w.]*)", text))
-    public |= {n for n in package_source.modules() if n.startswith("tensor_dedup.integrations.")}
-    public |= {n for n in package_source.modules() if n.startswith(package_source.SECOND_NAME)}
+    public |= {n for n in package_source.sources() if n.startswith("tensor_dedup.integrations.")}
+    public |= {n for n in package_source.sources() if n.startswith(package_source.SECOND_NAME)}
     commands = {name.partition(":")[0] for name in entry_points()}
     adapters = "tensor_dedup.training.adapters"
     return {
@@ -103,7 +116,7 @@ def roots() -> set[str]:
 
 
 def test_nothing_that_only_tests_use_is_in_the_package() -> None:
-    everything = package_source.modules().keys() - {""}
+    everything = package_source.sources().keys() - {""}
     assert everything - used(package_source.sources(), roots()) == set()
 
 

@@ -9,11 +9,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from store_runs.disk_faults import CHANGES, Crash, Faults, FaultyFiles, Loss, some_changes
 from store_runs.stores import Model, assert_same
@@ -31,15 +33,20 @@ ELEMENTS = 600_000
 MOVING = ("one", "two")
 
 
+@cache
+def moved(name: str, steps: int) -> NDArray[np.float32]:
+    """Weights that moved a little so many times; nothing changes them."""
+    seed = 99 + steps if steps else [*MOVING, "frozen"].index(name)
+    drawn = np.random.default_rng(seed).standard_normal(ELEMENTS).astype(np.float32)
+    found = moved(name, steps - 1) + drawn * np.float32(1e-5) if steps else drawn
+    found.flags.writeable = False
+    return found
+
+
 def model_of(step: int) -> Model:
     """Weights that move a little in each step, one that stays, and one that nothing makes small."""
-    model: Model = {}
-    for number, name in enumerate((*MOVING, "frozen")):
-        dice = np.random.default_rng(number)
-        model[name] = dice.standard_normal(ELEMENTS).astype(np.float32)
-        for seed in range(step if name in MOVING else 0):
-            dice = np.random.default_rng(100 + seed)
-            model[name] += dice.standard_normal(ELEMENTS).astype(np.float32) * 1e-5
+    moves = {name: step if name in MOVING else 0 for name in (*MOVING, "frozen")}
+    model: Model = {name: moved(name, steps) for name, steps in moves.items()}
     model["noise"] = np.random.default_rng(step).integers(0, 256, ELEMENTS, np.uint8)
     model["bias"] = np.full(10, step, np.float32)
     return model
@@ -235,6 +242,7 @@ def test_what_others_have_stored_against_it_meanwhile_keeps_it(
         assert len(opened.read("one")) == 4 * ELEMENTS
 
 
+@cache
 def leaf_model(step: int) -> Model:
     """Weights of one leaf each that move a little, and noise."""
     model: Model = {}

@@ -79,7 +79,11 @@ def plain(value: Any) -> Any:
 
 
 def growth(root: str, way: str, count: int, options: dict[str, Any], order: str = "C") -> int:
-    """By how many bytes the process grew, at most, while two steps were saved after the first."""
+    """By how many bytes the process grew, at most, while steps were saved after the first.
+
+    Two of them where something of one may be left for the next.
+    """
+    steps = 3 if order == "C" or "in_flight" in options else 2
     torch.set_num_threads(1)
     if order == "device":  # there is none here: what lies there is read the same way
         state._is_elsewhere = lambda tensor: tensor is not None
@@ -88,7 +92,7 @@ def growth(root: str, way: str, count: int, options: dict[str, Any], order: str 
     model = {name: of_order(weight, order) for name, weight in model.items()}
     assert all(each.nbytes == TENSOR for each in model.values())
     with CheckpointStore(root, "run", pool_bytes=POOL, **options) as run:
-        for step in range(3):
+        for step in range(steps):
             if step == 1:
                 run._saves.finish()  # what it has beside its pool is let go of
                 base = _status("VmRSS") - run._saves._pool.allocated
@@ -105,7 +109,7 @@ def growth(root: str, way: str, count: int, options: dict[str, Any], order: str 
             for weight in model.values():
                 change(weight)
     found = _status("VmHWM") - base
-    assert run.steps() == [0, 1, 2]
+    assert run.steps() == list(range(steps))
     assert (plain(run.load(1)[f"weight{count - 1}"][:9]) == expected).all()
     return found
 

@@ -4,7 +4,9 @@ import ast
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
 ROOT = Path(__file__).parents[3]
 SOURCE = ROOT / "src"
@@ -141,16 +143,22 @@ def modules(source: Path = SOURCE) -> dict[str, Path]:
     return found
 
 
-def sources() -> dict[str, str]:
-    """The text of every module of the package, by its dotted name."""
-    return {name: path.read_text() for name, path in modules().items()}
+@cache
+def sources() -> Mapping[str, str]:
+    """The text of every module of the package, by its dotted name; read once."""
+    return MappingProxyType({name: path.read_text() for name, path in modules().items()})
 
 
-def imports(text: str) -> Iterator[str]:
+@cache
+def imports(text: str) -> tuple[str, ...]:
     """Every name a module imports, also in a function or for type checkers only.
 
     `from a import b` yields `a.b`, since `b` may be a module.
     """
+    return tuple(_imports(text))
+
+
+def _imports(text: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
