@@ -314,7 +314,7 @@ class SourceReader:
         self.counters.read_seconds += time.perf_counter() - began
 
     def read_pieces(self, source: SourceTensor, write: Callable[[memoryview, int], None]) -> str:
-        """Read `source` in pieces and pass each to `write(piece, offset)`; return its BLAKE3 digest.
+        """Read `source` in pieces, pass each to `write(piece, offset)`, and return the BLAKE3 digest.
 
         Threads of the hash pool call `write` and hash the same bytes, so no buffer of the tensor's
         size is needed here. Waits for all other reads in progress, too, and raises the same errors

@@ -49,10 +49,12 @@ def is_forgeable(digest: str) -> bool:
 def require_as_hashed(
     made: Iterable[tuple[torch.Tensor, Resident]], memory: ProcessMappings, algorithm: str
 ) -> None:
-    """Check that residents copied from mapped files have the bytes that were hashed there before.
+    """Check that residents that were copied from mapped files have the bytes that were hashed.
 
-    `made` has each tensor with its resident. A file may have been written to in between, without a
-    change of its times. Call this before the residents are registered.
+    `made` has pairs of a tensor and its resident. A mapped tensor is hashed first and copied later,
+    and the file may be written to in between without a change of its times. Residents of tensors
+    that are not mapped from a file, as `memory` tells, are not checked. Call this before the
+    residents are registered.
 
     Raises:
         ChangedFileError: A resident's bytes do not have its digest.

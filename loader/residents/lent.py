@@ -65,7 +65,7 @@ class LentResident(Resident):
 
     @property
     def parts(self) -> tuple[LeasedPart, ...]:
-        """The tensor as parts of its lease: one part, all of it."""
+        """The parts of the leased tensor that form this tensor: a single part, the whole."""
         return ((0, 0, self.nbytes),)
 
     @property
@@ -82,8 +82,8 @@ class LentResident(Resident):
 class LentInParts(Resident):
     """A tensor that consists of parts of leased tensors, on each of which it holds a lease.
 
-    Each of `parts`, in order, is (index of the lease, first byte in the leased tensor, size in
-    bytes).
+    `parts` lists the parts in order. Each is (index in `leases`, first byte in the leased tensor,
+    size in bytes).
     """
 
     __slots__ = ("leases", "parts")
@@ -95,7 +95,7 @@ class LentInParts(Resident):
         parts: Sequence[LeasedPart],
         leaf_shared_bytes: int = 0,
     ) -> None:
-        """Describe a tensor that consists of these parts.
+        """Describe the tensor `key`, which consists of `parts` of the tensors of `leases`.
 
         Raises:
             SlabUsageError: A part exceeds its lease, parts do not meet at page boundaries, or their
@@ -156,7 +156,10 @@ def record_of(key: ResidentKey) -> bytes:
 
 
 class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The record of a tensor in parts: its key, and its parts, as in `LentInParts`."""
+    """The record that describes a tensor in parts: its key and its parts, as in `LentInParts`.
+
+    The record also has the contents of the tensor, which are ranges with known digests.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -173,7 +176,10 @@ class Composition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
 
     @property
     def contents(self) -> list[Content]:
-        """The contents of the tensor with their digests; empty if they are not known."""
+        """The ranges of the tensor whose digests are known.
+
+        They fill the tensor, or there are none.
+        """
         return [
             Content(start, end, digest, tuple(_hex_digests(leaves)))
             for start, end, digest, leaves in self.packed
@@ -190,7 +196,8 @@ def record_of_parts(
 ) -> bytes:
     """Return the encoded record of a tensor that consists of parts of leased tensors.
 
-    `contents` are the contents of the tensor with their digests, if they are known.
+    `contents` are the ranges of the tensor whose digests are known. They fill the tensor, or there
+    are none.
     """
     geometry = key.dtype, tuple(key.shape), tuple(key.stride)
     packed = tuple((*each[:3], bytes.fromhex("".join(each.leaves))) for each in contents)
@@ -198,7 +205,10 @@ def record_of_parts(
 
 
 def composition_in(record: bytes) -> Composition | None:
-    """Decode the record of a tensor in parts; return None for any other or an invalid record."""
+    """Decode `record` as that of a tensor in parts.
+
+    Returns None if it is another record or invalid.
+    """
     try:
         found = msgspec.msgpack.decode(record, type=Composition)
     except msgspec.MsgspecError:
@@ -207,7 +217,7 @@ def composition_in(record: bytes) -> Composition | None:
 
 
 def key_in(layer: LayerFound) -> ResidentKey | None:
-    """Return the key of the tensor that a layer of the manager holds, whole or in parts.
+    """Return the key of the tensor that `layer` of the manager holds, whole or in parts.
 
     Returns None if the layer is not a single tensor.
     """
@@ -236,29 +246,37 @@ def _fill(contents: Sequence[Content], nbytes: int) -> bool:
 
 
 def leases_of(resident: Resident) -> tuple[Lease, ...]:
-    """Return the leases that a resident holds; empty if it lies in memory of this process."""
+    """Return the leases that `resident` holds, or () if it lies in memory of this process."""
     if isinstance(resident, LentResident):
         return (resident.lease,)
     return resident.leases if isinstance(resident, LentInParts) else ()
 
 
 def is_of(lease: Lease, slab: Slab) -> bool:
-    """Return whether a leased tensor lies in this slab."""
+    """Return whether the tensor of `lease` lies in `slab`."""
     return _slab(lease.slab) is slab
 
 
 class PartsPlan:
     """A plan to put a tensor that has parts in common with leased tensors.
 
-    `tensors` are the tensors of its layer in the manager: the leased ones that it needs and, if
-    parts are missing, one new tensor with all missing parts side by side. `parts` lists the parts
-    of the tensor as parts of these. `unfit` is the reason if the manager cannot hold it, or None.
+    In the manager, the tensor becomes a layer that consists of several tensors.
+
+    - `tensors` are these tensors: the leased ones that are needed and, if parts are missing, one
+      new tensor with all missing parts side by side.
+    - `needed` has the leases on the leased ones.
+    - `parts` lists the parts of the tensor, each as a part of one of `tensors`.
+    - `rest_bytes` is the total size of the missing parts.
+    - `unfit` is the reason why the manager cannot hold the tensor in parts, or None.
     """
 
     def __init__(
         self, geometry: ResidentKey, pieces: Sequence[LeafPiece], leases: Sequence[Lease]
     ) -> None:
-        """Plan a tensor of these pieces; the digest of `geometry` is ignored."""
+        """Plan the tensor that consists of `pieces`, which lie in tensors of `leases` or must be put.
+
+        `geometry` has the tensor's dtype, shape and stride; its digest is ignored.
+        """
         self._pieces = pieces
         used: dict[str, int] = {}  # the number of each lease, by its digest
         self.needed: list[Lease] = []
@@ -303,7 +321,10 @@ class PartsPlan:
         """Write the missing parts, and check the digest of the whole tensor.
 
         The digest is computed from the bytes that were written and leased. `data` has the tensor's
-        bytes; if it is a mapping of a file, `read` reads them from the file (see `copied_part`).
+        bytes. If `data` is a mapping of a file, `read` reads the bytes from the file (see
+        `copied_part`). `put` and `missing` are the arguments that the manager's client passes: the
+        put to write to, and the tensors that the manager lacks. Returns no digests, because the
+        manager computes them.
 
         Raises:
             RefusedError: A leased tensor is no longer resident (code "not_resident"), a lease
@@ -331,7 +352,8 @@ class PartsPlan:
     ) -> None:
         """Write the missing parts of `data` into the first tensor of `put`.
 
-        `whole`, if given, is updated with all bytes of the tensor, in order.
+        `whole`, if given, is a running digest and is updated with all bytes of the tensor, in
+        order. `read` is as for `fill`.
         """
         at = 0
         for start, end, there in self._pieces:
