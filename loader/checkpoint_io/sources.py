@@ -314,11 +314,11 @@ class SourceReader:
         self.counters.read_seconds += time.perf_counter() - began
 
     def read_pieces(self, source: SourceTensor, write: Callable[[memoryview, int], None]) -> str:
-        """Read `source` in pieces, pass each to `write(piece, offset)`, and return the BLAKE3 digest.
+        """Read `source` in pieces, pass each to `write(piece, offset)`, and return the digest.
 
-        Threads of the hash pool call `write` and hash the same bytes, so no buffer of the tensor's
-        size is needed here. Waits for all other reads in progress, too, and raises the same errors
-        as `settle`.
+        Threads of the hash pool call `write` and hash the same bytes with BLAKE3, so no buffer of
+        the tensor's size is needed here. Waits for all other reads in progress, too, and raises the
+        same errors as `settle`.
         """
         spec, file = source.spec, source.file
 

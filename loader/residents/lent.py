@@ -273,8 +273,9 @@ class PartsPlan:
     def __init__(
         self, geometry: ResidentKey, pieces: Sequence[LeafPiece], leases: Sequence[Lease]
     ) -> None:
-        """Plan the tensor that consists of `pieces`, which lie in tensors of `leases` or must be put.
+        """Plan the tensor that consists of `pieces`, each of them leased or missing.
 
+        A piece is missing if it has no slab extent; the others lie in the tensors of `leases`.
         `geometry` has the tensor's dtype, shape and stride; its digest is ignored.
         """
         self._pieces = pieces

@@ -258,7 +258,10 @@ class ManagerSession(Generic[Request, Held]):
         """Do nothing. `HostSession` publishes the contents of a resident."""
 
     def publish_parts(self, recipe: str, resident: Held) -> None:
-        """Do nothing. A GPU's session publishes the list of blocks (of 16 MiB) of a large tensor."""
+        """Do nothing. A GPU's session publishes which blocks a large tensor consists of.
+
+        Blocks are pieces of 16 MiB.
+        """
 
     def _layer(self, request: Request) -> NewLayer:
         data = self.memory.data(request)
