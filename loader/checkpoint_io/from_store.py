@@ -1,9 +1,9 @@
 """Read the tensors of a checkpoint from a store.
 
 The checkpoint is either a folder of weights files (`FromDisk`) or a checkpoint that exists in the
-store only (`FromStore`). The store verifies the bytes that it returns against their digest, leaf by
-leaf (2 MiB). If the store cannot return the bytes intact, a folder's own files are read instead. A
-stored checkpoint has no such files, so its load fails.
+store only (`FromStore`). The store verifies the bytes that it returns, leaf by leaf (2 MiB). If the
+store cannot return the bytes of a tensor intact, they are read from the folder's own files. A
+checkpoint that exists in the store only has no other files, so its load fails.
 """
 
 from __future__ import annotations
@@ -133,7 +133,10 @@ class CheckpointFiles:
             return list(self._open)
 
     def close(self) -> None:
-        """Close the store's files. No `fill` may be in progress."""
+        """Close the store's files. No `fill` may be in progress.
+
+        Closing twice has no effect.
+        """
         for pieces in self._open:
             pieces.close()
         self._open.clear()

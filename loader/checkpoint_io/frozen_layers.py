@@ -1,9 +1,9 @@
 """Frozen layers: layers of a checkpoint that a load takes from the base model instead.
 
-The chosen tensors of the base replace those of the checkpoint before anything is read. Digests,
-recipes, look-ups and reads then concern the base's bytes, so a model that was loaded with frozen
-layers is never confused with one that was loaded without. The replaced tensors of the checkpoint
-are neither read nor hashed.
+The chosen tensors of the base replace those of the checkpoint before anything is read. From then
+on, digests, recipes, look-ups and reads concern the base's bytes. So a model that was loaded with
+frozen layers is never confused with a model that was loaded without. The replaced tensors of the
+checkpoint are neither read nor hashed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The `marked` entries of a load report: tensors that markers name, and how many were shared.
+"""The `marked` entries of a load report: how many of the tensors that markers name were shared.
 
 A marker is a list, in a checkpoint or beside it, of tensors that are equal to those of a base.
 """

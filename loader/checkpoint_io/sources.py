@@ -66,8 +66,8 @@ class StaleHintError(ChangedFileError):
 class Placed:
     """The placement of a tensor that is a view of a source's bytes, as in files of torch.save.
 
-    `start` is in bytes from the first byte of the source; `shape` and `stride` are in elements of
-    `dtype`. If `lazy`, the stored values have yet to be conjugated or negated.
+    `start` is the distance in bytes from the first byte of the source. `shape` and `stride` are in
+    elements of `dtype`. If `lazy` is True, the stored values have yet to be conjugated or negated.
     """
 
     name: str
@@ -111,7 +111,7 @@ class SourceTensor:
         return f"{self.file.path}: {self.spec.name}"
 
     def identity(self) -> tuple[object, ...]:
-        """Return the digest, dtype and shape, by which recipes name this tensor.
+        """Return the digest, dtype and shape, by which recipes identify this tensor.
 
         Raises:
             IntegrityError: The digest is not known yet.
@@ -250,7 +250,7 @@ class SourceFile:
             )
 
     def forget(self) -> None:
-        """Delete every hint of this file."""
+        """Delete every hint of this file, if the file was opened with `hints`."""
         if self._hints is not None:
             self._hints.forget(self._fd)
 
@@ -266,7 +266,7 @@ class ReadCounters:
     """The bytes that one load read and hashed, and the wall-clock seconds that this took.
 
     `read_seconds` is the time spent waiting for source tensors, which are hashed as they are read.
-    `hash_seconds` is the time spent hashing tensors that were computed from them.
+    `hash_seconds` is the time spent hashing tensors that were computed from source tensors.
     """
 
     bytes_read: int = 0

@@ -1,9 +1,10 @@
 """The stub folder of a stored checkpoint, which holds everything but the weights.
 
 Engines read configuration and tokenizer from this folder, and tensors from the store. Each weights
-file in the folder consists of its header only. Code that reads dtypes from the header works, and
-code that reads weights without this package fails on a truncated file. The folder is named after
-the checkpoint's manifest, is restored from the store by each load, and may be deleted at any time.
+file in the folder consists of its header only. So code that reads dtypes from the header works,
+whereas code that reads weights without this package fails on a truncated file. The folder is named
+after the checkpoint's manifest. Each load restores the folder from the store, so it may be deleted
+at any time.
 """
 
 import os

@@ -3,12 +3,13 @@
 A *resident* is an immutable tensor in memory that models share. CUDA maps memory by whole handles
 (cuMemMap takes no offset but 0), so tensors can only share whole handles. A tensor of `BLOCKS_FROM`
 bytes and more therefore consists of several handles, which are mapped side by side. Each of these
-blocks is a resident of plain bytes and is found by its own digest, at whatever position it lies in
-other tensors.
+handles is a *block*: a resident of plain bytes that is found by its own digest, whatever its
+position in other tensors.
 
-GPU memory is not hashed again, so digests are trusted. The record of a tensor in blocks has its
-leaf digests (one for each 2 MiB). The digests of the blocks and of the whole tensor are computed
-from these, so blocks of another tensor are noticed.
+A *record* describes a tensor in blocks to other processes. The memory manager does not hash GPU
+memory, so digests are trusted. The record therefore has the tensor's leaf digests (one for each 2
+MiB). The digests of the blocks and of the whole tensor are computed from the leaf digests, so
+blocks of another tensor are noticed.
 """
 
 from __future__ import annotations

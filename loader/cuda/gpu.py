@@ -84,7 +84,7 @@ class DeviceMapping:
             self._owners[id(owner)] = owner
 
     def owners(self) -> list[object]:
-        """Return the objects that are kept alive until the slabs are unmapped."""
+        """Return the objects that are kept alive until the slabs are unmapped, for example leases."""
         return list(self._owners.values())
 
     def sleep(self) -> None:
@@ -134,7 +134,7 @@ class DeviceMapping:
     def make_private(self) -> None:
         """Replace the slabs by a private, writable copy of their bytes at the same address.
 
-        Does nothing if the mapping is private already. After an error the mapping is unchanged.
+        Does nothing if the mapping is private already. After an error, the mapping is unchanged.
 
         Raises:
             BackendError: The mapping sleeps, or the driver refused.

@@ -1,7 +1,8 @@
 """Map GPU memory that was received as file descriptors into this process, and unmap it again.
 
-Only whole handles are mapped, because CUDA cannot map a part of one. If a step fails, the earlier
-ones are undone, so a process that cannot map the memory can still load its weights privately.
+Only whole handles are mapped, because CUDA cannot map a part of a handle. If a step fails, the
+earlier steps are undone, so a process that cannot map the memory can still load its weights
+privately.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,10 @@ class MappedExtent(NamedTuple):
 
 
 class Opener(Protocol):
-    """An interface for mapping slabs. A method that raises BackendError has undone its work."""
+    """An interface for mapping slabs.
+
+    A method that raises BackendError has undone the steps that it had taken.
+    """
 
     @property
     def whole_only(self) -> str | None:
@@ -74,7 +78,7 @@ class Opener(Protocol):
 
 
 def total(extents: Sequence[MappedExtent]) -> int:
-    """Return the total size of the extents in bytes."""
+    """Return the total size of `extents` in bytes."""
     return sum(extent.nbytes for extent in extents)
 
 

@@ -1,8 +1,8 @@
 """Residents on a GPU: immutable tensors in slabs, which every model maps read-only.
 
 A slab is a piece of GPU memory that holds one or more tensors. Each model has its own mapping of
-every slab it uses. So one model can get private memory, at the addresses that its CUDA graphs have
-captured, while the other models go on sharing.
+every slab that it uses. So the memory of a single model can be made private, at the addresses that
+the model's CUDA graphs have captured, while other models go on sharing.
 """
 
 import itertools
@@ -165,9 +165,8 @@ class Views:
     def make_private(self) -> int:
         """Replace the model's shared memory by private, writable copies at the same addresses.
 
-        Returns the number of bytes copied. Waits for all work of the GPU; the model must not run
-        meanwhile. After an error, some mappings may be private, and the others are shared as
-        before.
+        Returns the number of bytes copied. Waits for all work of the GPU. The model must not run
+        meanwhile. After an error, some mappings may be private, and the others are still shared.
 
         Raises:
             BackendError: The driver refused.

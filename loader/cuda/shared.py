@@ -1,7 +1,7 @@
 """Residents that the models of this process share on one GPU: built once, mapped by each model.
 
-A resident is found by its replica key: dtype, shape, stride and digest, and a number. Equal tensors
-of one model have different numbers, and so separate memory.
+A resident is found by its replica key, which consists of dtype, shape, stride, digest and a number.
+Equal tensors of one model have different numbers, and so separate memory.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ BATCH_BYTES: Final = 64 << 20
 class SharedGpu:
     """One GPU and the residents on it that models of this process use. Safe from any thread.
 
-    Residents are referenced weakly: one is freed when the last model that uses it is gone.
+    Residents are referenced weakly, so a resident is freed when the last model that uses it is
+    gone.
     """
 
     def __init__(self, gpu: Gpu, device: torch.device, kind: int) -> None:
@@ -294,7 +295,7 @@ class SharedGpu:
         return self._known.get(resident)
 
     def resident_behind(self, tensor: torch.Tensor) -> DeviceResident | None:
-        """Return the resident whose memory, shape and stride are those of `tensor`, or None."""
+        """Return the resident with the memory, dtype, shape and stride of `tensor`, or None."""
         if not _can_be_asked(tensor) or not has_name(tensor.dtype):
             return None
         places = DEVICE_MAPPINGS.ranges(tensor.data_ptr(), tensor.nbytes)
@@ -308,7 +309,7 @@ class SharedGpu:
         return self.gpu.mapping_at(tensor.data_ptr()) if _can_be_asked(tensor) else None
 
     def alive(self) -> list[tuple[ReplicaKey, DeviceResident]]:
-        """Return every resident in use, with its replica key."""
+        """Return every resident in use, preceded by its replica key."""
         return list(self._residents.items())
 
     def seen(self, resident: DeviceResident) -> torch.Tensor:
@@ -377,9 +378,9 @@ def _nbytes(key: ResidentKey) -> int:
 class LocalDevice:
     """Residents that this process builds on one GPU without a memory manager.
 
-    Once written, they are read-only in this process, too. The memory is freed when the last mapping
-    of it ends. Safe from any thread; calls of `put` run one at a time. After a BackendError, load
-    the tensors privately.
+    Once written, the residents are read-only in this process, too. Their memory is freed when its
+    last mapping ends. Safe from any thread; calls of `put` run one at a time. After a BackendError,
+    load the tensors privately.
     """
 
     def __init__(self, gpu: Gpu) -> None:

@@ -69,8 +69,8 @@ class SleepReport:
 class SleepingModel:
     """The shared weights of one model on one GPU, which can sleep and wake. Safe from any thread.
 
-    The model must not run between the start of `sleep` and the return of `wake`. Its tensors keep
-    their addresses, so captured graphs stay valid.
+    The model must not run between the start of `sleep` and the return of `wake`. The model's
+    tensors keep their addresses, so captured graphs stay valid.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class SleepingModel:
 
     @property
     def asleep(self) -> int:
-        """The number of bytes that are unmapped now."""
+        """The number of bytes of this model that are unmapped now."""
         with self._lock:
             return sum(each.mapping.nbytes for each in self._mappings)
 

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class StandbyMemory:
-    """The memory of one GPU that a sleeping model holds. For one thread at a time."""
+    """The GPU memory that one sleeping model holds. For one thread at a time."""
 
     def __init__(self, gpu: Gpu, device: Client | None, checkpoint: str) -> None:
         """Use `device`, the memory manager of `gpu`, or no manager if it is None.

@@ -1,8 +1,8 @@
 """Uploads to a GPU through a few page-locked buffers, with optional hashing.
 
 Page-locked memory is slow to allocate and fast to copy from, so a few buffers are allocated once
-and reused. While one buffer is filled, others are hashed, and copied to the GPU on a stream of
-their own.
+and reused. While one buffer is being filled, others are hashed and are copied to the GPU on a
+separate stream.
 """
 
 import os

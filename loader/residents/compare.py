@@ -1,4 +1,4 @@
-"""Compare residents (shared tensors) byte by byte with the tensors that they stand for."""
+"""Compare residents (shared tensors) byte by byte with the tensors that they replace."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def is_forgeable(digest: str) -> bool:
-    """Return whether a digest's algorithm is not collision-resistant.
+    """Return whether the algorithm of `digest` is not collision-resistant.
 
-    Other bytes with the same digest could then be made on purpose. For a digest that is derived
-    from a cast, the digest of the tensor that was cast decides.
+    Other bytes with the same digest could then be made on purpose. If `digest` is derived from a
+    cast (`cast_key`), the algorithm is that of the digest of the tensor that was cast.
     """
     return any(f"{algorithm}:" in digest for algorithm in FORGEABLE)
 

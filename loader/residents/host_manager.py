@@ -502,8 +502,9 @@ def host_session(client: Client, checkpoint: str) -> HostSession:
 def host_manager_residents(where: str | os.PathLike[str] | None, checkpoint: str) -> HostResidents:
     """Connect a load to the memory manager of host memory whose socket is `where`.
 
-    With `where` None, no manager is used. If the manager does not answer, the failure is logged,
-    the result's `failed` has the reason, and the load goes on without it.
+    If `where` is None, no manager is used. `checkpoint` names the load to the manager. If the
+    manager does not answer, the failure is logged, the result's `failed` has the reason, and the
+    load goes on without the manager.
     """
     if where is None:
         return ManagerResidents()

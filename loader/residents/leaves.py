@@ -1,13 +1,13 @@
 """Build a tensor from leaves of other tensors: equal leaves share memory, the others are copied.
 
-A *leaf* is a part of 2 MiB at a multiple of 2 MiB, as in a digest, and a *resident* a shared tensor
-in memory. Leaves of a new tensor that residents have at the same offset are mapped from the
-residents' slabs (pieces of shared memory). The other leaves are copied into a new slab. Each leaf
-is compared byte by byte before it is shared, so no digest is trusted.
+A *leaf* is a part of 2 MiB of a tensor that begins at a multiple of 2 MiB. A *resident* is a shared
+tensor in memory. If residents have leaves of a new tensor at the same offset, these leaves are
+mapped from the residents' slabs (pieces of shared memory). The other leaves are copied into a new
+slab. Each leaf is compared byte by byte before it is shared, so no digest is trusted.
 
-If the digests of a tensor's *contents* are known, for example of the checkpoint's tensors that it
-consists of, common leaves are found by digest, and only the others are read
-(`build_from_contents`). Digests are trusted then, as in every look-up by digest.
+The *contents* of a tensor are the ranges that it consists of, for example tensors of the
+checkpoint. If their digests are known, common leaves are found by digest, and only the other leaves
+are read (`build_from_contents`). Digests are trusted then, as in every look-up by digest.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class _Unit(NamedTuple):
 class LeafPiece(NamedTuple):
     """Bytes `start` to `end` of a new tensor.
 
-    `there` is the slab extent that already has these bytes, or None if they must be copied.
+    `there` is the slab extent that already has these bytes, or None if the bytes must be copied.
     """
 
     start: int

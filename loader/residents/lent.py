@@ -1,8 +1,9 @@
 """Residents in memory that a memory manager lends: whole tensors, and tensors in several parts.
 
-A record, which the manager stores with a tensor, tells other processes how to read it:
-`record_of` describes a whole tensor, and `record_of_parts` one that consists of parts of several
-leased tensors. The manager reads the latter for its statistics only, and trusts neither.
+A record tells other processes how to read a tensor; the manager stores it with the tensor.
+`record_of` describes a whole tensor, and `record_of_parts` a tensor that consists of parts of
+several leased tensors. The manager reads records of parts for its statistics only, and trusts no
+record.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ LeasedPart: TypeAlias = tuple[int, int, int]
 
 
 class LentResident(Resident):
-    """A whole tensor in a slab of the memory manager. It holds the tensor's lease.
+    """A whole tensor in a slab of the memory manager, with the lease on the tensor.
 
     Every mapping of the tensor keeps this object, and so the lease, alive.
     """
@@ -133,8 +134,8 @@ class LentInParts(Resident):
     def has_its_digest(self) -> bool:
         """Hash the whole tensor, and return whether it has the digest of its key.
 
-        The manager hashes each leased tensor, but not the composition, which another process
-        published.
+        The manager hashes each leased tensor. It does not verify the list of parts, which another
+        process published.
 
         Raises:
             SharedMemoryError: The tensor cannot be mapped.
@@ -151,7 +152,7 @@ class _Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
 
 
 def record_of(key: ResidentKey) -> bytes:
-    """Return the encoded record of a whole tensor: its dtype, shape and stride."""
+    """Return the encoded record of a whole tensor: the dtype, shape and stride of `key`."""
     return msgspec.msgpack.encode(_Geometry(key.dtype, tuple(key.shape), tuple(key.stride)))
 
 

@@ -1,8 +1,8 @@
 """A load's use of the memory manager: borrow tensors of other processes, and put new ones there.
 
-A borrowed tensor is a resident (shared tensor) in a slab of the manager; its lease ends when the
-resident is freed. The same code serves a manager of host memory
-(`tensor_dedup.loader.residents.host_manager`) and one of a GPU
+A borrowed tensor is a resident (shared tensor) in a slab of the manager. The lease on it ends when
+the resident is freed. The same code serves a manager of host memory
+(`tensor_dedup.loader.residents.host_manager`) and a manager of a GPU
 (`tensor_dedup.loader.cuda.manager_residents`). If the manager fails, the failure is logged once,
 and the load goes on with memory of this process.
 """
@@ -115,7 +115,7 @@ class ManagedMemory(Protocol[Request, _Held_co]):
 
     @property
     def namespace(self) -> str:
-        """The prefix of this memory's keys in a manager."""
+        """The prefix of the keys that a manager has for tensors in this memory."""
 
     @property
     def whole_only(self) -> str | None:
@@ -327,10 +327,10 @@ class ManagerResidents(Generic[Request, Held]):
         return self.session.not_by_leaf if self.session is not None else None
 
     def find(self, queries: Sequence[ResidentQuery]) -> list[Held | None]:
-        """Look up residents, by digest if the query has one and otherwise by recipe.
+        """Look up residents; return them in order, or None for each miss.
 
-        Returns them in order, or None for each miss. All digests are looked up in one batch, and
-        all recipes in another.
+        A query with a digest is looked up by digest, and any other by recipe. All digests are
+        looked up in one batch, and all recipes in another.
         """
         known = list({each.key: None for each in queries if each.key.digest})
         others = list({each: None for each in queries if not each.key.digest})

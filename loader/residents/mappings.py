@@ -150,7 +150,8 @@ DEVICE_MAPPINGS: Final = SlabMappings()  # of GPUs: addresses are unique among t
 def any_page_copied(address: int, nbytes: int) -> bool:
     """Return whether a page in a range of a private mapping was written to, and so copied.
 
-    This reads 8 bytes per page from /proc/self/pagemap, which needs no privilege.
+    The range is `nbytes` bytes at `address`. The function reads 8 bytes per page from
+    /proc/self/pagemap, which needs no privilege.
 
     Raises:
         UnsupportedError: /proc/self/pagemap cannot be read.
@@ -160,6 +161,8 @@ def any_page_copied(address: int, nbytes: int) -> bool:
 
 def as_mapped(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
     """Yield (start, size) of the parts of a private mapping whose pages were not written to.
+
+    The parts lie in the range of `nbytes` bytes at `address`, and `start` is an address.
 
     Raises:
         UnsupportedError: /proc/self/pagemap cannot be read.

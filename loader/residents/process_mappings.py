@@ -1,7 +1,7 @@
 """Query the kernel for the memory mappings of this process, one address at a time.
 
-Since Linux 6.11 a single address can be queried (PROCMAP_QUERY). On older kernels all mappings are
-listed, of which a process that has loaded a model has thousands.
+Since Linux 6.11, a single address can be queried (PROCMAP_QUERY). On older kernels, all mappings
+are listed. A process that has loaded a model has thousands of them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FileMapping(NamedTuple):
 
 
 class ProcessMappings:
-    """A cache of this process's mappings; each is queried once. For one thread.
+    """A cache of this process's mappings, each of which is queried once. For one thread.
 
     If /proc cannot be read, no mapping is found.
     """

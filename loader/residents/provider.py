@@ -1,8 +1,8 @@
 """Providers of residents: found in this process or the memory manager, or built on demand.
 
 A resident is an immutable tensor in memory that models share. A load looks up residents (`find`),
-builds missing ones (`get_or_build`), and maps both into its model (`map`). `HostProvider` is for
-host memory, and `tensor_dedup.loader.cuda.provider` for a GPU.
+builds missing ones (`get_or_build`), and maps all of them into its model (`map`). `HostProvider` is
+for host memory, and `tensor_dedup.loader.cuda.provider` for a GPU.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class HostProvider:
     """The `ResidentProvider` of one load for host memory. For one thread.
 
     With `keep_alignment`, a resident that is built in this process has the same alignment (modulo
-    64 bytes) as the tensor that is copied.
+    64 bytes) as the tensor from which it is copied.
     """
 
     manager: HostResidents = field(default_factory=ManagerResidents)
@@ -301,7 +301,10 @@ class HostProvider:
         return first, put[1] and first is put[0]
 
     def end_known(self) -> None:
-        """Release the memory that `build_known` reserved, if `enter_known` has not used it."""
+        """Release the memory that `build_known` reserved and `enter_known` has not used.
+
+        Does nothing without a memory manager.
+        """
         self.manager.end_known()
 
     def note_contents(self, resident: Resident, contents: Sequence[Content]) -> None:
@@ -361,7 +364,8 @@ def host_provider_for(
 ) -> HostProvider:
     """Return the provider for a load of `checkpoint` into host memory.
 
-    `where` is the socket of the memory manager to use, or None. If the manager does not answer,
-    that is logged, and residents are built in this process only.
+    `where` is the socket of the memory manager to use, or None to use none. If the manager does not
+    answer, the failure is logged, and residents are built in this process only. `keep_alignment` is
+    as for `HostProvider`.
     """
     return HostProvider(host_manager_residents(where, checkpoint), keep_alignment)

@@ -88,7 +88,7 @@ class Registry:
             return [] if found is None else list(found.values())
 
     def entries(self) -> list[tuple[int, Resident]]:
-        """Return all residents in use, each preceded by its replica number."""
+        """Return (replica number, resident) for all residents in use."""
         with self._lock:
             return [(copy, resident) for (_, copy), resident in self._residents.items()]
 
@@ -125,7 +125,7 @@ class Registry:
         ]
 
     def resident_bytes(self) -> int:
-        """Return the bytes of all slabs in use, each counted once, and of packed weights.
+        """Return the size in bytes of all slabs and packed weights in use, each counted once.
 
         A packed weight counts with the size of the plain weight that was packed.
         """

@@ -64,8 +64,8 @@ _LOSSLESS: Final = frozenset(
 def dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Return whether a tensor's elements fill one memory range without gap or overlap.
 
-    Their order does not matter, so a transposed matrix is dense. `stride` is in elements and is as
-    long as `shape`. A tensor without elements is dense.
+    The order of the elements does not matter, so a transposed matrix is dense. `stride` is in
+    elements and is as long as `shape`. A tensor without elements is dense.
     """
     if 0 in shape:
         return True
@@ -80,10 +80,10 @@ def dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def sharable(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor can become a resident in host memory.
+    """Return whether `tensor` can become a resident in host memory.
 
-    It must lie on the CPU, have no gaps and a dtype that safetensors knows, and not be lazily
-    conjugated or negated.
+    The tensor must lie on the CPU and have no gaps. Its dtype must be known to safetensors, and the
+    tensor must not be lazily conjugated or negated.
     """
     return tensor.device.type == "cpu" and sharable_anywhere(tensor)
 
@@ -450,9 +450,9 @@ def _same_slab_pages(first: int, second: int, nbytes: int) -> bool:
 def shared_bytes(a: torch.Tensor, b: torch.Tensor) -> int:
     """Return how many bytes of `a` lie in physical memory that `b` uses, too.
 
-    These are all bytes if `shares_memory` is True. Tensors that differ in part may share leaves of
-    2 MiB, minus pages that either side has written to. The memory of a tensor with gaps extends
-    from its first element to its last. Safe from any thread.
+    If `shares_memory` is True, these are all bytes. Tensors that differ in part may share leaves of
+    2 MiB; pages that were written to in either tensor are not counted. The memory of a tensor with
+    gaps extends from its first element to its last. Safe from any thread.
 
     Raises:
         UnsupportedError: /proc/self/pagemap cannot be read.

@@ -1,13 +1,13 @@
 """Slabs: sealed memory files, and copy-on-write mappings of them. Linux only; imports no torch.
 
-A slab is filled, sealed (from then on the kernel refuses writes by any process) and mapped
-MAP_PRIVATE by each reader. Readers share the pages, and one that writes gets its own copy of the
-page from the kernel. No process can corrupt another one's data, and no write fails.
+A slab is filled and then sealed: from then on the kernel refuses writes by any process. Each reader
+maps the slab MAP_PRIVATE. Readers share the pages, and a reader that writes gets its own copy of
+the page from the kernel. So no process can corrupt the data of another process, and no write fails.
 
 A slab is filled by pwrite, never through a writable mapping. For 256 MiB on a two-core virtual
 machine (minimum of seven): `torch.empty().copy_()` 158 ms, pwrite 163 ms, a mapping 401 ms, a
-mapping after posix_fallocate 287 ms. pwrite neither zeroes nor faults the pages, and it returns an
-error where memory is short, whereas a store through a mapping would end in SIGBUS.
+mapping after posix_fallocate 287 ms. pwrite neither zeroes nor faults the pages. If memory is
+short, pwrite returns an error, whereas a store through a mapping would end in SIGBUS.
 """
 
 import ctypes
@@ -77,7 +77,7 @@ def capacity_for(sizes: Iterable[int]) -> int:
 
 
 def bytes_at(address: int, nbytes: int, owner: object) -> ByteArray:
-    """Return a buffer over `nbytes` bytes at an address; the buffer keeps `owner` alive."""
+    """Return a buffer over `nbytes` bytes at `address`; the buffer keeps `owner` alive."""
     array = (ctypes.c_char * nbytes).from_address(address)
     array.owner = owner  # type: ignore[attr-defined]  # array types have a __dict__
     return array
@@ -222,10 +222,11 @@ class ExtentLayout:
     __slots__ = ("_extents", "_length", "_nbytes", "_overlays", "_pieces", "_under")
 
     def __init__(self, extents: Sequence[SlabExtent]) -> None:
-        """Plan the mapping of these extents.
+        """Plan the mapping of `extents`, in this order.
 
         Raises:
-            SlabUsageError: An extent is outside its slab, or does not begin or end with a page.
+            SlabUsageError: An extent is outside its slab, or two extents do not meet at a page
+                boundary.
         """
         self._extents = tuple(extents)
         self._pieces = (_pages(extents[0]),) if len(extents) == 1 else _side_by_side(extents)
@@ -236,8 +237,8 @@ class ExtentLayout:
     def map(self, owner: object, *, writable: bool = True) -> ByteArray:
         """Map the extents copy-on-write and return the mapping as a buffer.
 
-        The buffer keeps `owner` and the slabs alive, and unmaps them when it is garbage-collected.
-        With `writable=False` a write ends the process (SIGSEGV).
+        The buffer keeps `owner` and the slabs alive. When the buffer is garbage-collected, the
+        extents are unmapped. With `writable=False`, a write ends the process (SIGSEGV).
 
         Raises:
             MappingLimitError: This process has nearly as many mappings as the kernel allows.
@@ -340,7 +341,7 @@ class SlabWriter:
     """
 
     def __init__(self, capacity: int) -> None:
-        """Create the memory file.
+        """Create the memory file of the slab.
 
         Raises:
             OutOfMemoryError: There is no descriptor left.
@@ -382,7 +383,7 @@ class SlabWriter:
         return offset
 
     def take(self, nbytes: int) -> int:
-        """Reserve `nbytes` bytes for `put` to write, and return their offset.
+        """Reserve `nbytes` bytes for `put` to write later, and return their offset.
 
         Raises:
             SlabUsageError: The bytes do not fit, or the slab is sealed.
