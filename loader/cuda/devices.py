@@ -1,4 +1,4 @@
-"""The torch devices whose memory can be shared, and the reasons why that of other devices cannot."""
+"""The torch devices whose memory can be shared, and the reasons why other memory cannot."""
 
 from __future__ import annotations
 

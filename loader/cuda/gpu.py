@@ -84,7 +84,7 @@ class DeviceMapping:
             self._owners[id(owner)] = owner
 
     def owners(self) -> list[object]:
-        """Return the objects that are kept alive until the slabs are unmapped, for example leases."""
+        """Return the objects, for example leases, that live until the slabs are unmapped."""
         return list(self._owners.values())
 
     def sleep(self) -> None:
