@@ -55,8 +55,8 @@ _USABLE: Final = 0.75
 def may_be_in_blocks(key: ResidentKey, nbytes: int) -> bool:
     """Return whether a tensor with this `key` and size can be stored in blocks.
 
-    Its size must be suitable, and the digest must be a BLAKE3 of its bytes. The memory must allow
-    blocks, too, which is not checked here.
+    It can if `blocks_of` splits this size and the digest is a BLAKE3 of the tensor's bytes. Whether
+    the GPU's memory allows blocks is not checked here.
     """
     # Other algorithms have no leaves, and their digests a prefix.
     plain = key.digest != "" and is_of_bytes(key) and ":" not in key.digest

@@ -84,7 +84,7 @@ class DeviceMapping:
             self._owners[id(owner)] = owner
 
     def owners(self) -> list[object]:
-        """Return the objects, for example leases, that live until the slabs are unmapped."""
+        """Return the objects kept alive until the slabs are unmapped, for example leases."""
         return list(self._owners.values())
 
     def sleep(self) -> None:
@@ -202,9 +202,9 @@ class Gpu:
         return VmmOpener(self.driver, self.device)
 
     def entered(self) -> AbstractContextManager[None]:
-        """Return a context manager: while it is active, this GPU's context is current here.
+        """Return a context manager under which this GPU's CUDA context is current.
 
-        It applies to the calling thread.
+        This applies to the thread that enters the context manager.
         """
         return current(self.driver, self.device.ordinal)
 

@@ -144,7 +144,8 @@ class DeviceSession(ManagerSession[DeviceRequest, DeviceResident]):
     def by_content(self, keys: Sequence[ResidentKey]) -> list[DeviceResident | None]:
         """Look up residents by digest; return them in order, or None for each miss.
 
-        Tensors in blocks are found, too, unless this process cannot open that many descriptors.
+        Tensors in blocks are found, too. They count as misses if this process cannot open a
+        descriptor for each of their blocks.
         """
         found = super().by_content(keys)
         missing = [
@@ -161,7 +162,8 @@ class DeviceSession(ManagerSession[DeviceRequest, DeviceResident]):
     def by_recipe(self, queries: Sequence[ResidentQuery]) -> list[DeviceResident | None]:
         """Look up residents by recipe; return them in order, or None for each miss.
 
-        A tensor in blocks counts as a miss if this process cannot open that many descriptors.
+        A tensor in blocks counts as a miss if this process cannot open a descriptor for each of its
+        blocks.
         """
         if self.memory.whole_only is not None:
             return super().by_recipe(queries)
